@@ -1,0 +1,60 @@
+# make demo    sets itself up, runs the demo study on this machine, writes results/demo/report.html
+# make test    sets itself up, runs all tests          make test-quick   without the slow ones
+# make lint    formatting and style                    make docs         regenerates generated pages
+# make clean   removes the environment and everything in results/
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.requirements
+DEV_STAMP := $(VENV)/.requirements-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
+
+.PHONY: demo test test-quick lint docs clean setup
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:
+	@sed -n 's/^# //p' Makefile | head -4
+
+setup: $(RUN_STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"stratbench needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}. Name another one: make PYTHON=python3.12")'
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) || \
+	  { echo "cannot make a virtual environment: install your system's python3-venv package" >&2; rm -rf $(VENV); exit 1; }
+
+$(RUN_STAMP): envs/requirements.txt envs/constraints.txt | $(BIN)/python
+	@echo "installing envs/requirements.txt into $(VENV) (PyTorch is large: a minute or more)"
+	@$(PIP) -r envs/requirements.txt
+	@touch $@
+
+$(DEV_STAMP): envs/requirements-dev.txt envs/constraints.txt $(RUN_STAMP)
+	@echo "installing envs/requirements-dev.txt into $(VENV)"
+	@$(PIP) -r envs/requirements-dev.txt
+	@touch $@
+
+demo: $(RUN_STAMP)
+	@echo "training the demo study: CPU processes on this machine, some minutes"
+	$(BIN)/snakemake --profile profiles/local --config study=demo
+	@echo "report: results/demo/report.html"
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest
+
+test-quick: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m "not slow and not slurm"
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/snakefmt --check Snakefile workflow/rules
+	$(BIN)/snakemake --lint
+
+docs: $(DEV_STAMP)
+	PYTHONPATH=workflow $(BIN)/python docs/architecture.py > ARCHITECTURE.md
+	PYTHONPATH=workflow $(BIN)/python -m stratbench.config --write-table docs/configuration.md
+
+clean:
+	rm -rf $(VENV) results .snakemake

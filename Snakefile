@@ -1,0 +1,27 @@
+# stratbench: measures distributed-training strategies against each other on your machines.
+#
+#   snakemake --profile profiles/local                       the study named in config.yaml
+#   snakemake --profile profiles/slurm --config study=paper  another one, on a cluster
+#   snakemake -n                                             what would be trained
+#   snakemake decide                                         what to choose, from the records that are there
+#   snakemake partial                                        merge what is there, list what is missing
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+
+configfile: "config.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/data.smk"
+include: "workflow/rules/plan.smk"
+include: "workflow/rules/train.smk"
+include: "workflow/rules/analysis.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        record_paths(),  # listed here too: a deleted record is made again although its tables are there
+        f"{RESULTS}/{STUDY.name}/report.html",

@@ -1,0 +1,139 @@
+"""One slow worker among four, with real processes: does mitigation keep asynchronous training's speed?
+
+    STRATBENCH_DATA=... PYTHONPATH=workflow python benchmarks/straggler.py --dataset mnist
+
+Trains a compact model under ps-sync, ps-async and ps-dana in turn, `--rounds` times, with worker 0 slowed
+by `--factor`, each cell through the launcher as the workflow does it. Writes a CSV and a Markdown table of
+throughput ratios (paired by round) and accuracies. The workers share this machine's cores; only ratios
+mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from stratbench.cells import Cell
+from stratbench.config import load
+from stratbench.data import prepare
+
+STRATEGIES = ("ps-sync", "ps-async", "ps-dana")
+
+
+def study(args: argparse.Namespace) -> dict:
+    slowdown = {"workers": [0], "factor": args.factor} if args.factor > 1 else None
+    return {
+        "study": "straggler",
+        "studies": {
+            "straggler": {
+                "repeats": args.rounds,
+                "experiments": {
+                    "straggler": {
+                        "dataset": args.dataset, "strategies": list(STRATEGIES), "models": [args.model],
+                        "gpus": [args.workers], "epochs": args.epochs, "global_batch": args.batch,
+                        "lr": args.lr, "device": "cpu", "threads": 1, "slowdown": slowdown,
+                    }
+                },
+            }
+        },
+    }  # fmt: skip
+
+
+def train(cell: Cell, settings: str, data: Path, folder: Path) -> dict:
+    """Run one cell as the workflow does; its record."""
+    record = cell.record_path(folder)
+    command = [
+        sys.executable, "-m", "stratbench.train.launch", "--cell", json.dumps(cell.as_dict()),
+        "--settings", settings, "--data", str(data), "--record", str(record),
+        "--timeline", str(record.with_name("timeline.csv")), "--logs", str(cell.log_dir(folder)),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(record.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dataset", default="digits", help="digits, mnist or cifar10")
+    parser.add_argument("--model", default="vgg-compact", help="a compact model")
+    parser.add_argument("--workers", type=int, default=4, help="workers; the first one is slow")
+    parser.add_argument("--factor", type=float, default=3.0, help="how many times slower; 1: not")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs of a cell")
+    parser.add_argument("--batch", type=int, default=64, help="global batch")
+    parser.add_argument("--lr", type=float, default=0.03, help="learning rate")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds, one seed each")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results", help="folder"
+    )
+    args = parser.parse_args()
+    _, chosen = load(study(args))
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="straggler-") as temporary:
+        folder = Path(temporary)
+        prepare(args.dataset, folder / "data")
+        for cell in sorted(chosen.cells, key=lambda c: (c.repeat, STRATEGIES.index(c.strategy))):
+            settings = chosen.settings(cell).as_json()
+            record = train(cell, settings, folder / "data", folder)
+            [server] = record["server"]["servers"]
+            rows.append(
+                {
+                    "round": cell.repeat,
+                    "strategy": cell.strategy,
+                    "train_time_s": record["time"]["train_time_s"],
+                    "throughput_samples_per_s": record["time"]["throughput_samples_per_s"],
+                    "accuracy": record["accuracy"]["final"],
+                    "slow_workers_tickets": server["workers"][0]["tickets"],
+                    "load_1m": os.getloadavg()[0],
+                }
+            )
+            print(rows[-1], flush=True)
+    name = f"straggler-{args.dataset}-x{args.factor:g}"
+    args.out.mkdir(exist_ok=True)
+    with (args.out / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    text = table(rows, args)
+    (args.out / f"{name}.md").write_text(text)
+    print(text)
+
+
+def table(rows: list[dict], args: argparse.Namespace) -> str:
+    def of(strategy: str, key: str) -> list[float]:
+        return [row[key] for row in rows if row["strategy"] == strategy]
+
+    def ratio(strategy: str, to: str) -> float:
+        pairs = zip(
+            of(strategy, "throughput_samples_per_s"),
+            of(to, "throughput_samples_per_s"),
+            strict=True,
+        )
+        return statistics.median(a / b for a, b in pairs)
+
+    lines = [
+        f"# {args.workers} workers on {args.dataset}, worker 0 slowed {args.factor:g}x",
+        "",
+        f"{args.model}, {args.epochs} epochs, global batch {args.batch}, lr {args.lr}, {args.rounds} "
+        f"interleaved rounds; real processes on {os.cpu_count()} cores. Medians of ratios paired by round.",
+        "",
+        "| strategy | throughput / ps-sync | throughput / ps-async | accuracy, mean | train time, median s |",
+        "|---|---|---|---|---|",
+    ]
+    for s in STRATEGIES:
+        lines.append(
+            f"| {s} | {ratio(s, 'ps-sync'):.2f} | {ratio(s, 'ps-async'):.2f} | "
+            f"{statistics.mean(of(s, 'accuracy')):.2%} | {statistics.median(of(s, 'train_time_s')):.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

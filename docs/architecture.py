@@ -1,0 +1,150 @@
+"""Generates ARCHITECTURE.md from the packages' docstrings and their real imports.
+
+    PYTHONPATH=workflow python docs/architecture.py > ARCHITECTURE.md
+
+A test keeps the page current, and fails when an import points up, a wing imports another, or modules
+import each other in a circle.
+"""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "workflow" / "stratbench"
+#: From top to bottom. A part imports from its own layer and from those below it; the parts of the top
+#: layer never import each other.
+LAYERS = [
+    ("the wings, one for each thing a user does", ["plan", "train", "analysis"]),
+    (
+        "what the wings share",
+        ["strategies", "record", "config", "validation", "listing", "resources"],
+    ),
+    (
+        "what everything rests on",
+        ["ps", "telemetry", "data", "prepared", "sources", "models", "compact", "cells"],
+    ),
+]
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name below `stratbench`."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name:
+            found[name] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """The package's modules that a file imports, wherever in it; not those for type checkers only."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.orelse:
+                visit(child)
+            return
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module or ""]
+        else:
+            names = []
+        for name in names:
+            inner = name.removeprefix("stratbench.")
+            if inner != name and inner in known:
+                found.add(inner)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    # `from stratbench.ps import server` names the package as well; the module is what is meant.
+    return {f for f in found if not any(other.startswith(f"{f}.") for other in found)}
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imports(path, known) - {name} for name, path in known.items()}
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def layer_of(part: str) -> int:
+    for number, (_, parts) in enumerate(LAYERS):
+        if part in parts:
+            return number
+    raise SystemExit(f"docs/architecture.py: {part} belongs to no layer; add it to LAYERS")
+
+
+def faults() -> list[str]:
+    """Imports that break the rules, in words."""
+    found = []
+    edges = graph()
+    for module, targets in edges.items():
+        here = part_of(module)
+        for target in sorted(targets):
+            there = part_of(target)
+            if layer_of(there) < layer_of(here):
+                found.append(f"{module} imports {target}, which lies above it")
+            if here != there and layer_of(here) == layer_of(there) == 0:
+                found.append(f"{module} imports {target}: wings do not import each other")
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as e:
+        found.append(f"modules import each other in a circle: {' -> '.join(e.args[1])}")
+    return found
+
+
+def docstring(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def page() -> str:
+    """The text of ARCHITECTURE.md."""
+    known, edges = modules(), graph()
+    lines = [
+        "# Architecture",
+        "",
+        "<!-- made by docs/architecture.py (make docs) -->",
+        "",
+        "Imports only ever point down. The wings never import each other: what passes between them is",
+        "files, described by `workflow/schemas/`. `Snakefile` and `workflow/rules/` expand the matrix and",
+        "call the package's modules as commands.",
+        "",
+    ]
+    for title, parts in LAYERS:
+        lines += [
+            f"## {title[0].upper()}{title[1:]}",
+            "",
+            "| part | what it is | imports |",
+            "|---|---|---|",
+        ]
+        for part in parts:
+            if part not in known:
+                continue
+            targets = {part_of(t) for m, ts in edges.items() if part_of(m) == part for t in ts} - {
+                part
+            }
+            lines.append(
+                f"| `{part}` | {docstring(known[part])} | "
+                f"{', '.join(f'`{t}`' for t in sorted(targets)) or '-'} |"
+            )
+        lines.append("")
+        for part in parts:
+            inner = {m: p for m, p in known.items() if m.startswith(f"{part}.")}
+            if inner:
+                lines += [f"`{part}`:", ""]
+                lines += [f"- `{m.split('.', 1)[1]}`: {docstring(p)}" for m, p in inner.items()]
+                lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,107 @@
+"""The configuration files of the test cluster, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def slurm_conf(
+    directory: Path,
+    name: str,
+    host: str,
+    user: str,
+    ports: Mapping[str, int],
+    nodes: Sequence[str],
+    cpus: int,
+    gpus: int,
+    memory_mib: int,
+) -> str:
+    """slurm.conf of a cluster in `directory` whose daemons run as `user` on `host`.
+
+    `ports` has one for `slurmctld`, one for each node and, where there is accounting, one for
+    `slurmdbd`. `cpus`, `gpus` and `memory_mib` are those of one node.
+    """
+    gres = f" Gres=gpu:{gpus}" if gpus else ""
+    node_lines = "\n".join(
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[node]} "
+        f"CPUs={cpus} RealMemory={memory_mib}{gres}"
+        for node in nodes
+    )
+    # SlurmdTimeout and KillWait are short so that a test of a lost node or of a time limit need
+    # not wait minutes; MinJobAge is long so that a test can ask for its ended jobs.
+    return f"""ClusterName={name}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports["slurmctld"]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={directory}/run/munge.socket
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+ReturnToService=2
+SlurmctldPidFile={directory}/run/slurmctld.pid
+SlurmdPidFile={directory}/run/slurmd-%n.pid
+SlurmdSpoolDir={directory}/spool-%n
+StateSaveLocation={directory}/state
+SlurmctldLogFile={directory}/log/slurmctld.log
+SlurmdLogFile={directory}/log/slurmd-%n.log
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU={memory_mib // cpus}
+SlurmdTimeout=10
+KillWait=5
+MinJobAge=3600
+{_accounting(directory, ports)}
+JobCompType=jobcomp/none
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=1
+JobAcctGatherParams=OverMemoryKill,UsePss
+GresTypes=gpu
+{node_lines}
+PartitionName=gpu Nodes={",".join(nodes)} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def _accounting(directory: Path, ports: Mapping[str, int]) -> str:
+    if "slurmdbd" not in ports:
+        return "AccountingStorageType=accounting_storage/none"
+    return f"""AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={ports["slurmdbd"]}
+AccountingStoragePass={directory}/run/munge.socket
+AccountingStorageTRES=gres/gpu
+AccountingStoreFlags=job_comment
+AccountingStorageEnforce=associations"""
+
+
+def gres_conf(directory: Path, nodes: Sequence[str], gpus: int) -> str:
+    """gres.conf: `gpus` pretend GPUs a node, for which SLURM sets CUDA_VISIBLE_DEVICES."""
+    text = "AutoDetect=off\n"
+    if gpus:
+        text += (
+            f"NodeName={','.join(nodes)} Name=gpu File={directory}/dev/nvidia[0-{gpus - 1}] "
+            "Flags=nvidia_gpu_env\n"
+        )
+    return text
+
+
+def slurmdbd_conf(directory: Path, host: str, user: str, port: int) -> str:
+    """slurmdbd.conf: accounting kept in a database that listens on a socket in `directory`."""
+    return f"""AuthType=auth/munge
+AuthInfo=socket={directory}/run/munge.socket
+DbdHost={host}
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser={user}
+PidFile={directory}/run/slurmdbd.pid
+LogFile={directory}/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser={user}
+StorageLoc=slurm_acct_db
+"""

@@ -1,0 +1,57 @@
+"""Fixtures: a SLURM cluster of the test run's own, without and with accounting.
+
+A plugin that the tests name, not a conftest.py: a module of that name would stand in the way of the
+one that the unit tests import from.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import NODES, SlurmCluster
+from cluster_host import Unavailable
+
+
+def _session(request: pytest.FixtureRequest, accounting: bool) -> Iterator[SlurmCluster]:
+    # A short path: a unix socket lies below it.
+    directory = Path(tempfile.mkdtemp(prefix="stratbench-slurm-"))
+    failed_before = request.session.testsfailed
+    cluster = SlurmCluster(directory, accounting=accounting)
+    try:
+        cluster.start()
+    except Unavailable as error:
+        shutil.rmtree(directory)
+        pytest.skip(f"no SLURM cluster here: {error}")
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+        if request.session.testsfailed == failed_before:
+            shutil.rmtree(directory)
+        else:
+            print(f"SLURM's logs are kept in {directory}/log")
+
+
+@pytest.fixture(scope="session")
+def slurm_session(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
+    """The cluster without accounting, as the tests before left it."""
+    yield from _session(request, accounting=False)
+
+
+@pytest.fixture(scope="session")
+def slurm_accounting(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
+    """A cluster with accounting on, which lets in only jobs of a known account."""
+    yield from _session(request, accounting=True)
+
+
+@pytest.fixture
+def slurm(slurm_session: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster without accounting: both nodes idle and no job in it, before and after."""
+    yield slurm_session
+    slurm_session.cancel_all()
+    for node in NODES:
+        slurm_session.restore_node(node)

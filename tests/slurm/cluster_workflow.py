@@ -1,0 +1,132 @@
+"""The workflow in a folder of its own, run with the SLURM profile on the test cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from cluster import SlurmCluster
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+from tiny_study import Workflow, tiny_config
+
+Found = TypeVar("Found")
+
+
+def study(experiments: dict[str, dict[str, Any]], **cluster: int) -> dict[str, Any]:
+    """The tiny study with these experiments, each a change of a cell on one worker.
+
+    A node has 16 pretend CPUs, so one node takes two of these cells at a time.
+    """
+    config = tiny_config()
+    base = config["studies"]["tiny"]["experiments"]["second"]
+    config["studies"]["tiny"]["experiments"] = {k: base | v for k, v in experiments.items()}
+    config["cluster"] = {
+        "gpus_per_node": 1,
+        "cpus_per_gpu": 8,
+        "mem_mib_per_gpu": 3000,
+        "server_cpus": 1,
+        "server_mem_mib": 1000,
+    } | cluster
+    return config
+
+
+class ClusterWorkflow(Workflow):
+    """A copy of the workflow that runs on a test cluster."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], cluster: SlurmCluster) -> None:
+        super().__init__(folder, config)
+        self.cluster = cluster
+        self.profile = folder / "profiles" / "slurm" / "config.yaml"
+
+    def command(self, *args: str) -> list[str]:
+        return [sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", *args]
+
+    def environment(self) -> dict[str, str]:
+        ours = super().environment()
+        return self.cluster.env | {"XDG_CACHE_HOME": ours["XDG_CACHE_HOME"]}
+
+    def uncomment(self, line: str, replacement: str) -> None:
+        """Put `replacement` in the profile in place of a line that stands there commented out."""
+        text = self.profile.read_text()
+        assert text.count(line) == 1, f"{line!r} is not once in the profile"
+        self.profile.write_text(text.replace(line, replacement))
+
+    def finish(self, run: subprocess.Popen[str], limit_s: float) -> str:
+        """What a started Snakemake printed, once it has ended; killed and failed after `limit_s`."""
+        try:
+            return run.communicate(timeout=limit_s)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            output, _ = run.communicate(timeout=10)
+            raise AssertionError(
+                f"snakemake hangs after {limit_s} s; it printed:\n{output}"
+            ) from None
+
+    def slurm_jobs(self, experiment: str | None = None) -> list[dict[str, str]]:
+        """This folder's SLURM jobs, ended ones too, by submission: id, state, comment, nodes, gres."""
+        fields = {"id": "%i", "state": "%T", "comment": "%k", "nodes": "%N", "gres": "%b"}
+        form = "|".join([*fields.values(), "%Z"])
+        lines = self.cluster.run("squeue", "-h", "-t", "all", "-S", "i", "-o", form).splitlines()
+        rows = [line.split("|") for line in lines]
+        jobs = [dict(zip(fields, row, strict=False)) for row in rows if row[-1] == str(self.folder)]
+        wanted = "rule_train_cell_wildcards_tiny_" + (f"{experiment}_" if experiment else "")
+        return [job for job in jobs if job["comment"].startswith(wanted)]
+
+    def launcher(self, experiment: str) -> psutil.Process | None:
+        """The launcher of the experiment's cell, if it runs."""
+        for process in psutil.process_iter():
+            try:
+                command = process.cmdline()
+                ours = "stratbench.train.launch" in command and process.cwd() == str(self.folder)
+            except psutil.Error:
+                continue
+            if (
+                ours
+                and json.loads(command[command.index("--cell") + 1])["experiment"] == experiment
+            ):
+                return process
+        return None
+
+    def training_worker(self, experiment: str) -> psutil.Process | None:
+        """The last worker of the experiment's cell, once all of its workers train."""
+        logs = self.folder / "results" / "tiny" / "logs" / experiment
+        phases = list(logs.rglob("phases*.jsonl"))
+        if not phases or any('"train"' not in p.read_text() for p in phases):
+            return None
+        workers = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                output = Path(f"/proc/{process.pid}/fd/1").readlink()
+                if logs in output.parents and output.name.startswith("rank"):
+                    workers[output.name] = process
+        return workers[max(workers)] if len(workers) == len(phases) else None
+
+    def cell_record(self, experiment: str) -> Path | None:
+        """The record of an experiment's only cell, if there is one."""
+        cells = self.folder / "results" / "tiny" / "cells" / experiment
+        return next(cells.rglob("record.json"), None)
+
+    def status(self, experiment: str) -> str | None:
+        """The status in that record; None without one."""
+        path = self.cell_record(experiment)
+        return json.loads(path.read_text())["status"] if path else None
+
+
+def wait_for(condition: Callable[[], Found | None], limit_s: float = 120) -> Found:
+    """What `condition` returns, once that is true."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"what was waited for did not happen within {limit_s} s")

@@ -1,0 +1,279 @@
+"""Runs parameter servers and workers for the tests, on threads of this process or as processes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stratbench.ps.client import Channel
+from stratbench.ps.flat import FlatSpace
+from stratbench.ps.server import ServerConfig, serve
+from stratbench.ps.tickets import Ticket
+
+BATCH = 4
+HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+
+
+def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model with BatchNorm and tensors of odd sizes, equal at every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5)
+    ).to(dtype)
+
+
+def batch(ticket: Ticket, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """The images, shape [BATCH, 1, 6, 6], and labels that a ticket stands for."""
+    generator = torch.Generator().manual_seed(ticket.number)
+    x = torch.randn(BATCH, 1, 6, 6, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randint(0, 5, (BATCH,), generator=generator)
+
+
+def config(folder: Path, **changed: Any) -> ServerConfig:
+    """A small run of one worker, one epoch of four steps."""
+    base = ServerConfig(
+        rendezvous=str(folder / "rendezvous"),
+        workers=1,
+        epochs=1,
+        steps_per_epoch=4,
+        slices=1,
+        policy="ps-async",
+        hyper=HYPER,
+        shard_bytes=256,
+        heartbeat_deadline_s=5.0,
+        start_deadline_s=20.0,
+    )
+    return replace(base, **changed)
+
+
+class Served:
+    """A server on a thread of this process; `result()` waits for its statistics."""
+
+    def __init__(self, config: ServerConfig, secret: bytes) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(serve, config, secret)
+        self._pool.shutdown(wait=False)
+
+    def result(self, timeout_s: float = 20.0) -> dict[str, Any]:
+        return self._future.result(timeout_s)
+
+
+class Worked:
+    """A worker on a thread of this process: trains until no tickets are left.
+
+    `before_push(worker, ticket, channel)` runs on each ticket; what it returns True for is skipped.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        secret: bytes,
+        worker: int = 0,
+        transport: str = "auto",
+        wire: str = "native",
+        dtype: torch.dtype = torch.float64,
+        before_push: Any = None,
+    ) -> None:
+        self.tickets: list[Ticket] = []
+        self.model = small_model(dtype)
+        self.flat = FlatSpace(self.model)
+        self.error: Exception | None = None
+        self._args = (config, secret, worker, transport, wire, dtype, before_push)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        config, secret, worker, transport, wire, dtype, before_push = self._args
+        try:
+            self.channel = Channel.connect(
+                config.rendezvous, worker, self.flat, secret, transport, wire, deadline_s=40
+            )
+            try:
+                ticket = self.channel.first()
+                while ticket is not None:
+                    self.tickets.append(ticket)
+                    x, y = batch(ticket, dtype)
+                    self.flat.zero_grads()
+                    F.cross_entropy(self.model(x), y).backward()
+                    skip = before_push and before_push(worker, ticket, self.channel)
+                    ticket = self.channel.skip() if skip else self.channel.push_pull()
+            finally:
+                self.channel.close()
+        except Exception as error:
+            self.error = error
+
+    def join(self, timeout_s: float = 20.0) -> Worked:
+        """Wait for its end; raises what it raised."""
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), f"a worker hangs after {self.tickets[-1:]}"
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+def run_all(
+    config: ServerConfig, secret: bytes = b"s" * 32, **kwargs: Any
+) -> tuple[dict[str, Any], list[Worked]]:
+    """One run with all its workers in this process; server 0's statistics and the workers."""
+    servers = [Served(replace(config, server=s), secret) for s in range(config.n_servers)]
+    workers = [Worked(config, secret, w, **kwargs) for w in range(config.workers)]
+    for worker in workers:
+        worker.join()
+    results = [server.result() for server in servers]
+    return results[0], workers
+
+
+def single_run(plan_config: ServerConfig, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The same training without a server: one process, torch.optim.SGD."""
+    model = small_model(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), **plan_config.hyper)
+    c = plan_config
+    for number in range(c.epochs * c.steps_per_epoch * c.slices):
+        x, y = batch(Ticket(number, 0, 0, 0), dtype)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+# --- real processes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a worker process behaves."""
+
+    transport: str = "auto"
+    step_s: float = 0.0  # time it takes for a step, on top of the computing
+    spin: bool = False  # spend that time in Python code, which holds the interpreter lock
+    dies_at: int | None = None  # kills itself at its n-th ticket, having pushed half the shards
+
+
+def work(config: ServerConfig, secret: bytes, worker: int, log: Path, habits: Habits) -> None:
+    """A worker process: one JSON line for each ticket it begins, and a last one for its end."""
+    torch.set_num_threads(1)
+    with log.open("a", buffering=1) as out:
+
+        def note(**fields: Any) -> None:
+            out.write(json.dumps(fields | {"at": time.time()}) + "\n")
+
+        model = small_model()
+        flat = FlatSpace(model)
+        try:
+            channel = Channel.connect(
+                config.rendezvous,
+                worker,
+                flat,
+                secret,
+                habits.transport,
+                deadline_s=20,
+                on_lost=lambda reason: note(lost=reason),
+            )
+            ticket = channel.first()
+            begun = 0
+            while ticket is not None:
+                note(ticket=ticket.number)
+                x, y = batch(ticket)
+                flat.zero_grads()
+                F.cross_entropy(model(x), y).backward()
+                pass_time(habits)
+                if begun == habits.dies_at:
+                    channel._expect()
+                    channel._push_shards(0, len(channel._bounds) // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                begun += 1
+                ticket = channel.push_pull()
+            channel.close()
+            note(end="done", evaluator=channel.evaluator)
+        except Exception as error:
+            note(end=type(error).__name__, reason=str(error))
+
+
+def pass_time(habits: Habits) -> None:
+    """Let `step_s` pass."""
+    if not habits.spin:
+        time.sleep(habits.step_s)
+    until = time.monotonic() + habits.step_s * habits.spin
+    while time.monotonic() < until:
+        pass
+
+
+def serve_process(config: ServerConfig, secret: bytes) -> None:
+    """A server process; its statistics go to `config.stats_path`."""
+    serve(config, secret)
+
+
+class Processes:
+    """A run of real processes; `with` kills what is left of it."""
+
+    def __init__(self, folder: Path, config: ServerConfig, habits: list[Habits]) -> None:
+        """One worker for each of `habits`."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.nn.functional"])  # imported once
+        self.folder = folder
+        self._stats = folder / "stats.json"
+        secret = os.urandom(32)
+        self.config = replace(config, workers=len(habits), stats_path=str(self._stats))
+        self.servers = []
+        for s in range(config.n_servers):
+            own = self.config if s == 0 else replace(self.config, server=s, stats_path=None)
+            self.servers.append(context.Process(target=serve_process, args=(own, secret)))
+        self.workers = [
+            context.Process(target=work, args=(self.config, secret, w, self._log(w), habit))
+            for w, habit in enumerate(habits)
+        ]
+
+    def __enter__(self) -> Processes:
+        for process in self.servers + self.workers:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.servers + self.workers:
+            process.kill()
+            process.join(5)
+
+    def _log(self, worker: int) -> Path:
+        return self.folder / f"worker{worker}.jsonl"
+
+    def notes(self, worker: int) -> list[dict[str, Any]]:
+        """What worker `worker` has noted so far."""
+        path = self._log(worker)
+        return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_tickets(self, worker: int, count: int) -> None:
+        """Wait until a worker has begun `count` tickets."""
+        give_up = time.monotonic() + 30
+        while len(self.notes(worker)) < count:
+            assert time.monotonic() < give_up, f"worker {worker} noted {self.notes(worker)}"
+            time.sleep(0.01)
+
+    def signal(self, process: Any, number: int) -> float:
+        """Send a signal; returns when (time.time())."""
+        os.kill(process.pid, number)
+        return time.time()
+
+    def end(self, worker: int, timeout_s: float = 20.0) -> dict[str, Any]:
+        """Wait for a worker's process to end; its last note."""
+        self.workers[worker].join(timeout_s)
+        assert not self.workers[worker].is_alive(), f"worker {worker} hangs"
+        return self.notes(worker)[-1]
+
+    def statistics(self, timeout_s: float = 20.0) -> dict[str, Any]:
+        """Wait for the servers to end; what server 0 reports."""
+        for process in self.servers:
+            process.join(timeout_s)
+            assert not process.is_alive(), "a server hangs"
+        return json.loads(self._stats.read_text())

@@ -1,0 +1,111 @@
+"""The comparison with the paper: right where the answer is known, silent where nothing compares."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from stratbench.analysis import against, audit, paper, sections
+
+NOTHING = pd.DataFrame(columns=list(audit.COLUMNS))
+
+
+@pytest.fixture(scope="module")
+def v2():
+    return paper.as_cells("v2")
+
+
+def verdicts(cells, findings=NOTHING):
+    return against.claims(cells, findings).set_index("id")["verdict"].to_dict()
+
+
+def test_every_claim_has_a_metric_and_every_explanation_something_to_explain():
+    claims, tables = paper.published_claims(), paper.published_tables()
+    assert set(claims["metric"]) == set(against.METRICS)
+    names = set(claims["id"]) | set(tables["version"] + " " + tables["table"])
+    assert set(paper.explanations()["about"]) <= names
+
+
+def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
+    found = verdicts(v2)
+    for name in ("fsdp-slowdown-v2", "async-gain-v2", "async-accuracy-text-v2", "near-linear-v2"):
+        assert found[name] == against.FAILS
+    assert found["modified-recovers-v2"] == against.FAILS
+    assert found["vgg16-replica-v2"] == against.FAILS
+    assert found["ddp-fastest-v2"] == against.HOLDS
+    assert found["fsdp-memory-v2"] == against.UNKNOWN  # no table has memory
+    rows = against.claims(v2, NOTHING).set_index("id")
+    assert (
+        "2.12 (vgg16 on 2) to 5.84 (efficientnet_v2_l on 2), 9 figures"
+        in rows.loc["fsdp-slowdown-v2", "figures"]
+    )
+    assert "no traffic" in rows.loc["fsdp-slowdown-v2", "explanation"]
+    assert rows.loc["async-gain-v1", "in_the_paper"] == "holds: 30.40 (vgg16 on 4)"
+
+
+def test_only_the_papers_models_on_gpus_are_evidence(v2):
+    for change in ({"device_kind": "cpu"}, {"model": "vgg-compact"}):
+        elsewhere = against.claims(v2.assign(**change).drop_duplicates(against.GROUP), NOTHING)
+        assert set(elsewhere["verdict"]) == {against.UNKNOWN}
+        assert elsewhere["elsewhere"].str.len().max() > 0
+        assert elsewhere["explanation"].isna().all()
+
+
+def test_what_the_audit_calls_unusable_is_no_evidence(v2):
+    assert verdicts(v2)["modified-slower-v2"] == against.HOLDS
+    found = pd.DataFrame(audit.audit(v2), columns=list(audit.COLUMNS))
+    # The one figure behind it is the copied 246.54 s.
+    assert verdicts(v2, found)["modified-slower-v2"] == against.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ([], against.UNKNOWN),
+        ([(2.5, None, None), (2.0, None, None)], against.HOLDS),
+        ([(2.5, None, None), (3.1, None, None)], against.FAILS),
+        ([(3.1, 2.9, 3.3)], against.UNKNOWN),
+        ([(3.4, 3.2, 3.6)], against.FAILS),
+        ([(2.5, 2.4, 2.6)], against.HOLDS),
+    ],
+)
+def test_a_claim_is_judged_by_intervals_where_there_are_any(figures, expected):
+    listed = [against.Figure("x", *figure) for figure in figures]
+    assert against.verdict(listed, 2, 3) == expected
+
+
+def test_a_range_may_be_open():
+    assert against.verdict([against.Figure("x", 99.0)], 2, np.nan) == against.HOLDS
+    assert against.verdict([against.Figure("x", 99.0)], np.nan, 6) == against.FAILS
+
+
+def test_the_paper_beside_itself_is_one_everywhere(v2):
+    found = against.published_cells(v2, NOTHING)
+    own = found[found["version"] == "v2"]
+    assert own["ours"].notna().sum() == 78 - 5  # all but the times above the limit
+    for name in ("strategy", "gpus"):
+        ratios = own.loc[own["kind"] == "ratio", f"ratio_to_{name}"].dropna()
+        points = own.loc[own["kind"] == "difference", f"ratio_to_{name}"].dropna()
+        assert len(ratios) > 10
+        assert np.allclose(ratios, 1)
+        assert len(points) > 5
+        assert np.allclose(points, 0)
+
+
+def test_ratios_of_ratios_cancel_what_hardware_changes_and_show_what_strategies_do(v2):
+    rows = v2.assign(train_time_s=v2["train_time_s"] / 3)  # a machine three times as fast
+    rows.loc[rows["strategy"] == "fsdp", "train_time_s"] /= 2  # on which FSDP is better
+    found = against.published_cells(rows, NOTHING)
+    fsdp = found[(found["version"] == "v2") & (found["strategy"] == "fsdp")]
+    assert np.allclose(fsdp["ratio_to_strategy"], 0.5)
+    assert np.allclose(fsdp["ratio_to_gpus"].dropna(), 1)
+    assert set(fsdp["against_strategy"]) == {"ddp"}
+
+
+def test_without_a_counterpart_the_section_says_so():
+    cells = paper.as_cells("v2").assign(dataset="digits", device_kind="cpu", model="vgg-compact")
+    section = sections.against_paper(cells.drop_duplicates(against.GROUP), NOTHING)
+    assert section["with_counterpart"] == 0
+    assert all(not table["rows"] for table in section["tables"])
+    assert sum(table["total"] for table in section["tables"]) == section["total"] == 102

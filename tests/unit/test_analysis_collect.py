@@ -1,0 +1,161 @@
+"""Merging records: every expected cell has its row, and what is wrong with a record is said."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fixture_records as fixture
+import pytest
+
+from stratbench.analysis import collect
+
+WORKFLOW = Path(collect.__file__).parents[2]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def run(study_dir: Path, *options: str) -> int:
+    return collect.main(
+        [
+            *("--expected", str(study_dir / "cells.json")),
+            *("--records-root", str(study_dir / "cells")),
+            *("--out", str(study_dir / "cells.csv"), "--epochs-out", str(study_dir / "epochs.csv")),
+            *options,
+        ]
+    )
+
+
+@pytest.fixture
+def cells():
+    return fixture.expand(strategies=("single", "ddp"), models=("vgg16",), repeats=2)
+
+
+def test_a_row_holds_what_the_record_holds(tmp_path, cells):
+    study_dir = fixture.write_study(tmp_path, cells)
+    assert run(study_dir) == 0
+    rows = read(study_dir / "cells.csv")
+    assert [(r["strategy"], r["gpus"], r["repeat"]) for r in rows] == [
+        (c.strategy, str(c.gpus), str(c.repeat)) for c in cells
+    ]
+    row = rows[-1]
+    record = json.loads((study_dir / row["record_path"]).read_text())
+    assert float(row["train_time_s"]) == record["time"]["train_time_s"]
+    assert float(row["step_p99_ms"]) == record["time"]["step_ms"]["p99"]
+    assert int(row["samples_seen"]) == record["batch"]["samples_seen"]
+    states = record["memory"]["model_states"].values()
+    assert int(row["model_states_bytes"]) == sum(states)
+    assert row["device_kind"] == "cuda"
+    assert row["device_name"] == fixture.GPU_NAME
+    assert row["host"] == "constructed-host"
+    epochs = [e for e in read(study_dir / "epochs.csv") if e["strategy"] == "ddp"]
+    assert len(epochs) == 6 * fixture.EPOCHS
+    last = record["accuracy"]["per_epoch"][-1]
+    assert float(epochs[-1]["accuracy"]) == last["accuracy"]
+
+
+def test_missing_and_failed_cells_have_rows_too(tmp_path, cells, capsys):
+    statuses = {("ddp", "vgg16", 1): "missing", ("ddp", "vgg16", 2): "error"}
+    study_dir = fixture.write_study(tmp_path, cells, statuses)
+    assert run(study_dir, "--partial") == 0
+    found = [(r["strategy"], r["gpus"], r["status"]) for r in read(study_dir / "cells.csv")]
+    assert found == [
+        *[("single", "1", "ok")] * 2,
+        *[("ddp", "1", "missing")] * 2,
+        *[("ddp", "2", "error")] * 2,
+        *[("ddp", "4", "ok")] * 2,
+    ]
+    said = capsys.readouterr().out
+    assert "4 of 8 cells have no usable record" in said
+    assert "worker 1 exited with -9" in said
+
+
+def test_without_partial_a_missing_record_fails_and_is_named(tmp_path, cells, capsys):
+    study_dir = fixture.write_study(tmp_path, cells, {("ddp", "vgg16", 4): "missing"})
+    assert run(study_dir) == 1
+    assert "ddp, vgg16, 4 GPUs, repeat 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda text: text[:100], "is not JSON"),
+        (lambda text: text.replace('"status": "ok"', '"status": "fine"'), "status"),
+        (lambda text: text.replace('"gpus": 4', '"gpus": 2'), "the record of another cell"),
+    ],
+)
+def test_a_spoilt_record_is_an_error_that_names_the_file(tmp_path, cells, spoil, said):
+    study_dir = fixture.write_study(tmp_path, cells)
+    path = cells[-1].record_path(tmp_path)
+    path.write_text(spoil(path.read_text()))
+    assert run(study_dir, "--partial") == 0
+    row = read(study_dir / "cells.csv")[-1]
+    assert row["status"] == "error"
+    assert said in row["reason"]
+    assert str(path) in row["reason"]
+    assert row["train_time_s"] == ""
+
+
+def test_records_of_cells_that_are_not_expected_are_left_out(tmp_path, cells):
+    study_dir = fixture.write_study(tmp_path, cells)
+    (study_dir / "cells.json").write_text(json.dumps([c.as_dict() for c in cells[:3]]))
+    assert run(study_dir) == 0
+    assert len(read(study_dir / "cells.csv")) == 3
+
+
+def worker(host, affinity, quota=None):
+    facts = {"name": host, "affinity": affinity}
+    return {"provenance": {"host": facts | ({"cpu_quota_cores": quota} if quota else {})}}
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores"),
+    [
+        ([worker("a", [0, 1]), worker("a", [0, 1])], 2),
+        ([worker("a", [0]), worker("a", [1])], 2),
+        ([worker("a", [0, 1, 2, 3], 1.5)], 1.5),
+        ([worker("a", [0, 1]), worker("b", [0, 1])], 4),
+        ([{"provenance": None}], None),
+    ],
+)
+def test_cores_are_those_that_the_workers_may_use(workers, cores):
+    assert collect.usable_cores({"workers": workers}) == cores
+
+
+def test_the_analysis_never_imports_torch():
+    modules = "collect, tables, plots, report"
+    code = f"import sys; from stratbench.analysis import {modules}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(WORKFLOW), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ten_thousand_records_take_less_than_30_s_and_1_gb(tmp_path):
+    cells = fixture.expand(gpus=(1, 2, 4, 8, 16), repeats=93)
+    assert len(cells) > 10_000
+    study_dir = fixture.write_study(tmp_path, cells)
+    command = [sys.executable, "-m", "stratbench.analysis.collect"]
+    command += ["--expected", str(study_dir / "cells.json")]
+    command += ["--records-root", str(study_dir / "cells")]
+    command += ["--out", str(tmp_path / "cells.csv"), "--epochs-out", str(tmp_path / "e.csv")]
+    process = subprocess.Popen(command, env={"PYTHONPATH": str(WORKFLOW)})
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert used.ru_utime + used.ru_stime < 30  # CPU time: others may use the machine
+    assert used.ru_maxrss < 2**20  # KiB

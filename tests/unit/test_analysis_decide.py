@@ -1,0 +1,290 @@
+"""The decision: right on constructed cells whose answer is known, and never from an unusable one."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+
+from stratbench.analysis import audit, decide, paper, theory
+from stratbench.analysis.collect import COLUMNS
+from stratbench.analysis.constraints import Constraints
+
+MIB = 2**20
+
+
+def cell(strategy, time_s, gpus=4, repeat=0, **other):
+    """A row of cells.csv; `other` replaces any of its columns."""
+    server = strategy.startswith("ps-")
+    return (
+        dict.fromkeys(COLUMNS)
+        | {"study": "s", "experiment": "e", "strategy": strategy, "model": "vgg16"}
+        | {"dataset": "cifar10", "gpus": gpus, "repeat": repeat, "status": "ok"}
+        | {"strategy_base": strategy, "strategy_kind": "server" if server else "collective"}
+        | {"train_time_s": time_s, "accuracy_final": 0.9, "device_kind": "cuda"}
+        | {"peak_memory_bytes": 1000 * MIB, "model_states_bytes": 500 * MIB}
+        | other
+    )
+
+
+def failed(strategy, status, gpus=4, **other):
+    empty = ("train_time_s", "accuracy_final", "peak_memory_bytes", "model_states_bytes")
+    return cell(strategy, None, gpus, status=status, **(dict.fromkeys(empty) | other))
+
+
+def repeats(strategy, times, **other):
+    return [cell(strategy, time_s, repeat=k, **other) for k, time_s in enumerate(times)]
+
+
+def finding(rule="some-rule", severity="unusable", affects="time", **where):
+    blank = dict.fromkeys(audit.COLUMNS)
+    return blank | {"rule": rule, "severity": severity, "affects": affects, "figures": "f"} | where
+
+
+def decided(rows, findings=(), **constraints):
+    """The decision on one experiment and model."""
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    found = pd.DataFrame(list(findings), columns=list(audit.COLUMNS))
+    (decision,) = decide.decisions(frame, found, Constraints(**constraints))
+    return decision
+
+
+def verdicts(decision):
+    return {(row["strategy"], row["gpus"]): row["verdict"] for row in decision.matrix}
+
+
+def test_the_fastest_is_chosen_by_how_much_and_how_sure():
+    rows = repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15])
+    found = decided(rows)
+    assert found.headline == "ddp on 4 GPUs."
+    assert "takes 1.50 [1.50, 1.50] times the time (15.2 s)" in found.reason
+    assert found.confidence == "high"
+    assert "3 repeats" in found.confidence_why
+    assert "excludes 1" in found.confidence_why
+    assert verdicts(found) == {("ddp", 4): "recommended", ("fsdp", 4): "possible"}
+
+
+def test_repeats_that_do_not_tell_two_apart_leave_a_tie():
+    found = decided(repeats("ddp", [10.0, 12.0, 11.0]) + repeats("fsdp", [12.0, 10.5, 11.2]))
+    assert found.headline == "No clear winner: ddp on 4 GPUs, or fsdp."
+    assert found.confidence == "low"
+    assert "includes 1" in found.confidence_why
+    assert verdicts(found)[("fsdp", 4)] == "tied"
+
+
+def test_of_equals_the_one_that_needs_less_memory_is_named_first():
+    rows = [cell("ddp", 10.0), cell("fsdp", 10.0, peak_memory_bytes=400 * MIB)]
+    found = decided(rows)
+    assert found.headline == "No clear winner: fsdp on 4 GPUs, or ddp."
+    assert "exactly as ddp" in found.reason
+
+
+def test_one_repeat_gives_no_interval_and_little_confidence():
+    found = decided([cell("ddp", 10.0), cell("fsdp", 30.0)])
+    assert found.confidence == "low"
+    assert "no interval exists" in found.confidence_why
+    assert any(change.startswith("More repeats") for change in found.changes)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "why"),
+    [
+        (failed("ddp", "oom"), "does not fit", "out of memory"),
+        (failed("ddp", "timeout", time_limit_s=3000), "too slow", "not done after 3000 s"),
+        (failed("ddp", "diverged"), "loses accuracy", "training diverged"),
+        (failed("ddp", "error", reason="rank 1 died"), "failed", "rank 1 died"),
+        (failed("ddp", "missing"), "not measured", "no record"),
+        (cell("ddp", 5.0, accuracy_final=0.85), "loses accuracy", "5.00 points less than fsdp"),
+    ],
+)
+def test_what_cannot_be_chosen_is_excluded_with_why(row, kind, why):
+    found = decided([row, cell("fsdp", 30.0)])
+    assert found.choice.strategy == "fsdp"
+    ((name, text),) = found.excluded
+    assert name == "ddp"
+    assert kind in text
+    assert why in text
+    assert verdicts(found)[("ddp", 4)] == kind
+
+
+def test_a_repeat_that_ran_out_of_memory_counts_against_the_others():
+    rows = [*repeats("ddp", [10.0, 10.0]), failed("ddp", "oom", repeat=2), cell("fsdp", 30.0)]
+    found = decided(rows)
+    assert found.choice.strategy == "fsdp"
+    assert "1 of 3 repeats: out of memory" in found.excluded[0][1]
+
+
+@pytest.mark.parametrize("where", [{"strategy": "ddp"}, {"strategy": "ddp", "gpus": 4}])
+def test_nothing_is_recommended_from_an_unusable_cell(where):
+    rows = [cell("ddp", 10.0), cell("fsdp", 30.0)]
+    found = decided(rows, [finding(**where)])
+    assert found.choice.strategy == "fsdp"
+    assert "the audit: some-rule (f)" in found.excluded[0][1]
+    everything = decided(rows, [finding(experiment="e", model="vgg16")])
+    assert everything.choice is None
+    assert everything.confidence == "none"
+    # A doubt lowers the confidence and no more; what only memory suffers from needs a limit of it.
+    assert decided(rows, [finding(severity="doubtful", **where)]).choice.strategy == "ddp"
+    memory = finding(affects="memory", **where)
+    assert decided(rows, [memory]).choice.strategy == "ddp"
+    assert decided(rows, [memory], gpu_memory_gib=80).choice.strategy == "fsdp"
+
+
+def test_a_doubt_lowers_the_confidence_and_is_named():
+    rows = repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15])
+    found = decided(rows, [finding("superlinear", "doubtful", strategy="ddp")])
+    assert found.confidence == "medium"
+    assert "Doubts: superlinear." in found.confidence_why
+
+
+def test_memory_and_deadline_exclude_and_say_what_would_change():
+    rows = [
+        cell("ddp", 10.0, peak_memory_bytes=3000 * MIB),
+        cell("fsdp", 30.0, peak_memory_bytes=900 * MIB),
+    ]
+    found = decided(rows, gpu_memory_gib=2)
+    assert found.choice.strategy == "fsdp"
+    assert "peak 3000 MiB, and 2048 MiB are given" in found.excluded[0][1]
+    assert any(c.startswith("More memory: then ddp on 4 (10.0 s") for c in found.changes)
+    assert any("then fsdp on 4 (900 MiB)" in c for c in decided(rows).changes)
+    late = decided(rows, gpu_memory_gib=2, deadline_s=20)
+    assert late.choice is None
+    assert any(c.startswith("A later deadline: then fsdp") for c in late.changes)
+
+
+def test_a_price_ranks_by_cost():
+    rows = [cell("ddp", 10.0, gpus=4), cell("ddp", 18.0, gpus=2), cell("ddp", 40.0, gpus=1)]
+    assert decided(rows).choice.gpus == 4
+    cheapest = decided(rows, price_per_gpu_hour=3.6)
+    assert cheapest.choice.gpus == 2
+    assert cheapest.choice.cost == pytest.approx(0.036)
+    assert decided(rows, price_per_gpu_hour=3.6, deadline_s=12).choice.gpus == 4
+
+
+def test_accuracy_may_be_traded_for_time():
+    rows = [cell("ddp", 30.0), cell("ps-async", 10.0, accuracy_final=0.87)]
+    found = decided(rows)
+    assert found.choice.strategy == "ddp"
+    assert any(c.startswith("Less accuracy wanted: then ps-async") for c in found.changes)
+    assert decided(rows, accuracy_tolerance=3.5).choice.strategy == "ps-async"
+
+
+def test_training_that_does_not_work_is_never_recommended():
+    rows = [cell("ps-sync", 10.0, accuracy_final=0.2), cell("ddp", 30.0)]
+    floor = finding("accuracy-below-floor", "doubtful", "accuracy", strategy="ps-sync")
+    found = decided(rows, [floor], accuracy_tolerance=100)
+    assert found.choice.strategy == "ddp"
+    assert not any("ps-sync" in change for change in found.changes)
+
+
+def test_workers_that_come_and_go_need_a_strategy_that_goes_on():
+    rows = [cell("ddp", 10.0), cell("ddp", 38.0, gpus=1), cell("ps-dana", 12.0)]
+    found = decided(rows, gang_scheduled=False)
+    assert found.choice.strategy == "ps-dana"
+    assert verdicts(found)[("ddp", 4)] == "needs all workers"
+    assert verdicts(found)[("ddp", 1)] == "possible"
+
+
+def test_unequal_workers_are_answered_by_where_it_turns_round():
+    rows = [cell("ddp", 10.0), cell("ps-dana", 13.0)]
+    # (4 x 1.3 - 1) / 3 = 1.4: then 10 x 1.4 = 14 = 13 x 4 / (3 + 1 / 1.4).
+    (change,) = [c for c in decided(rows).changes if c.startswith("Workers of unequal speed")]
+    assert "more than 1.40 times slower" in change
+    assert pytest.approx(10 * 1.4) == 13 * 4 / (3 + 1 / 1.4)
+    unequal = decided(rows, homogeneous=False)
+    assert "yours are said to differ" in unequal.confidence_why
+    slowed = [row | {"slowdown": "rank 0 4 times slower"} for row in rows]
+    assert "slowed on purpose" in decided(slowed).confidence_why
+
+
+def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
+    rows = [
+        cell(strategy, fixed + shared / n, gpus=n)
+        for strategy, fixed, shared in (("ddp", 1.0, 40.0), ("fsdp", 5.0, 32.0))
+        for n in (1, 2, 4)
+    ]
+    found = decided(rows, gpus=8)
+    assert (found.choice.strategy, found.choice.gpus) == ("ddp", 8)
+    assert found.choice.time_s == pytest.approx(6.0)
+    assert found.confidence == "low"
+    assert "Extrapolated from 1, 2, 4 workers by 1 s + 40 s / N" in found.confidence_why
+    assert decided(rows, gpus=2).choice.gpus == 2
+    assert verdicts(decided(rows, gpus=2))[("ddp", 4)] == "needs more GPUs"
+    # Two counts fit any line: nothing is made up from them, nor for CPU processes.
+    two = decided([row for row in rows if row["gpus"] > 1], gpus=8)
+    assert two.choice.gpus == 4
+    assert "Nothing is known of 8 workers" in two.confidence_why
+    assert decided([row | {"device_kind": "cpu"} for row in rows], gpus=8).choice.gpus == 4
+
+
+def test_records_of_cpu_processes_do_not_speak_of_gpus():
+    rows = [cell("ddp", 10.0, device_kind="cpu", peak_over_base_bytes=5 * MIB)]
+    found = decided(rows, gpu_memory_gib=1)
+    assert "says nothing of GPUs" in found.confidence_why
+    assert "whether it fits is not known" in found.confidence_why
+    held = decided(rows, gpu_memory_gib=0.1)
+    assert held.choice is None
+    assert "model states alone 500 MiB" in held.excluded[0][1]
+
+
+def test_without_records_theory_answers_and_says_so():
+    rows = [failed(name, "missing") for name in ("ddp", "fsdp")]
+    found = decided(rows)
+    assert found.source == "theory"
+    assert found.headline == "ddp, by theory: nothing was measured."
+    assert found.confidence == "none"
+    assert decided([cell("ddp", 1.0)], model="resnet50").source == "theory"
+
+
+def test_rules_from_theory():
+    def choice(model="convnext_large", **given):
+        return theory.choice(model, Constraints(**given))[0]
+
+    assert choice() == "ddp"
+    assert choice(gpus=1) == "single"
+    # 197.8 million parameters x 12 bytes are 2.21 GiB: they do not fit 2 GiB, halves do.
+    assert choice(gpu_memory_gib=2, gpus=2) == "fsdp"
+    assert choice(gpu_memory_gib=2, gpus=1) is None
+    assert choice(gpu_memory_gib=0.5, gpus=4) is None
+    assert choice(gpu_memory_gib=80, homogeneous=False) == "ps-dana"
+    assert choice(gpu_memory_gib=80, gang_scheduled=False) == "ps-dana"
+    assert choice("unheard-of") == "ddp"
+
+
+def test_the_papers_own_tables_give_an_answer_one_can_sign():
+    cells = paper.as_cells("v2")
+    findings = pd.DataFrame(audit.audit(cells), columns=list(audit.COLUMNS))
+    found = {(d.experiment, d.model): d for d in decide.decisions(cells, findings, Constraints())}
+    assert len(found) == 6
+    for (experiment, _), decision in found.items():
+        assert decision.confidence in ("low", "none")
+        if experiment == "ddp-fsdp":
+            assert decision.headline == "ddp on 4 GPUs."
+            assert "Doubts on fsdp: sharding-slow-alone" in decision.confidence_why
+            assert "its accuracy was not recorded" in decision.confidence_why
+    # Only VGG16 under sync on one GPU trains as it should; the rest of the server's cells do not.
+    assert found["server", "vgg16"].headline == "ps-sync on 1 GPU."
+    for model in ("resnet50", "densenet121"):
+        decision = found["server", model]
+        assert decision.choice is None
+        assert "async-alone-unlike-sync" in dict(decision.excluded)["ps-async"]
+    (note,) = decide.across(findings)
+    assert "cannot rank one against the other" in note
+
+
+def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
+    cells = paper.as_cells("v2")
+    cells.to_csv(tmp_path / "cells.csv", index=False)
+    audited = ["--cells", str(tmp_path / "cells.csv"), "--out", str(tmp_path / "audit.csv")]
+    assert audit.main(audited) == 0
+    arguments = ["--cells", str(tmp_path / "cells.csv"), "--audit", str(tmp_path / "audit.csv")]
+    arguments += ["--constraints", json.dumps({"gpus": 2}), "--out", str(tmp_path / "d.csv")]
+    assert decide.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "at most 2 GPUs" in said
+    assert "convnext_large (ddp-fsdp, cifar10): ddp on 2 GPUs." in said
+    matrix = pd.read_csv(tmp_path / "d.csv")
+    assert tuple(matrix.columns) == decide.MATRIX
+    assert len(matrix) == len(cells)
+    assert set(matrix.loc[matrix["gpus"] == 4, "verdict"]) >= {"needs more GPUs"}

@@ -1,0 +1,172 @@
+"""Figures: everything has its mark, a strategy looks the same everywhere, files are stable."""
+
+from __future__ import annotations
+
+import fixture_records as fixture
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from stratbench.analysis import audit, collect, plots, style, tables
+from stratbench.analysis.measures import PLOTS
+from stratbench.analysis.summary import read_cells, read_summary
+
+
+def analysed(root, cells, statuses=None, device="cuda"):
+    """The experiment `main` of constructed records, ready to draw, and the study's folder."""
+    study_dir = fixture.write_study(root, cells, statuses, device)
+    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    out = ["--summary-out", str(study_dir / "summary.csv"), "--out-dir", str(study_dir / "tables")]
+    cells_csv = str(study_dir / "cells.csv")
+    audit.main(["--cells", cells_csv, "--out", str(study_dir / "audit.csv")])
+    out += ["--audit", str(study_dir / "audit.csv")]
+    tables.main(["--cells", str(study_dir / "cells.csv"), *out])
+    found = plots.experiments(
+        read_cells(study_dir / "cells.csv"),
+        pd.read_csv(study_dir / "epochs.csv"),
+        read_summary(study_dir / "summary.csv"),
+    )
+    return found["main"], study_dir
+
+
+@pytest.fixture
+def draw():
+    figures = []
+
+    def of(experiment, name):
+        with plt.rc_context(style.RC):
+            figures.append(plots.draw(name, experiment))
+        return figures[-1]
+
+    yield of
+    for figure in figures:
+        plt.close(figure)
+
+
+def texts(figure):
+    return [text.get_text() for axis in figure.axes for text in axis.texts]
+
+
+@pytest.mark.parametrize("name", ["training_time", "memory"])
+def test_every_cell_is_a_bar_or_a_labelled_mark(tmp_path, draw, name):
+    cells = fixture.expand(models=("vgg16", "convnext_large"))
+    experiment, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
+    figure = draw(experiment, name)
+    bars = sum(len(axis.patches) for axis in figure.axes)
+    labels = [text for text in texts(figure) if text != "×"]
+    assert sorted(labels) == ["OOM", "OOM", "div.", "error", "missing"]
+    assert texts(figure).count("×") == len(labels)
+    assert bars + len(labels) == len(cells)
+
+
+def test_points_without_a_result_are_crossed_and_named(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    experiment, _ = analysed(tmp_path, cells, {("ddp", "vgg16", 1): "oom"})
+    found = texts(draw(experiment, "speedup"))
+    assert "ddp, 1: OOM" in found
+    assert "ddp, 2, 4: n/a (1 worker: OOM)" in found
+    assert (
+        found.count("×") == 3 + 2
+    )  # one on the axis for each point, one for each line of the list
+    assert "ddp, 1: OOM" in texts(draw(experiment, "throughput"))
+    assert "× ddp: OOM" in texts(draw(experiment, "accuracy"))
+
+
+def test_repeats_give_error_bars_and_one_repeat_none(tmp_path, draw):
+    for repeats, bars in ((1, 0), (3, 3)):
+        cells = fixture.expand(strategies=("ddp",), models=("vgg16",), repeats=repeats)
+        experiment, _ = analysed(tmp_path / str(repeats), cells)
+        axis = draw(experiment, "training_time").axes[0]
+        containers = [c for c in axis.containers if hasattr(c, "has_yerr")]
+        assert len(containers) == bars
+
+
+def test_speedups_have_the_ideal_line(tmp_path, draw):
+    experiment, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+    for name in ("speedup", "speedup_vs_single"):
+        first = draw(experiment, name).axes[0].lines[0]
+        assert list(first.get_xdata()) == list(first.get_ydata()) == [1, 4]
+
+
+def test_every_figure_says_what_a_worker_is(tmp_path, draw):
+    cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",))
+    experiment, _ = analysed(tmp_path, cells, device="cpu")
+    for name in PLOTS:
+        figure = draw(experiment, name)
+        note = figure.get_supxlabel().replace("\n", " ")
+        assert "CPU process; the processes of a cell share 2 cores" in note
+
+
+@pytest.mark.parametrize("statuses", [{}, {("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}])
+def test_all_files_are_written_and_are_the_same_each_time(tmp_path, statuses):
+    """Also where no cell of an experiment has a result."""
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",))
+    _, study_dir = analysed(tmp_path, cells, statuses)
+    inputs = ["--cells", str(study_dir / "cells.csv"), "--epochs", str(study_dir / "epochs.csv")]
+    inputs += ["--summary", str(study_dir / "summary.csv")]
+    for folder in ("a", "b"):
+        assert plots.main([*inputs, "--out-dir", str(tmp_path / folder)]) == 0
+    for name in PLOTS:
+        for kind in ("svg", "png"):
+            one = (tmp_path / "a" / "main" / f"{name}.{kind}").read_bytes()
+            assert one == (tmp_path / "b" / "main" / f"{name}.{kind}").read_bytes()
+        with Image.open(tmp_path / "a" / "main" / f"{name}.png") as image:
+            assert min(image.size) > 300
+
+
+def test_lines_start_at_zero_and_leave_room_above(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(2,))
+    experiment, _ = analysed(tmp_path, cells)
+    axis = draw(experiment, "throughput").axes[0]
+    low, high = axis.get_ylim()
+    highest = axis.lines[0].get_ydata().max()
+    assert low == 0
+    assert 1.04 * highest < high < 1.2 * highest
+
+
+def test_many_worker_counts_are_drawn_on_logarithmic_axes(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(1, 4, 16, 64))
+    experiment, _ = analysed(tmp_path, cells)
+    axis = draw(experiment, "speedup").axes[0]
+    assert axis.get_xscale() == axis.get_yscale() == "log"
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["1", "4", "16", "64"]
+
+
+def test_no_two_known_strategies_look_alike():
+    looks = [(s.colour, s.marker, s.hatch) for s in style.KNOWN.values()]
+    assert len(set(looks)) == len(looks)
+    assert len({s.marker for s in style.KNOWN.values()}) == len(looks)
+
+
+def test_a_known_strategy_looks_the_same_whatever_else_the_study_has():
+    alone = style.styles([("ddp", "ddp")])
+    among = style.styles([("a", "ddp"), ("ddp", "ddp"), ("fsdp", "fsdp"), ("b", None)])
+    assert alone["ddp"] == among["ddp"] == style.KNOWN["ddp"]
+
+
+def test_variants_take_the_colour_of_their_strategy_and_differ_among_themselves():
+    names = [(f"fsdp-{i}", "fsdp") for i in range(6)]
+    found = style.styles(names)
+    assert style.styles(reversed(names)) == found
+    assert len({(s.colour, s.marker, s.hatch) for s in found.values()}) == 6
+    red, green, blue = to_rgb(style.KNOWN["fsdp"].colour)
+    for variant in found.values():
+        r, g, b = to_rgb(variant.colour)
+        assert r >= red
+        assert g > green
+        assert b > blue
+        assert r > g > b
+
+
+def test_a_legend_fits_its_figure():
+    from stratbench.analysis.panels import legend_columns
+
+    names = list(style.KNOWN)
+    for width_in in (4.2, 6.6, 9.9):
+        columns = legend_columns(names, width_in)
+        widest = max(0.68 + 0.073 * len(name) for name in names)
+        assert columns == 1 or columns * widest <= width_in * 2
+    assert legend_columns(names, 9.9) > legend_columns(names, 4.2)
+    assert legend_columns(["ddp"], 1.0) == 1

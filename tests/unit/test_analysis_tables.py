@@ -1,0 +1,192 @@
+"""Tables: the right numbers, and for every cell without one the reason."""
+
+from __future__ import annotations
+
+import csv
+
+import fixture_records as fixture
+import pandas as pd
+import pytest
+
+from stratbench.analysis import audit, collect, tables
+from stratbench.analysis.measures import MEASURES, number
+from stratbench.analysis.summary import read_cells, read_summary, summarise
+
+
+def analysed(root, cells, statuses=None, change=None, device="cuda"):
+    """cells.csv and the summary of constructed records."""
+    study_dir = fixture.write_study(root, cells, statuses, device, change)
+    collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
+    found = read_cells(study_dir / "cells.csv")
+    return found, summarise(found)
+
+
+def pick(summary, measure, strategy, gpus, column="text"):
+    rows = summary[
+        (summary["measure"] == measure)
+        & (summary["strategy"] == strategy)
+        & (summary["gpus"] == gpus)
+    ]
+    return rows[column].item()
+
+
+def small(**kwargs):
+    return fixture.expand(strategies=("single", "ddp"), models=("vgg16",), **kwargs)
+
+
+def with_throughputs(samples_per_s, repeat_factor=lambda repeat: 1.0):
+    """Give records the throughput of (strategy, gpus), times the repeat's factor."""
+
+    def change(cell, record):
+        value = samples_per_s[cell.strategy, cell.gpus] * repeat_factor(cell.repeat)
+        record["time"]["throughput_samples_per_s"] = value
+        record["time"]["train_time_s"] = 600.0 / value
+        return record
+
+    return change
+
+
+THROUGHPUTS = {("single", 1): 120.0, ("ddp", 1): 100.0, ("ddp", 2): 180.0, ("ddp", 4): 300.0}
+
+
+def test_speedup_and_efficiency_are_against_the_right_baseline(tmp_path):
+    _, summary = analysed(tmp_path, small(), change=with_throughputs(THROUGHPUTS))
+    assert pick(summary, "speedup", "ddp", 1) == "1.00"
+    assert pick(summary, "speedup", "ddp", 4) == "3.00"
+    assert pick(summary, "efficiency", "ddp", 2) == "0.90"
+    assert pick(summary, "efficiency", "ddp", 4) == "0.75"
+    assert pick(summary, "speedup_vs_single", "ddp", 4) == "2.50"
+    assert pick(summary, "speedup_vs_single", "ddp", 1) == "0.83"
+    assert pick(summary, "efficiency_vs_single", "ddp", 4, "median") == pytest.approx(0.625)
+    assert pick(summary, "training_time", "ddp", 4) == "2.00"
+
+
+def test_a_ratio_has_an_interval_paired_by_repeat_and_a_value_has_quartiles(tmp_path):
+    # The repeats differ a hundredfold, alike for every strategy: paired ratios do not vary.
+    change = with_throughputs(THROUGHPUTS, lambda repeat: 10.0**repeat)
+    _, summary = analysed(tmp_path, small(repeats=3), change=change)
+    assert pick(summary, "speedup", "ddp", 4) == "3.00 [3.00, 3.00]"
+    assert pick(summary, "throughput", "ddp", 4, "q3") == pytest.approx(16500)
+    assert pick(summary, "throughput", "ddp", 4, "median") == pytest.approx(3000)
+
+
+def test_a_baseline_is_paired_with_the_repeats_that_both_have(tmp_path):
+    def change(cell, record):
+        if cell.gpus == 1 and cell.strategy == "ddp" and cell.repeat == 2:
+            return None
+        return with_throughputs(THROUGHPUTS, lambda repeat: 10.0**repeat)(cell, record)
+
+    _, summary = analysed(tmp_path, small(repeats=3), change=change)
+    assert pick(summary, "speedup", "ddp", 4) == "3.00 [3.00, 3.00]"
+
+
+@pytest.mark.parametrize(
+    ("status", "printed"),
+    [
+        ("oom", "OOM"),
+        ("timeout", ">3000 s"),
+        ("diverged", "div."),
+        ("missing", "missing"),
+        ("error", "error"),
+    ],
+)
+def test_a_cell_without_a_result_is_printed_as_such_in_every_table(tmp_path, status, printed):
+    cells, summary = analysed(tmp_path, small(repeats=2), {("ddp", "vgg16", 1): status})
+    for measure in MEASURES:
+        assert pick(summary, measure, "ddp", 1) == printed
+    assert pick(summary, "speedup", "ddp", 4) == f"n/a (1 worker: {printed})"
+    assert pick(summary, "efficiency", "ddp", 2) == f"n/a (1 worker: {printed})"
+    assert pd.notna(pick(summary, "speedup_vs_single", "ddp", 4, "median"))
+    table = tables.wide(cells, summary, MEASURES["training_time"])
+    assert table.loc[table["strategy"] == "ddp", "1 GPU"].item() == printed
+
+
+def test_a_ratio_to_a_single_that_failed_or_is_not_there_says_so(tmp_path):
+    _, summary = analysed(tmp_path / "a", small(), {("single", "vgg16", 1): "oom"})
+    assert pick(summary, "speedup_vs_single", "ddp", 4) == "n/a (single: OOM)"
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(2, 4))
+    _, summary = analysed(tmp_path / "b", cells)
+    assert pick(summary, "speedup_vs_single", "ddp", 4) == "n/a (no single)"
+    assert pick(summary, "speedup", "ddp", 4) == "n/a (no 1 worker)"
+
+
+def test_repeats_that_ended_differently_are_all_told(tmp_path):
+    def change(cell, record):
+        if cell.strategy == "ddp" and cell.gpus == 4 and cell.repeat == 0:
+            return fixture.make_record(cell, "oom")
+        return record
+
+    _, summary = analysed(tmp_path, small(repeats=3), change=change)
+    assert pick(summary, "accuracy", "ddp", 4).endswith("] (2 of 3; OOM)")
+    assert pick(summary, "accuracy", "ddp", 4, "ok") == 2
+
+
+def test_no_group_of_cells_is_left_out(tmp_path):
+    cells = fixture.expand(repeats=1)
+    _, summary = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
+    groups = {(c.strategy, c.model, c.gpus) for c in cells}
+    for _, rows in summary.groupby("measure"):
+        assert set(zip(rows["strategy"], rows["model"], rows["gpus"], strict=True)) == groups
+        assert rows["text"].str.len().gt(0).all()
+
+
+def test_the_files_hold_the_same_texts_and_the_summary_reads_back(tmp_path):
+    cells = fixture.expand(models=("vgg16", "convnext_large"), repeats=2)
+    _, summary = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
+    study_dir = tmp_path / "constructed"
+    cells_csv, audit_csv = str(study_dir / "cells.csv"), str(study_dir / "audit.csv")
+    audit.main(["--cells", cells_csv, "--out", audit_csv])
+    arguments = ["--cells", cells_csv, "--audit", audit_csv]
+    arguments += ["--out-dir", str(study_dir / "tables")]
+    assert tables.main([*arguments, "--summary-out", str(study_dir / "summary.csv")]) == 0
+    pd.testing.assert_frame_equal(
+        read_summary(study_dir / "summary.csv"), summary, check_dtype=False
+    )
+    folder = study_dir / "tables" / "main"
+    assert {p.stem for p in folder.iterdir()} == set(MEASURES)
+    with open(folder / "training_time.csv", newline="") as f:
+        header, *lines = list(csv.reader(f))
+    assert header == ["model", "strategy", "1 GPU", "2 GPUs", "4 GPUs"]
+    row = dict(zip(header, lines[0], strict=True))
+    assert (row["strategy"], row["2 GPUs"]) == ("single", tables.NO_CELL)
+    markdown = (folder / "training_time.md").read_text()
+    assert "| " + " | ".join(lines[-1]) + " |" in markdown
+    assert "A worker is one GPU" in markdown
+    latex = (folder / "training_time.tex").read_text()
+    assert r"convnext\_large" in latex
+    assert latex.count(r"\\") == len(lines) + 1
+
+
+def test_every_caption_says_what_a_worker_is(tmp_path):
+    gpu, _ = analysed(tmp_path / "gpu", small())
+    cpu, summary = analysed(tmp_path / "cpu", small(), device="cpu")
+    assert tables.workers_are(gpu).startswith(f"A worker is one GPU ({fixture.GPU_NAME}")
+    assert "CPU process; the processes of a cell share 2 cores of" in tables.workers_are(cpu)
+    mixed = tables.workers_are(pd.concat([gpu, cpu]))
+    assert "different devices" in mixed
+    assert "one GPU" in mixed
+    assert "CPU process" in mixed
+    assert "4 CPU processes" in tables.wide(cpu, summary, MEASURES["memory"]).columns
+
+
+def test_a_cell_whose_workers_died_unseen_does_not_add_a_device(tmp_path):
+    def change(cell, record):
+        if cell.gpus == 4:
+            record = fixture.make_record(cell, "timeout", "cpu") | {"workers": []}
+        return record
+
+    cells, _ = analysed(tmp_path, small(), device="cpu", change=change)
+    assert cells["device_kind"].tolist() == ["cpu"] * len(cells)
+    assert tables.workers_are(cells).count("CPU process;") == 1
+    assert "different devices" not in tables.workers_are(cells)
+
+
+def test_latex_special_characters_are_escaped():
+    assert tables.latex_escaped("a_b & 5 % >3 #1 {x}") == r"a\_b \& 5 \% $>$3 \#1 \{x\}"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1490.43, "1490"), (57.94, "57.9"), (2.345, "2.35"), (0.0123, "0.012")]
+)
+def test_numbers_keep_three_digits(value, text):
+    assert number(value, None) == text

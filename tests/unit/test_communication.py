@@ -1,0 +1,166 @@
+"""What strategies say they send: against hooks on the real collectives, and DDP's own log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conftest import settings
+from stratbench.config import option_defaults
+from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
+from stratbench.strategies.fsdp import FSDP
+from stratbench.strategies.single import Single
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def group(request) -> Iterator[int]:
+    """A process group of that many ranks, of which only this one exists."""
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+def network() -> nn.Sequential:
+    """Widths that no group of 2 to 4 divides, so that shards are padded."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 5, 3),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(80, 13),
+        nn.Linear(13, 3),
+    )
+
+
+def set_up(cls: type[Collective], world: int, precision: str = "fp32", **options) -> Collective:
+    name = {DDP: "ddp", FSDP: "fsdp", Single: "single"}[cls]
+    given = option_defaults(name) | options
+    s = settings(name, gpus=world, options=given, precision=precision)
+    model = network()
+    groups = [("convolution", [model[0]]), ("linear", [model[4]])]
+    strategy = cls(cls.Options(**given))
+    strategy.setup(model, Worker(s, 0, world, torch.device("cpu"), Path(), groups))
+    return strategy
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 1, 6, 6), torch.tensor([0, 1, 2, 0])
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes that a ring sends for every collective that goes by."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.world, self.sent_bytes, self.kinds = world, 0.0, []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.__name__.partition(".")[0].strip("_")
+        if op.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            # All-gather: the output comes first; reduce-scatter: the input is the larger.
+            tensors = [
+                t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)
+            ]
+            whole = max(t.numel() * t.element_size() for t in tensors)
+            self.kinds.append(name)
+            self.sent_bytes += (
+                (self.world - 1) / self.world * whole * (2 if name[-6:] == "reduce" else 1)
+            )
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4], indirect=True)
+@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("policy", [False, True])
+def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy):
+    options = {"reshard_after_forward": reshard}
+    if policy:
+        options["mixed_precision"] = "policy"
+    strategy = set_up(FSDP, group, "bf16" if policy else "fp32", **options)
+    strategy.step(*batch())
+    with Collectives(group) as seen:
+        strategy.step(*batch())
+    said = strategy.communication()
+    assert said["sent_bytes_per_step"] == pytest.approx(seen.sent_bytes, abs=1e-6)
+    assert said["received_bytes_per_step"] == said["sent_bytes_per_step"]
+    assert (seen.sent_bytes == 0) == (group == 1)
+    if group > 1 and not policy:
+        exact = sum(p.numel() for p in network().parameters()) * 4 * (group - 1) / group
+        assert said["sent_bytes_per_step"] > exact * (3 if reshard == "always" else 2)  # padding
+
+
+def reduce_nothing(strategy: Collective) -> list[int]:
+    """Take the all-reduce's place, which a group of one process cannot; returns the buckets' bytes."""
+    seen = []
+
+    def hook(_, bucket):
+        seen.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    strategy.module.register_comm_hook(None, hook)
+    return seen
+
+
+@pytest.mark.parametrize("group", [2, 4], indirect=True)
+def test_ddp_reduces_and_broadcasts_what_it_says(group):
+    strategy = set_up(DDP, group)
+    seen = reduce_nothing(strategy)
+    strategy.step(*batch())
+    broadcast_bytes = 2 * 5 * 4 + 8  # running mean and variance, and the count of batches
+    expected = (group - 1) / group * (2 * sum(seen) + broadcast_bytes)
+    assert strategy.communication()["sent_bytes_per_step"] == pytest.approx(expected)
+
+
+def test_one_process_sends_nothing():
+    assert set_up(Single, 1).communication()["sent_bytes_per_step"] == 0
+
+
+@pytest.mark.parametrize("every", [1, 3, SAMPLE_EVERY])
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_the_sums_behind_ddps_means(group, every):
+    """DDP tells the last step's times and a running mean, but not over how many steps."""
+    strategy = set_up(DDP, group)
+    reduce_nothing(strategy)
+    strategy.module._set_ddp_runtime_logging_sample_rate(every)
+    logged = strategy.module._get_ddp_logging_data
+    total_ms, times, last = 0.0, 0, 0
+    for _ in range(25):
+        strategy.step(*batch())
+        now = logged()
+        if now.get("iteration", 0) != last and now.get("backward_comm_time"):
+            last, times = now["iteration"], times + 1
+            total_ms += now["backward_comm_time"] / 1e6
+        found = sampled_times(strategy.module, every)
+        assert found.steps == times
+        assert found.communication_ms == pytest.approx(total_ms, rel=1e-3)
+    assert times > 10 or every == SAMPLE_EVERY
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_ddps_times_are_of_the_timed_steps_only(group):
+    strategy = set_up(DDP, group)
+    reduce_nothing(strategy)
+    saved = strategy.save()
+    for _ in range(4):
+        strategy.step(*batch())
+    strategy.restore(saved)
+    assert "exposed_ms" not in strategy.communication()
+    for _ in range(6):
+        strategy.step(*batch())
+    said = strategy.communication()
+    assert said["timed_steps"] == 6
+    assert said["exposed_ms"] == pytest.approx(said["total_ms"] - said["overlapped_ms"])
+    assert said["exposed_ms"] > 0

@@ -1,0 +1,466 @@
+"""config.yaml: what is refused and how it is said; what cells are trained with."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stratbench import config, validation
+from stratbench.config import ConfigError, Settings
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENT = "studies.demo.experiments.first"
+
+
+def raw(**changes: Any) -> dict[str, Any]:
+    """A valid config of one study and one experiment; `changes` replace keys of the experiment."""
+    first = {
+        "dataset": "digits",
+        "strategies": ["single", "ddp", "fsdp"],
+        "models": ["vgg-compact", "resnet-compact"],
+        "gpus": [1, 2, 4],
+        "epochs": 2,
+        "global_batch": 64,
+        "lr": 0.05,
+    }
+    first = {k: v for k, v in (first | changes).items() if v is not REMOVED}
+    return {"study": "demo", "studies": {"demo": {"experiments": {"first": first}}}}
+
+
+REMOVED = object()
+
+
+def refusal(config_: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        config.validate(config_)
+    return str(refused.value)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # unknown names
+        (
+            {"epochss": 3},
+            ["epochss = 3: unknown key 'epochss'", "Did you mean 'epochs'?", "Allowed: "],
+        ),
+        (
+            {"strategies": ["dpp"]},
+            ["strategies = 'dpp'", "Did you mean 'ddp'?", "single, ddp, fsdp"],
+        ),
+        ({"models": ["resnet-compakt"]}, ["models", "Did you mean 'resnet-compact'?", "vgg16"]),
+        (
+            {"dataset": "cifar-10"},
+            ["dataset = 'cifar-10'", "Did you mean 'cifar10'?", "digits, mnist"],
+        ),
+        ({"precision": "f16"}, ["precision = 'f16'", "Did you mean 'fp16'?", "bf16"]),
+        ({"device": "gpu"}, ["device = 'gpu'", "auto, cpu, cuda"]),
+        # missing keys
+        ({"lr": REMOVED}, ["'lr' is missing", "Learning rate"]),
+        ({"dataset": REMOVED}, ["'dataset' is missing"]),
+        # batches
+        ({"gpus": [1, 3]}, ["global_batch = 64: cannot be split evenly over 3 workers", "[1, 3]"]),
+        ({"per_worker_batch": 8}, ["either global_batch", "per_worker_batch = 8"]),
+        ({"global_batch": REMOVED}, ["either global_batch", "global_batch = None"]),
+        ({"global_batch": 1500, "gpus": [1]}, ["global_batch = 1500", "1437"]),
+        (
+            {"global_batch": REMOVED, "per_worker_batch": 500},
+            ["per_worker_batch = 500", "4 workers"],
+        ),
+        ({"global_batch": 4}, ["global_batch = 4: a batch of one sample on each of 4 workers"]),
+        ({"global_batch": 0}, ["global_batch = 0: must be at least 1"]),
+        # ranges
+        ({"gpus": [1, 0]}, ["gpus[1] = 0: must be at least 1"]),
+        ({"gpus": [-2]}, ["gpus[0] = -2: must be at least 1"]),
+        ({"epochs": 0}, ["epochs = 0: must be at least 1"]),
+        ({"lr": 0}, ["lr = 0: must be greater than 0"]),
+        ({"lr": -0.1}, ["lr = -0.1: must be greater than 0"]),
+        ({"momentum": 1.0}, ["momentum = 1.0: must be less than 1"]),
+        ({"warmup_steps": 0}, ["warmup_steps = 0: must be at least 1"]),
+        ({"threads": 0}, ["threads = 0: must be at least 1"]),
+        ({"time_limit_s": 0}, ["time_limit_s = 0: must be at least 1"]),
+        ({"time_limit_s": 0.5}, ["time_limit_s = 0.5: must be a whole number or null"]),
+        # duplicates and empty lists
+        ({"gpus": [1, 2, 1]}, ["gpus = [1, 2, 1]: 1 is given twice"]),
+        ({"models": ["vgg16", "vgg16"]}, ["'vgg16' is given twice"]),
+        ({"strategies": ["ddp", "ddp"]}, ["'ddp' is given twice"]),
+        ({"gpus": []}, ["gpus: must not be empty"]),
+        ({"models": []}, ["models: must not be empty"]),
+        ({"strategies": []}, ["strategies: must not be empty"]),
+        # types
+        ({"lr": "0.01"}, ["lr = '0.01': must be a number", "without quotes"]),
+        ({"lr": "1e-3"}, ["lr = '1e-3': must be a number", "write 0.001"]),
+        ({"lr": "fast"}, ["lr = 'fast': must be a number. "]),
+        ({"lr": True}, ["lr = True: must be a number"]),
+        ({"lr": None}, ["lr = None: must be a number"]),
+        ({"epochs": True}, ["epochs = True: must be a whole number"]),
+        ({"epochs": 2.0}, ["epochs = 2.0: must be a whole number"]),
+        ({"epochs": 2.5}, ["epochs = 2.5: must be a whole number"]),
+        ({"gpus": [1.0]}, ["gpus[0] = 1.0: must be a whole number"]),
+        ({"gpus": [True]}, ["gpus[0] = True: must be a whole number"]),
+        ({"gpus": 2}, ["gpus = 2: must be a list"]),
+        ({"models": "vgg16"}, ["models = 'vgg16': must be a list"]),
+        ({"strategies": [False]}, ["strategies[0] = False: must be text"]),
+        ({"nesterov": "yes"}, ["nesterov = 'yes': must be true or false"]),
+        ({"nesterov": 1}, ["nesterov = 1: must be true or false"]),
+        ({"lr": math.nan}, ["lr = nan: must be a finite number"]),
+        ({"lr": math.inf}, ["lr = inf: must be a finite number"]),
+        ({"weight_decay": math.inf}, ["weight_decay = inf: must be a finite number"]),
+        # one key against another
+        ({"nesterov": True, "momentum": 0}, ["nesterov = true: needs momentum > 0"]),
+        ({"strategies": ["single"], "gpus": [2, 4]}, ["gpus = [2, 4]", "single uses at most 1"]),
+        ({"dataset": "synthetic", "augment": True}, ["augment = true", "no augmentation"]),
+        ({"slowdown": {}}, ["slowdown = {}", "slows nobody"]),
+        ({"slowdown": {"factor": 2}}, ["workers and factor belong together"]),
+        ({"slowdown": {"workers": [1]}}, ["workers and factor belong together"]),
+        ({"slowdown": {"workers": [], "factor": 2}}, ["slows nobody"]),
+        ({"slowdown": {"workers": [4], "factor": 2}}, ["no cell has a rank 4"]),
+        (
+            {"slowdown": {"workers": [0], "factor": 0.5}},
+            ["slowdown.factor = 0.5: must be at least 1"],
+        ),
+        ({"slowdown": {"worker": [0]}}, ["Did you mean 'workers'?"]),
+    ],
+)
+def test_a_mistake_in_an_experiment(changes, expected):
+    message = refusal(raw(**changes))
+    assert "\n" not in message
+    assert message.startswith(f"config: {EXPERIMENT}")
+    for part in expected:
+        assert part in message, message
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The valid config with `path` (separated by blanks) set to `value`."""
+    found = raw()
+    *parents, last = path.split(" ")
+    block = found
+    for key in parents:
+        block = block.setdefault(key, {})
+    block[last] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("study", "dem", ["study = 'dem'", "Did you mean 'demo'?"]),
+        ("study", 3, ["study = 3: must be text"]),
+        ("resuls", "x", ["resuls = 'x'", "Did you mean 'results'?"]),
+        ("results", "", ["results: must not be empty"]),
+        ("studies", {}, ["studies: must not be empty"]),
+        ("studies", [], ["studies = []: must be a mapping"]),
+        ("studies a/b", {"experiments": {}}, ["studies: the name 'a/b' stands in paths"]),
+        ("studies demo experiments ../x", {}, ["studies.demo.experiments: the name '../x'"]),
+        ("studies demo experiments x\n", {}, ["the name 'x\\n'"]),
+        ("studies demo experiments .x", {}, ["the name '.x'"]),
+        ("studies demo experiments", {}, ["studies.demo.experiments: must not be empty"]),
+        ("studies demo repeats", 0, ["studies.demo.repeats = 0: must be at least 1"]),
+        ("studies demo seed", -1, ["studies.demo.seed = -1: must be at least 0"]),
+        ("studies demo seed", "1", ["studies.demo.seed = '1': must be a whole number"]),
+        ("studies data", {"experiments": {"e": raw()["studies"]["demo"]["experiments"]["first"]}},
+         ["studies.data", "rename the study"]),
+        ("studies demo variants ddp", {"strategy": "fsdp"}, ["variants.ddp: 'ddp' is a strategy"]),
+        ("studies demo variants v", {"strategy": "fdsp"},
+         ["studies.demo.variants.v.strategy = 'fdsp'", "Did you mean 'fsdp'?"]),
+        ("studies demo variants v", {"reshard_after_forward": "never"}, ["'strategy' is missing"]),
+        ("studies demo variants v", {"strategy": "fsdp", "reshard_after_foward": "never"},
+         ["v.reshard_after_foward = 'never'", "is not an option of fsdp",
+          "Did you mean 'reshard_after_forward'?"]),
+        ("studies demo variants v", {"strategy": "fsdp", "reshard_after_forward": "sometimes"},
+         ["v.reshard_after_forward = 'sometimes': must be 'always' or 'never'"]),
+        ("studies demo variants v", {"strategy": "fsdp", "reshard_after_forward": False},
+         ["v.reshard_after_forward = False: must be 'always' or 'never'"]),
+        ("studies demo variants v", {"strategy": "ddp", "bucket_cap_mb": "25"},
+         ["v.bucket_cap_mb = '25': must be"]),
+        ("studies demo variants v", {"strategy": "ddp", "bucket_cap_mb": True},
+         ["v.bucket_cap_mb = True: must be"]),
+        ("studies demo variants v", {"strategy": "ddp", "bucket_cap_mb": 0},
+         ["v.bucket_cap_mb = 0: must be at least 1"]),
+        ("studies demo variants v", {"strategy": "single", "x": 1}, ["Allowed: none"]),
+        ("datasets digits", {"source": "synthetic"}, ["datasets.digits", "built in"]),
+        ("datasets mine", {}, ["datasets.mine: the key 'source' is missing"]),
+        ("datasets mine", {"source": "synthetc"}, ["Did you mean 'synthetic'?"]),
+        ("datasets mine", {"source": "synthetic", "channels": 9}, ["must be at most 4"]),
+        ("cluster gpus_per_node", 0, ["cluster.gpus_per_node = 0: must be at least 1"]),
+        ("cluster gpus", 0, ["cluster.gpus = 0: unknown key 'gpus'"]),
+        ("data download", "no", ["data.download = 'no': must be true or false"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_elsewhere(path, value, expected):
+    message = refusal(changed(path, value))
+    assert "\n" not in message
+    assert message.startswith("config: ")
+    for part in expected:
+        assert part in message, message
+
+
+def test_a_model_that_cannot_take_the_images_is_refused():
+    found = raw(dataset="two", models=["vgg16"])
+    found["datasets"] = {"two": {"source": "synthetic", "channels": 2}}
+    message = refusal(found)
+    assert f"{EXPERIMENT}.dataset = 'two': vgg16 takes images of 3 channels" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "must be a mapping"),
+        ("[]", "must be a mapping"),
+        ("{1: x}", "the key 1 is not text"),
+        ("studies: {true: {}}", "studies: the key True is not text"),
+        ("study: 2024-01-01", "study = 2024-01-01: is a date"),
+        ("{study: .nan}", "study = nan: must be a finite number"),
+    ],
+)
+def test_what_yaml_makes_of_a_file(text, expected):
+    message = refusal(yaml.safe_load(text))
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_what_a_strategy_checks_for_itself_is_told(monkeypatch):
+    """`Strategy.check` sees the resolved options and the batch of each worker count."""
+    from stratbench.strategies import strategy_class
+
+    seen = []
+
+    def check(cls, name, options, gpus, per_worker_batch):
+        seen.append((name, options["bucket_cap_mb"], gpus, per_worker_batch))
+        if gpus == 4:
+            raise ValueError("four is too many")
+
+    monkeypatch.setattr(strategy_class("ddp"), "check", classmethod(check))
+    found = changed("studies demo variants small", {"strategy": "ddp", "bucket_cap_mb": 1})
+    found["studies"]["demo"]["experiments"]["first"]["strategies"] = ["small"]
+    assert refusal(found) == f"config: {EXPERIMENT}.strategies = 'small': four is too many"
+    assert seen == [("ddp", 1, 1, 64), ("ddp", 1, 2, 32), ("ddp", 1, 4, 16)]
+
+
+def test_a_long_value_is_cut_short():
+    message = refusal(changed("studies demo experiments", [raw()] * 50))
+    assert len(message) < 400
+
+
+def test_several_mistakes_are_told_from_the_outside_in():
+    found = raw(lr=-1)
+    found["oops"] = 1
+    assert "oops" in refusal(found)
+
+
+def test_keys_given_twice(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("study: a\nstudies:\n  a: {seed: 1}\n  b: {}\n  a: {seed: 2}\n")
+    with pytest.raises(ConfigError) as refused:
+        config.check_duplicate_keys(path)
+    assert f"{path}: studies.a is given twice, in lines 3 and 5" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a: {x: 1}\nb: {x: 2}\n", "a: &a {x: 1}\nb: {<<: *a, x: 2}\n", "? [1, 2]\n: 3\n"]
+)
+def test_keys_given_once(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    config.check_duplicate_keys(path)
+
+
+# ---------------------------------------------------------------- studies and settings
+
+
+def study(**changes: Any) -> config.Study:
+    return config.load(raw(**changes))[1]
+
+
+def test_validation_leaves_its_argument_alone():
+    given = raw()
+    before = copy.deepcopy(given)
+    config.validate(given)
+    assert given == before
+
+
+def test_a_study_expands():
+    cells = study().cells
+    assert len(cells) == 2 * (1 + 3 + 3)
+    assert {(c.study, c.experiment, c.dataset, c.repeat) for c in cells} == {
+        ("demo", "first", "digits", 0)
+    }
+    assert study().datasets == ["digits"]
+
+
+def test_an_experiments_repeats_win_over_the_studys():
+    found = raw(repeats=2)
+    found["studies"]["demo"]["repeats"] = 5
+    found["studies"]["demo"]["experiments"]["second"] = raw()["studies"]["demo"]["experiments"][
+        "first"
+    ]
+    cells = config.load(found)[1].cells
+    repeats = {e: {c.repeat for c in cells if c.experiment == e} for e in ("first", "second")}
+    assert repeats == {"first": {0, 1}, "second": {0, 1, 2, 3, 4}}
+
+
+def settings_of(study_: config.Study, **coordinates: Any) -> list[Settings]:
+    return [
+        study_.settings(c)
+        for c in study_.cells
+        if all(getattr(c, k) == v for k, v in coordinates.items())
+    ]
+
+
+def test_settings_are_resolved():
+    found = changed(
+        "studies demo variants z2", {"strategy": "fsdp", "reshard_after_forward": "never"}
+    )
+    found["studies"]["demo"]["experiments"]["first"]["strategies"] = ["z2"]
+    (s,) = settings_of(config.load(found)[1], model="vgg-compact", gpus=4)
+    assert s.strategy == "fsdp"
+    assert s.options == {"reshard_after_forward": "never", "mixed_precision": "autocast"}
+    assert (s.global_batch, s.per_worker_batch) == (64, 16)
+    assert (s.momentum, s.weight_decay, s.precision, s.warmup_steps) == (0.9, 0.0, "fp32", 3)
+    assert s.slowdown is None
+    assert Settings.from_json(s.as_json()) == s
+
+
+def test_weak_scaling():
+    weak = study(global_batch=REMOVED, per_worker_batch=16)
+    batches = {
+        c.gpus: (weak.settings(c).global_batch, weak.settings(c).per_worker_batch)
+        for c in weak.cells
+    }
+    assert batches == {1: (16, 16), 2: (32, 16), 4: (64, 16)}
+
+
+def test_seeds_follow_from_study_model_and_repeat_alone():
+    found = study(repeats=3)
+    by_key: dict[tuple, set[int]] = {}
+    for c in found.cells:
+        by_key.setdefault((c.model, c.repeat), set()).add(found.settings(c).seed)
+    assert all(len(seeds) == 1 for seeds in by_key.values())  # across strategies and worker counts
+    assert len({next(iter(s)) for s in by_key.values()}) == len(by_key) == 6
+    seeds = {config.cell_seed(study_seed, "m", 0) for study_seed in range(100)}
+    assert len(seeds) == 100
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert config.cell_seed(0, "vgg16", 0) == 69300139  # stable across versions and machines
+
+
+@pytest.mark.parametrize("change", [{"time_limit_s": 5}, {"time_limit_s": None}])
+def test_the_time_limit_is_no_setting(change):
+    one, other = study(), study(**change)
+    assert [one.settings(c) for c in one.cells] == [other.settings(c) for c in other.cells]
+    assert other.time_limit_s(other.cells[0]) == change["time_limit_s"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lr": 0.06}, {"epochs": 3}, {"precision": "bf16"}, {"global_batch": 32}, {"threads": 1},
+     {"slowdown": {"sigma": 0.5}}, {"device": "cpu"}, {"momentum": 0.5}, {"augment": True}],
+)  # fmt: skip
+def test_every_other_key_is_a_setting(change):
+    one, other = study(), study(**change)
+    assert all(one.settings(c).as_json() != other.settings(c).as_json() for c in one.cells)
+
+
+def test_a_change_of_one_experiment_leaves_the_others_settings():
+    found = raw()
+    experiments = found["studies"]["demo"]["experiments"]
+    experiments["second"] = dict(experiments["first"])
+    before = config.load(found)[1]
+    experiments["second"]["lr"] = 0.5
+    after = config.load(found)[1]
+    for c in before.cells:
+        assert (before.settings(c) == after.settings(c)) == (c.experiment == "first")
+
+
+def test_the_projects_own_config_is_valid():
+    config.check_duplicate_keys(ROOT / "config.yaml")
+    given = yaml.safe_load((ROOT / "config.yaml").read_text())
+    for name in given["studies"]:
+        _, found = config.load(given | {"study": name})
+        assert found.cells
+
+
+# ---------------------------------------------------------------- schema and page
+
+
+def test_every_key_is_described():
+    def walk(rule: Any, where: str) -> None:
+        if not isinstance(rule, dict):
+            return
+        for key, inner in rule.get("properties", {}).items():
+            if "$ref" not in inner:
+                assert inner.get("description"), f"{where}.{key}"
+            walk(inner, f"{where}.{key}")
+        walk(rule.get("additionalProperties"), f"{where}.*")
+
+    schema = validation.schema()
+    walk(schema, "")
+    for name, rule in schema["$defs"].items():
+        assert rule["description"]
+        walk(rule, name)
+
+
+def test_defaults_of_the_schema_are_valid():
+    found = config.validate(raw())
+    assert config.validate(json.loads(json.dumps(found))) == found
+
+
+def test_the_page_has_the_current_tables():
+    page = (ROOT / "docs/configuration.md").read_text()
+    generated = page.partition(config.TABLE_BEGIN)[2].partition(config.TABLE_END)[0]
+    assert generated.strip() == config.key_tables().strip(), "run: make docs"
+
+
+def test_the_example_on_the_page_is_valid():
+    page = (ROOT / "docs/configuration.md").read_text()
+    example = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1]
+    assert config.load(yaml.safe_load(example))[1].cells
+
+
+def test_the_table_needs_no_torch():
+    code = (
+        "import sys, runpy; sys.argv = ['config', '--table'];"
+        "runpy.run_module('stratbench.config', run_name='__main__');"
+        "print([m for m in ('torch', 'numpy', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT / "workflow")},
+        text=True,
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "| `lr` |" in done.stdout
+
+
+def test_the_page_is_rewritten_between_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{config.TABLE_BEGIN}\nSTALE\n{config.TABLE_END}\nafter\n")
+    command = [sys.executable, "-m", "stratbench.config", "--write-table", str(page)]
+    subprocess.run(command, env={"PYTHONPATH": str(ROOT / "workflow")}, check=True, timeout=60)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| `lr` |" in text
+    assert "STALE" not in text
+
+
+def test_constraints_from_the_command_line_are_numbers_again():
+    raw = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
+    raw["decide"] = {"gpus": "2", "homogeneous": "false", "deadline_s": "null", "model": "vgg16"}
+    decide = config.validate(raw)["decide"]
+    assert (decide["gpus"], decide["homogeneous"], decide["deadline_s"]) == (2, False, None)
+    assert (decide["model"], decide["accuracy_tolerance"]) == ("vgg16", 1.0)

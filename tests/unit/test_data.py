@@ -1,0 +1,444 @@
+"""Preparing a data set: verified, whole or not at all, with errors that say what to do."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import pickle
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stratbench import prepared, sources
+from stratbench.data import DATASETS, describe, main, prepare
+from stratbench.sources import DataError
+
+WORKFLOW = Path(__file__).parents[2] / "workflow"
+SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
+REAL_DATA = os.environ.get("STRATBENCH_TEST_DATA")
+needs_real_data = pytest.mark.skipif(not REAL_DATA, reason="STRATBENCH_TEST_DATA is not set")
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def _no_data_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(sources.ROOT_VARIABLE, raising=False)
+
+
+@pytest.fixture(scope="module")
+def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "digits"
+    prepare("digits", folder)
+    return folder
+
+
+def idx(values: np.ndarray) -> bytes:
+    return struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape) + bytes(values)
+
+
+@pytest.fixture
+def mnist_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """A tiny MNIST, uncompressed, whose MD5s the package is made to expect."""
+    rng = np.random.default_rng(0)
+    contents = {}
+    for split, samples in (("train", 6), ("t10k", 4)):
+        images = rng.integers(0, 256, (samples, 28, 28), dtype=np.uint8)
+        contents[f"{split}-images-idx3-ubyte"] = idx(images)
+        contents[f"{split}-labels-idx1-ubyte"] = idx(np.arange(samples, dtype=np.uint8))
+    expected = {
+        name: (md5(gzip.compress(content, mtime=0)), md5(content))
+        for name, content in contents.items()
+    }
+    monkeypatch.setattr(sources, "MNIST_FILES", expected)
+    return contents
+
+
+def put_mnist(root: Path, contents: dict[str, bytes], compressed: bool) -> Path:
+    folder = root / sources.MNIST_FOLDER
+    folder.mkdir(parents=True)
+    for name, content in contents.items():
+        if compressed:
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content, mtime=0))
+        else:
+            (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture
+def cifar10_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny CIFAR-10 in torchvision's layout, whose MD5s the package is made to expect."""
+    folder = tmp_path / "root" / sources.CIFAR10_FOLDER
+    folder.mkdir(parents=True)
+    expected = {}
+    for number, name in enumerate(sources.CIFAR10_FILES):
+        rng = np.random.default_rng(number)
+        pixels = rng.integers(0, 256, (4, 3072), dtype=np.uint8)
+        content = pickle.dumps({b"data": pixels, b"labels": [number, 1, 2, 3]})
+        (folder / name).write_bytes(content)
+        expected[name] = md5(content)
+    monkeypatch.setattr(sources, "CIFAR10_FILES", expected)
+    return tmp_path / "root"
+
+
+# ---------------------------------------------------------------- preparing
+
+
+def test_digits_are_the_embedded_ones_in_a_fixed_split(digits_dir: Path) -> None:
+    meta, arrays = prepared.read(digits_dir)
+    assert meta["sha256"] == "90490bb2ffbc52a10e47594d770eb0cf72cf1e7e86a80c9be4553390d88f4977"
+    assert arrays["train_images"].shape == (1437, 1, 8, 8)
+    assert arrays["test_images"].shape == (360, 1, 8, 8)
+    assert arrays["train_images"].min() == 0
+    assert arrays["train_images"].max() == 255
+    assert np.bincount(arrays["test_labels"]).min() >= 34
+    images = arrays["train_images"] / 255
+    assert meta["mean"] == pytest.approx([images.mean()])
+    assert meta["std"] == pytest.approx([images.std()])
+
+
+def test_facts_match_what_is_prepared(digits_dir: Path) -> None:
+    meta = json.loads((digits_dir / "meta.json").read_text())
+    facts = DATASETS["digits"]
+    assert (meta["classes"], tuple(meta["shape"])) == (facts.classes, facts.shape)
+    assert (meta["train_samples"], meta["test_samples"]) == (
+        facts.train_samples,
+        facts.test_samples,
+    )
+
+
+def test_a_synthetic_set_has_the_asked_size_and_is_the_same_each_time(tmp_path: Path) -> None:
+    first = prepare("mine", tmp_path / "a", spec=SPEC)
+    second = prepare("mine", tmp_path / "b", spec=SPEC)
+    other = prepare("mine", tmp_path / "c", spec=SPEC | {"seed": 1})
+    assert first["sha256"] == second["sha256"] != other["sha256"]
+    assert first["shape"] == [3, 12, 12]
+    assert describe("mine", SPEC).shape == (3, 12, 12)
+    _, arrays = prepared.read(tmp_path / "a")
+    assert len(arrays["train_images"]) == 300
+    assert np.bincount(arrays["train_labels"]).tolist() == [100, 100, 100]
+
+
+def test_a_synthetic_set_can_be_learnt_from_but_not_copied(tmp_path: Path) -> None:
+    prepare("mine", tmp_path / "a", spec=SPEC)
+    _, arrays = prepared.read(tmp_path / "a")
+    images, labels = arrays["train_images"].astype(float), arrays["train_labels"]
+    centres = np.stack([images[labels == label].mean(axis=0) for label in range(3)])
+    distances = ((arrays["test_images"].astype(float)[:, None] - centres) ** 2).sum(axis=(2, 3, 4))
+    assert (distances.argmin(axis=1) == arrays["test_labels"]).mean() == 1
+    assert images[labels == 0].std(axis=0).mean() > 30, "no noise"
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_mnist_is_read_compressed_and_uncompressed(
+    tmp_path: Path, mnist_files: dict[str, bytes], compressed: bool
+) -> None:
+    put_mnist(tmp_path / "root", mnist_files, compressed)
+    meta = prepare("mnist", tmp_path / "out", tmp_path / "root", download=False)
+    _, arrays = prepared.read(tmp_path / "out")
+    assert arrays["train_images"].shape == (6, 1, 28, 28)
+    assert arrays["train_images"].tobytes() == mnist_files["train-images-idx3-ubyte"][16:]
+    assert arrays["test_labels"].tolist() == [0, 1, 2, 3]
+    named = {source["file"]: source["md5"] for source in meta["sources"]}
+    end = ".gz" if compressed else ""
+    assert named[f"t10k-labels-idx1-ubyte{end}"] in sources.MNIST_FILES["t10k-labels-idx1-ubyte"]
+
+
+def test_cifar10_is_read_from_batches(tmp_path: Path, cifar10_root: Path) -> None:
+    prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
+    _, arrays = prepared.read(tmp_path / "out")
+    assert arrays["train_images"].shape == (20, 3, 32, 32)
+    assert arrays["train_labels"].tolist()[::4] == [0, 1, 2, 3, 4]
+    expected = np.random.default_rng(5).integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
+    assert (arrays["test_images"] == expected).all()
+
+
+def test_cifar10_is_read_from_its_archive(
+    tmp_path: Path, cifar10_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = prepare("cifar10", tmp_path / "a", cifar10_root, download=False)
+    archive = shutil.make_archive(
+        str(cifar10_root / "cifar-10-python"), "gztar", cifar10_root, sources.CIFAR10_FOLDER
+    )
+    shutil.rmtree(cifar10_root / sources.CIFAR10_FOLDER)
+    archive_md5 = md5(Path(archive).read_bytes())
+    monkeypatch.setattr(sources, "CIFAR10_ARCHIVE", ("cifar-10-python.tar.gz", archive_md5))
+    found = prepare("cifar10", tmp_path / "b", cifar10_root, download=False)
+    assert found["sha256"] == expected["sha256"]
+    assert found["sources"][0]["file"] == "cifar-10-python.tar.gz"
+
+
+def test_the_environment_variable_stands_in_for_the_root(
+    tmp_path: Path, mnist_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_mnist(tmp_path / "root", mnist_files, compressed=True)
+    monkeypatch.setenv(sources.ROOT_VARIABLE, str(tmp_path / "root"))
+    assert prepare("mnist", tmp_path / "out", download=False)["train_samples"] == 6
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("damage", ["truncated", "corrupt"])
+def test_a_damaged_file_is_named_with_both_md5s_and_a_remedy(
+    tmp_path: Path, mnist_files: dict[str, bytes], compressed: bool, damage: str
+) -> None:
+    folder = put_mnist(tmp_path / "root", mnist_files, compressed)
+    name = "train-labels-idx1-ubyte"
+    file = folder / (f"{name}.gz" if compressed else name)
+    content = file.read_bytes()
+    broken = content[:-3] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1])
+    file.write_bytes(broken)
+    with pytest.raises(DataError) as caught:
+        prepare("mnist", tmp_path / "out", tmp_path / "root", download=False)
+    message = str(caught.value)
+    for part in (str(file), md5(broken), sources.MNIST_FILES[name][not compressed], "Delete"):
+        assert part in message
+    assert os.listdir(tmp_path) == ["root"], "something was left behind"
+
+
+def test_a_batch_is_not_unpickled_before_its_md5_is_right(
+    tmp_path: Path, cifar10_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "executed"
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+
+    content = pickle.dumps(Evil())
+    (cifar10_root / sources.CIFAR10_FOLDER / "test_batch").write_bytes(content)
+    with pytest.raises(DataError, match="expected MD5"):
+        prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
+    # Even with the expected MD5, only arrays of numbers come out.
+    monkeypatch.setitem(sources.CIFAR10_FILES, "test_batch", md5(content))
+    with pytest.raises(DataError, match="refused to load"):
+        prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_missing_files_without_network_say_what_to_put_where(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare(name, tmp_path / "out", tmp_path / "root", download=False)
+    message = str(caught.value)
+    for part in (str(tmp_path / "root"), "not allowed", "data.root", sources.ROOT_VARIABLE, "http"):
+        assert part in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_that_does_not_answer_is_reported_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MNIST_MIRRORS", ("http://127.0.0.1:9/",))
+    with pytest.raises(
+        DataError, match=r"(?s)No folder .*Downloading failed.*127\.0\.0\.1:9.*ROOT"
+    ):
+        prepare("mnist", tmp_path / "out")
+
+
+@pytest.mark.timeout(30)
+def test_a_download_is_verified_and_the_next_mirror_tried(
+    tmp_path: Path, mnist_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = put_mnist(tmp_path / "server" / "good", mnist_files, compressed=True)
+    bad = put_mnist(tmp_path / "server" / "bad", mnist_files, compressed=True)
+    for file in bad.iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments, directory=str(tmp_path / "server"))
+
+        def log_message(self, *_) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}"
+        mirrors = [f"{base}/{folder.relative_to(tmp_path / 'server')}/" for folder in (bad, good)]
+        monkeypatch.setattr(sources, "MNIST_MIRRORS", tuple(mirrors))
+        meta = prepare("mnist", tmp_path / "out" / "mnist")
+        assert meta["test_samples"] == 4
+        monkeypatch.setattr(sources, "MNIST_MIRRORS", tuple(mirrors[:1]))
+        with pytest.raises(DataError, match="corrupt or truncated"):
+            prepare("mnist", tmp_path / "out" / "again")
+        server.shutdown()
+    assert os.listdir(tmp_path / "out") == ["mnist"]
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "message"),
+    [
+        ("imagenet", None, "unknown data set 'imagenet'; known: digits"),
+        ("mine", {"source": "web"}, "source is 'web'"),
+        ("mine", SPEC | {"colour": 1}, "unknown key 'colour'; allowed: source, train_samples"),
+        ("mine", SPEC | {"size": 0}, "size is 0; it must be a whole number >= 1"),
+        ("mine", SPEC | {"classes": True}, "classes is True"),
+        ("mnist", SPEC, "built-in"),
+    ],
+)
+def test_a_wrong_request_names_the_key_and_what_is_allowed(
+    tmp_path: Path, name: str, spec: dict | None, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(name, tmp_path / "out", spec=spec)
+
+
+def test_a_folder_with_other_things_in_it_is_not_touched(tmp_path: Path) -> None:
+    precious = tmp_path / "out" / "thesis.tex"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    with pytest.raises(DataError, match=r"thesis\.tex"):
+        prepare("mine", tmp_path / "out", spec=SPEC)
+    with pytest.raises(DataError, match="is not a folder"):
+        prepare("mine", precious, spec=SPEC)
+    assert precious.read_text() == "precious"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+# ---------------------------------------------------------------- whole or not at all
+
+
+def run_prepare(out: Path, spec: dict) -> subprocess.Popen:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "stratbench.data", "prepare", "mine"),
+            *("--out", str(out), "--spec", json.dumps(spec)),
+        ],
+        env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, how: int) -> None:
+    out = tmp_path / "out"
+    process = run_prepare(out, SPEC | {"train_samples": 1_000_000, "size": 32})
+    while not list(tmp_path.glob(".out.*.partial/built/train_images.npy")):
+        assert process.poll() is None, "ended before it could be killed"
+        time.sleep(0.02)
+    process.send_signal(how)
+    assert process.wait() != 0
+    assert not out.exists()
+    if how == signal.SIGTERM:
+        assert not list(tmp_path.iterdir())
+    assert prepare("mine", out, spec=SPEC)["train_samples"] == 300
+
+
+@pytest.mark.timeout(60)
+def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> None:
+    processes = [run_prepare(tmp_path / "out", SPEC) for _ in range(4)]
+    assert [process.wait() for process in processes] == [0] * 4
+    assert os.listdir(tmp_path) == ["out"]
+    assert prepared.intact(tmp_path / "out", {"name": "mine"})
+
+
+def test_an_intact_result_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare("mine", out, spec=SPEC)
+    images = out / "train_images.npy"
+    before = images.stat().st_ino
+    prepare("mine", out, spec=SPEC)
+    assert images.stat().st_ino == before
+    whole = images.read_bytes()
+    images.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    prepare("mine", out, spec=SPEC)
+    assert images.read_bytes() == whole
+    assert prepare("mine", out, spec=SPEC | {"classes": 2})["classes"] == 2
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_failure_midway_keeps_the_earlier_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    earlier = prepare("mine", out, spec=SPEC)
+
+    def disk_full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", disk_full)
+    with pytest.raises(OSError, match="No space"):
+        prepare("mine", out, spec=SPEC | {"seed": 1})
+    assert prepared.intact(out, {"sha256": earlier["sha256"]})
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_command_prints_one_message_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "digits")
+    assert main(["prepare", "digits", "--out", out]) == 0
+    assert "1437 training" in capsys.readouterr().out
+    assert main(["prepare", "mnist", "--out", str(tmp_path / "mnist"), "--no-download"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: mnist: the data set was not found")
+    assert "Traceback" not in errors
+
+
+def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, stratbench.data; print({'torch', 'numpy', 'pandas'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.strip() == "set()"
+
+
+# ---------------------------------------------------------------- the real files
+
+
+@needs_real_data
+@pytest.mark.parametrize(
+    ("name", "mean", "std"),
+    [
+        ("mnist", [0.1307], [0.3081]),
+        ("cifar10", [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
+    ],
+)
+def test_the_real_files_have_the_expected_md5s_and_statistics(
+    tmp_path: Path, name: str, mean: list[float], std: list[float]
+) -> None:
+    meta = prepare(name, tmp_path / name, REAL_DATA, download=False)
+    facts = DATASETS[name]
+    assert (meta["train_samples"], meta["test_samples"]) == (
+        facts.train_samples,
+        facts.test_samples,
+    )
+    assert tuple(meta["shape"]) == facts.shape
+    assert meta["mean"] == pytest.approx(mean, abs=1e-4)
+    assert meta["std"] == pytest.approx(std, abs=1e-4)
+    _, arrays = prepared.read(tmp_path / name)
+    assert set(np.bincount(arrays["test_labels"])) == {1000} or name == "mnist"
+
+
+@needs_real_data
+def test_uncompressed_mnist_has_the_expected_md5s(tmp_path: Path) -> None:
+    folder = tmp_path / "root" / sources.MNIST_FOLDER
+    folder.mkdir(parents=True)
+    for name in sources.MNIST_FILES:
+        compressed = Path(REAL_DATA, sources.MNIST_FOLDER, f"{name}.gz").read_bytes()
+        (folder / name).write_bytes(gzip.decompress(compressed))
+    meta = prepare("mnist", tmp_path / "out", tmp_path / "root", download=False)
+    assert [source["file"] for source in meta["sources"]] == list(sources.MNIST_FILES)

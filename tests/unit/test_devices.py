@@ -1,0 +1,126 @@
+"""GPUs are held under locks: never by two cells at once, given back whatever ends the holder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_nvml import UUIDS, FakeNvml
+
+from stratbench.telemetry import nvml
+from stratbench.train import devices
+
+pytestmark = pytest.mark.timeout(60)
+
+HOLDER = """
+import sys, time
+from stratbench.train import devices
+with devices.reserve(sys.argv[2:], int(sys.argv[1])) as mine:
+    print("holds", *mine, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_locks(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def hold(wanted: int, *gpus: str) -> subprocess.Popen[str]:
+    """Another process that takes GPUs and keeps them until it reads a line."""
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(wanted), *gpus],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(devices.__file__).parents[2])},
+    )
+
+
+def test_two_cells_get_different_gpus():
+    with devices.reserve(["a", "b", "c"], 1) as one, devices.reserve(["a", "b", "c"], 2) as two:
+        assert (one, two) == (["a"], ["b", "c"])
+    with devices.reserve(["a", "b", "c"], 3) as again:
+        assert again == ["a", "b", "c"]
+
+
+def test_another_process_is_waited_for(capsys):
+    other = hold(1, "a", "b")
+    assert other.stdout.readline() == "holds a\n"
+    begun = time.monotonic()
+    with devices.reserve(["a", "b"], 1) as mine:  # one is free
+        assert mine == ["b"]
+    assert time.monotonic() - begun < 0.5
+    waiting = hold(2, "a", "b")
+    assert waiting.stdout.readline().startswith("waiting for 2 free GPUs")
+    with devices.reserve(["a", "b"], 1) as mine:  # the waiting one holds nothing meanwhile
+        assert mine == ["b"]
+    other.communicate("\n")
+    assert waiting.stdout.readline() == "holds a b\n"
+    waiting.communicate("\n")
+
+
+def test_a_killed_holder_gives_its_gpus_back():
+    other = hold(1, "a")
+    assert other.stdout.readline() == "holds a\n"
+    other.kill()
+    with devices.reserve(["a"], 1) as mine:
+        assert mine == ["a"]
+    other.wait()
+
+
+def test_too_few_gpus():
+    with (
+        pytest.raises(devices.DeviceError, match="needs 3 GPUs on this node, but 2 are visible"),
+        devices.reserve(["a", "b"], 3),
+    ):
+        pass
+
+
+def test_names_with_a_slash():
+    """MIG instances had such names."""
+    with devices.reserve(["MIG-GPU-1/2/0"], 1) as mine:
+        assert mine == ["MIG-GPU-1/2/0"]
+
+
+def test_a_number_is_locked_by_the_gpu_it_stands_for(monkeypatch):
+    real = nvml.Nvml
+    monkeypatch.setattr(nvml, "Nvml", lambda: real(FakeNvml(gpus=2)))
+    assert devices.lock_names(["0", "1", UUIDS[0], "7"]) == {
+        "0": UUIDS[0], "1": UUIDS[1], UUIDS[0]: UUIDS[0], "7": "7"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("", []), ("-1", []), ("0", ["0"]), ("0, 2", ["0", "2"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])],
+)
+def test_visible_gpus(monkeypatch, given, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert devices.visible_gpus() == expected
+
+
+def test_device_setting():
+    assert devices.wants_cuda("auto", ["0"])
+    assert devices.wants_cuda("cuda", ["0"])
+    assert not devices.wants_cuda("cpu", ["0"])
+    assert not devices.wants_cuda("auto", [])
+    with pytest.raises(devices.DeviceError, match="no GPU is visible"):
+        devices.wants_cuda("cuda", [])
+
+
+def test_children_see_only_the_given_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    devices.show_only(["1", "3"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_threads_are_shared_out():
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert devices.threads_per_worker(1) == cores
+    assert devices.threads_per_worker(10 * cores) == 1

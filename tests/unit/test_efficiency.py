@@ -1,0 +1,197 @@
+"""Throughput in context, from what workers and the sampler left, with answers worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import settings
+from stratbench.cells import Cell
+from stratbench.telemetry.timeline import COLUMNS
+from stratbench.train import efficiency
+from stratbench.train.job import PROFILE_TRACE, Job
+
+RUN = {"samples_seen": 1000, "train_time_s": 2.0}
+
+
+def job(folder: Path, workers: int = 2, **changes: Any) -> Job:
+    s = settings(gpus=workers, **changes)
+    return Job(
+        cell=Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0), settings=s,
+        data_dir=folder, data_shape=(1, 16, 16), train_samples=64, run_dir=folder,
+        store_path=folder / "store", n_nodes=1, workers_per_node=workers, use_cuda=False, threads=1,
+        origin_unix_s=0.0, time_limit_s=None,
+    )  # fmt: skip
+
+
+def worker(rank: int, gpu: str | None = "NVIDIA A100-SXM4-80GB", **more: Any) -> dict[str, Any]:
+    provenance: dict[str, Any] = {"host": {"name": "n0"}}
+    if gpu:
+        provenance["gpu"] = {"name": gpu, "index": rank + 4}
+    return {"rank": rank, "steps": 10, "provenance": provenance} | more
+
+
+# ---------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize(("precision", "peak"), [("fp16", 312e12), ("fp32", 19.5e12)])
+def test_share_of_the_peak(tmp_path, precision, peak):
+    workers = [worker(0, forward_flops_per_sample=10**9), worker(1)]
+    found = efficiency.compute(job(tmp_path, precision=precision), workers, RUN)
+    assert found == {
+        "forward_flops_per_sample": 10**9,
+        "achieved_flops_per_s": 3 * 10**9 * 500,
+        "peak_flops_per_s": 2 * peak,
+        "mfu": pytest.approx(1.5e12 / (2 * peak)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("second", "precision"),
+    [
+        (worker(1, "Unheard-of 9000"), "fp16"),
+        (worker(1, None), "fp16"),
+        (worker(1), "fp64"),
+        (None, "fp16"),
+    ],
+)
+def test_no_share_of_an_unknown_peak(tmp_path, second, precision):
+    """An unlisted GPU, a CPU, a precision without a figure, a worker that was lost."""
+    workers = [w for w in (worker(0, forward_flops_per_sample=10**9), second) if w]
+    found = efficiency.compute(job(tmp_path, precision=precision), workers, RUN)
+    assert set(found) == {"forward_flops_per_sample", "achieved_flops_per_s"}
+
+
+def test_operations_of_a_run_that_did_not_finish(tmp_path):
+    assert efficiency.compute(job(tmp_path), [], {}) is None
+    workers = [worker(0, forward_flops_per_sample=7)]
+    assert efficiency.compute(job(tmp_path), workers, {}) == {"forward_flops_per_sample": 7}
+
+
+# ---------------------------------------------------------------- communication and breakdown
+
+
+def sends(n_bytes: float, method: str = "ring", **times: float) -> dict[str, Any]:
+    rates = {"sent_bytes_per_step": n_bytes, "received_bytes_per_step": 2 * n_bytes}
+    return {"method": method} | rates | times
+
+
+def test_a_workers_bytes_are_weighted_by_its_steps():
+    workers = [
+        worker(0, communication=sends(100, "measured")) | {"steps": 30},
+        worker(1, communication=sends(500, "measured")) | {"steps": 10},
+    ]
+    servers = [{"workers": [{"bytes_in": 3000, "bytes_out": 1}] * 2}, {"workers": []}]
+    found = efficiency.communication(workers, servers, RUN)
+    assert found["sent_bytes_per_step"] == 200
+    # Both together receive 400 bytes 40 times in 2 s: half of it on each link.
+    assert found["implied_bytes_per_s"] == 400 * 40 / 2 / 2
+    assert found["busiest_server_bytes_per_s"] == 6002 / 2
+
+
+def test_strategies_that_do_not_say():
+    assert efficiency.communication([worker(0, communication=None)], [], RUN) is None
+    assert efficiency.communication([], [], {}) is None
+
+
+def test_exposed_communication_comes_out_of_backward():
+    marked = {"data": 1.0, "forward": 2.0, "backward": 5.0, "other": 0.5}
+    workers = [
+        worker(r, breakdown_ms=marked, communication=sends(1, exposed_ms=2.0 + 2 * r))
+        for r in (0, 1)
+    ]
+    found = efficiency.communication(workers, [], RUN)
+    split = efficiency.breakdown(workers, found)
+    assert split == {
+        "data": 1.0, "forward": 2.0, "backward": 2.0, "exposed_communication": 3.0, "optimizer": 0.5,
+    }  # fmt: skip
+    assert list(split)[2:4] == ["backward", "exposed_communication"]
+    more = efficiency.breakdown(workers, found | {"exposed_ms": 99.0})
+    assert (more["backward"], more["exposed_communication"]) == (0.0, 5.0)
+    assert efficiency.breakdown(workers, None)["backward"] == 5.0
+    assert efficiency.breakdown([], None) is None
+
+
+def test_the_wait_comes_out_of_the_exchange():
+    marked = {"forward": 2.0, "backward": 5.0, "server": 4.0, "other": 0.1}
+    workers = [worker(0, breakdown_ms=marked, communication=sends(1, server_wait_ms=3.0))]
+    split = efficiency.breakdown(workers, efficiency.communication(workers, [], RUN))
+    assert split == {"forward": 2.0, "backward": 5.0, "push": 1.0, "server_wait": 3.0, "other": 0.1}
+
+
+# ---------------------------------------------------------------- energy
+
+
+def leave_samples(folder: Path, watts: dict[int, float]) -> None:
+    """Samples of ten seconds; GPUs by index."""
+    with (folder / "samples0.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        for t in range(11):
+            for index, power in watts.items():
+                writer.writerow(
+                    {"t_s": t, "node": "n0", "kind": "gpu", "id": index, "energy_j": 5 + t * power}
+                )
+
+
+def leave_phases(folder: Path, rank: int, *spans: tuple[float, float]) -> None:
+    lines = [
+        {"t_s": t, "rank": rank, "phase": "train", "event": event}
+        for span in spans
+        for t, event in zip(span, ("start", "end"), strict=True)
+    ]
+    lines.append({"t_s": 9, "rank": rank, "phase": "eval", "event": "start"})
+    (folder / f"phases{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+
+def test_energy_of_the_cells_own_gpus_while_they_train(tmp_path):
+    leave_samples(tmp_path, {0: 1000.0, 4: 100.0, 5: 200.0})
+    leave_phases(tmp_path, 0, (1, 3), (4, 5.5))
+    leave_phases(tmp_path, 1, (1, 2))
+    found = efficiency.energy(job(tmp_path), [worker(0), worker(1)], RUN)
+    assert found["train_joules"] == pytest.approx(3.5 * 100 + 200)
+    assert found["joules_per_sample"] == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "end_s", "gpu"),
+    [
+        ({4: 1.0}, 2, "A100-SXM4-80GB"),
+        ({4: 1.0, 5: 1.0}, 12, "A100-SXM4-80GB"),
+        ({4: 1.0, 5: 1.0}, 2, None),
+    ],
+)
+def test_no_energy_where_samples_lack(tmp_path, sampled, end_s, gpu):
+    """A GPU without counters, training that outlasts the samples, a CPU."""
+    leave_samples(tmp_path, sampled)
+    leave_phases(tmp_path, 0, (1, end_s))
+    leave_phases(tmp_path, 1, (1, 2))
+    assert efficiency.energy(job(tmp_path), [worker(0), worker(1, gpu)], RUN) is None
+
+
+# ---------------------------------------------------------------- accuracy and profile
+
+
+def test_time_to_an_accuracy():
+    epochs = [
+        {"train_time_s": t, "accuracy": a}
+        for t, a in ((1.0, 0.5), (2.0, 0.8), (3.0, 0.7), (4.0, 0.9))
+    ]
+    assert efficiency.time_to_accuracy_s(epochs, 0.8) == 2.0
+    assert efficiency.time_to_accuracy_s(epochs, 0.85) == 4.0
+    assert efficiency.time_to_accuracy_s(epochs, 0.95) is None
+    assert efficiency.time_to_accuracy_s(epochs, None) is None
+
+
+def test_the_trace_is_named_where_it_is(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    one = replace(job(tmp_path), run_dir=run_dir)
+    assert efficiency.profile(one) is None
+    (run_dir / PROFILE_TRACE).touch()
+    assert efficiency.profile(one) == {"trace": f"run/{PROFILE_TRACE}", "note": None}

@@ -1,0 +1,407 @@
+"""How a cell ends: every end is caused for real, and what is left of it is looked at.
+
+Results (ok, oom, timeout, diverged) leave a record and exit code 0; errors and signals leave no
+record and no process.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conftest import LaunchedCell, settings
+from stratbench import record
+from stratbench.cells import Cell
+from stratbench.train import agent, assemble, loop
+from stratbench.train.agent import End, ProcessEnd
+from stratbench.train.job import Job
+
+pytestmark = pytest.mark.timeout(180)
+
+FOREVER = 1_000_000  # epochs
+LIMIT_S = 5.0  # for all processes of a cell to be gone
+
+
+def until(condition: Callable[[], object], timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def family(launched: LaunchedCell) -> list[psutil.Process]:
+    """The launcher's descendants: fork server, workers, sampler."""
+    return psutil.Process(launched.process.pid).children(recursive=True)
+
+
+def worker_pids(launched: LaunchedCell) -> dict[str, int]:
+    """Process ids by name, as the launcher tells its sampler."""
+    lines = (launched.run_dir / "samples0.pids").read_text().split("\n")[:-1]
+    return {name: int(pid) for name, pid in (line.split() for line in lines)}
+
+
+def train_one_epoch(launched: LaunchedCell) -> None:
+    """Wait until the first epoch is through."""
+    progress = launched.run_dir / "progress.jsonl"
+
+    def done() -> bool:
+        assert launched.process.poll() is None, launched.process.communicate()[0]
+        return progress.exists() and progress.read_text().count("\n") >= 1
+
+    until(done)
+
+
+def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, [(p.pid, p.cmdline()) for p in alive]
+
+
+# ---------------------------------------------------------------- results
+
+
+@pytest.mark.slow
+def test_a_cell_that_finishes(start_cell):
+    launched = start_cell(settings("ddp", epochs=2))
+    launched.record.parent.mkdir(parents=True)
+    code, output = launched.finish()
+    assert code == 0, output
+    found = record.read(launched.record)  # validates
+    assert found["status"] == "ok"
+    assert found["reason"] is None
+    assert found["cell"] == launched.cell.as_dict()
+    batch, t = found["batch"], found["time"]
+    assert batch["samples_seen"] == 2 * 64
+    assert batch["updates_applied"] == 2 * batch["steps_per_epoch"] == 8
+    assert t["step_ms"]["count"] == 2 * 8
+    assert t["train_time_s"] == pytest.approx(
+        max(w["train_time_s"] for w in found["workers"]), rel=1e-9
+    )
+    assert sum(t["epoch_times_s"]) <= t["train_time_s"] * (1 + 1e-9)
+    parts = ("train_time_s", "setup_s", "data_s", "warmup_s", "eval_s")
+    assert 0 < sum(t[part] for part in parts) < t["total_s"]
+    assert [e["epoch"] for e in found["accuracy"]["per_epoch"]] == [1, 2]
+    assert found["accuracy"]["final"] == found["accuracy"]["per_epoch"][-1]["accuracy"]
+    assert found["provenance"]["device"] == "cpu"
+    assert (launched.run_dir / "rank0.log").read_text().count("epoch ") == 2
+    with launched.timeline.open() as f:
+        rows = list(csv.DictReader(f))
+    assert {row["id"] for row in rows if row["kind"] == "process"} == {"rank0", "rank1"}
+    assert not (launched.logs / "failure.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
+def test_a_profiled_cell(start_cell, strategy):
+    """The trace is beside the logs and in no figure; the rest of the record has its context."""
+    launched = start_cell(settings(strategy, epochs=2, profile=True, target_accuracy=0.01))
+    launched.record.parent.mkdir(parents=True)
+    code, output = launched.finish()
+    assert code == 0, output
+    found = record.read(launched.record)
+    assert found["batch"]["samples_seen"] == 2 * 64
+    assert found["time"]["step_ms"]["count"] == 2 * 8
+    with gzip.open(launched.logs / found["profile"]["trace"], "rt") as f:
+        names = [event.get("name", "") for event in json.load(f)["traceEvents"]]
+    steps = {name for name in names if name.startswith("ProfilerStep#")}
+    assert len(steps) == loop.PROFILED_STEPS
+    assert any("allreduce" in name for name in names) == (strategy == "ddp")
+    assert (
+        found["accuracy"]["time_to_target_s"] == found["accuracy"]["per_epoch"][0]["train_time_s"]
+    )
+    assert found["energy"] is None  # no GPU
+    compute, communication = found["compute"], found["communication"]
+    assert "mfu" not in compute
+    assert compute["achieved_flops_per_s"] == pytest.approx(
+        3 * compute["forward_flops_per_sample"] * found["time"]["throughput_samples_per_s"]
+    )
+    parameters_bytes = 4 * found["model"]["parameters"]
+    # Of two workers a ring and a server ask the same; the flat gradients are aligned.
+    assert communication["sent_bytes_per_step"] == pytest.approx(parameters_bytes, rel=1e-3)
+    assert communication["received_bytes_per_step"] == pytest.approx(parameters_bytes, rel=0.15)
+    part = "exposed_communication" if strategy == "ddp" else "server_wait"
+    assert 0 < found["time"]["breakdown_ms"][part] < found["time"]["step_ms"]["mean"]
+    whole = sum(found["time"]["breakdown_ms"].values())
+    assert whole == pytest.approx(found["time"]["step_ms"]["mean"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_straggler_slows_every_step(start_cell):
+    """Factor 3 on one of two synchronous workers: each step takes three times that worker's own."""
+    slow = {"workers": [1], "factor": 3}
+    launched = start_cell(
+        settings("ddp", global_batch=64, per_worker_batch=32, epochs=20, slowdown=slow)
+    )
+    code, output = launched.finish()
+    assert code == 0, output
+    ranks = [json.loads((launched.run_dir / f"rank{r}.json").read_text()) for r in (0, 1)]
+    done = ranks[1]["strategy"]["details"]["slowdown"]
+    assert "slowdown" not in ranks[0]["strategy"]["details"]
+    assert done["factor"] == done["mean_factor"] == 3
+    step_ms = launched.read_record()["time"]["step_ms"]["p50"]
+    assert 2 * done["step_without_ms"] < step_ms  # the sleep alone
+    assert step_ms < 9 * done["step_without_ms"]  # loose: other programs share these cores
+
+
+@pytest.mark.slow
+def test_time_limit(start_cell):
+    launched = start_cell(settings("fsdp", epochs=FOREVER, lr=1e-6), time_limit_s=20)
+    train_one_epoch(launched)
+    processes = family(launched)
+    code, output = launched.finish()
+    assert code == 0, output
+    assert_gone(processes)
+    found = record.read(launched.record)
+    assert found["status"] == "timeout"
+    assert "20 s" in found["reason"]
+    assert found["time"]["train_time_s"] is None
+    assert found["time"]["time_limit_s"] == 20
+    assert 20 <= found["time"]["total_s"] < 20 + LIMIT_S
+    epochs = found["accuracy"]["per_epoch"]
+    assert len(epochs) >= 1
+    assert epochs[0]["epoch"] == 1
+    assert found["accuracy"]["final"] is None
+    assert found["accuracy"]["best"] == max(e["accuracy"] for e in epochs)
+
+
+@pytest.mark.slow
+def test_time_limit_before_training_has_begun(start_cell):
+    launched = start_cell(settings("ddp"), time_limit_s=0.5)
+    code, output = launched.finish()
+    assert code == 0, output
+    found = record.read(launched.record)
+    assert found["status"] == "timeout"
+    assert found["accuracy"]["per_epoch"] == []
+    assert found["model"]["parameters"] is None
+    assert found["model"]["input_shape"] == [1, 16, 16]
+
+
+@pytest.mark.slow
+def test_divergence(start_cell):
+    launched = start_cell(settings("ddp", lr=1e6, epochs=50))
+    code, output = launched.finish()
+    assert code == 0, output
+    found = record.read(launched.record)
+    assert found["status"] == "diverged"
+    assert "of 50" in found["reason"]
+    assert found["accuracy"]["per_epoch"][-1]["train_loss"] is None
+    assert found["accuracy"]["final"] is None
+    assert len(found["accuracy"]["per_epoch"]) < 50
+
+
+@pytest.mark.slow
+def test_out_of_memory(start_cell):
+    """The first convolution's output would take 6.5 GB; an address space of 6 GB refuses it."""
+    gib = 2**30
+    launched = start_cell(
+        settings("ddp", per_worker_batch=400_000, global_batch=800_000),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (6 * gib, 6 * gib)),
+    )
+    until(lambda: len(family(launched)) >= 3)
+    processes = family(launched)
+    code, output = launched.finish()
+    assert code == 0, output
+    assert_gone(processes)
+    found = record.read(launched.record)
+    assert found["status"] == "oom"
+    assert "allocate" in found["reason"]
+    assert "\n" not in found["reason"]
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.slow
+def test_a_killed_worker(start_cell):
+    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+    train_one_epoch(launched)
+    processes = family(launched)
+    psutil.Process(worker_pids(launched)["rank1"]).kill()
+    code, output = launched.finish()
+    assert code == 1
+    assert_gone(processes)
+    assert not launched.record.exists()
+    evidence = json.loads((launched.logs / "failure.json").read_text())
+    assert evidence["cell"] == launched.cell.as_dict()
+    assert evidence["reason"].startswith("rank1: killed by SIGKILL")
+    assert "rank1: killed by SIGKILL" in evidence["processes"]
+    log = (launched.run_dir / "rank0.log").read_text()
+    assert evidence["logs"]["rank0.log"] == log.splitlines()[-20:]
+    assert str(launched.cell) in output
+    assert "rank1: killed by SIGKILL" in output
+    assert log.splitlines()[-1] in output
+
+
+@pytest.mark.slow
+def test_a_worker_that_raises(start_cell):
+    """An error in Python: the traceback's end is in the evidence."""
+    launched = start_cell(settings("ddp", model="no-such-model"))
+    code, output = launched.finish()
+    assert code == 1
+    assert not launched.record.exists()
+    evidence = json.loads((launched.logs / "failure.json").read_text())
+    assert "no-such-model" in evidence["reason"]
+    assert "Traceback" in "\n".join(evidence["logs"]["rank1.log"])
+    assert "rank0: exit code 1" in output
+
+
+def test_missing_gpus(start_cell):
+    launched = start_cell(settings("ddp", device="cuda"))
+    code, output = launched.finish()
+    assert code == 1
+    assert "no GPU is visible" in output
+    assert "device: auto or cpu" in output
+    assert "Traceback" not in output
+    assert not launched.record.exists()
+    assert "no GPU" in json.loads((launched.logs / "failure.json").read_text())["reason"]
+
+
+def test_missing_data(start_cell, tmp_path):
+    launched = start_cell(settings("ddp"), data_dir=tmp_path / "nowhere")
+    code, output = launched.finish()
+    assert code == 1
+    assert str(tmp_path / "nowhere") in output
+    assert "Traceback" not in output
+
+
+def test_results_and_evidence_of_an_earlier_run_are_removed_first(start_cell):
+    launched = start_cell(settings("ddp", device="cuda"))
+    launched.finish()
+    launched.record.parent.mkdir(parents=True, exist_ok=True)
+    launched.record.write_text("old")
+    (launched.run_dir / "rank0.json").write_text("old")
+    again = start_cell(settings("ddp", device="cuda"))
+    again.finish()
+    assert not launched.record.exists()
+    assert not (launched.run_dir / "rank0.json").exists()
+
+
+# ---------------------------------------------------------------- signals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_launcher_takes_everything_with_it(start_cell, signum):
+    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+    train_one_epoch(launched)
+    processes = family(launched)
+    assert len(processes) >= 4
+    begun = time.monotonic()
+    launched.process.send_signal(signum)
+    code, output = launched.finish(timeout_s=LIMIT_S)
+    assert_gone(processes, within_s=LIMIT_S - (time.monotonic() - begun))
+    assert code == 128 + signum
+    assert signum.name in output
+    assert "Traceback" not in output
+    assert not launched.record.exists()
+
+
+@pytest.mark.slow
+def test_stopped_while_starting(start_cell):
+    """The fork server is importing torch, and no worker exists yet."""
+    launched = start_cell(settings("ddp"))
+    until(lambda: any("forkserver" in " ".join(p.cmdline()) for p in family(launched)))
+    processes = family(launched)
+    begun = time.monotonic()
+    launched.process.terminate()
+    code, _ = launched.finish(timeout_s=LIMIT_S)
+    assert_gone(processes, within_s=LIMIT_S - (time.monotonic() - begun))
+    assert code == 128 + signal.SIGTERM
+    assert not launched.record.exists()
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_everything_with_it(start_cell):
+    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+    train_one_epoch(launched)
+    processes = family(launched)
+    launched.process.kill()
+    assert_gone(processes)
+    assert not launched.record.exists()
+
+
+# ---------------------------------------------------------------- classification
+
+
+def job_with(
+    folder: Path,
+    workers: list[dict | None],
+    origin_unix_s: float = 0.0,
+    time_limit_s: float | None = 10,
+) -> Job:
+    """A job whose workers have written these files."""
+    s = settings(gpus=len(workers))
+    for rank, content in enumerate(workers):
+        if content is not None:
+            (folder / f"rank{rank}.json").write_text(json.dumps(content))
+    cell = Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0)
+    return Job(
+        cell=cell, settings=s, data_dir=folder, data_shape=(1, 16, 16), train_samples=64,
+        run_dir=folder, store_path=folder / "store", n_nodes=1, workers_per_node=s.gpus,
+        use_cuda=False, threads=1, origin_unix_s=origin_unix_s, time_limit_s=time_limit_s,
+    )  # fmt: skip
+
+
+OK = {"status": "ok", "reason": None}
+OOM = {"status": "oom", "reason": "OutOfMemoryError: CUDA out of memory"}
+LOST = {"status": "error", "reason": "RuntimeError: Connection closed by peer"}
+DIVERGED = {"status": "diverged", "reason": "the training loss became nan"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "codes", "timed_out", "expected"),
+    [
+        ([OK, OK], [0, 0], False, "ok"),
+        ([DIVERGED, DIVERGED], [0, 0], False, "diverged"),
+        ([LOST, OOM], [1, 3], False, "oom"),  # one's memory, the other's lost partner
+        ([None, OOM], [None, 3], True, "oom"),
+        ([OK, None], [0, None], True, "timeout"),
+        ([LOST, None], [1, None], True, "error"),  # an error just before the deadline is one
+        ([None, LOST], [-9, 1], False, "error"),
+        ([OK, None], [0, 0], False, "error"),
+        ([None, None], [255, None], False, "error"),
+    ],
+)
+def test_classification(tmp_path, workers, codes, timed_out, expected):
+    job = job_with(tmp_path, workers)
+    ends = [ProcessEnd(f"rank{rank}", code) for rank, code in enumerate(codes)]
+    outcome = assemble.classify(job, End(ends, timed_out))
+    assert outcome.status == expected
+    assert (outcome.reason is None) == (expected == "ok")
+    if codes[0] == -9:
+        assert outcome.reason.startswith("rank0: killed by SIGKILL")
+
+
+def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
+    job = job_with(tmp_path, [None, LOST])
+    end = End([ProcessEnd("rank0", -9), ProcessEnd("rank1", 1)], timed_out=False)
+    monkeypatch.setattr(assemble, "oom_kills", lambda: assemble.OOM_KILLS_AT_START + 1)
+    assert assemble.classify(job, end).status == "oom"
+
+
+class FakeProcess:
+    """A process that never ends, for the deadline."""
+
+    def __init__(self, name: str) -> None:
+        import multiprocessing
+
+        self.name = name
+        self.sentinel, self._other_end = multiprocessing.Pipe()
+
+
+def test_supervise_ends_at_the_deadline(tmp_path):
+    begun = time.time()
+    job = job_with(tmp_path, [None], origin_unix_s=begun, time_limit_s=0.3)
+    end = agent.supervise(job, [], [FakeProcess("rank0")])
+    assert 0.3 <= time.time() - begun < 2
+    assert end.timed_out
+    assert end.processes == [ProcessEnd("rank0", None)]

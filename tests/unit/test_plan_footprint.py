@@ -1,0 +1,246 @@
+"""Footprints: fake tensors against real ones, any batch from two, sharding, DDP's own buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from stratbench import models
+from stratbench.config import option_defaults
+from stratbench.plan import fake, footprint
+from stratbench.plan.footprint import Affine, upper_envelope
+from stratbench.plan.request import Request
+from stratbench.plan.trace import Trace
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **changes) -> Request:
+    options = option_defaults(strategy) | changes.pop("options", {})
+    base = Request(
+        strategy=strategy,
+        options=tuple(sorted(options.items())),
+        model=model,
+        input_shape=(3, 32, 32),
+        classes=10,
+        world_size=workers,
+        eval_batch=16,
+        precision="fp32",
+        momentum=True,
+        weight_decay=False,
+        nesterov=False,
+        on_cuda=False,
+    )
+    return replace(base, **changes)
+
+
+def peak_of(request: Request, batch: int) -> int:
+    """By running one step of that batch, not by the line through two others."""
+    trace, _ = fake.run(request, [batch])
+    return max(trace.live(trace.phases[1].first, trace.phases[4].first))
+
+
+@pytest.mark.parametrize("model", ["resnet-compact", "vgg-compact"])
+def test_fake_tensors_allocate_what_real_ones_do(model: str):
+    batch = 24
+    predicted = footprint.footprint(request_for("single", model, workers=1)).training_peak(batch)
+
+    torch.manual_seed(0)
+    net = models.build(model, 10, 3).train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for p in net.parameters():
+        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    trace = Trace(on_cpu=True)
+    trace.tag("parameters", net.parameters())
+    trace.tag("buffers", net.buffers())
+    trace.tag("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
+    x, y = torch.randn(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.int64)
+    trace.tag("activations", (x, y))
+    with trace:
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+    measured = max(trace.live(0, len(trace.events)))
+    assert predicted.n_bytes == measured
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("single", {}),
+        ("ddp", {}),
+        ("ddp", {"gradient_as_bucket_view": False}),
+        ("fsdp", {}),
+        ("fsdp", {"reshard_after_forward": "never"}),
+        ("ps-sync", {}),
+    ],
+)
+def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
+    workers = 1 if strategy in ("single", "ps-sync") else 2
+    request = request_for(strategy, workers=workers, options=options)
+    made = footprint.footprint(request)
+    for batch in (3, 100):
+        assert made.training_peak(batch).n_bytes == peak_of(request, batch)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync"])
+def test_the_first_step_is_like_the_next(strategy: str):
+    request = request_for(strategy, workers=1 if strategy == "ps-sync" else 4, precision="bf16")
+    trace, _ = fake.run(request, [8, 8])
+    first, second, end = (trace.phases[i].first for i in (1, 4, 7))
+    assert trace.live(first, second) == trace.live(second, end)
+
+
+def test_parts_add_up_to_the_peak_and_states_are_exact():
+    request = request_for("fsdp", workers=4)
+    made = footprint.footprint(request)
+    peak = made.training_peak(10)
+    assert sum(peak.parts_bytes.values()) == pytest.approx(peak.n_bytes, abs=len(peak.parts_bytes))
+    # Rank 0 holds the first quarter, rounded up, of the first dimension of every parameter.
+    with torch.device("meta"):
+        shapes = [p.shape for p in models.build("vgg-compact", 10, 3).parameters()]
+    shard_bytes = sum(4 * -(-s[0] // 4) * s[1:].numel() for s in shapes)
+    assert made.model_states_bytes["parameters_bytes"] == shard_bytes
+    assert made.model_states_bytes["gradients_bytes"] == shard_bytes
+    assert made.model_states_bytes["optimizer_bytes"] == shard_bytes
+
+
+def test_a_thousand_workers_take_no_longer_than_two_and_hold_less():
+    few, many = (footprint.footprint(request_for("fsdp", workers=n)) for n in (2, 1024))
+    assert many.between_steps_bytes["parameters"] < few.between_steps_bytes["parameters"]
+    assert len(many.collectives) == len(few.collectives)
+
+
+def test_keeping_gathered_weights_saves_a_gather_and_costs_memory():
+    always, never = (
+        footprint.footprint(
+            request_for("fsdp", "vgg-compact", options={"reshard_after_forward": choice})
+        )
+        for choice in ("always", "never")
+    )
+    assert always.payload_bytes()["all_gather"] > never.payload_bytes()["all_gather"]
+    assert always.payload_bytes()["reduce_scatter"] == never.payload_bytes()["reduce_scatter"]
+    assert never.training_peak(1).n_bytes >= always.training_peak(1).n_bytes
+
+
+def test_fsdp_policy_gathers_in_16_bits():
+    kinds = {}
+    for choice in ("autocast", "policy"):
+        request = request_for(
+            "fsdp", "vgg-compact", precision="bf16", options={"mixed_precision": choice}
+        )
+        kinds[choice] = footprint.footprint(request).payload_bytes()
+    assert 2 * kinds["policy"]["all_gather"] == kinds["autocast"]["all_gather"]
+    assert kinds["policy"]["reduce_scatter"] == kinds["autocast"]["reduce_scatter"]
+
+
+@pytest.fixture
+def join_alone(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """A function that joins a real process group of one, until the test's end."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    yield lambda: dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cap_mb", [1, 25])
+def test_the_emulated_buckets_are_as_large_as_ddps(join_alone, cap_mb: int):
+    join_alone()
+    net = models.build("resnet-compact", 10, 3)
+    module = DistributedDataParallel(net, bucket_cap_mb=cap_mb)
+    for _ in range(3):  # DDP builds its buckets anew after the first
+        F.cross_entropy(
+            module(torch.randn(4, 3, 32, 32)), torch.zeros(4, dtype=torch.int64)
+        ).backward()
+    logged = module._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    emulated = fake.Replica(models.build("resnet-compact", 10, 3), cap_mb << 20, as_view=True)
+    assert sorted(4 * b.numel() for b in emulated.buckets) == sorted(
+        int(n) for n in logged.split(",")
+    )
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
+    batch = 24
+    request = request_for("ddp", options={"gradient_as_bucket_view": as_view})
+    predicted = footprint.footprint(request).training_peak(batch)
+    join_alone()
+    net = models.build("vgg-compact", 10, 3).train()
+    module = DistributedDataParallel(net, bucket_cap_mb=25, gradient_as_bucket_view=as_view)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.int64)
+
+    def step() -> None:
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        step()
+    trace = Trace(on_cpu=True)
+    trace.tag("parameters", net.parameters())
+    trace.tag("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
+    if as_view:
+        trace.tag("gradients", [p.grad for p in net.parameters()])  # they lie in the buckets
+    trace.tag("activations", (x, y))
+    optimizer.zero_grad()
+    with trace:
+        step()
+    # Buckets that the gradients do not lie in are counted from the first copy into them on.
+    assert predicted.n_bytes == pytest.approx(max(trace.live(0, len(trace.events))), rel=0.001)
+
+
+def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
+    request = request_for("ddp", precision="fp16", on_cuda=True, weight_decay=True)
+    made = footprint.footprint(request)
+    assert "staging" not in made.training_peak(8).parts_bytes
+    half = footprint.footprint(replace(request, precision="fp32"))
+    assert made.training_peak(256).n_bytes < half.training_peak(256).n_bytes
+
+
+def test_the_largest_batch_is_the_last_that_fits():
+    made = footprint.footprint(request_for("single", workers=1))
+    room = made.needed_bytes(77)
+    assert made.largest_batch(room) == 77
+    assert made.largest_batch(made.needed_bytes(1) - 1) == 0
+
+
+def test_the_envelope_holds_every_line_that_is_highest_somewhere():
+    lines = [Affine(10, 1), Affine(0, 3), Affine(8, 1.5), Affine(-100, 3), Affine(-20, 4)]
+    kept = upper_envelope(lines)
+    for batch in range(1, 60):
+        highest = max(lines, key=lambda line: line.at(batch))
+        assert max(lines[i].at(batch) for i in kept) == highest.at(batch)
+    assert 3 not in kept
+    assert kept == sorted(kept, key=lambda i: lines[i].per_sample)
+
+
+def test_a_footprint_survives_json():
+    import json
+
+    made = footprint.footprint(request_for("fsdp"))
+    assert footprint.Footprint.from_dict(json.loads(json.dumps(made.as_dict()))) == made
+
+
+# Peaks in MiB on 32x32 pixels, global batch 128, float32 and momentum, without a device's rounding or the
+# CPU backend's copies: as torch.distributed._tools.mem_tracker.MemTracker counts them.
+KNOWN_MIB = [
+    ("ddp", {"gradient_as_bucket_view": False}, 2, 2129),
+    ("ddp", {"gradient_as_bucket_view": False}, 8, 2068),
+    ("fsdp", {}, 2, 1524),
+    ("fsdp", {}, 8, 1037),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "options", "workers", "mib"), KNOWN_MIB)
+def test_vgg16_needs_what_torchs_own_tracker_says(strategy, options, workers, mib):
+    request = request_for(strategy, "vgg16", workers=workers, options=options, on_cuda=True)
+    peak = footprint.footprint(request).training_peak(128 // workers)
+    assert peak.n_bytes / 2**20 == pytest.approx(mib, rel=0.002)

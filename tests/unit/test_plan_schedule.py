@@ -1,0 +1,347 @@
+"""The plan of a study: states, resources, projections, comparison with records; footprints made up."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratbench import config as configuration
+from stratbench import resources
+from stratbench.cells import Cell
+from stratbench.plan import __main__ as command
+from stratbench.plan import cache, devices, projection, rows, schedule, servers, traffic
+from stratbench.plan.answers import answers
+from stratbench.plan.footprint import Affine, Footprint, Moment, Peak
+from stratbench.plan.text import summary
+from stratbench.ps.options import OPTIONS
+from stratbench.ps.policies import Hyper, make_policy
+from stratbench.validation import ConfigError
+
+pytestmark = pytest.mark.timeout(60)
+GIB = 1 << 30
+
+
+def config_of(results: Path, cluster: dict[str, Any] | None = None, **experiment: Any):
+    block = {
+        "dataset": "cifar10",
+        "strategies": ["single", "ddp", "fsdp", "ps-async-modified"],
+        "models": ["resnet50"],
+        "gpus": [1, 2, 8],
+        "epochs": 2,
+        "global_batch": 64,
+        "lr": 0.1,
+        "precision": "fp16",
+        "time_limit_s": 3000,
+    }
+    return {
+        "study": "s",
+        "results": str(results),
+        "cluster": {"gpus_per_node": 4, "gpu": "A10G 24GB"} | (cluster or {}),
+        "studies": {"s": {"experiments": {"e": block | experiment}}},
+    }
+
+
+def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
+    parts = {"parameters": Affine(GIB, 0), "activations": Affine((fixed_gib - 1) * GIB, 1 << 20)}
+    fields: dict[str, Any] = {
+        "model_states_bytes": {"parameters_bytes": GIB},
+        "between_steps_bytes": {"parameters": GIB},
+        "moments": [Moment("backward", Affine(fixed_gib * GIB, 1 << 20), parts)],
+        "evaluation": Peak(GIB, "evaluation", {"activations": GIB}),
+        "collectives": [("all_reduce", 400), ("broadcast", 100)],
+        "flops_per_sample": 1e9,
+        "operations_per_step": 1000,
+        "touched_bytes": Affine(0, 1e6),
+        "flat_bytes": {"weights": 1000, "buffers": 10},
+    }
+    return Footprint(**fields | changes)
+
+
+@pytest.fixture
+def plan_of(tmp_path: Path, monkeypatch):
+    """A function that plans with a footprint for every request."""
+
+    def make(footprint: Footprint | str | None = None, **kwargs: Any) -> schedule.Plan:
+        config, study = configuration.load(config_of(tmp_path, **kwargs))
+        given = footprint or made_up()
+        monkeypatch.setattr(
+            schedule, "footprints", lambda wanted, folder: dict.fromkeys(wanted, given)
+        )
+        return schedule.make_plan(config, study)
+
+    return make
+
+
+def cell(plan: schedule.Plan, strategy: str, gpus: int) -> schedule.Planned:
+    return next(c for c in plan.cells if (c.cell.strategy, c.cell.gpus) == (strategy, gpus))
+
+
+def test_a_cell_needs_its_peak_the_data_set_and_the_warm_ups_copy(plan_of):
+    c = cell(plan_of(), "ddp", 2)
+    data_bytes = 60_000 * 3 * 32 * 32 + 8 * (60_000 + 50_000)
+    assert c.peak.n_bytes == 2 * GIB + 32 * (1 << 20) + data_bytes
+    assert c.needed_bytes == c.peak.n_bytes + GIB
+    assert c.peak.parts_bytes["data"] == data_bytes
+
+
+def test_a_worker_that_splits_its_batch_computes_on_a_part_of_it(plan_of):
+    c = cell(plan_of(), "ps-async-modified", 2)
+    assert c.subject.push_batch == 8
+    assert c.wire_bytes == 4 * (1000 + 10)
+
+
+@pytest.mark.parametrize(
+    ("fixed_gib", "state"), [(2.0, "to do"), (17.0, "to do"), (19.0, "infeasible")]
+)
+def test_what_does_not_fit_with_the_margin_is_infeasible(plan_of, fixed_gib: float, state: str):
+    # An A10G offers 24 GiB less 6 %, less 1 GiB, less the margin: 18.75 GiB.
+    c = cell(plan_of(made_up(fixed_gib - 0.3)), "ddp", 8)
+    assert c.state == state
+    if state == "infeasible":
+        assert "GiB" in c.why
+
+
+def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path, monkeypatch):
+    plan = plan_of()
+    done, oom, failed = (cell(plan, "ddp", n).cell for n in (1, 2, 8))
+    found = {
+        done: {"status": "ok", "reason": None},
+        oom: {"status": "oom", "reason": "no memory"},
+    }
+    for record in found.values():
+        record |= {"time": {"train_time_s": None}, "cell": done.as_dict()}
+    monkeypatch.setattr(schedule, "read_records", lambda study, results: found)
+    evidence = failed.log_dir(tmp_path) / "failure.json"
+    evidence.parent.mkdir(parents=True)
+    evidence.write_text(json.dumps({"reason": "rank 1 was lost"}))
+    plan = plan_of()
+    states = [(cell(plan, "ddp", n).state, cell(plan, "ddp", n).why) for n in (1, 2, 8)]
+    assert states == [("done", ""), ("recorded", "oom: no memory"), ("failed", "rank 1 was lost")]
+
+
+def test_a_cell_that_cannot_be_predicted_is_told_and_spoils_nothing(plan_of):
+    plan = plan_of("NotImplementedError: no such operator")
+    assert all(c.state == "to do" and "no such operator" in c.why for c in plan.cells)
+    assert "no such operator" in summary(plan)
+
+
+def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
+    asked = cell(plan_of(), "ps-async-modified", 8).asked
+    assert (asked["nodes"], asked["gres"], asked["cpus"]) == (2, "gpu:4", 4 * 8 + 4)
+    assert asked["runtime_min"] == 60
+    assert "--nodes=2" in asked["sbatch"]
+    assert "--gres=gpu:4" in asked["sbatch"]
+
+
+def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, tmp_path: Path):
+    flat = {"weights": 100 * GIB, "buffers": 0}
+    plan = plan_of(made_up(flat_bytes=flat))
+    planned = cell(plan, "ps-async-modified", 2)
+    # Two workers' mirrors of weights and gradients; weights, momentum and snapshot of the server.
+    assert planned.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
+    assert planned.asked["mem_mib"] == -(-planned.host_bytes // (1 << 20))
+    rows.write_json(plan, tmp_path / "plan.json")
+    needed = resources.read_needed_mib(tmp_path / "plan.json")
+    assert needed[planned.cell.path] == planned.asked["mem_mib"]
+    assert resources.mem_mib(planned.cell, plan.cluster, True, 0) < planned.asked["mem_mib"]
+    assert resources.read_needed_mib(tmp_path / "missing.json") == {}
+
+
+def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):
+    quick = cell(plan_of(), "single", 1).verdict
+    assert quick.cut_off == "no"
+    assert cell(plan_of(epochs=10_000), "single", 1).verdict.cut_off == "certain"
+    # Some number of epochs lies between.
+    cuts = {cell(plan_of(epochs=n), "single", 1).verdict.cut_off for n in (20, 60, 180, 500)}
+    assert "possible" in cuts
+
+
+def test_cost_is_told_where_a_price_is_known(plan_of):
+    assert ", cost " not in summary(plan_of())
+    assert ", cost " in summary(plan_of(cluster={"price_per_gpu_hour": 3}))
+
+
+def test_the_four_questions_are_answered(plan_of):
+    plan = plan_of(models=["resnet50", "vgg16"])
+    found = answers(plan)
+    assert len(found) == 4
+    assert all(sentences for _, sentences in found)
+    assert "it fits" in " ".join(found[2][1])
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A10G 24GB", "A10G"),
+        ("A100 80 GB", "A100 SXM 80 GB"),
+        ("a100 pcie 80gb", "A100 PCIe 80 GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB"),
+        ("H100", "H100 SXM"),
+        ("Tesla T4", "T4"),
+    ],
+)
+def test_a_gpu_is_found_by_what_people_call_it(text: str, name: str):
+    assert devices.find_gpu(text).name == name
+
+
+@pytest.mark.parametrize("text", ["A100 81GB", "", "24GB", "Z9000"])
+def test_an_unknown_gpu_is_refused_with_those_that_are_known(text: str):
+    with pytest.raises(ConfigError, match=r"cluster\.gpu.*A10G"):
+        devices.find_gpu(text)
+
+
+# --- projections ---------------------------------------------------------------------------------
+
+
+def record_of(strategy: str, gpus: int, seconds: float, experiment: str = "e", repeat: int = 0):
+    c = Cell("s", experiment, strategy, "resnet50", "cifar10", gpus, repeat)
+    return {"cell": asdict(c), "status": "ok", "time": {"train_time_s": seconds}}
+
+
+TARGET = Cell("s", "e", "ddp", "resnet50", "cifar10", 4, 2)
+
+
+def test_repeats_of_the_cell_are_the_best_source():
+    records = [
+        record_of("ddp", 4, 100),
+        record_of("ddp", 4, 120, repeat=1),
+        record_of("ddp", 2, 150),
+    ]
+    span = projection.from_records(TARGET, records)
+    assert (span.low_s, span.high_s) == pytest.approx((90, 132))
+    assert "2 records" in span.source
+
+
+def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
+    span = projection.from_records(TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)])
+    assert (span.low_s, span.high_s) == pytest.approx((45, 110))
+
+
+def test_records_of_other_experiments_and_failures_do_not_count():
+    oom = record_of("ddp", 4, 100) | {"status": "oom"}
+    assert (
+        projection.from_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")]) is None
+    )
+
+
+def test_a_records_time_replaces_the_devices(plan_of, monkeypatch):
+    monkeypatch.setattr(
+        schedule,
+        "read_records",
+        lambda study, results: {c: record_of("ddp", 2, 777.0) for c in study.cells[:1]},
+    )
+    verdict = cell(plan_of(), "ddp", 2).verdict
+    assert verdict.train.low_s == pytest.approx(0.9 * 777)
+    assert verdict.by_device.low_s != verdict.train.low_s
+
+
+# --- traffic and servers -------------------------------------------------------------------------
+
+
+def test_ring_traffic():
+    assert traffic.Collective("all_reduce", 100).wire_bytes(4) == 150
+    assert traffic.Collective("all_gather", 100).wire_bytes(4) == 75
+    assert traffic.Collective("all_reduce", 100).wire_bytes(1) == 0
+    mixed = [("all_gather", 100), ("reduce_scatter", 100)]
+    assert traffic.wire_bytes(mixed, 2, on_gloo=False) == 100
+    assert traffic.wire_bytes(mixed, 2, on_gloo=True) == 150
+
+
+def tensors_in(value: Any, seen: set[int]) -> int:
+    """Elements of all distinct tensors that an object keeps."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        new = value.data_ptr() not in seen
+        seen.add(value.data_ptr())
+        return value.numel() if new else 0
+    if isinstance(value, dict):
+        return sum(tensors_in(v, seen) for v in value.values())
+    if isinstance(value, list | tuple | set):
+        return sum(tensors_in(v, seen) for v in value)
+    return tensors_in(vars(value), seen) if type(value).__module__.startswith("stratbench") else 0
+
+
+@pytest.mark.parametrize("policy", list(OPTIONS))
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, momentum: float):
+    import torch
+
+    workers, n = 3, 64
+    weights = torch.zeros(n)
+    kept = make_policy(policy, weights, Hyper(lr=0.1, momentum=momentum, workers=workers))
+    options = configuration.option_defaults(policy)
+    flat = {"weights": 4 * n, "buffers": 0}
+    needs = servers.server_needs(policy, options, workers, flat, momentum > 0, shared_memory=True)
+    assert needs.weights + needs.optimizer == 4 * tensors_in(kept, set())
+
+
+def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
+    options = configuration.option_defaults("ps-sync") | {"servers": 2, "wire": "bfloat16"}
+    flat = {"weights": 1000, "buffers": 10}
+    needs = servers.server_needs("ps-sync", options, 2, flat, True, shared_memory=False)
+    assert needs.weights == 500
+    assert needs.lanes > 0
+    assert servers.worker_traffic_bytes("ps-sync", options, flat, over_tcp=True) == (510, 1000)
+    assert servers.worker_traffic_bytes("ps-sync", options, flat, over_tcp=False) == (1010, 1000)
+
+
+# --- the cache and the command -------------------------------------------------------------------
+
+TINY = {
+    "dataset": "digits", "strategies": ["single"], "models": ["vgg-compact"], "gpus": [1],
+    "epochs": 1, "global_batch": 16, "lr": 0.1, "device": "cpu",
+}  # fmt: skip
+
+
+def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
+    tmp_path: Path, capsys, monkeypatch
+):
+    config = {
+        "study": "s",
+        "results": str(tmp_path),
+        "studies": {"s": {"experiments": {"e": TINY}}},
+    }
+    assert command.main(["--config", json.dumps(config)]) == 0
+    printed = capsys.readouterr().out
+    assert "predicting 1" in printed
+    assert "1 to do" in printed
+    table = list(csv.DictReader((tmp_path / "s" / "plan.csv").open()))
+    assert float(table[0]["peak_mib"]) > 1
+    assert int(table[0]["state_parameters_bytes"]) == int(table[0]["state_optimizer_bytes"])
+    assert "vgg-compact" in (tmp_path / "s" / "plan.html").read_text()
+
+    def never(requests):
+        raise AssertionError(f"{requests} are on disk")
+
+    monkeypatch.setattr(cache, "_make", lambda missing: never(missing) if missing else iter(()))
+    assert command.main(["--config", json.dumps(config)]) == 0
+    entry = next((tmp_path / "plan-cache").iterdir())
+    entry.write_text(entry.read_text()[:100])
+    with pytest.raises(AssertionError, match="on disk"):
+        command.main(["--config", json.dumps(config)])
+
+
+def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
+    config, study = configuration.load(config_of(tmp_path))
+    request = schedule.subject_of(config, study, study.cells[0]).request
+    before = cache.key_of(request)
+    monkeypatch.setattr(cache, "source_sha256", lambda: "changed")
+    assert cache.key_of(request) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "version", lambda name: "0")
+    assert cache.key_of(request) != before
+
+
+def test_a_config_mistake_ends_in_one_line(tmp_path: Path, capsys):
+    config = config_of(tmp_path, cluster={"gpu": "Z9000"})
+    assert command.main(["--config", json.dumps(config)]) == 1
+    assert capsys.readouterr().err.startswith("error: config: cluster.gpu = 'Z9000'")

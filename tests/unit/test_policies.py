@@ -1,0 +1,516 @@
+"""The update policies against torch.optim.SGD, against slow references, and against mutants."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_reference import REFERENCES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stratbench.ps import asynchronous, averaging
+from stratbench.ps.options import OPTIONS, parse_options
+from stratbench.ps.policies import POLICIES, Hyper, Outcome, make_policy
+from stratbench.ps.tickets import Plan
+from stratbench.ps.virtual import Timing, simulate
+
+pytestmark = pytest.mark.timeout(120)
+NAMES = list(POLICIES)
+#: One worker equals plain SGD push by push; only a batch split in sub-batches is scaled down.
+WHOLE_BATCHES = {"ps-async-modified": {"pushes_per_batch": 1}}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits, so that 0.0 and -0.0 differ and equal NaNs do not."""
+    return tensor.view({torch.float32: torch.int32, torch.float64: torch.int64}[tensor.dtype])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+# ---- one worker, and synchronous workers, are torch.optim.SGD
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "sgd",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "weight_decay": 5e-4},
+        {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
+        {"weight_decay": 5e-4},
+    ],
+    ids=lambda sgd: "+".join(sgd) or "plain",
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_worker_is_torch_sgd_bit_for_bit(name, sgd, dtype):
+    draw = torch.Generator().manual_seed(7)
+    start = torch.randn(1003, dtype=dtype, generator=draw)
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([parameter], lr=0.037, **sgd)
+    policy = make_policy(name, start.clone(), Hyper(lr=0.037, **sgd), WHOLE_BATCHES.get(name))
+    read, version = torch.empty_like(start), policy.view(0, out := torch.empty_like(start))
+    read.copy_(out)
+    for _ in range(50):
+        assert same_bits(read, parameter.detach())
+        grad = torch.randn(1003, dtype=dtype, generator=draw) + 0.3 * read
+        parameter.grad = grad.clone()
+        optimizer.step()
+        assert policy.on_push(0, grad, version) is Outcome.APPLIED
+        assert policy.ready(0)
+        version = policy.view(0, read)
+    policy.finish()
+    assert same_bits(policy.weights, parameter.detach())
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_sync_averages_in_worker_order_whatever_the_arrival(order):
+    draw = torch.Generator().manual_seed(3)
+    start = torch.randn(257, generator=draw)
+    parameter = torch.nn.Parameter(start.clone())
+    sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
+    optimizer = torch.optim.SGD([parameter], **sgd)
+    policy = make_policy("ps-sync", start.clone(), Hyper(workers=3, **sgd))
+    for step in range(6):
+        grads = [torch.randn(257, generator=draw) for _ in range(3)]
+        parameter.grad = ((grads[0] + grads[1]) + grads[2]) / 3
+        optimizer.step()
+        outcomes = [policy.on_push(w, grads[w].clone(), step) for w in order]
+        assert outcomes == [Outcome.HELD, Outcome.HELD, Outcome.APPLIED]
+        assert same_bits(policy.weights, parameter.detach())
+
+
+def test_a_pushed_gradient_belongs_to_the_caller_again():
+    for name, order in itertools.product(NAMES, itertools.permutations(range(3))):
+        results = []
+        for spoil in (False, True):
+            policy = make_policy(name, torch.zeros(5), Hyper(lr=0.1, momentum=0.9, workers=3))
+            for _ in range(3):
+                for worker in order:
+                    grad = torch.arange(5.0) + worker
+                    policy.on_push(worker, grad, policy.version)
+                    if spoil:
+                        grad.fill_(1e6)
+            results.append(policy.weights)
+        assert torch.equal(*results), (name, order)
+
+
+# ---- every policy against its slow reference, under the virtual clock
+
+
+class Lockstep:
+    """A policy and its reference side by side; every answer of the one is checked on the other."""
+
+    def __init__(self, policy, reference):
+        self.policy, self.reference = policy, reference
+        self.hyper, self.options = policy.hyper, policy.options
+        self.weights, self.tolerates_loss = policy.weights, policy.tolerates_loss
+        self.pushes = 0
+
+    @property
+    def version(self):
+        return self.policy.version
+
+    def check(self):
+        assert self.policy.version == self.reference.version
+        self.same(self.policy.weights, self.reference.weights)
+
+    @staticmethod
+    def same(tensor, array):
+        np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-9, atol=1e-12)
+
+    def on_push(self, worker, grad, read_version):
+        self.pushes += 1
+        expected = self.reference.push(worker, grad.numpy().copy(), read_version)
+        outcome = self.policy.on_push(worker, grad, read_version)
+        assert outcome.value == expected
+        self.check()
+        return outcome
+
+    def on_skip(self, worker, read_version):
+        self.reference.skip(worker, read_version)
+        self.policy.on_skip(worker, read_version)
+        self.check()
+
+    def on_leave(self, worker):
+        self.reference.leave(worker)
+        self.policy.on_leave(worker)
+        self.check()
+
+    def on_join(self, worker):
+        self.reference.join(worker)
+        self.policy.on_join(worker)
+
+    def ready(self, worker):
+        answer = self.policy.ready(worker)
+        assert answer == self.reference.ready(worker)
+        return answer
+
+    def view(self, worker, out):
+        version = self.policy.view(worker, out)
+        self.same(out, self.reference.view(worker))
+        return version
+
+    def finish(self):
+        self.reference.finish()
+        self.policy.finish()
+        self.check()
+
+
+def noisy_quadratic(n, skip_every=0):
+    """Gradient of a badly scaled quadratic plus noise that depends on the ticket alone."""
+    scale = torch.linspace(0.1, 1.0, n, dtype=torch.float64)
+
+    def gradient(ticket, part, weights):
+        if skip_every and ticket.number % skip_every == skip_every - 1:
+            return None
+        draw = torch.Generator().manual_seed(1000 * ticket.number + part)
+        return scale * (weights - 1) + torch.randn(n, dtype=torch.float64, generator=draw)
+
+    return gradient
+
+
+def run_lockstep(policy_class, reference_class, hyper, options, shards=1, slices=4, **how):
+    n = 6
+    start = torch.linspace(-1, 1, n, dtype=torch.float64)
+    pairs = [
+        Lockstep(
+            policy_class(piece.clone(), hyper, options),
+            reference_class(piece.numpy(), hyper, options),
+        )
+        for piece in start.chunk(shards)
+    ]
+    gradient = noisy_quadratic(n, how.pop("skip_every", 0))
+    timing = Timing(1.0, 0.1, 0.1, 0.02, 0.5, 0.5, how.pop("slowdown", ()), how.pop("seed", 0))
+    trace = simulate(pairs, Plan(1, 12, slices), gradient, timing, **how)
+    assert sorted(trace.settled) == list(range(12 * slices))
+
+
+HYPERS = st.builds(
+    Hyper,
+    lr=st.sampled_from([0.01, 0.05]),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    weight_decay=st.sampled_from([0.0, 0.01]),
+    nesterov=st.booleans(),
+    workers=st.integers(1, 4),
+).map(lambda h: replace(h, nesterov=h.nesterov and h.momentum > 0))
+
+OPTION_VALUES = {
+    "staleness_bound": st.integers(0, 3),
+    "pushes_per_batch": st.integers(1, 3),
+    "backups": st.integers(0, 2),
+    "k": st.integers(0, 5),
+    "dc_lambda": st.sampled_from([0.0, 0.5, 2.0]),
+    "dc_decay": st.sampled_from([0.0, 0.95]),
+    "step_decay": st.sampled_from([0.5, 0.999]),
+    "lr_scale": st.sampled_from(["full", "1/N"]),
+}
+
+
+def options_for(name):
+    values = {f.name: OPTION_VALUES[f.name] for f in fields(OPTIONS[name])}
+    return st.builds(OPTIONS[name], **values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_policy_does_what_its_reference_does(name, data):
+    hyper, options = data.draw(HYPERS), data.draw(options_for(name))
+    hyper = replace(hyper, lr_scale=options.lr_factor(hyper.workers))
+    changes = []
+    if POLICIES[name].tolerates_loss and hyper.workers > 1:
+        times, others = st.floats(0.0, 12.0), st.integers(1, hyper.workers - 1)
+        moves = st.tuples(times, others, st.sampled_from(["leave", "join"]))
+        changes = data.draw(st.lists(moves, max_size=6))
+    run_lockstep(
+        POLICIES[name],
+        REFERENCES[name],
+        hyper,
+        options,
+        shards=data.draw(st.integers(1, 2)),
+        slices=data.draw(st.integers(1, 4)),
+        seed=data.draw(st.integers(0, 999)),
+        slowdown=data.draw(st.lists(st.sampled_from([1.0, 3.0]), max_size=4)),
+        skip_every=data.draw(st.sampled_from([0, 5])),
+        changes=changes,
+    )
+
+
+# ---- wrong policies are found out by the same checks
+
+
+class SyncSums(averaging.SyncPolicy):
+    def on_push(self, worker, grad, read_version):
+        return super().on_push(worker, grad.mul_(self.hyper.workers), read_version)
+
+
+class DanaLooksAheadAlongOwn(asynchronous.DanaPolicy):
+    def view(self, worker, out):
+        return super().view(-1, out)
+
+
+class DanaKeepsLeavers(asynchronous.DanaPolicy):
+    def on_leave(self, worker):
+        pass
+
+
+class SspOneMore(asynchronous.SspPolicy):
+    def ready(self, worker):
+        return self._clock[worker] <= min(self._clock.values()) + self.options.staleness_bound + 1
+
+
+class BackupTakesLate(averaging.BackupPolicy):
+    def on_push(self, worker, grad, read_version):
+        return super().on_push(worker, grad, self.version)
+
+
+class KBatchLosesRest(averaging.KBatchPolicy):
+    def finish(self):
+        pass
+
+
+class KBatchCountsOneMore(averaging.KBatchPolicy):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._k += 1
+
+
+class StalenessLrOffByOne(asynchronous.StalenessLrPolicy):
+    def _step_lr(self, staleness):
+        return self.hyper.push_lr / max(1, staleness)
+
+
+class ModifiedUnweighted(asynchronous.AsyncModifiedPolicy):
+    def _step_lr(self, staleness):
+        return self.hyper.push_lr / (1 + staleness)
+
+
+class DcWrongSign(asynchronous.DcAsgdPolicy):
+    def on_push(self, worker, grad, read_version):
+        self._read[worker].lerp_(self.weights, 2.0)
+        return super().on_push(worker, grad, read_version)
+
+
+class GapForgetsView(asynchronous.GapAwarePolicy):
+    def view(self, worker, out):
+        out.copy_(self.weights)
+        return self.version
+
+
+class AsyncIgnoresScale(asynchronous.AsyncPolicy):
+    def _step_lr(self, staleness):
+        return self.hyper.lr
+
+
+MUTANTS = [
+    (SyncSums, {}, {}),
+    (DanaLooksAheadAlongOwn, {}, {}),
+    (DanaKeepsLeavers, {}, {"changes": [(3.0, 1, "leave"), (5.0, 1, "join")]}),
+    (SspOneMore, {"staleness_bound": 1}, {}),
+    (BackupTakesLate, {}, {}),
+    (KBatchLosesRest, {"k": 5}, {}),
+    (KBatchCountsOneMore, {}, {}),
+    (StalenessLrOffByOne, {}, {}),
+    (ModifiedUnweighted, {}, {}),
+    (DcWrongSign, {}, {}),
+    (GapForgetsView, {}, {}),
+    (AsyncIgnoresScale, {"lr_scale": "1/N"}, {}),
+]
+
+
+@pytest.mark.parametrize(("mutant", "given_options", "how"), MUTANTS, ids=lambda x: str(x)[:40])
+def test_a_wrong_policy_is_found_out(mutant, given_options, how):
+    options = parse_options(mutant.name, given_options)
+    hyper = Hyper(lr=0.05, momentum=0.9, workers=4)
+    hyper = replace(hyper, lr_scale=options.lr_factor(4))
+    how = {"slowdown": (3.0,), **how}
+    run_lockstep(POLICIES[mutant.name], REFERENCES[mutant.name], hyper, options, **dict(how))
+    with pytest.raises(AssertionError):
+        run_lockstep(mutant, REFERENCES[mutant.name], hyper, options, **how)
+
+
+def test_dana_that_looks_ahead_along_its_own_momentum_is_not_sgd_at_one_worker():
+    weights = {}
+    for policy_class in (asynchronous.DanaPolicy, DanaLooksAheadAlongOwn):
+        policy = policy_class(torch.ones(3), Hyper(lr=0.1, momentum=0.9))
+        read = torch.empty(3)
+        for _ in range(5):
+            version = policy.view(0, read)
+            policy.on_push(0, read.clone(), version)
+        weights[policy_class] = policy.weights
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    for _ in range(5):
+        parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    assert same_bits(weights[asynchronous.DanaPolicy], parameter.detach())
+    assert not torch.allclose(weights[DanaLooksAheadAlongOwn], parameter.detach(), rtol=1e-2)
+
+
+# ---- rules that deserve a test of their own
+
+
+def test_backup_drops_exactly_the_late_ones():
+    policy = make_policy("ps-backup", torch.zeros(2), Hyper(lr=1.0, workers=4), {"backups": 2})
+    push = lambda worker, value, read: policy.on_push(worker, torch.full((2,), value), read)  # noqa: E731
+    assert push(3, 1.0, 0) is Outcome.HELD
+    assert not policy.ready(3)
+    assert push(1, 3.0, 0) is Outcome.APPLIED
+    assert policy.weights.tolist() == [-2.0, -2.0]
+    assert push(0, 100.0, 0) is Outcome.DROPPED
+    assert policy.ready(0)
+    assert push(1, 5.0, 1) is Outcome.HELD
+    assert push(2, 100.0, 0) is Outcome.DROPPED  # a whole step late, and this step is open
+    assert push(0, 7.0, 1) is Outcome.APPLIED
+    assert policy.weights.tolist() == [-8.0, -8.0]
+
+
+def test_sync_goes_on_without_a_worker_that_has_finished():
+    policy = make_policy("ps-sync", torch.zeros(1), Hyper(lr=1.0, workers=3))
+    policy.on_push(0, torch.tensor([2.0]), 0)
+    policy.on_push(2, torch.tensor([4.0]), 0)
+    assert not policy.ready(0)
+    policy.on_leave(1)
+    assert policy.ready(0)
+    assert policy.ready(2)
+    assert policy.weights.item() == -3.0
+
+
+def test_a_skipped_push_counts_in_the_barrier_but_not_in_the_average():
+    policy = make_policy("ps-sync", torch.zeros(1), Hyper(lr=1.0, workers=3))
+    policy.on_push(0, torch.tensor([2.0]), 0)
+    policy.on_skip(1, 0)
+    assert policy.on_push(2, torch.tensor([4.0]), 0) is Outcome.APPLIED
+    assert policy.weights.item() == -3.0
+    for worker in range(3):
+        policy.on_skip(worker, 1)
+    assert all(policy.ready(worker) for worker in range(3))
+    assert (policy.version, policy.weights.item()) == (1, -3.0)
+
+
+def test_kbatch_finish_averages_what_is_left():
+    policy = make_policy("ps-kbatch", torch.zeros(1), Hyper(lr=1.0, workers=3))
+    assert policy.on_push(0, torch.tensor([2.0]), 0) is Outcome.HELD
+    assert policy.on_push(0, torch.tensor([4.0]), 0) is Outcome.HELD
+    policy.finish()
+    assert policy.weights.item() == -3.0
+    policy.finish()
+    assert policy.version == 1
+
+
+# ---- memory
+
+
+class NoNewTensors(TorchDispatchMode):
+    """Fails on any operation whose result is not one of its arguments, or a view of one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given_pointers = {
+            a.untyped_storage().data_ptr()
+            for a in [*args, *(kwargs or {}).values()]
+            if isinstance(a, torch.Tensor)
+        }
+        assert out.untyped_storage().data_ptr() in given_pointers, f"{func} allocates"
+        return out
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_pushing_and_reading_allocate_no_tensor(name, nesterov):
+    hyper = Hyper(lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=nesterov, workers=3)
+    policy, out = make_policy(name, torch.ones(64), hyper), torch.empty(64)
+    grads = [torch.randn(64) for _ in range(9)]
+    with NoNewTensors():
+        for i, grad in enumerate(grads):
+            policy.on_push((2, 0, 1)[i % 3], grad, 0 if i < 3 else policy.version - i % 2)
+            policy.view(i % 3, out)
+
+
+def held_tensors(thing, seen):
+    """Bytes of the distinct tensors reachable from an object's attributes."""
+    if isinstance(thing, torch.Tensor):
+        seen[thing.untyped_storage().data_ptr()] = thing.numel()
+    elif isinstance(thing, dict):
+        held_tensors(list(thing.values()), seen)
+    elif isinstance(thing, (list, tuple, set)):
+        for item in thing:
+            held_tensors(item, seen)
+    elif type(thing).__module__.startswith("stratbench.ps"):
+        held_tensors(getattr(thing, "__dict__", {}), seen)
+    return seen
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizer_buffers_says_what_a_policy_keeps(name, workers):
+    weights = torch.zeros(1000)
+    policy = make_policy(name, weights, Hyper(lr=0.1, momentum=0.9, workers=workers))
+    before = sum(held_tensors(policy, {}).values()) - 1000
+    for i in range(3 * workers):
+        policy.on_push(i % workers, torch.ones(1000), policy.version)
+        policy.view(i % workers, torch.empty(1000))
+    after = sum(held_tensors(policy, {}).values()) - 1000
+    assert before == after == 1000 * policy.options.optimizer_buffers(workers)
+
+
+# ---- options
+
+
+def test_options_are_known_without_torch():
+    code = "import sys, stratbench.ps.options; sys.exit('torch' in sys.modules)"
+    package = Path(__file__).parents[2] / "workflow"
+    assert subprocess.run([sys.executable, "-c", code], cwd=package, check=False).returncode == 0
+
+
+def test_every_policy_has_options_with_help_and_a_valid_default():
+    assert list(OPTIONS) == NAMES
+    for name, options_class in OPTIONS.items():
+        assert POLICIES[name].options_class is options_class
+        for spec in fields(options_class):
+            assert spec.metadata["help"]
+            assert parse_options(name, {spec.name: spec.default}) == options_class()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("ps-nothing", {}, "'ps-nothing' is no parameter-server policy; known: ps-sync"),
+        ("ps-sync", {"k": 2}, "unknown option 'k'; options it takes: none"),
+        ("ps-ssp", {"bound": 2}, "options it takes: staleness_bound, lr_scale"),
+        ("ps-ssp", {"staleness_bound": -1}, "is -1; expected a whole number, at least 0"),
+        ("ps-ssp", {"staleness_bound": True}, "is True; expected a whole number"),
+        ("ps-ssp", {"staleness_bound": 2.5}, "is 2.5; expected a whole number"),
+        ("ps-dana", {"lr_scale": "half"}, "is 'half'; expected one of full, 1/N"),
+        ("ps-dcasgd", {"dc_decay": 1.0}, "expected a number, at least 0, below 1"),
+        ("ps-dcasgd", {"dc_lambda": float("nan")}, "is nan; expected a number, at least 0"),
+        ("ps-gap-aware", {"step_decay": "slow"}, "is 'slow'; expected a number"),
+    ],
+)
+def test_wrong_options_are_named(name, options, complaint):
+    with pytest.raises(ValueError, match="ps-") as error:
+        parse_options(name, options)
+    assert complaint in str(error.value)
+
+
+def test_a_whole_number_is_taken_for_a_number():
+    assert parse_options("ps-dcasgd", {"dc_lambda": 1}).dc_lambda == 1.0
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("full", 1.0), ("1/N", 0.25)])
+def test_lr_scale_comes_from_the_options(scale, factor):
+    policy = make_policy("ps-async", torch.zeros(1), Hyper(lr=1.0, workers=4), {"lr_scale": scale})
+    assert policy.hyper.lr_scale == factor
+    policy.on_push(0, torch.ones(1), 0)
+    assert policy.weights.item() == -factor

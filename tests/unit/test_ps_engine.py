@@ -1,0 +1,432 @@
+"""Parameter-server runs from end to end: what is trained, counted and kept."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ps_harness import (
+    HYPER,
+    Served,
+    Worked,
+    batch,
+    config,
+    run_all,
+    single_run,
+    small_model,
+)
+
+import stratbench
+from stratbench.ps.asynchronous import AsyncPolicy
+from stratbench.ps.client import Channel, RunEnded
+from stratbench.ps.flat import FlatSpace
+from stratbench.ps.policies import POLICIES
+from stratbench.ps.run import Run
+from stratbench.ps.server import ServerConfig
+from stratbench.ps.snapshots import load_snapshot
+from stratbench.ps.tickets import Plan
+from stratbench.ps.transport import Listeners
+
+pytestmark = pytest.mark.timeout(60)
+
+TRANSPORTS = ["tcp", "shm"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The server sets torch to one thread; kernels round differently on more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def equal_parameters(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def floats(model):
+    return {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
+
+
+def from_snapshot(folder, epoch, dtype=torch.float64):
+    model = small_model(dtype)
+    _, weights, buffers = load_snapshot(folder, epoch, wait_s=5)
+    FlatSpace(model).load(weights, buffers)
+    return model
+
+
+# --- what is trained -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_worker_trains_bit_for_bit_as_without_a_server(tmp_path, policy, transport):
+    options = {"pushes_per_batch": 1} if policy == "ps-async-modified" else {}
+    plan = config(
+        tmp_path,
+        policy=policy,
+        policy_options=options,
+        steps_per_epoch=8,
+        snapshot_dir=str(tmp_path),
+    )
+    _, (worker,) = run_all(plan, transport=transport)
+    reference = single_run(plan)
+    assert equal_parameters(worker.model, reference)
+    served = floats(from_snapshot(tmp_path, 0))  # BatchNorm's statistics too
+    for name, tensor in floats(reference).items():
+        assert torch.equal(served[name], tensor), name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("n_servers", [2, 3])
+def test_shards_may_lie_with_several_servers(tmp_path, n_servers, transport):
+    plan = config(tmp_path, n_servers=n_servers, epochs=2, snapshot_dir=str(tmp_path))
+    stats, (worker,) = run_all(plan, transport=transport)
+    assert equal_parameters(worker.model, single_run(plan))
+    assert equal_parameters(from_snapshot(tmp_path, 1), worker.model)
+    assert stats["tickets_settled"] == 8
+    assert len(worker.channel.transports) == n_servers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_models_dtype_is_kept(tmp_path, dtype):
+    plan = config(tmp_path, snapshot_dir=str(tmp_path), hyper={"lr": 0.5})
+    _, (worker,) = run_all(plan, dtype=dtype)
+    assert worker.flat.weights.dtype == dtype
+    assert equal_parameters(worker.model, single_run(plan, dtype))
+    assert equal_parameters(from_snapshot(tmp_path, 0, dtype), worker.model)
+
+
+def averaged_by_hand(plan):
+    """N replicas with their own BatchNorm, one SGD step on the mean gradient of each step's slices.
+
+    Returns the model with the replicas' mean buffers.
+    """
+    replicas = [small_model() for _ in range(plan.slices)]
+    leader = replicas[0]
+    optimizer = torch.optim.SGD(leader.parameters(), **plan.hyper)
+    tickets = Plan(plan.epochs, plan.steps_per_epoch, plan.slices)
+    for step in range(plan.epochs * plan.steps_per_epoch):
+        for slice_, replica in enumerate(replicas):
+            replica.zero_grad()
+            x, y = batch(tickets.ticket(step * plan.slices + slice_))
+            F.cross_entropy(replica(x), y).backward()
+        for parameters in zip(*(r.parameters() for r in replicas), strict=True):
+            parameters[0].grad = sum(p.grad for p in parameters) / len(parameters)
+        optimizer.step()
+        for replica in replicas[1:]:
+            for mine, theirs in zip(replica.parameters(), leader.parameters(), strict=True):
+                mine.data.copy_(theirs.data)
+    result = copy.deepcopy(leader)
+    for buffers in zip(result.buffers(), *(r.buffers() for r in replicas), strict=True):
+        if buffers[0].is_floating_point():
+            buffers[0].copy_(sum(buffers[1:]) / plan.slices)
+    return result
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("workers", [2, 4])
+def test_sync_is_sgd_on_the_mean_gradient(tmp_path, workers, transport):
+    plan = config(
+        tmp_path,
+        policy="ps-sync",
+        workers=workers,
+        slices=workers,
+        steps_per_epoch=20,
+        snapshot_dir=str(tmp_path),
+    )
+    stats, trained = run_all(plan, transport=transport)
+    reference = floats(averaged_by_hand(plan))
+    served = floats(from_snapshot(tmp_path, 0))
+    for name, tensor in reference.items():
+        assert (served[name] - tensor).abs().max() < 1e-12, name
+    for worker in trained:
+        assert [t.slice for t in worker.tickets] == [trained.index(worker)] * 20
+    assert stats["staleness_all_shards"] == [20 * workers * len(stats["updates"])]
+    assert set(stats["updates"]) == {20}
+
+
+def test_transports_agree_bit_for_bit_alone_and_mixed(tmp_path):
+    results = []
+    for number, mix in enumerate((["tcp"] * 3, ["shm"] * 3, ["shm", "tcp", "auto"])):
+        folder = tmp_path / str(number)
+        plan = config(
+            folder,
+            policy="ps-sync",
+            workers=3,
+            slices=3,
+            steps_per_epoch=10,
+            snapshot_dir=str(folder / "snapshots"),
+        )
+        server = Served(plan, b"s" * 32)
+        workers = [Worked(plan, b"s" * 32, w, transport) for w, transport in enumerate(mix)]
+        for worker in workers:
+            worker.join()
+        used = [row["transport"] for row in server.result()["workers"]]
+        assert used == [t.replace("auto", "shm") for t in mix]
+        results.append(floats(from_snapshot(folder / "snapshots", 0)))
+    for other in results[1:]:
+        assert all(torch.equal(other[name], tensor) for name, tensor in results[0].items())
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("n_servers", [1, 2])
+def test_every_policy_settles_every_ticket_once(tmp_path, policy, n_servers):
+    """Ten tickets for three workers: at the end some are idle while others still work."""
+    plan = config(
+        tmp_path, policy=policy, workers=3, steps_per_epoch=5, slices=2, n_servers=n_servers
+    )
+    if policy == "ps-sync":
+        plan = replace(plan, slices=3)
+    stats, workers = run_all(plan)
+    numbers = sorted(t.number for w in workers for t in w.tickets)
+    assert numbers == list(range(5 * plan.slices))
+    assert stats["tickets_settled"] == len(numbers)
+    n_shards = len(stats["updates"])
+    assert sum(stats["staleness_all_shards"]) + sum(stats["dropped"]) == len(numbers) * n_shards
+    assert [w["tickets"] for w in stats["workers"]] == [len(w.tickets) for w in workers]
+    assert {w.channel.evaluator for w in workers} == {0}
+
+
+def test_a_bounded_policy_does_not_wait_for_a_worker_that_has_no_batch(tmp_path):
+    """Worker 1 may be 0 pushes ahead, and has the last ticket when worker 0 runs out of them."""
+
+    def slowly(worker, ticket, channel):
+        time.sleep(0.05 * (worker == 0))
+
+    for steps in (4, 5):
+        folder = tmp_path / str(steps)
+        plan = config(
+            folder,
+            policy="ps-ssp",
+            policy_options={"staleness_bound": 0},
+            workers=2,
+            steps_per_epoch=steps,
+        )
+        stats, _ = run_all(plan, before_push=slowly)
+        assert stats["tickets_settled"] == steps
+
+
+# --- overflowed steps ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_servers", [1, 2])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_skipped_step_settles_its_ticket_and_moves_nothing(tmp_path, transport, n_servers):
+    plan = config(tmp_path, steps_per_epoch=6, n_servers=n_servers, hyper={"lr": 0.1})
+    stats, (worker,) = run_all(
+        plan, transport=transport, before_push=lambda worker, ticket, channel: ticket.number > 3
+    )
+    reference = single_run(replace(plan, steps_per_epoch=4))
+    assert equal_parameters(worker.model, reference)
+    assert stats["workers"][0]["skips"] == 2
+    assert stats["tickets_settled"] == 6
+    assert set(stats["updates"]) == {4}
+
+
+def test_a_skip_counts_in_a_barrier(tmp_path):
+    plan = config(tmp_path, policy="ps-sync", workers=2, slices=2, steps_per_epoch=5)
+
+    def skips(worker, ticket, channel):
+        return worker == 0 and ticket.step in (1, 3)
+
+    stats, _ = run_all(plan, before_push=skips)
+    assert set(stats["updates"]) == {5}  # the other worker's gradients made those steps
+    assert [w["skips"] for w in stats["workers"]] == [2, 0]
+
+
+# --- what is measured and kept ---------------------------------------------------------------------
+
+
+def test_snapshots_are_the_state_at_the_end_of_each_epoch(tmp_path):
+    plan = config(tmp_path, epochs=3, steps_per_epoch=5, snapshot_dir=str(tmp_path / "kept"))
+    stats, _ = run_all(plan)
+    for epoch in range(3):
+        reference = floats(single_run(replace(plan, epochs=epoch + 1)))
+        served = floats(from_snapshot(tmp_path / "kept", epoch))
+        assert all(torch.equal(served[name], tensor) for name, tensor in reference.items())
+    ends = [epoch["end_s"] for epoch in stats["epochs"]]
+    assert ends == sorted(ends)
+    assert load_snapshot(tmp_path / "kept", 1)[0] == ends[1]
+    assert stats["train_time_s"] == pytest.approx(ends[-1])
+    with pytest.raises(FileNotFoundError, match=r"no snapshot of epoch 3: .*epoch3.0.json"):
+        load_snapshot(tmp_path / "kept", 3)
+
+
+def test_held_pushes_are_in_the_last_snapshot(tmp_path):
+    """Three pushes for batches of two: the last one waits for the end of the run."""
+    plan = config(
+        tmp_path,
+        policy="ps-kbatch",
+        policy_options={"k": 2},
+        steps_per_epoch=3,
+        snapshot_dir=str(tmp_path),
+    )
+    stats, (worker,) = run_all(plan)
+    assert set(stats["updates"]) == {2}
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), **HYPER)
+    for tickets in (worker.tickets[:2], worker.tickets[2:]):
+        optimizer.zero_grad()
+        for ticket in tickets:
+            x, y = batch(ticket)
+            (F.cross_entropy(model(x), y) / len(tickets)).backward()
+        optimizer.step()
+    served = from_snapshot(tmp_path, 0)
+    for ours, theirs in zip(served.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-14)
+
+
+def test_a_last_step_with_fewer_batches_than_workers_is_made(tmp_path):
+    plan = config(tmp_path, policy="ps-sync", workers=3, slices=2, steps_per_epoch=4)
+    stats, _ = run_all(plan)
+    assert set(stats["updates"]) == {3}  # of 3, 3 and 2 batches
+
+
+def test_a_quick_worker_cannot_take_two_batches_of_a_synchronous_step(tmp_path, monkeypatch):
+    """Worker 1's last shard lets the others go on while the server has not yet noted its ticket."""
+    complete = Run._complete
+
+    def slowly(run, member):
+        time.sleep(0.03 * (member.worker == 1))
+        complete(run, member)
+
+    monkeypatch.setattr(Run, "_complete", slowly)
+    plan = config(tmp_path, policy="ps-sync", workers=3, slices=3, steps_per_epoch=8)
+    _, workers = run_all(plan)
+    for number, worker in enumerate(workers):
+        assert [(t.step, t.slice) for t in worker.tickets] == [(step, number) for step in range(8)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_statistics_are_plain_and_add_up(tmp_path, transport):
+    plan = config(tmp_path, workers=2, steps_per_epoch=6, slices=2)
+    stats, workers = run_all(plan, transport=transport)
+    assert json.loads(json.dumps(stats)) == stats
+    layout = workers[0].flat.layout
+    for row, worker in zip(stats["workers"], workers, strict=True):
+        pushed = row["tickets"] * (layout.weight_bytes + layout.buffer_bytes)
+        assert row["bytes_in"] == pushed == worker.channel.bytes_out
+        assert row["bytes_out"] >= row["tickets"] * layout.weight_bytes
+        assert row["wait_s"] == pytest.approx(worker.channel.wait_s)
+        assert 0 < row["wait_s"] < 10
+    assert stats["apply_s"] > 0
+    for histogram, dropped in zip(stats["staleness"], stats["dropped"], strict=True):
+        assert sum(histogram) + dropped == 12
+        assert len(histogram) <= 12
+
+
+def test_the_clock_starts_with_the_first_ticket_not_with_the_first_worker(tmp_path):
+    plan = config(tmp_path, workers=2, slices=2, steps_per_epoch=2)
+    server = Served(plan, b"s" * 32)
+    first = Worked(plan, b"s" * 32, 0)
+    time.sleep(0.5)
+    assert first.tickets == []  # it waits for the other
+    for worker in (first, Worked(plan, b"s" * 32, 1)):
+        worker.join()
+    assert server.result()["train_time_s"] < 0.4
+
+
+def test_the_bfloat16_wire_halves_the_push_and_rounds_only_gradients(tmp_path):
+    plan = config(tmp_path, steps_per_epoch=5)
+    stats, (worker,) = run_all(plan, transport="tcp", wire="bfloat16", dtype=torch.float32)
+    model = small_model(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), **HYPER)
+    for ticket in worker.tickets:
+        x, y = batch(ticket, torch.float32)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.bfloat16().float()
+        optimizer.step()
+    assert equal_parameters(worker.model, model)
+    layout = worker.flat.layout
+    assert stats["workers"][0]["wire"] == "bfloat16"
+    assert stats["workers"][0]["bytes_in"] == 5 * (layout.weight_bytes // 2 + layout.buffer_bytes)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("method", ["on_push", "view"])
+def test_a_policy_that_fails_ends_the_run_with_its_error(tmp_path, monkeypatch, method, transport):
+    class Failing(AsyncPolicy):
+        """Fails after two updates."""
+
+        def on_push(self, *args):
+            return self._call("on_push", args)
+
+        def view(self, *args):
+            return self._call("view", args)
+
+        def _call(self, name, args):
+            if name == method and self.version == 2:
+                raise ArithmeticError("out of numbers")
+            return getattr(AsyncPolicy, name)(self, *args)
+
+    monkeypatch.setitem(POLICIES, "ps-async", Failing)
+    plan = config(tmp_path)
+    server, worker = Served(plan, b"s" * 32), Worked(plan, b"s" * 32, transport=transport)
+    with pytest.raises(RunEnded, match="the server failed: ArithmeticError: out of numbers"):
+        worker.join()
+    assert "out of numbers" in server.result()["error"]
+
+
+# --- finding each other --------------------------------------------------------------------------
+
+
+def test_the_server_listens_on_loopback_alone_unless_told_otherwise(tmp_path):
+    listeners = Listeners(config(tmp_path).bind)
+    assert listeners.tcp.getsockname()[0] == "127.0.0.1"
+    listeners.publish(tmp_path / "r", 2)
+    endpoint = json.loads((tmp_path / "r.2").read_text())
+    assert (endpoint["host"], endpoint["port"]) == listeners.tcp.getsockname()
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+    listeners.close()
+    with pytest.raises(ValueError, match="needs `advertise`"):
+        config(tmp_path, bind="0.0.0.0")
+
+
+def test_a_missing_server_is_named(tmp_path):
+    flat = FlatSpace(small_model())
+    with pytest.raises(ConnectionError, match=r"nowhere\.0 .*is server 0 running"):
+        Channel.connect(tmp_path / "nowhere", 0, flat, b"s" * 32, deadline_s=0.1)
+
+
+def test_a_worker_on_another_host_takes_tcp(tmp_path):
+    """As the rendezvous file tells hosts apart: by the running kernel."""
+    plan = config(tmp_path)
+    server = Served(plan, b"s" * 32)
+    while not (tmp_path / "rendezvous.0").exists():
+        time.sleep(0.01)
+    endpoint = json.loads((tmp_path / "rendezvous.0").read_text())
+    (tmp_path / "far.0").write_text(json.dumps(endpoint | {"boot_id": "another"}))
+    worker = Worked(replace(plan, rendezvous=str(tmp_path / "far")), b"s" * 32).join()
+    assert worker.channel.transports == ["tcp"]
+    assert server.result()["status"] == "ok"
+
+
+def test_a_server_runs_as_a_command_with_its_secret_in_the_environment(tmp_path):
+    plan = config(tmp_path, stats_path=str(tmp_path / "stats.json"))
+    (tmp_path / "config.json").write_text(json.dumps(asdict(plan)))
+    assert ServerConfig(**json.loads((tmp_path / "config.json").read_text())) == plan
+    command = [sys.executable, "-m", "stratbench.ps.server", str(tmp_path / "config.json")]
+    secret = b"e" * 32
+    package = Path(stratbench.__path__[0]).parent
+    env = os.environ | {"PYTHONPATH": str(package), "STRATBENCH_PS_SECRET": secret.hex()}
+    server = subprocess.Popen(command, env=env)
+    try:
+        worker = Worked(plan, secret).join(50)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+    assert equal_parameters(worker.model, single_run(plan))
+    assert json.loads((tmp_path / "stats.json").read_text())["tickets_settled"] == 4

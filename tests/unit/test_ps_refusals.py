@@ -1,0 +1,462 @@
+"""What a server refuses while a run goes on, and that the run is none the worse for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ps_harness import Served, Worked, config, single_run, small_model
+
+from stratbench.ps.client import Channel, RunEnded, ServerLost
+from stratbench.ps.flat import FlatSpace
+from stratbench.ps.frames import HEADER_BYTES, Frame, Header, Kind, ProtocolError
+from stratbench.ps.handshake import Refused, join_handshake, load_secret, write_secret
+from stratbench.ps.transport import Connection, dial, rendezvous_file
+
+pytestmark = pytest.mark.timeout(60)
+
+SECRET = b"s" * 32
+KEY = b"k" * 32
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The server sets torch to one thread; kernels round differently on more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Paused:
+    """A run whose only worker waits at its second ticket until `go`; then it must end as usual."""
+
+    def __init__(self, folder, **changed):
+        self.config = config(folder, handshake_deadline_s=1.0, **changed)
+        self.server = Served(self.config, SECRET)
+        self._reached, self._go = threading.Event(), threading.Event()
+        self.worker = Worked(self.config, SECRET, before_push=self._pause, transport="tcp")
+        assert self._reached.wait(10)
+        endpoint = json.loads(rendezvous_file(self.config.rendezvous, 0).read_text())
+        self.address = (endpoint["host"], endpoint["port"])
+        self.local = "\0" + endpoint["local"]
+
+    def _pause(self, worker, ticket, channel):
+        if ticket.number == 1:
+            self._reached.set()
+            self._go.wait(20)
+
+    def finish(self):
+        """Let the run end; checks that it was not harmed. Returns the server's statistics."""
+        self._go.set()
+        self.worker.join()
+        stats = self.server.result()
+        reference = single_run(self.config)
+        for ours, theirs in zip(
+            self.worker.model.parameters(), reference.parameters(), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        assert stats["status"] == "ok"
+        assert stats["lost"] == []
+        return stats
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Paused(tmp_path)
+
+
+def hello(worker=0):
+    layout = asdict(FlatSpace(small_model()).layout)
+    return {"worker": worker, "layout": layout, "wire": "native"}
+
+
+def answer_of(sock):
+    """Everything the server sends until it closes."""
+    sock.settimeout(5)
+    said = b""
+    try:
+        while part := sock.recv(4096):
+            said += part
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        os.urandom(4096),
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4,
+        b"PS" + os.urandom(200),
+        b"",
+        Header(b"\0" * 32).pack(Frame(Kind.HELLO, length=1 << 40)) + b"x" * 100,
+        Header(b"\0" * 32).pack(Frame(Kind.HELLO, length=100)) + b"x" * 50,
+        Header(b"\0" * 32).pack(Frame(Kind.HELLO, length=200)) + b"x" * 200,
+        Header(b"\0" * 32).pack(Frame(Kind.PUSH, length=200)) + b"x" * 200,
+    ],
+    ids=[
+        "random",
+        "http",
+        "magic-then-random",
+        "silence",
+        "oversized",
+        "truncated",
+        "no-secret",
+        "push-first",
+    ],
+)
+@pytest.mark.parametrize("door", ["tcp", "local"])
+def test_strangers_are_refused_and_the_run_goes_on(run, said, door):
+    if door == "tcp":
+        sock = socket.create_connection(run.address)
+    else:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(run.local)
+    sock.sendall(said)
+    sock.shutdown(socket.SHUT_WR)
+    answer = answer_of(sock)
+    assert SECRET not in answer
+    stats = run.finish()
+    assert stats["refused"] == 1, stats["refusals"]
+
+
+def test_a_stranger_that_says_nothing_is_refused_at_the_deadline(run):
+    with socket.create_connection(run.address) as sock:
+        sock.sendall(b"P")
+        started = time.monotonic()
+        answer_of(sock)
+        assert 0.5 < time.monotonic() - started < 4
+    assert "deadline" in run.finish()["refusals"][0]
+
+
+def test_a_wrong_secret_is_refused_on_both_sides(run):
+    flat = FlatSpace(small_model())
+    for transport in ("tcp", "shm"):
+        with pytest.raises(Refused, match="does not know this job's secret"):
+            Channel.connect(run.config.rendezvous, 0, flat, b"x" * 32, transport, deadline_s=2)
+    assert run.finish()["refused"] == 2
+
+
+def test_a_worker_does_not_join_a_server_that_does_not_know_the_secret(tmp_path):
+    """The false server accepts any HELLO and makes up the WELCOME."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    endpoint = {"host": "127.0.0.1", "port": listener.getsockname()[1], "local": "", "boot_id": ""}
+    (tmp_path / "r.0").write_text(json.dumps(endpoint))
+
+    def pretend():
+        connection = Connection(listener.accept()[0])
+        connection.use_keys(b"\0" * 32, b"\0" * 32, 4096)
+        connection.send(Frame(Kind.CHALLENGE), b"n" * 32)
+        connection.discard(connection.receive().length)
+        connection.send(Frame(Kind.WELCOME), b"m" * 32 + b'{"limit_bytes": 4096}')
+
+    threading.Thread(target=pretend, daemon=True).start()
+    with pytest.raises(Refused, match="the server does not know"):
+        Channel.connect(tmp_path / "r", 0, FlatSpace(small_model()), SECRET, "tcp", deadline_s=2)
+
+
+def test_a_recorded_handshake_cannot_be_replayed(tmp_path):
+    run = Paused(tmp_path, workers=1)
+    recorder = Recorder(run.config, tmp_path)
+    with pytest.raises(Refused, match="connected already"):  # the secret itself was right
+        Channel.connect(recorder.rendezvous, 0, FlatSpace(small_model()), SECRET, "tcp")
+    with socket.create_connection(run.address) as sock:
+        sock.sendall(b"".join(recorder.from_worker))
+        answer_of(sock)
+    refusals = run.finish()["refusals"]
+    assert "connected already" in refusals[0]
+    assert "does not know this job's secret" in refusals[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, "connected already"),
+        ({"worker": 7}, "is not one of 0..0"),
+        ({"worker": "0"}, "is not one of"),
+        ({"worker": True}, "is not one of"),
+        ({"wire": "int8"}, "wire format 'int8'"),
+        ({"layout": {}}, "malformed HELLO"),
+        ({"layout": None}, "malformed HELLO"),
+        ({"layout": hello()["layout"] | {"numel": 2.5}}, "malformed HELLO"),
+        ({"layout": hello()["layout"] | {"dtype": "int8"}}, "malformed HELLO"),
+    ],
+)
+def test_a_peer_that_knows_the_secret_is_held_to_the_protocol(run, changed, reason):
+    sock, _ = dial(run.config.rendezvous, 0, "tcp", time.monotonic() + 5)
+    connection = Connection(sock)
+    with pytest.raises(Refused, match=reason):
+        join_handshake(connection, SECRET, hello() | changed)
+    assert run.finish()["refused"] == 1
+
+
+def test_a_worker_with_another_model_is_refused(tmp_path):
+    plan = config(tmp_path, workers=2, slices=2, start_deadline_s=3)
+    server = Served(plan, SECRET)
+    first = Worked(plan, SECRET, 0)
+    other = FlatSpace(torch.nn.Linear(3, 3).double())
+    while not hasattr(first, "channel"):
+        time.sleep(0.01)
+    with pytest.raises(Refused, match="model differs"):
+        Channel.connect(plan.rendezvous, 1, other, SECRET, deadline_s=2)
+    with pytest.raises(RunEnded, match=r"only workers \[0\] of 2 were ready to start"):
+        first.join()
+    assert server.result()["status"] == "lost"
+
+
+# --- frames of a worker that has been let in -----------------------------------------------------
+
+
+class Recorder:
+    """Stands between a worker and the server; `meddle(frames so far, new)` says what goes on."""
+
+    def __init__(self, plan, folder, meddle=lambda seen, frame: [frame]):
+        self.from_worker = []
+        endpoint = json.loads(rendezvous_file(plan.rendezvous, 0).read_text())
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._address = (endpoint["host"], endpoint["port"])
+        endpoint |= {"port": self._listener.getsockname()[1], "local": ""}
+        self.rendezvous = folder / "between"
+        rendezvous_file(self.rendezvous, 0).write_text(json.dumps(endpoint))
+        self._meddle = meddle
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        worker, _ = self._listener.accept()
+        server = socket.create_connection(self._address)
+        threading.Thread(target=self._copy_back, args=(server, worker), daemon=True).start()
+        stream = worker.makefile("rb")
+        with contextlib.suppress(OSError):
+            while head := stream.read(HEADER_BYTES):
+                (length,) = struct.unpack_from("<Q", head, 28)
+                frame = head + stream.read(length)
+                for part in self._meddle(self.from_worker, frame):
+                    server.sendall(part)
+                self.from_worker.append(frame)
+            server.shutdown(socket.SHUT_RDWR)
+
+    def _copy_back(self, server, worker):
+        with contextlib.suppress(OSError):
+            while part := server.recv(1 << 16):
+                worker.sendall(part)
+            worker.shutdown(socket.SHUT_RDWR)
+
+
+def kind_of(frame):
+    return Kind(frame[3])
+
+
+def start_through(folder, meddle, **changed):
+    plan = config(folder, **changed)
+    server = Served(plan, SECRET)
+    while not rendezvous_file(plan.rendezvous, 0).exists():
+        time.sleep(0.01)
+    recorder = Recorder(plan, folder, meddle)
+    return (
+        plan,
+        server,
+        Worked(replace(plan, rendezvous=str(recorder.rendezvous)), SECRET, 0, "tcp"),
+    )
+
+
+def test_replayed_frames_change_nothing_and_are_logged(tmp_path, caplog):
+    def replay(seen, frame):
+        old = [f for f in seen if kind_of(f) in (Kind.PUSH, Kind.PULL)][-3:]
+        return [*old, frame] if kind_of(frame) is Kind.PUSH else [frame]
+
+    plan, server, worker = start_through(tmp_path, replay)
+    worker.join()
+    stats = server.result()
+    reference = single_run(plan)
+    for ours, theirs in zip(worker.model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert stats["workers"][0]["replayed_frames"] > 10
+    assert stats["refused"] == stats["workers"][0]["replayed_frames"]
+    assert "replayed frame: PUSH" in caplog.text
+
+
+def flipped(frame, at):
+    return frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :]
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, 4, 8, 12, 20, 28, 36, 44, HEADER_BYTES - 1])
+def test_a_changed_header_is_refused_and_its_worker_let_go(tmp_path, at):
+    def corrupt(seen, frame):
+        return [flipped(frame, at)] if kind_of(frame) is Kind.PUSH else [frame]
+
+    _, server, worker = start_through(tmp_path, corrupt)
+    with pytest.raises((ServerLost, RunEnded)):
+        worker.join()
+    stats = server.result()
+    assert stats["refused"] == 1
+    assert "malformed frame" in stats["refusals"][0]
+    assert stats["tickets_settled"] == 0
+
+
+@pytest.mark.parametrize("meddle", ["random", "dropped", "truncated"])
+def test_a_broken_stream_loses_that_worker_only(tmp_path, meddle):
+    def garble(seen, frame):
+        pushes = sum(kind_of(f) is Kind.PUSH for f in seen)
+        if kind_of(frame) is not Kind.PUSH or pushes != 7:
+            return [frame]
+        return {"random": [os.urandom(300), frame], "dropped": [], "truncated": [frame[:-9]]}[
+            meddle
+        ]
+
+    plan = config(tmp_path, workers=2, slices=2, steps_per_epoch=10)
+    server = Served(plan, SECRET)
+    other = Worked(plan, SECRET, 1)
+    while not rendezvous_file(plan.rendezvous, 0).exists():
+        time.sleep(0.01)
+    recorder = Recorder(plan, tmp_path, garble)
+    broken = Worked(replace(plan, rendezvous=str(recorder.rendezvous)), SECRET, 0, "tcp")
+    with pytest.raises((ServerLost, RunEnded)):
+        broken.join()
+    other.join()
+    stats = server.result()
+    assert stats["status"] == "ok"
+    assert stats["refused"] == 1
+    assert [lost["worker"] for lost in stats["lost"]] == [0]
+    assert stats["tickets_settled"] == 20
+    assert set(stats["updates"]) == {20}
+
+
+class Insider:
+    """Knows the secret, joins as a worker, and then sends what it should not."""
+
+    def __init__(self, plan, worker):
+        sock, _ = dial(plan.rendezvous, 0, "tcp", time.monotonic() + 5)
+        self.connection = Connection(sock)
+        self.connection.deadline = time.monotonic() + 10
+        self.welcome = join_handshake(self.connection, SECRET, hello(worker))
+        self.connection.send(Frame(Kind.PULL))
+
+    def ticket(self):
+        """Number of the ticket it is handed."""
+        while (frame := self.connection.receive()).kind is not Kind.TICKET:
+            self.connection.discard(frame.length)
+        self.connection.discard(frame.length)
+        return frame.ticket
+
+    def reason(self):
+        """Why the server has let it go."""
+        while (frame := self.connection.receive()).kind is not Kind.ERR:
+            self.connection.discard(frame.length)
+        return self.connection.read(frame.length).decode()
+
+
+@pytest.mark.parametrize(
+    ("frame", "payload", "reason"),
+    [
+        (Frame(Kind.PUSH, 0, 1, 999), bytes(256), "does not hold"),
+        (Frame(Kind.PUSH, 0, 1, -1), bytes(256), "does not hold"),
+        (Frame(Kind.PUSH, 0, 1), bytes(255), "255 bytes, expected 256"),
+        (Frame(Kind.PUSH, 0, 2), bytes(256), "256 bytes, expected 512"),
+        (Frame(Kind.PUSH, 0, 0), b"", r"PUSH of shards 0\.\.-1"),
+        (Frame(Kind.PUSH, 10_000, 1), bytes(256), "PUSH of shards 10000"),
+        (Frame(Kind.PUSH, 0, 0xFFFFFFFE), bytes(256), "PUSH of shards"),
+        (Frame(Kind.PUSH, 0xFFFFFFFF, 0), bytes(3), "3 bytes, expected"),
+        (Frame(Kind.INIT, 0, 1), bytes(256), "INIT that was not asked for"),
+        (Frame(Kind.SKIP, ticket=5), b"", "does not hold"),
+        (Frame(Kind.SKIP), b"x", "1 bytes, expected 0"),
+        (Frame(Kind.SETTLE, 1), b"", "SETTLE of server 1"),
+        (Frame(Kind.WELCOME), b"", "WELCOME from a worker"),
+        (Frame(Kind.MEMORY), b"", "MEMORY from a worker"),
+        (Frame(Kind.BYE), b"{}", "malformed BYE"),
+        (Frame(Kind.BYE), b"[1]", "malformed BYE"),
+        (Frame(Kind.BYE), b'{"wait_s": 1}', "left before the run was over"),
+        (Frame(Kind.PUSH, 0, 1), bytes(70_000), "oversized frame: 70000 bytes"),
+    ],
+)
+def test_what_a_worker_may_not_send_loses_that_worker_only(tmp_path, frame, payload, reason):
+    plan = config(tmp_path, workers=2, slices=2)
+    server = Served(plan, SECRET)
+    other = Worked(plan, SECRET, 0)
+    while not hasattr(other, "channel"):
+        time.sleep(0.01)
+    insider = Insider(plan, 1)
+    number = insider.ticket()
+    if frame.kind in (Kind.PUSH, Kind.SKIP) and frame.ticket == -1 and reason != "does not hold":
+        frame = frame._replace(ticket=number)
+    insider.connection.send(frame, payload)
+    with pytest.raises(Exception, match=reason):
+        raise AssertionError(insider.reason())
+    other.join()
+    stats = server.result()
+    assert stats["status"] == "ok"
+    assert set(stats["updates"]) == {8}
+    assert [lost["worker"] for lost in stats["lost"]] == [1]
+
+
+def test_a_shard_pushed_twice_for_one_ticket_is_refused(tmp_path):
+    plan = config(tmp_path, workers=2, slices=2)
+    server = Served(plan, SECRET)
+    other = Worked(plan, SECRET, 0)
+    while not hasattr(other, "channel"):
+        time.sleep(0.01)
+    insider = Insider(plan, 1)
+    number = insider.ticket()
+    for _ in range(2):
+        insider.connection.send(Frame(Kind.PUSH, 0, 1, number), bytes(256))
+    assert "shard 0 was pushed already" in insider.reason()
+    other.join()
+    assert set(server.result()["updates"]) == {8}
+
+
+# --- headers -------------------------------------------------------------------------------------
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+@settings(max_examples=300)
+def test_no_random_header_is_accepted(head):
+    with pytest.raises(ProtocolError, match="malformed"):
+        Header(KEY).unpack(head, 1 << 20)
+
+
+def test_a_header_is_good_once_in_order_and_on_its_own_connection():
+    sender, receiver = Header(KEY), Header(KEY)
+    heads = [sender.pack(Frame(Kind.PUSH, n, 1, 5, 2, 100)) for n in range(3)]
+    assert receiver.unpack(heads[0], 100) == (Frame(Kind.PUSH, 0, 1, 5, 2, 100), False)
+    assert receiver.unpack(heads[0], 100)[1] is True  # a replay
+    with pytest.raises(ProtocolError, match="number 2, expected 1"):
+        receiver.unpack(heads[2], 100)
+    with pytest.raises(ProtocolError, match="oversized frame: 100 bytes, at most 99"):
+        receiver.unpack(heads[1], 99)
+    assert receiver.unpack(heads[1], 100)[1] is False
+    with pytest.raises(ProtocolError, match="tag"):
+        Header(b"o" * 32).unpack(heads[0], 100)
+
+
+# --- the secret ----------------------------------------------------------------------------------
+
+
+def test_the_secret_travels_in_a_file_that_others_cannot_read(tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    write_secret(path, SECRET)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_secret(path) == SECRET
+    with pytest.raises(FileExistsError):
+        write_secret(path, SECRET)
+    monkeypatch.setenv("STRATBENCH_PS_SECRET_FILE", str(path))
+    assert load_secret() == SECRET
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="mode 0644 lets others read the secret; chmod 600"):
+        load_secret()
+
+
+@pytest.mark.parametrize("text", ["", "zz", "abcd"])
+def test_a_secret_that_is_none_is_not_accepted(monkeypatch, text):
+    monkeypatch.setenv("STRATBENCH_PS_SECRET", text)
+    with pytest.raises(ValueError, match="secret"):
+        load_secret()

@@ -1,0 +1,131 @@
+"""A shard's bookkeeping, the buffers' mean, and snapshots that keep up with the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stratbench.ps.buffers import BufferMean
+from stratbench.ps.policies import Hyper, make_policy
+from stratbench.ps.shard import Shard
+from stratbench.ps.snapshots import SnapshotWriter, load_snapshot
+
+ALIVE, DEAD = (lambda: True), (lambda: False)
+
+
+def make_shard(policy="ps-async", workers=2, weights=None, **options):
+    released = []
+    weights = torch.zeros(4) if weights is None else weights
+    hyper = Hyper(lr=1.0, workers=workers)
+    shard = Shard(
+        5, make_policy(policy, weights, hyper, options), lambda *release: released.append(release)
+    )
+    return shard, weights, released
+
+
+def test_a_ticket_counts_once_but_every_pusher_is_answered():
+    shard, weights, released = make_shard()
+    shard.push(0, 7, torch.ones(4), ALIVE)
+    shard.push(1, 7, torch.ones(4), ALIVE)
+    assert weights.tolist() == [-1.0] * 4
+    assert released == [(0, 5), (1, 5)]
+
+
+def test_a_push_of_a_worker_given_up_changes_nothing():
+    shard, weights, released = make_shard()
+    shard.push(0, 7, torch.ones(4), DEAD)
+    assert weights.sum() == 0
+    assert released == []
+    shard.push(1, 7, torch.ones(4), ALIVE)  # whoever is handed the ticket may still push it
+    assert weights.tolist() == [-1.0] * 4
+
+
+def test_staleness_is_what_others_did_since_the_read():
+    shard, _, _ = make_shard()
+    out = torch.empty(4)
+    shard.view(0, out)
+    shard.view(1, out)
+    for number in range(3):
+        shard.push(0, number, torch.ones(4), ALIVE)
+        assert shard.view(0, out) == number + 1
+    shard.push(1, 3, torch.ones(4), ALIVE)
+    assert dict(shard.staleness) == {0: 3, 3: 1}
+
+
+def test_a_barrier_answers_all_with_the_last():
+    shard, weights, released = make_shard("ps-sync")
+    shard.push(1, 0, torch.ones(4), ALIVE)
+    assert released == []
+    shard.push(0, 1, 3 * torch.ones(4), ALIVE)
+    assert sorted(released) == [(0, 5), (1, 5)]
+    assert weights.tolist() == [-2.0] * 4
+
+
+def test_a_worker_that_leaves_frees_the_others_and_may_come_back():
+    shard, _, released = make_shard("ps-ssp", staleness_bound=0)
+    shard.push(0, 0, torch.ones(4), ALIVE)
+    assert released == []
+    shard.leave(1)
+    shard.leave(1)
+    assert released == [(0, 5)]
+    shard.join(1)
+    assert released == [(0, 5), (1, 5)]
+    shard.push(1, 1, torch.ones(4), ALIVE)
+    assert released[2:] == [(1, 5)] or shard.policy.ready(0)
+
+
+def test_a_snapshot_keeps_what_was_there_when_it_was_taken():
+    shard, weights, _ = make_shard()
+    late, early = torch.full((4,), 9.0), torch.full((4,), 9.0)
+    shard.snapshot(early)
+    shard.push(0, 0, torch.ones(4), ALIVE)  # copies before it changes anything
+    shard.snapshot(late)
+    shard.save_snapshots()
+    shard.push(0, 1, torch.ones(4), ALIVE)
+    assert early.tolist() == [0.0] * 4
+    assert late.tolist() == [-1.0] * 4
+    assert weights.tolist() == [-2.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_snapshots_are_written_whole_and_read_back(tmp_path, dtype):
+    weights = torch.arange(6, dtype=dtype)
+    shards = [make_shard(weights=weights[:4])[0], make_shard(weights=weights[4:])[0]]
+    buffers = torch.arange(3, dtype=torch.float32)
+    writers = [SnapshotWriter(tmp_path, server, 2) for server in (0, 1)]
+    writers[0].take(3, 1.5, shards, buffers)
+    writers[0].close()
+    with pytest.raises(FileNotFoundError, match=r"epoch3\.1\.json is missing"):
+        load_snapshot(tmp_path, 3)
+    writers[1].take(3, 1.6, shards[:1], None)
+    writers[1].close()
+    seconds, read, read_buffers = load_snapshot(tmp_path, 3)
+    assert seconds == 1.5
+    assert torch.equal(read, torch.cat([weights, weights[:4]]))
+    assert torch.equal(read_buffers, buffers)
+    assert not list(tmp_path.glob("*.part"))
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+
+def test_the_servers_buffers_are_the_mean_of_each_workers_latest():
+    mean = BufferMean(torch.full((2,), 8.0))
+    assert mean.mean().tolist() == [8.0, 8.0]
+    pushed = torch.tensor([1.0, 2.0])
+    mean.push(0, pushed, ALIVE)
+    pushed.zero_()  # it is the caller's again
+    assert mean.mean().tolist() == [1.0, 2.0]
+    mean.push(1, torch.tensor([5.0, 6.0]), ALIVE)
+    mean.push(1, torch.tensor([3.0, 4.0]), ALIVE)
+    mean.push(1, torch.tensor([9.0, 9.0]), DEAD)
+    assert mean.mean().tolist() == [2.0, 3.0]
+
+
+def test_a_lost_workers_buffers_count_only_if_there_are_no_others():
+    mean = BufferMean(torch.zeros(1))
+    mean.push(0, torch.tensor([1.0]), ALIVE)
+    mean.lose(0)
+    assert mean.mean().tolist() == [1.0]
+    mean.push(1, torch.tensor([5.0]), ALIVE)
+    assert mean.mean().tolist() == [5.0]

@@ -1,0 +1,334 @@
+"""The parameter-server strategies inside a cell: equal to the collectives where they must be, and what
+the launcher makes of lost workers and servers. Real processes throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stratbench.cells import Cell
+from stratbench.config import Settings, option_defaults
+from stratbench.data import prepare
+from stratbench.ps.averaging import SyncPolicy
+from stratbench.ps.handshake import new_secret, write_secret
+from stratbench.ps.policies import make_policy
+from stratbench.ps.server import serve
+from stratbench.strategies import strategy_class
+from stratbench.strategies.base import Worker
+from stratbench.strategies.ps import server_configs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS, GLOBAL_BATCH, CLASSES = 20, 8, 3
+TOLERANCE = 1e-12
+#: Strategies without look-ahead or sub-batches, and ps-dana: with one worker they are `single`.
+EQUAL_ALONE = ["ps-sync", "ps-async", "ps-ssp", "ps-backup", "ps-kbatch", "ps-dcasgd",
+               "ps-gap-aware", "ps-staleness-lr", "ps-dana"]  # fmt: skip
+
+
+# ---------------------------------------------------------------- what the processes run
+
+
+class SummingPolicy(SyncPolicy):
+    """Mutant: the workers' gradients are summed."""
+
+    def __init__(self, weights, hyper, options):
+        super().__init__(weights, replace(hyper, lr=hyper.lr * hyper.workers), options)
+
+
+def mutant_or_real(policy, weights, hyper, options):
+    if policy == "summed":
+        return SummingPolicy(weights, hyper, make_options())
+    return make_policy(policy, weights, hyper, options)
+
+
+def make_options():
+    from stratbench.ps.options import parse_options
+
+    return parse_options("ps-sync")
+
+
+def network(batchnorm: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 5, 3, padding=1),
+        nn.BatchNorm2d(5) if batchnorm else nn.Identity(),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(20, CLASSES),
+    ).double()
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    count = STEPS * GLOBAL_BATCH
+    y = torch.randint(CLASSES, (count,), generator=generator)
+    noise = torch.randn(count, 1, 6, 6, generator=generator, dtype=torch.float64)
+    return noise + (y.double() - 1).view(-1, 1, 1, 1), y
+
+
+def settings(strategy: str, world: int) -> Settings:
+    return Settings(
+        strategy=strategy, options=option_defaults(strategy), model="test", dataset="test",
+        gpus=world, seed=0, epochs=1, global_batch=GLOBAL_BATCH,
+        per_worker_batch=GLOBAL_BATCH // world, lr=0.1, momentum=0.9, weight_decay=1e-3,
+        nesterov=strategy not in ("ps-dana",), precision="fp64", augment=False, warmup_steps=3,
+        device="cpu", threads=1, slowdown=None,
+    )  # fmt: skip
+
+
+def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: bool) -> dict:
+    """Losses of this worker's steps, the final weights and evaluated float buffers."""
+    torch.set_num_threads(1)
+    x, y = samples()
+    strategy = strategy_class(base)(strategy_class(base).Options(**option_defaults(base)))
+    s = settings(base, world)
+    if base == "single" and name.startswith("nesterov-off"):
+        s = replace(s, nesterov=False)
+    model = network(batchnorm)
+    strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), folder, []))
+    saved = strategy.save()
+    strategy.step(x[:4], y[:4])  # a warm-up, which must leave no trace
+    strategy.restore(saved)
+    losses = []
+    if strategy.kind == "server":
+        for _, where in strategy.tickets():
+            if name == "same-slice":
+                where = slice(where.start - where.start % GLOBAL_BATCH, None)
+                where = slice(where.start, where.start + s.per_worker_batch)
+            losses.append(strategy.step(x[where], y[where]))
+        own = [b.clone() for b in model.buffers() if b.is_floating_point()]
+        strategy.load_epoch(0)
+    else:
+        order = torch.arange(STEPS * GLOBAL_BATCH)
+        losses = [strategy.step(x[i], y[i]) for i in strategy.batches(order, 0)]
+        own = []
+    with strategy.evaluating() as evaluated:
+        weights = [
+            (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+            for p in evaluated.parameters()
+        ]
+        buffers = [b.clone() for b in evaluated.buffers() if b.is_floating_point()]
+    strategy.close()
+    return {"losses": torch.stack(losses), "weights": weights, "buffers": buffers, "own": own}
+
+
+def worker_process(runs: list[tuple], rank: int, world: int, folder: Path) -> None:
+    if any(strategy_class(base).needs_group for _, base, _ in runs):
+        store = dist.FileStore(str(folder / "store"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    out = {}
+    for name, base, batchnorm in runs:
+        out[name, batchnorm] = train(
+            name, base, rank, world, folder / f"{name}-{batchnorm}", batchnorm
+        )
+    torch.save(out, folder / f"out{rank}.pt")
+
+
+def server_process(config_json: str, policy: str, folder: Path) -> None:
+    from stratbench.ps.config import ServerConfig
+    from stratbench.ps.handshake import load_secret
+
+    config = replace(ServerConfig(**json.loads(config_json)), policy=policy)
+    serve(config, load_secret(folder / "secret"), mutant_or_real)
+
+
+def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
+    """Results by (name, batchnorm): losses averaged over the workers, weights, buffers."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "stratbench.strategies.ps"])
+    processes = []
+    for name, base, batchnorm in runs:
+        own = folder / f"{name}-{batchnorm}"
+        own.mkdir()
+        if strategy_class(base).kind != "server":
+            continue
+        write_secret(own / "secret", new_secret())
+        policy = "summed" if name == "summed" else base
+        [config] = server_configs(settings(base, world), STEPS * GLOBAL_BATCH, own, None)
+        arguments = (json.dumps(config.__dict__), policy, own)
+        processes.append(context.Process(target=server_process, args=arguments))
+    processes += [
+        context.Process(target=worker_process, args=(runs, rank, world, folder))
+        for rank in range(world)
+    ]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(200)
+    assert [p.exitcode for p in processes] == [0] * len(processes)
+    ranks = [torch.load(folder / f"out{r}.pt", weights_only=True) for r in range(world)]
+    results = {}
+    for name, _, batchnorm in runs:
+        each = [rank[name, batchnorm] for rank in ranks]
+        one_per_step = len({len(e["losses"]) for e in each}) == 1
+        results[name, batchnorm] = {
+            "losses": torch.stack([e["losses"] for e in each]).mean(0) if one_per_step else None,
+            "weights": each[0]["weights"],
+            "buffers": each[0]["buffers"],
+            "own": [e["own"] for e in each],
+        }
+    return results
+
+
+def distance(a: dict, b: dict, what: str) -> float:
+    if what == "losses":
+        return float((a["losses"] - b["losses"]).abs().max())
+    return max(float((x - y).abs().max()) for x, y in zip(a[what], b[what], strict=True))
+
+
+# ---------------------------------------------------------------- equality
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def together(request, tmp_path_factory) -> dict:
+    runs = [
+        ("ps-sync", "ps-sync", False), ("ddp", "ddp", False), ("summed", "ps-sync", False),
+        ("same-slice", "ps-sync", False), ("ps-async", "ps-async", False),
+        ("ps-sync", "ps-sync", True), ("ddp", "ddp", True), ("fsdp", "fsdp", True),
+    ]  # fmt: skip
+    return run(runs, request.param, tmp_path_factory.mktemp("together"))
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_ps_sync_agrees_with_ddp(together, batchnorm):
+    server, ddp = together["ps-sync", batchnorm], together["ddp", batchnorm]
+    assert distance(server, ddp, "losses") <= TOLERANCE
+    assert distance(server, ddp, "weights") <= TOLERANCE
+
+
+def test_the_servers_batchnorm_statistics_are_the_workers_mean(together):
+    server, fsdp, ddp = (together[n, True] for n in ("ps-sync", "fsdp", "ddp"))
+    # FSDP evaluates the mean of statistics that are never synchronised, which these are too.
+    assert distance(server, fsdp, "buffers") <= TOLERANCE
+    # DDP evaluates rank 0's, restarted from rank 0's each step: no further away than the workers are
+    # from each other.
+    own = torch.stack([torch.cat(worker) for worker in server["own"]])
+    spread = float((own.max(0).values - own.min(0).values).max())
+    assert 0 < distance(server, ddp, "buffers") <= spread
+
+
+@pytest.mark.parametrize("mutant", ["summed", "same-slice", "ps-async"])
+def test_a_mutant_does_not_agree(together, mutant):
+    assert distance(together[mutant, False], together["ddp", False], "weights") > 1e-4
+
+
+def test_one_worker_is_single_bit_for_bit(tmp_path):
+    runs = [("single", "single", True), ("nesterov-off", "single", True)]
+    runs += [(name, name, True) for name in EQUAL_ALONE]
+    results = run(runs, 1, tmp_path)
+    for name in EQUAL_ALONE:
+        plain = results["nesterov-off" if name == "ps-dana" else "single", True]
+        for what in ("losses", "weights", "buffers"):
+            assert distance(results[name, True], plain, what) == 0, (name, what)
+
+
+# ---------------------------------------------------------------- survival, through the launcher
+
+
+def launch(folder: Path, strategy: str, gpus: int, epochs: int, **changes: Any):
+    """Start a real cell on synthetic data; returns the launcher's process and its paths."""
+    data = folder / "data"
+    spec = {
+        "source": "synthetic",
+        "train_samples": 256,
+        "test_samples": 64,
+        "channels": 1,
+        "size": 16,
+    }
+    prepare("small", data, spec=spec)
+    s = replace(
+        settings(strategy, gpus), model="vgg-compact", dataset="small", epochs=epochs,
+        global_batch=10 * gpus, per_worker_batch=10, lr=0.01, precision="fp32", nesterov=False,
+        **changes,
+    )  # fmt: skip
+    cell = Cell("test", "served", strategy, "vgg-compact", "small", gpus, 0)
+    record, logs = cell.record_path(folder), cell.log_dir(folder)
+    command = [
+        sys.executable, "-m", "stratbench.train.launch", "--cell", json.dumps(cell.as_dict()),
+        "--settings", s.as_json(), "--data", str(data), "--record", str(record),
+        "--timeline", str(record.with_name("timeline.csv")), "--logs", str(logs),
+        "--time-limit-s", "120",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "workflow")}
+    process = subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    return process, record, logs / "run"
+
+
+def pid_of(run_dir: Path, name: str, timeout_s: float = 90) -> int:
+    """The process `name` of the cell, once all its workers train."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        phases = list(run_dir.glob("phases*.jsonl"))
+        pids = run_dir / "samples0.pids"
+        if phases and all('"train"' in p.read_text() for p in phases) and pids.exists():
+            found = dict(line.rsplit(" ", 1) for line in pids.read_text().splitlines())
+            if len(phases) == sum(n.startswith("rank") for n in found):
+                return int(found[name])
+        time.sleep(0.05)
+    raise AssertionError("the cell did not start to train")
+
+
+def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path):
+    process, record, run_dir = launch(tmp_path, "ps-async", 3, epochs=40)
+    os.kill(pid_of(run_dir, "rank1"), signal.SIGKILL)
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    found = json.loads(record.read_text())
+    assert found["status"] == "ok"
+    [server] = found["server"]["servers"]
+    assert [entry["worker"] for entry in server["lost"]] == [1]
+    assert server["tickets_settled"] == 40 * 8 * 3
+    assert len(found["accuracy"]["per_epoch"]) == 40
+    assert not list(run_dir.glob("secret")), "the job's secret is removed"
+
+
+def test_a_killed_worker_ends_a_synchronous_cell_with_its_name(tmp_path):
+    process, record, run_dir = launch(tmp_path, "ps-sync", 2, epochs=400)
+    others = [pid_of(run_dir, "rank0"), pid_of(run_dir, "server0")]
+    os.kill(pid_of(run_dir, "rank1"), signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "worker 1 was lost" in output
+    assert "step " in output
+    assert not record.exists()
+    assert not any(psutil.pid_exists(pid) for pid in others)
+
+
+def test_a_killed_server_ends_the_cell_with_an_error(tmp_path):
+    process, record, run_dir = launch(tmp_path, "ps-async", 2, epochs=400)
+    os.kill(pid_of(run_dir, "server0"), signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "server0: killed by SIGKILL" in output
+    assert not record.exists()
+
+
+def test_a_stopped_worker_is_given_up_and_ended(tmp_path):
+    process, record, run_dir = launch(tmp_path, "ps-async", 2, epochs=60)
+    stopped = pid_of(run_dir, "rank1")
+    os.kill(stopped, signal.SIGSTOP)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    [server] = json.loads(record.read_text())["server"]["servers"]
+    assert "no heartbeat" in server["lost"][0]["reason"]
+    assert not psutil.pid_exists(stopped)

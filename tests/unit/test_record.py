@@ -1,0 +1,132 @@
+"""Records: what is valid, and that a reader never sees a part of one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+import threading
+
+import fixture_records as fixture
+import pytest
+
+from stratbench import record
+from stratbench.cells import Cell
+
+
+@pytest.fixture
+def good() -> dict:
+    return fixture.make_record(Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0))
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path, good):
+    record.write(tmp_path / "deep" / "record.json", good)
+    assert record.read(tmp_path / "deep" / "record.json") == good
+    assert record.cell_of(good) == Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda r: r.pop("time"), "top level"),
+        (lambda r: r.update(status="error"), "status"),
+        (lambda r: r.update(extra=1), "top level"),
+        (lambda r: r["cell"].update(gpus=0), "cell.gpus"),
+        (lambda r: r["time"].update(train_time_s="1"), "time.train_time_s"),
+        (lambda r: r["accuracy"].update(final=1.5), "accuracy.final"),
+        (lambda r: r["workers"][0].pop("rank"), "workers.0"),
+    ],
+)
+def test_a_wrong_record_is_refused_with_file_and_field(tmp_path, good, change, place):
+    bad = copy.deepcopy(good)
+    change(bad)
+    path = tmp_path / "record.json"
+    with pytest.raises(record.RecordError) as refused:
+        record.write(path, bad)
+    assert str(path) in str(refused.value)
+    assert f"{place}: " in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text(json.dumps(bad))
+    with pytest.raises(record.RecordError):
+        record.read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": ', b"\xff\xfe"])
+def test_what_is_not_json_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "record.json"
+    path.write_bytes(content)
+    with pytest.raises(record.RecordError, match=r"record\.json is not JSON"):
+        record.read(path)
+
+
+def test_not_a_number_is_never_written(tmp_path, good):
+    good["time"]["total_s"] = float("nan")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        record.write(tmp_path / "record.json", good)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+def test_a_reader_never_sees_a_part(tmp_path):
+    path = tmp_path / "file"
+    texts = [letter * 300_000 for letter in "ab"]
+    done = threading.Event()
+
+    def write() -> None:
+        for i in range(60):
+            record.write_atomic(path, texts[i % 2])
+        done.set()
+
+    record.write_atomic(path, texts[1])
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not done.is_set():
+        text = path.read_text()
+        assert text in texts
+        seen.add(text[0])
+    writer.join()
+    assert seen == {"a", "b"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    record.write_atomic(path, "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        record.write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_others_may_read_as_the_umask_says(tmp_path):
+    """mkstemp makes files private; a colleague's report must be able to read ours."""
+    before = os.umask(0o027)
+    try:
+        record.write_atomic(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
+def test_every_field_of_the_schema_is_described():
+    schema = json.loads(record.SCHEMA_PATH.read_text())
+
+    def walk(rule: dict, where: str) -> None:
+        for key, inner in rule.get("properties", {}).items():
+            assert inner.get("description"), f"{where}.{key}"
+            walk(inner, f"{where}.{key}")
+        if "items" in rule:
+            walk(rule["items"], f"{where}[]")
+
+    walk(schema, "")
+
+
+def test_every_figure_is_explained():
+    schema = json.loads(record.SCHEMA_PATH.read_text())["properties"]
+    page = (record.SCHEMA_PATH.parents[2] / "docs" / "methodology.md").read_text()
+    parts = ("batch", "time", "compute", "communication", "energy", "memory", "accuracy", "profile")
+    figures = [(part, name) for part in parts for name in schema[part]["properties"]]
+    assert [f"{part}.{name}" for part, name in figures if name not in page] == []

@@ -1,0 +1,468 @@
+"""All strategies are the same arithmetic: equal losses and weights, in real process groups.
+
+Each group of processes is started once and runs everything that needs its size; the tests compare
+what it left. Mutants (one mistake each) go through the same comparison and must fail it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stratbench.config import Settings, option_defaults
+from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.ddp import DDP
+from stratbench.strategies.fsdp import FSDP
+from stratbench.strategies.scaler import SharedScaler
+from stratbench.strategies.single import Single
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS, GLOBAL_BATCH, CLASSES = 20, 8, 3
+FEW_STEPS = 6  # where equality to the last digit is not what is asked
+TOLERANCE = 1e-12
+
+
+# ---------------------------------------------------------------- what the processes run
+
+
+class Summed(DDP):
+    """Mutant: gradients are summed over the workers instead of averaged."""
+
+    def link_gradients(self) -> None:
+        for p in self.parameters:
+            p.grad.mul_(self.worker.world_size)
+
+
+class Unsynchronised(Single):
+    """Mutant: every worker trains alone."""
+
+    def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
+        return model
+
+
+class SameShard(DDP):
+    """Mutant: every worker trains on the first worker's samples."""
+
+    def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
+        s = self.worker.settings
+        yield from order[: STEPS * GLOBAL_BATCH].view(STEPS, -1, s.per_worker_batch)[:, 0]
+
+
+STRATEGIES: dict[str, tuple[type[Collective], dict[str, Any]]] = {
+    "single": (Single, {}),
+    "ddp": (DDP, {}),
+    "fsdp-always": (FSDP, {"reshard_after_forward": "always"}),
+    "fsdp-never": (FSDP, {"reshard_after_forward": "never"}),
+    "fsdp-policy": (FSDP, {"mixed_precision": "policy"}),
+    "summed": (Summed, {}),
+    "unsynchronised": (Unsynchronised, {}),
+    "same-shard": (SameShard, {}),
+}
+MUTANTS = ["summed", "unsynchronised", "same-shard"]
+EQUAL = ["ddp", "fsdp-always", "fsdp-never"]
+
+
+def network(batchnorm: bool = False) -> nn.Sequential:
+    """Widths that no worker count divides: with 4 workers some shards are padded, some empty."""
+    return nn.Sequential(
+        nn.Conv2d(1, 5, 3, padding=1),
+        nn.BatchNorm2d(5) if batchnorm else nn.Identity(),
+        nn.ReLU(),
+        nn.Conv2d(5, 7, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(28, 13),
+        nn.ReLU(),
+        nn.Linear(13, CLASSES),
+    )
+
+
+def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Images (brighter the higher the label), labels, and an order with a few samples to spare."""
+    generator = torch.Generator().manual_seed(1)
+    count = STEPS * GLOBAL_BATCH + 5
+    y = torch.randint(CLASSES, (count,), generator=generator)
+    noise = torch.randn(count, 1, 6, 6, generator=generator, dtype=torch.float64)
+    x = (noise + (y.double() - 1).view(-1, 1, 1, 1)).to(dtype)
+    return x, y, torch.randperm(count, generator=generator)
+
+
+def set_up(
+    name: str, rank: int, world: int, precision: str = "fp64", batchnorm: bool = False
+) -> Collective:
+    cls, options = STRATEGIES[name]
+    base = "single" if issubclass(cls, Single) else "fsdp" if cls is FSDP else "ddp"
+    s = Settings(
+        strategy=base, options=option_defaults(base) | options, model="test", dataset="test",
+        gpus=world, seed=0, epochs=1, global_batch=GLOBAL_BATCH,
+        per_worker_batch=GLOBAL_BATCH // world, lr=0.1, momentum=0.9, weight_decay=1e-3,
+        nesterov=True, precision=precision, augment=False, warmup_steps=3, device="cpu", threads=1,
+        slowdown=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
+    groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
+    strategy = cls(cls.Options(**s.options))
+    strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), Path(), groups))
+    return strategy
+
+
+def train(
+    strategy: Collective, x: Tensor, y: Tensor, order: Tensor, steps: int = STEPS
+) -> list[Tensor]:
+    """The loss of each step, this worker's own."""
+    return [strategy.step(x[i], y[i]) for i in islice(strategy.batches(order, 0), steps)]
+
+
+def full_weights(strategy: Collective) -> list[Tensor]:
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for p in strategy.model.parameters()
+    ]
+
+
+def trajectory(name: str, rank: int, world: int, warm_up: bool = False) -> dict[str, Any]:
+    """Losses averaged over the workers [STEPS] and the final weights."""
+    x, y, order = samples(torch.float64)
+    strategy = set_up(name, rank, world)
+    if warm_up:
+        saved = strategy.save()
+        for _ in range(3):
+            strategy.step(-3 * x[: GLOBAL_BATCH // world], y[: GLOBAL_BATCH // world])
+        with strategy.evaluating() as model, torch.no_grad():
+            model(x[:4])
+        strategy.restore(saved)
+    losses = torch.stack(train(strategy, x, y, order))
+    if world > 1:
+        dist.all_reduce(losses)
+    report = strategy.report()
+    return {
+        "losses": losses / world,
+        "weights": full_weights(strategy),
+        "updates": report["updates_applied"],
+    }
+
+
+def gathered(tensor: Tensor, world: int) -> Tensor:
+    """`tensor` of every rank, [world, ...]."""
+    out = [torch.empty_like(tensor) for _ in range(world)]
+    dist.all_gather(out, tensor.contiguous())
+    return torch.stack(out)
+
+
+def batchnorm_statistics(name: str, rank: int, world: int) -> dict[str, Tensor]:
+    """The running means of all workers before, during and after an evaluation, and a step later."""
+    x, y, order = samples(torch.float64)
+    strategy = set_up(name, rank, world, batchnorm=True)
+    train(strategy, x, y, order, FEW_STEPS)
+    bn = strategy.model[1]
+    before = gathered(bn.running_mean, world)
+    count = int(bn.num_batches_tracked)
+    with strategy.evaluating() as model, torch.no_grad():
+        during = gathered(bn.running_mean, world)
+        outputs = gathered(model(x[:4]), world)
+        assert not bn.training
+    assert bn.training
+    return {
+        "before": before,
+        "during": during,
+        "after": gathered(bn.running_mean, world),
+        "outputs": outputs,
+        "tracked": torch.tensor([count, int(bn.num_batches_tracked)]),
+    }
+
+
+def batchnorm_trajectory(name: str, rank: int, world: int, evaluate: bool) -> list[Tensor]:
+    """Final weights and statistics, with or without an evaluation after every step."""
+    x, y, order = samples(torch.float64)
+    strategy = set_up(name, rank, world, batchnorm=True)
+    for i in islice(strategy.batches(order, 0), FEW_STEPS):
+        strategy.step(x[i], y[i])
+        if evaluate:
+            with strategy.evaluating() as model, torch.no_grad():
+                model(x[:4])
+    with strategy.evaluating():
+        return [*full_weights(strategy), *(b.clone() for b in strategy.model.buffers())]
+
+
+def precision_run(name: str, rank: int, world: int, precision: str) -> dict[str, Any]:
+    x, y, order = samples(torch.float32)
+    strategy = set_up(name, rank, world, precision, batchnorm=True)
+    seen = []
+    strategy.model[3].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    losses = torch.stack(train(strategy, x, y, order, FEW_STEPS)).double()
+    if world > 1:
+        dist.all_reduce(losses)
+    with strategy.evaluating() as model, torch.no_grad():
+        logits = model(x[:4])
+    return {
+        "losses": losses / world,
+        "convolved": str(seen[0]),
+        "evaluated": str(logits.dtype),
+        "weights": str(next(strategy.model.parameters()).dtype),
+        "report": strategy.report(),
+    }
+
+
+def shared_overflow(rank: int, world: int) -> dict[str, Any]:
+    """fp16 under FSDP; in step 1 and 3 one worker's own shard of a gradient overflows."""
+    x, y, order = samples(torch.float32)
+    strategy = set_up("fsdp-always", rank, world, "fp16")
+    strategy.scaler = SharedScaler(torch.device("cpu"), shared=True)
+    strategy.scaler._init_scale = 8.0  # small enough that nothing overflows by itself
+    link = strategy.link_gradients
+    step = 0
+
+    def overflow() -> None:
+        link()
+        if step in (0, 2) and rank == world - 1:
+            strategy.local[0].grad.fill_(float("inf"))
+
+    strategy.link_gradients = overflow
+    moved = []
+    for i in islice(strategy.batches(order, 0), FEW_STEPS):
+        before = [t.clone() for t in strategy.local]
+        strategy.step(x[i], y[i])
+        pairs = zip(strategy.local, before, strict=True)
+        moved.append(any(not torch.equal(now, then) for now, then in pairs))
+        step += 1
+    everyone = gathered(torch.tensor(moved), world)
+    weights = full_weights(strategy)
+    return {
+        "moved": everyone,
+        "skipped": gathered(torch.tensor(strategy.scaler.skipped_steps()), world),
+        "finite": all(bool(w.isfinite().all()) for w in weights),
+        "updates": strategy.report()["updates_applied"],
+    }
+
+
+def shards(rank: int, world: int) -> Tensor:
+    """The samples of every worker, [world, STEPS, per_worker_batch]."""
+    _, _, order = samples(torch.float64)
+    return gathered(torch.stack(list(set_up("ddp", rank, world).batches(order, 0))), world)
+
+
+def work(world: int, rank: int) -> dict[str, Any]:
+    """Everything the tests want to know from a group of this size."""
+    names = (["single"] if world == 1 else MUTANTS) + EQUAL
+    found: dict[str, Any] = {name: trajectory(name, rank, world) for name in names}
+    warmed = [name for name in names if name not in MUTANTS]
+    found["warm"] = {name: trajectory(name, rank, world, warm_up=True) for name in warmed}
+    if world == 1:
+        found["precision"] = {
+            p: precision_run("single", rank, 1, p) for p in ("fp32", "tf32", "bf16", "fp16")
+        }
+    else:
+        found["shards"] = shards(rank, world)
+    if world == 2:
+        found["bn"] = {name: batchnorm_statistics(name, rank, world) for name in EQUAL}
+        found["bn_evaluated"] = {
+            name: [batchnorm_trajectory(name, rank, world, e) for e in (False, True)]
+            for name in EQUAL
+        }
+        found["precision"] = {
+            (name, p): precision_run(name, rank, world, p)
+            for name in ("ddp", "fsdp-always", "fsdp-policy")
+            for p in ("fp32", "bf16", "fp16")
+        }
+        found["overflow"] = shared_overflow(rank, world)
+    return found
+
+
+def member(world: int, rank: int, folder: str) -> None:
+    """One process of a group; rank 0 leaves the findings."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store{world}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = work(world, rank)
+    if rank == 0:
+        torch.save(found, f"{folder}/found{world}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What groups of 1, 2 and 4 processes found, by size."""
+    folder = tmp_path_factory.mktemp("groups")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    for world in (1, 2, 4):
+        group = [
+            context.Process(target=member, args=(world, rank, str(folder)), daemon=True)
+            for rank in range(world)
+        ]
+        for process in group:
+            process.start()
+        for process in group:
+            process.join(timeout=100)
+        codes = [process.exitcode for process in group]
+        for process in group:
+            process.kill()
+        assert codes == [0] * world
+    return {w: torch.load(folder / f"found{w}.pt", weights_only=True) for w in (1, 2, 4)}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
+    """The largest difference in a step's loss, and in a weight after the last step."""
+    losses = (one["losses"] - other["losses"]).abs().max()
+    weights = max(
+        float((a - b).abs().max()) for a, b in zip(one["weights"], other["weights"], strict=True)
+    )
+    return float(losses), weights
+
+
+def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return max(difference(one, other)) <= TOLERANCE
+
+
+def test_the_reference_learns(found):
+    """Otherwise equality would say little."""
+    losses = found[1]["single"]["losses"]
+    assert len(losses) == found[1]["single"]["updates"] == STEPS
+    assert losses[-5:].mean() < losses[:5].mean()
+    assert losses.std() > 1e-3
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_strategy_equals_single_at_the_global_batch(found, world, name):
+    assert agree(found[world][name], found[1]["single"]), difference(
+        found[world][name], found[1]["single"]
+    )
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_one_worker_equals_single_exactly(found, name):
+    assert difference(found[1][name], found[1]["single"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["single", *EQUAL])
+def test_warm_up_of_one_worker_leaves_no_trace(found, name):
+    assert difference(found[1]["warm"][name], found[1][name]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("world", [2, 4])
+def test_warm_up_leaves_no_trace(found, world, name):
+    """But for rounding: DDP regroups its buckets after its first step, and so its sums."""
+    warm, cold = found[world]["warm"][name], found[world][name]
+    assert agree(warm, cold), difference(warm, cold)
+    assert warm["updates"] == STEPS
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_comparison_catches_mutants(found, world, name):
+    loss, weight = difference(found[world][name], found[1]["single"])
+    print(f"{name}, {world} workers: loss off by {loss:.1e}, weights by {weight:.1e}")
+    assert not agree(found[world][name], found[1]["single"])
+    assert loss > 1e-3
+    assert weight > 1e-3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_workers_share_out_each_global_batch(found, world):
+    mine = found[world]["shards"]
+    _, _, order = samples(torch.float64)
+    expected = order[: STEPS * GLOBAL_BATCH].view(STEPS, GLOBAL_BATCH)
+    together = mine.permute(1, 0, 2).reshape(STEPS, GLOBAL_BATCH)
+    assert torch.equal(together, expected)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_training_statistics_are_each_workers_own(found, name):
+    """FSDP never synchronises them; under DDP rank 1 has seen its own batch since the broadcast."""
+    before = found[2]["bn"][name]["before"]
+    assert not torch.equal(before[0], before[1])
+
+
+def test_ddp_evaluates_rank_0s_statistics(found):
+    bn = found[2]["bn"]["ddp"]
+    assert torch.equal(bn["during"], bn["before"][:1].expand(2, -1))
+    assert torch.equal(bn["outputs"][0], bn["outputs"][1])
+
+
+@pytest.mark.parametrize("name", ["fsdp-always", "fsdp-never"])
+def test_fsdp_evaluates_the_mean_and_gives_back_the_own_statistics(found, name):
+    bn = found[2]["bn"][name]
+    torch.testing.assert_close(bn["during"], bn["before"].mean(0).expand(2, -1))
+    assert torch.equal(bn["after"], bn["before"])
+    assert torch.equal(bn["outputs"][0], bn["outputs"][1])
+    assert bn["tracked"].tolist() == [FEW_STEPS, FEW_STEPS]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_evaluating_does_not_change_training(found, name):
+    without, evaluated = found[2]["bn_evaluated"][name]
+    assert all(torch.equal(a, b) for a, b in zip(without, evaluated, strict=True))
+
+
+def test_an_overflow_in_one_shard_makes_all_workers_skip(found):
+    overflow = found[2]["overflow"]
+    expected = torch.tensor([step not in (0, 2) for step in range(FEW_STEPS)])
+    assert torch.equal(overflow["moved"], expected.expand(2, -1))
+    assert overflow["skipped"].tolist() == [2, 2]
+    assert overflow["updates"] == FEW_STEPS - 2
+    assert overflow["finite"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp-always", "fsdp-policy"])
+def test_mixed_precision_computes_in_16_bits_and_follows_fp32(found, name, precision):
+    runs = found[1]["precision"] if name == "single" else found[2]["precision"]
+    run = runs[precision if name == "single" else (name, precision)]
+    reference = found[1]["precision"]["fp32"]["losses"]
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    assert run["convolved"] == f"torch.{dtype}"
+    assert run["weights"] == "torch.float32"
+    assert run["evaluated"] == "torch.float32"
+    assert run["report"]["details"]["weights_dtype"] == "float32"
+    how = "MixedPrecisionPolicy, float32 reduction" if name == "fsdp-policy" else "autocast"
+    assert run["report"]["details"]["compute_dtype"] == f"{dtype} ({how})"
+    skipped = run["report"]["details"]["skipped_steps"]
+    assert run["report"]["updates_applied"] == FEW_STEPS - skipped
+    assert run["losses"].isfinite().all()
+    if not skipped:
+        assert 0 < (run["losses"] - reference).abs().max() < 0.05
+
+
+def test_tf32_on_a_cpu_is_called_what_it_is(found):
+    runs = found[1]["precision"]
+    assert runs["tf32"]["report"]["details"]["compute_dtype"] == (
+        "float32 (no TensorFloat-32 on a CPU)"
+    )
+    assert torch.equal(runs["tf32"]["losses"], runs["fp32"]["losses"])
+    assert runs["fp32"]["report"]["details"] == {
+        "skipped_steps": 0, "weights_dtype": "float32", "compute_dtype": "float32"
+    }  # fmt: skip
+
+
+def test_momentum_starts_from_zero_where_the_first_step_is_skipped():
+    """torch's fused SGD, which GPUs use, would leave it uninitialised."""
+    x, y, _ = samples(torch.float32)
+    strategy = set_up("single", 0, 1, "fp16")
+    strategy.optimizer.param_groups[0]["fused"] = True
+    strategy.optimizer._step_supports_amp_scaling = True
+    saved = strategy.save()
+    for _ in range(2):  # from `setup`, and from `restore`
+        strategy.step(x[:8] * 1e30, y[:8])
+        assert strategy.report()["details"]["skipped_steps"] == 1
+        for state in strategy.optimizer.state.values():
+            assert torch.count_nonzero(state["momentum_buffer"]) == 0
+        strategy.restore(saved)

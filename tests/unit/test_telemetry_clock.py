@@ -1,0 +1,261 @@
+"""The step clock: its arithmetic on a fake clock, its cost, and CUDA's events on fake ones."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stratbench.telemetry import clock as clock_module
+from stratbench.telemetry.clock import Phases, StepClock, summarise_ms
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that stands still until the test moves it: `now.ms += 5`."""
+    fake = SimpleNamespace(ms=1000)
+    monkeypatch.setattr(
+        clock_module, "time", SimpleNamespace(perf_counter_ns=lambda: fake.ms * 1_000_000)
+    )
+    return fake
+
+
+def test_epochs_and_steps_add_up_and_time_between_epochs_is_not_counted(now):
+    clock = StepClock("cpu")
+    for steps_ms, tail_ms in (((10, 20, 30), 4), ((5, 15), 0)):
+        clock.begin()
+        for ms in steps_ms:
+            now.ms += ms
+            clock.tick()
+        now.ms += tail_ms
+        clock.end()
+        now.ms += 1000  # an evaluation
+    assert clock.step_ms == [10, 20, 30, 5, 15]
+    assert clock.epoch_times_s == pytest.approx([0.064, 0.020])
+    assert clock.train_time_s == pytest.approx(0.084)
+    assert clock.summary()["count"] == 5
+    assert clock.summary()["p50"] == 15
+    assert clock.phase_summary() == {}
+
+
+def test_an_epoch_without_steps_counts_its_wall_clock(now):
+    clock = StepClock("cpu")
+    clock.begin()
+    now.ms += 7
+    clock.end()
+    assert clock.train_time_s == pytest.approx(0.007)
+    assert clock.summary() == {"count": 0}
+
+
+def test_summary_has_the_statistics_of_known_values():
+    figures = summarise_ms([1, 2, 3, 4, 5])
+    assert figures == pytest.approx(
+        {
+            "count": 5,
+            "mean": 3,
+            "std": 2.5**0.5,
+            "min": 1,
+            "p10": 1.4,
+            "p50": 3,
+            "p90": 4.6,
+            "p99": 4.96,
+            "max": 5,
+        }
+    )
+    assert "std" not in summarise_ms([3.0])
+    assert summarise_ms([]) == {"count": 0}
+
+
+def test_marks_split_a_step_and_the_rest_is_other(now):
+    clock = StepClock("cpu", phase_marks=True)
+    clock.begin()
+    for extra in (0, 10):
+        for phase, ms in (("forward", 3), ("server_wait", 1), ("backward", 6), ("server_wait", 2)):
+            now.ms += ms + (extra if phase == "backward" else 0)
+            clock.mark(phase)
+        now.ms += 4
+        clock.tick()
+    clock.end()
+    phases = clock.phase_summary()
+    assert {name: figures["mean"] for name, figures in phases.items()} == {
+        "forward": 3,
+        "server_wait": 3,
+        "backward": 11,
+        "other": 4,
+    }
+    assert phases["backward"]["max"] == 16
+    assert all(figures["count"] == 2 for figures in phases.values())
+    assert clock.step_ms == [16, 26]
+
+
+def test_an_unfinished_step_belongs_to_no_step(now):
+    clock = StepClock("cpu", phase_marks=True)
+    clock.begin()
+    now.ms += 3
+    clock.mark("forward")
+    clock.end()
+    clock.begin()
+    now.ms += 5
+    clock.tick()
+    clock.end()
+    assert clock.step_ms == [5]
+    assert clock.phase_summary() == {}
+
+
+def test_marks_do_nothing_unless_asked_for(now):
+    clock = StepClock("cpu")
+    clock.begin()
+    now.ms += 3
+    clock.mark("forward")
+    clock.tick()
+    clock.end()
+    assert clock.phase_summary() == {}
+    assert clock.step_ms == [3]
+
+
+def test_wrong_order_and_unknown_devices_are_refused():
+    clock = StepClock("cpu")
+    with pytest.raises(RuntimeError, match="no epoch"):
+        clock.end()
+    clock.begin()
+    with pytest.raises(RuntimeError, match="has not been ended"):
+        clock.begin()
+    with pytest.raises(ValueError, match="'meta'"):
+        StepClock("meta")
+
+
+def test_too_many_phase_names_are_refused():
+    clock = StepClock("cpu", phase_marks=True)
+    clock.begin()
+    for number in range(255):
+        clock.mark(f"phase{number}")
+    clock.mark("phase0")
+    with pytest.raises(ValueError, match="names must recur"):
+        clock.mark("phase255")
+
+
+def test_real_steps_on_a_cpu_are_within_the_epoch():
+    clock = StepClock("cpu")
+    for _ in range(2):
+        clock.begin()
+        for _ in range(3):
+            time.sleep(0.005)
+            clock.tick()
+        clock.end()
+        time.sleep(0.05)
+    assert len(clock.step_ms) == 6
+    assert min(clock.step_ms) >= 5
+    assert sum(clock.step_ms) / 1000 <= clock.train_time_s < sum(clock.step_ms) / 1000 + 0.02
+
+
+@pytest.mark.timeout(60)
+def test_five_marks_and_a_tick_cost_less_than_ten_microseconds():
+    def cpu_us_per_step(steps: int = 3000) -> float:
+        clock = StepClock("cpu", phase_marks=True)
+        clock.begin()
+        begun = time.process_time()
+        for _ in range(steps):
+            for phase in ("data", "forward", "backward", "optimizer", "server_wait"):
+                clock.mark(phase)
+            clock.tick()
+        return (time.process_time() - begun) / steps * 1e6
+
+    assert min(cpu_us_per_step() for _ in range(5)) < 10
+
+
+class FakeGpu:
+    """A device whose time the test moves; events read it when they are recorded."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self.synchronised = 0
+        self.events_made = 0
+
+    def event(self, enable_timing: bool = False) -> FakeEvent:
+        assert enable_timing
+        self.events_made += 1
+        return FakeEvent(self)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.synchronised += 1
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self.ms: float | None = None
+
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:1"
+        self.ms = self._gpu.ms
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.ms - self.ms
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    fake = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    return fake
+
+
+def test_cuda_steps_come_from_events_and_only_the_ends_synchronise(gpu):
+    clock = StepClock("cuda:1", phase_marks=True)
+    for _ in range(2):
+        clock.begin()
+        for ms in (3.0, 4.0):
+            gpu.ms += ms
+            clock.mark("forward")
+            gpu.ms += 1
+            clock.tick()
+        assert gpu.synchronised % 2 == 1
+        clock.end()
+    assert gpu.synchronised == 4
+    assert clock.step_ms == [4, 5, 4, 5]
+    assert clock.phase_summary()["forward"]["mean"] == 3.5
+    assert clock.phase_summary()["other"]["mean"] == 1
+    assert len(clock.epoch_times_s) == 2
+    assert gpu.events_made == 5  # the second epoch uses the first one's again
+
+
+class Sink(list):
+    def write(self, phase: str, event: str) -> None:
+        self.append((phase, event))
+
+
+def test_phases_sum_by_name_and_are_logged(now):
+    sink = Sink()
+    phases = Phases(log=sink)
+    with phases("setup"):
+        now.ms += 500
+    for _ in range(2):
+        with phases("eval"):
+            now.ms += 250
+    assert phases.as_dict() == {"setup_s": 0.5, "eval_s": 0.5}
+    assert sink == [("setup", "start"), ("setup", "end")] + [("eval", "start"), ("eval", "end")] * 2
+
+
+def test_a_phase_that_fails_is_timed_and_its_error_passes(now):
+    sink = Sink()
+    phases = Phases(log=sink)
+
+    def fail() -> None:
+        with phases("setup"):
+            now.ms += 10
+            raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        fail()
+    assert phases.as_dict() == {"setup_s": 0.01}
+    assert sink[-1] == ("setup", "end")
+
+
+def test_phases_wait_for_the_device_at_both_ends(gpu):
+    with Phases("cuda:1")("eval"):
+        assert gpu.synchronised == 1
+    assert gpu.synchronised == 2

@@ -1,0 +1,48 @@
+"""Counted operations against published ones, and against a sum by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stratbench import models
+from stratbench.telemetry.flops import forward_flops
+
+#: torchvision's own figures: billions of multiply-adds, and the image size they are for.
+PUBLISHED = {
+    "vgg16": ("VGG16_Weights", 224),
+    "resnet50": ("ResNet50_Weights", 224),
+    "densenet121": ("DenseNet121_Weights", 224),
+    "convnext_large": ("ConvNeXt_Large_Weights", 224),
+    "efficientnet_v2_l": ("EfficientNet_V2_L_Weights", 480),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_networks(name):
+    models.import_torchvision()
+    import torchvision
+
+    weights, size = PUBLISHED[name]
+    multiply_adds = 1e9 * getattr(torchvision.models, weights).DEFAULT.meta["_ops"]
+    counted = forward_flops(lambda: models.build(name, 1000), (3, size, size))
+    assert counted == pytest.approx(2 * multiply_adds, rel=0.01)
+
+
+def test_a_sum_by_hand():
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, groups=2),
+            nn.BatchNorm2d(4),
+            nn.Flatten(),
+            nn.Linear(100, 3),
+        )
+
+    assert forward_flops(build, (2, 5, 5)) == 2 * (4 * 25 * 9 * 1 + 100 * 3)
+
+
+def test_counting_draws_no_random_number():
+    before = torch.get_rng_state()
+    forward_flops(lambda: models.build("vgg-compact", 10, 1), (1, 28, 28))
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,82 @@
+"""The table of GPU peaks: found by the names that drivers report, and by nothing near them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratbench.telemetry import hardware
+from stratbench.telemetry.hardware import peak_of
+
+
+@pytest.mark.parametrize(
+    ("device_name", "bf16_tflops", "memory_gib"),
+    [
+        ("NVIDIA A10G", 70, 24),
+        ("NVIDIA A100-SXM4-40GB", 312, 40),
+        ("NVIDIA A100-SXM4-80GB", 312, 80),
+        ("NVIDIA A100-PCIE-40GB", 312, 40),
+        ("NVIDIA A100 80GB PCIe", 312, 80),
+        ("NVIDIA H100 80GB HBM3", 989.4, 80),
+        ("NVIDIA H100 PCIe", 756, 80),
+        ("NVIDIA H200", 989.4, 141),
+        ("NVIDIA B200", 2250, 180),
+        ("NVIDIA L4", 121, 24),
+        ("NVIDIA L40S", 362, 48),
+        ("Tesla V100-SXM2-16GB", None, 16),
+        ("Tesla V100-SXM2-32GB", None, 32),
+        ("Tesla V100-PCIE-16GB", None, 16),
+        ("Tesla T4", None, 16),
+        ("NVIDIA GeForce RTX 3090", 71, 24),
+        ("NVIDIA GeForce RTX 4090", 165.2, 24),
+    ],
+)
+def test_reported_names_are_found(device_name, bf16_tflops, memory_gib):
+    peak = peak_of(device_name)
+    assert peak.tflops("bf16") == bf16_tflops
+    assert peak.memory_gib == memory_gib
+
+
+@pytest.mark.parametrize(
+    "device_name",
+    [
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A10",
+        "NVIDIA L40",
+        "NVIDIA GH200 480GB",
+        "AMD Instinct MI300X",
+        "",
+    ],
+)
+def test_other_devices_with_similar_names_are_not(device_name):
+    assert peak_of(device_name) is None
+
+
+def test_figures_are_consistent():
+    for _, peak in hardware._TABLE:
+        assert peak.tf32_tflops is None or peak.fp32_tflops <= peak.tf32_tflops
+        assert peak.fp16_tflops > peak.fp32_tflops
+        assert peak.bf16_tflops in (None, peak.fp16_tflops)
+        # Dense Ampere and later tensor cores: half precision is twice TF32.
+        if peak.tf32_tflops and peak.bf16_tflops:
+            assert peak.fp16_tflops / peak.tf32_tflops == pytest.approx(2, rel=0.03)
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match="int8"):
+        peak_of("NVIDIA L4").tflops("int8")
+
+
+def test_modules_that_must_not_import_torch_do_not():
+    program = (
+        "import sys, stratbench.telemetry.hardware, stratbench.telemetry.nvml,"
+        " stratbench.telemetry.sampler; sys.exit('torch' in sys.modules)"
+    )
+    root = Path(hardware.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)

@@ -1,0 +1,168 @@
+"""NVML against a fake library: units, names, and that no failure of it reaches the caller."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from fake_nvml import UUIDS, FakeNvml, GpuIsLost, NotSupported, NVMLError
+
+from stratbench.telemetry.nvml import Nvml
+
+
+def test_counters_are_in_the_units_of_their_names():
+    counters = Nvml(FakeNvml()).gpus()[0].counters()
+    assert counters == {
+        "gpu_util_pct": 97,
+        "mem_bus_util_pct": 41,
+        "mem_used_bytes": 12884901888,
+        "power_w": pytest.approx(312.5),
+        "energy_j": pytest.approx(5000),
+        "temperature_c": 61,
+        "sm_clock_mhz": 1410,
+        "mem_clock_mhz": 1593,
+        "throttle": "sw_power_cap;hw_thermal_slowdown",
+        "nvlink_tx_bytes": 102400,
+        "nvlink_rx_bytes": 204800,
+        "pcie_tx_bytes_per_s": 1_500_000,
+        "pcie_rx_bytes_per_s": 2_500_000,
+    }
+
+
+def test_what_a_gpu_does_not_offer_is_absent_and_the_rest_stays():
+    failures = {
+        "nvmlDeviceGetTotalEnergyConsumption": NotSupported(),
+        "nvmlDeviceGetUtilizationRates": NotSupported(),
+        "nvmlDeviceGetFieldValues": NotSupported(),
+        "nvmlDeviceGetPcieThroughput": NotSupported(),
+    }
+    counters = Nvml(FakeNvml(failures=failures)).gpus()[0].counters()
+    assert counters.keys() == {
+        "mem_used_bytes",
+        "power_w",
+        "temperature_c",
+        "sm_clock_mhz",
+        "mem_clock_mhz",
+        "throttle",
+    }
+
+
+def test_a_lost_gpu_answers_nothing_and_raises_nothing():
+    library = FakeNvml()
+    gpu = Nvml(library).gpus()[0]
+    names = [name for name in dir(FakeNvml) if name.startswith("_nvmlDevice")]
+    library._failures = {name[1:]: GpuIsLost() for name in names} | {
+        name: GpuIsLost() for name in library._answers
+    }
+    assert gpu.counters() == {}
+    assert gpu.static() == {"index": 0}
+    assert gpu.process_ids() == []
+    assert gpu.process_used_bytes(4242) is None
+
+
+def test_free_clocks_are_an_empty_text_and_an_unknown_state_is_absent():
+    free = FakeNvml(answers={"nvmlDeviceGetCurrentClocksEventReasons": 0})
+    assert Nvml(free).gpus()[0].counters()["throttle"] == ""
+    neither = (
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    )
+    assert "throttle" not in Nvml(FakeNvml(missing=neither)).gpus()[0].counters()
+
+
+def test_older_drivers_throttle_reasons_are_read_by_their_older_name():
+    library = FakeNvml(
+        missing=("nvmlDeviceGetCurrentClocksEventReasons",),
+        answers={"nvmlDeviceGetCurrentClocksThrottleReasons": 0x20},
+    )
+    assert Nvml(library).gpus()[0].counters()["throttle"] == "sw_thermal_slowdown"
+
+
+def test_pcie_snapshot_is_not_asked_where_there_is_a_counter_or_none_is_wanted():
+    def field(value: int, kind: int) -> SimpleNamespace:
+        return SimpleNamespace(nvmlReturn=0, valueType=kind, value=SimpleNamespace(ullVal=value))
+
+    cumulative = FakeNvml(answers={"nvmlDeviceGetFieldValues": [field(9, 3)] * 4})
+    counters = Nvml(cumulative).gpus()[0].counters()
+    assert counters["pcie_tx_bytes"] == 9
+    assert "nvmlDeviceGetPcieThroughput" not in cumulative.calls
+    # 32-bit counters wrap between two samples: the snapshot is the better figure.
+    wrapping = FakeNvml(answers={"nvmlDeviceGetFieldValues": [field(9, 1)] * 4})
+    counters = Nvml(wrapping).gpus()[0].counters()
+    assert "pcie_tx_bytes" not in counters
+    assert counters["pcie_tx_bytes_per_s"] == 1_500_000
+    unwanted = FakeNvml()
+    Nvml(unwanted).gpus()[0].counters(pcie_snapshot=False)
+    assert "nvmlDeviceGetPcieThroughput" not in unwanted.calls
+
+
+def test_static_facts_identify_the_gpu():
+    nvml = Nvml(FakeNvml(gpus=2))
+    assert nvml.gpus()[1].static() == {
+        "index": 1,
+        "name": "NVIDIA A100-SXM4-80GB",
+        "uuid": UUIDS[1],
+        "pci_bus_id": "00000000:07:00.0",
+        "memory_bytes": 85899345920,
+        "power_limit_w": pytest.approx(400),
+        "max_sm_clock_mhz": 1410,
+        "max_mem_clock_mhz": 1593,
+        "application_sm_clock_mhz": 1275,
+        "pcie_generation": 4,
+        "pcie_width": 16,
+        "nvlinks_active": 10,
+    }
+    assert nvml.driver() == {"driver_version": "550.54.15", "cuda_driver_version": "12.4"}
+    assert nvml.topology() == [{"gpus": [0, 1], "path": "PXB"}]
+
+
+def test_gpu_of_finds_by_uuid_and_only_by_it():
+    nvml = Nvml(FakeNvml(gpus=2))
+    assert nvml.gpu_of(UUIDS[1]).index == 1
+    assert nvml.gpu_of("GPU-unknown") is None
+    assert nvml.gpu_of(None) is None
+
+
+def test_memory_of_a_process():
+    gpu = Nvml(FakeNvml()).gpus()[0]
+    assert gpu.process_ids() == [4242]
+    assert gpu.process_used_bytes(4242) == 1 << 30
+    assert gpu.process_used_bytes(1) is None
+
+
+def test_memory_info_falls_back_to_its_first_version():
+    class OnlyFirst(FakeNvml):
+        def __getattr__(self, name):
+            if name == "nvmlDeviceGetMemoryInfo":
+                # Takes no version: a second argument is a TypeError, as in old pynvml.
+                return lambda handle: SimpleNamespace(total=10, used=7)
+            return super().__getattr__(name)
+
+    assert Nvml(OnlyFirst()).gpus()[0].memory_used_bytes() == 7
+
+
+def test_without_a_driver_there_are_no_gpus_and_a_reason():
+    nvml = Nvml(FakeNvml(failures={"nvmlInit": NVMLError("Driver Not Loaded")}))
+    assert nvml.gpus() == []
+    assert nvml.driver() == {}
+    assert nvml.topology() == []
+    assert "Driver Not Loaded" in nvml.reason
+
+
+def test_without_the_library_there_are_no_gpus_and_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    nvml = Nvml()
+    assert nvml.gpus() == []
+    assert "pynvml" in nvml.reason
+
+
+def test_a_closed_library_is_asked_no_more():
+    library = FakeNvml()
+    nvml = Nvml(library)
+    gpu = nvml.gpus()[0]
+    nvml.close()
+    asked = len(library.calls)
+    assert gpu.counters() == {}
+    assert nvml.gpus() == []
+    assert len(library.calls) == asked

@@ -1,0 +1,298 @@
+"""The sampler as a process of its own: what it sees, and how it ends."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from fake_nvml import FakeNvml, GpuIsLost
+
+from stratbench.telemetry import sampler as sampler_module
+from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.sampler import Sampler, Watched, busy_check, sample_until
+from stratbench.telemetry.timeline import COLUMNS, read_samples
+
+pytestmark = pytest.mark.timeout(60)
+
+BURN = "import time\nend = time.time() + 30\nwhile time.time() < end: pass"
+
+
+@contextmanager
+def burning():
+    """A child that keeps one core busy."""
+    child = subprocess.Popen([sys.executable, "-c", BURN])
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def wait_for(condition, timeout_s: float = 20.0):
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"did not happen within {timeout_s} s")
+
+
+def samples(path: Path, kind: str) -> list[dict]:
+    return [row for row in read_samples(path) if row["kind"] == kind]
+
+
+def test_it_sees_a_process_burn_cpu_and_takes_a_last_sample(tmp_path):
+    out = tmp_path / "samples.csv"
+    origin_s = time.time() - 50
+    sampler = Sampler(out, origin_s, period_s=0.1)
+    with burning() as child:
+        sampler.watch("rank0", child.pid)
+        wait_for(lambda: len(samples(out, "process")) >= 12)
+    ended_s = time.time() - origin_s
+    assert sampler.stop() is True
+    rows = samples(out, "process")
+    assert {row["id"] for row in rows} == {"rank0"}
+    assert rows[0]["cpu_pct"] == ""  # nothing to compare the first with
+    times = [float(row["cpu_time_s"]) for row in rows]
+    assert times == sorted(times)
+    spent_s, elapsed_s = times[-1] - times[0], rows[-1]["t_s"] - rows[0]["t_s"]
+    assert 0.2 * elapsed_s < spent_s <= elapsed_s + 0.05
+    by_share_s = sum(
+        float(row["cpu_pct"]) / 100 * (row["t_s"] - before["t_s"])
+        for before, row in itertools.pairwise(rows)
+    )
+    assert by_share_s == pytest.approx(spent_s, abs=0.1)
+    assert all(int(row["rss_bytes"]) > 1 << 20 for row in rows)
+    hosts = samples(out, "host")
+    host_times = [row["t_s"] for row in hosts]
+    assert host_times == sorted(host_times)
+    assert 50 <= host_times[0] <= ended_s <= host_times[-1]
+    assert max(float(row["cpu_pct"] or 0) for row in hosts) > 100 * 0.2 / os.cpu_count()
+    by_core = [row["cores_pct"].split() for row in hosts if row["cores_pct"]]
+    assert {len(cores) for cores in by_core} == {os.cpu_count()}
+    assert not out.with_suffix(".pids").exists()
+
+
+def test_it_is_light(tmp_path):
+    out = tmp_path / "samples.csv"
+    sampler = Sampler(out, time.time(), period_s=0.1)
+    try:
+        wait_for(lambda: samples(out, "host"))
+        process = psutil.Process(sampler.pid)
+        assert process.memory_info().rss < 60 << 20
+        assert process.nice() == 19
+        maps = Path(f"/proc/{sampler.pid}/maps")
+        if maps.exists():
+            assert "libtorch" not in maps.read_text()
+    finally:
+        sampler.stop()
+
+
+def test_sigterm_leaves_whole_rows_and_the_last_sample(tmp_path):
+    out = tmp_path / "samples.csv"
+    sampler = Sampler(out, time.time(), period_s=30)
+    wait_for(lambda: samples(out, "host"))
+    time.sleep(0.3)
+    begun_s = time.monotonic()
+    assert sampler.stop() is True
+    assert time.monotonic() - begun_s < 5  # it does not wait for its period
+    rows = samples(out, "host")
+    assert len(rows) == 2
+    assert rows[1]["t_s"] - rows[0]["t_s"] > 0.2
+    assert out.read_text().endswith("\n")
+
+
+def test_a_killed_sampler_leaves_what_it_had_and_stop_says_so(tmp_path):
+    out = tmp_path / "samples.csv"
+    sampler = Sampler(out, time.time(), period_s=0.05)
+    wait_for(lambda: len(samples(out, "host")) >= 3)
+    os.kill(sampler.pid, signal.SIGKILL)
+    assert sampler.stop() is False
+    assert len(samples(out, "host")) >= 3
+
+
+def test_it_ends_when_its_launcher_is_killed(tmp_path):
+    out = tmp_path / "samples.csv"
+    program = (
+        "import time; from stratbench.telemetry.sampler import Sampler;"
+        f"s = Sampler({str(out)!r}, time.time(), 0.1); print(s.pid, flush=True); time.sleep(60)"
+    )
+    root = Path(sampler_module.__file__).parents[2]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    pid = int(launcher.stdout.readline())
+    wait_for(lambda: samples(out, "host"))
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+
+
+def test_a_sampler_that_cannot_start_fails_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sampler_module.sys, "executable", str(tmp_path / "no-python"))
+    sampler = Sampler(tmp_path / "samples.csv", time.time())
+    sampler.watch("rank0", os.getpid())
+    assert sampler.pid is None
+    assert sampler.stop() is False
+    assert "no timeline" in capsys.readouterr().err
+
+
+def test_a_period_of_zero_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sampler_module.main(["--out", str(tmp_path / "s.csv"), "--period-s", "0"])
+    assert "--period-s" in capsys.readouterr().err
+
+
+def sampled_with(
+    library: FakeNvml, count: int, sleep=lambda seconds: None, period_s: float = 0.001
+) -> list[dict]:
+    """Rows of `count` samples and the last one, taken in this process."""
+    stop = threading.Event()
+    text = io.StringIO()
+    waits = iter(range(count))
+
+    def wait(seconds: float) -> None:
+        sleep(seconds)
+        if next(waits) == count - 1:
+            stop.set()
+
+    stop.wait = wait
+    sample_until(
+        stop,
+        text,
+        Nvml(library),
+        Watched(None),
+        parent_pid=os.getppid(),
+        period_s=period_s,
+        origin_s=sampler_module.time.time(),
+    )
+    text.seek(0)
+    return list(csv.DictReader(text))
+
+
+def test_gpu_counters_are_columns_and_those_not_offered_are_empty():
+    library = FakeNvml(gpus=2, failures={"nvmlDeviceGetTotalEnergyConsumption": GpuIsLost("lost")})
+    gpus = [row for row in sampled_with(library, 1) if row["kind"] == "gpu"]
+    assert [row["id"] for row in gpus] == ["0", "1", "0", "1"]
+    assert gpus[0]["power_w"] == "312.5"
+    assert gpus[0]["throttle"] == "sw_power_cap;hw_thermal_slowdown"
+    assert gpus[0]["energy_j"] == ""
+    assert set(gpus[0]) == set(COLUMNS)
+
+
+def test_pcie_snapshots_which_block_are_taken_now_and_then():
+    gpus = [row for row in sampled_with(FakeNvml(), 20) if row["kind"] == "gpu"]
+    taken = [i for i, row in enumerate(gpus) if row["pcie_tx_bytes_per_s"]]
+    assert taken == [0, 10, 20]
+
+
+def test_its_period_is_kept_however_long_a_sample_takes(monkeypatch):
+    now = SimpleNamespace(s=100.0)
+    clock = SimpleNamespace(monotonic=lambda: now.s, time=lambda: 1e9 + now.s)
+    monkeypatch.setattr(sampler_module, "time", clock)
+
+    class Slow(FakeNvml):
+        def _nvmlDeviceGetClockInfo(self, handle, clock):
+            now.s += 0.1
+            return 1
+
+    def sleep(seconds: float) -> None:
+        now.s += seconds
+
+    rows = [row for row in sampled_with(Slow(), 6, sleep, 0.5) if row["kind"] == "host"]
+    assert [float(row["t_s"]) for row in rows] == pytest.approx([0, 0.5, 1, 1.5, 2, 2.5, 3])
+
+
+def test_without_a_driver_the_host_is_sampled_all_the_same():
+    rows = sampled_with(FakeNvml(failures={"nvmlInit": OSError("no driver")}), 2)
+    assert [row["kind"] for row in rows] == ["host"] * 3
+
+
+def test_watched_reads_whole_lines_as_they_come_and_drops_the_dead(tmp_path):
+    pids = tmp_path / "pids"
+    watched = Watched(pids)
+    assert watched.refresh() is False  # not there yet
+    with burning() as child:
+        pids.write_text(f"rank0 {child.pid}\nrank1 {os.getpid()}")
+        assert watched.refresh() is True
+        assert [row["id"] for row in watched.sample()] == ["rank0"]
+        with pids.open("a") as file:
+            file.write("\nrank2 not-a-number\n")
+        watched.refresh()
+        assert [row["id"] for row in watched.sample()] == ["rank0", "rank1"]
+        child.kill()
+        wait_for(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+        # A process that was not waited for yet would read as one without memory.
+        assert [row["id"] for row in watched.sample()] == ["rank1"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
+def test_it_keeps_off_the_cores_of_the_watched(tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core only")
+    out = tmp_path / "samples.csv"
+    sampler = Sampler(out, time.time(), period_s=0.05)
+    try:
+        with burning() as child:
+            os.sched_setaffinity(child.pid, cores[:1])
+            sampler.watch("rank0", child.pid)
+            wait_for(lambda: os.sched_getaffinity(sampler.pid) == set(cores[1:]))
+    finally:
+        sampler.stop()
+
+
+def test_busy_check_tells_our_processes_from_others():
+    with burning() as child:
+        ours = busy_check(window_s=0.6, nvml=Nvml(FakeNvml()))
+        assert child.pid not in {p["pid"] for p in ours["other_processes"]}
+    assert ours["other_gpu_processes"] == {0: [4242]}
+    mine = busy_check(own_pids={4242}, window_s=0.05, nvml=Nvml(FakeNvml()))
+    assert "other_gpu_processes" not in mine
+
+
+def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
+    now = SimpleNamespace(s=0.0)
+
+    def sleep(seconds: float) -> None:
+        now.s += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
+    us, watched, stranger = os.getpid(), 10**9, 10**9 + 1
+    by_process = iter([{us: 5.0, watched: 1.0}, {us: 6.0, watched: 1.5, stranger: 0.4}])
+    busy_s = iter([100.0, 102.5])
+    monkeypatch.setattr(sampler_module, "time", clock)
+    monkeypatch.setattr(sampler_module, "_cpu_times", lambda: next(by_process))
+    monkeypatch.setattr(sampler_module, "_busy_s", lambda: next(busy_s))
+    facts = busy_check(own_pids={watched}, window_s=2.0)
+    # 2.5 s busy, of which 1.5 s ours: the rest counts although only 0.4 s of it is visible.
+    assert facts["other_cpu_cores"] == 0.5
+    assert facts["other_processes"] == [{"pid": stranger, "name": "?", "cores": 0.2}]
+
+
+def test_busy_check_sees_a_stranger(tmp_path):
+    # Its parent ends at once, so that it descends from us no longer.
+    pid_file = tmp_path / "pid"
+    shell = f'"{sys.executable}" -c "$1" & echo $! > "{pid_file}"'
+    subprocess.run(["sh", "-c", shell, "sh", BURN], check=True, timeout=20)
+    pid = int(pid_file.read_text())
+    try:
+        wait_for(lambda: sum(psutil.Process(pid).cpu_times()[:2]) > 0.2)
+        facts = busy_check(window_s=0.8)
+        assert pid in {process["pid"] for process in facts["other_processes"]}
+        assert facts["other_cpu_cores"] > 0.2
+    finally:
+        os.kill(pid, signal.SIGKILL)

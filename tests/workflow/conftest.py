@@ -1,0 +1,23 @@
+"""Fixtures: a fresh copy of the workflow, and one whose study has run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_study import Workflow, tiny_config
+
+
+@pytest.fixture
+def workflow(tmp_path: Path) -> Workflow:
+    """An untouched copy; nothing has run."""
+    return Workflow(tmp_path, tiny_config())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
+    """A copy whose study has run to its report. Tests leave it as they found it."""
+    done = Workflow(tmp_path_factory.mktemp("finished"), tiny_config())
+    result = done.run()
+    assert result.returncode == 0, result.stdout
+    return done

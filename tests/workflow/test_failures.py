@@ -1,0 +1,128 @@
+"""Failures of a study: what the user sees, what stays, and what the next run does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_study import tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def one_long_cell() -> dict:
+    """The tiny study with one cell that trains long enough to be hit."""
+    config = tiny_config()
+    second = config["studies"]["tiny"]["experiments"]["second"]
+    second["strategies"] = ["ddp"]
+    second["gpus"] = [2]
+    second["epochs"] = 2000
+    config["studies"]["tiny"]["experiments"]["first"]["gpus"] = [1]
+    return config
+
+
+def wait_for(condition, timeout_s: float = 120):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if (found := condition()) is not None:
+            return found
+        time.sleep(0.2)
+    raise AssertionError("what was waited for did not happen")
+
+
+def training_workers(folder: Path) -> list[psutil.Process] | None:
+    """The worker processes of the long cell, once both train."""
+    phases = list(folder.glob("results/tiny/logs/second/ddp/**/run/phases*.jsonl"))
+    if len(phases) < 2 or any('"train"' not in p.read_text() for p in phases):
+        return None
+    marker = '"experiment": "second"'
+    launchers = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "stratbench.train.launch" in (p.info["cmdline"] or [])
+        and any(marker in a for a in p.info["cmdline"])
+        and Path(p.cwd()) == folder
+    ]
+    workers = []
+    for launcher in launchers:
+        for child in launcher.children(recursive=True):
+            # Workers are the fork server's children, one level below the launcher's own.
+            if child.parent() is not None and child.parent().pid != launcher.pid:
+                workers.append(child)
+    return workers if len(workers) == 2 else None
+
+
+def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
+    workflow.write_config(one_long_cell())
+    run = workflow.start()
+    workers = wait_for(lambda: training_workers(workflow.folder))
+    workers[0].send_signal(signal.SIGKILL)
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode != 0
+    # The others finished, and the message names the cell and shows the end of its log.
+    for strategy in ("single", "ddp"):
+        assert workflow.record("first", strategy, "vgg-compact", "1gpu").exists()
+    assert "cell tiny/second: ddp, vgg-compact, 2 GPUs" in output
+    assert "killed by SIGKILL" in output
+    record = workflow.record("second", "ddp", "vgg-compact", "2gpu")
+    assert not record.exists()
+    evidence = workflow.folder / "results/tiny/logs/second/ddp/vgg-compact/2gpu/rep0/failure.json"
+    assert "SIGKILL" in evidence.read_text()
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in workers)
+    # The next run trains that cell, and it alone.
+    assert workflow.jobs()["train_cell"] == 1
+
+
+def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
+    workflow.write_config(one_long_cell())
+    run = workflow.start()
+    workers = wait_for(lambda: training_workers(workflow.folder))
+    os.killpg(run.pid, signal.SIGINT)  # what a terminal sends
+    run.communicate(timeout=60)
+    psutil.wait_procs(workers, timeout=10)
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in workers)
+    assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
+    assert workflow.jobs()["train_cell"] >= 1
+
+
+def test_outcomes_are_results_and_are_printed_as_such(workflow):
+    config = tiny_config()
+    experiments = config["studies"]["tiny"]["experiments"]
+    experiments["first"] |= {"strategies": ["single"], "gpus": [1], "lr": 1e12}
+    experiments["second"] |= {"epochs": 100000, "time_limit_s": 12}
+    workflow.write_config(config)
+    result = workflow.run()
+    assert result.returncode == 0, result.stdout
+    diverged = json.loads(workflow.record("first", "single", "vgg-compact", "1gpu").read_text())
+    assert diverged["status"] == "diverged"
+    late = json.loads(workflow.record("second", "single", "vgg-compact", "1gpu").read_text())
+    assert late["status"] == "timeout"
+    assert late["accuracy"]["per_epoch"], "the epochs finished before the limit are kept"
+    tables = workflow.folder / "results/tiny/tables"
+    assert "div." in (tables / "first/training_time.csv").read_text()
+    assert ">12" in (tables / "second/training_time.csv").read_text()
+    assert workflow.jobs() == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": "fast"}, "config: studies.tiny.experiments.first.lr = 'fast': must be a number"),
+        ({"strategies": ["dpp"]}, "Did you mean 'ddp'?"),
+        ({"learning_rate": 0.1}, "unknown key 'learning_rate'"),
+    ],
+)
+def test_a_config_mistake_is_one_message_before_any_job(workflow, change, message):
+    config = tiny_config()
+    config["studies"]["tiny"]["experiments"]["first"] |= change
+    workflow.write_config(config)
+    result = workflow.run()
+    assert result.returncode != 0
+    assert message in result.stdout
+    assert "Traceback" not in result.stdout
+    assert not (workflow.folder / "results").exists()

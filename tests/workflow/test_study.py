@@ -1,0 +1,100 @@
+"""A whole study: what is made, and what a second run makes again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from tiny_study import tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+CELLS = [
+    ("first", "single", "vgg-compact", "1gpu"),
+    ("first", "ddp", "vgg-compact", "1gpu"),
+    ("first", "ddp", "vgg-compact", "2gpu"),
+    ("second", "single", "vgg-compact", "1gpu"),
+]
+
+
+def test_every_cell_has_a_record_and_the_report_is_there(finished):
+    for cell in CELLS:
+        assert finished.record(*cell).exists(), cell
+        assert finished.record(*cell).with_name("timeline.csv").exists(), cell
+    report = finished.folder / "results/tiny/report.html"
+    assert "vgg-compact" in report.read_text()
+
+
+def test_a_second_run_makes_nothing(finished):
+    assert finished.jobs() == {}
+
+
+def test_a_changed_learning_rate_retrains_its_experiment_only(finished):
+    config = tiny_config()
+    config["studies"]["tiny"]["experiments"]["second"]["lr"] = 0.01
+    finished.write_config(config)
+    try:
+        jobs = finished.jobs()
+        output = finished.run("-n").stdout
+    finally:
+        finished.write_config(tiny_config())
+    assert jobs["train_cell"] == 1
+    assert "results/tiny/cells/second/single" in output
+    assert "results/tiny/cells/first/ddp/vgg-compact/2gpu/rep0/record.json\n    log" not in output
+
+
+def test_a_changed_time_limit_retrains_nothing(finished):
+    config = tiny_config()
+    config["studies"]["tiny"]["experiments"]["second"]["time_limit_s"] = 500
+    finished.write_config(config)
+    try:
+        assert finished.jobs() == {}
+    finally:
+        finished.write_config(tiny_config())
+
+
+def test_a_further_model_leaves_finished_cells_alone(finished):
+    config = tiny_config()
+    config["studies"]["tiny"]["experiments"]["second"]["models"].append("resnet-compact")
+    finished.write_config(config)
+    try:
+        assert finished.jobs()["train_cell"] == 1
+    finally:
+        finished.write_config(tiny_config())
+
+
+def test_a_deleted_record_is_trained_again_with_the_merge_only(finished):
+    record = finished.record(*CELLS[2])
+    others = {cell: finished.record(*cell).stat().st_mtime_ns for cell in CELLS if cell != CELLS[2]}
+    record.unlink()
+    assert finished.jobs()["train_cell"] == 1
+    result = finished.run()
+    assert result.returncode == 0, result.stdout
+    assert record.exists()
+    for cell, mtime in others.items():
+        assert finished.record(*cell).stat().st_mtime_ns == mtime, cell
+    assert finished.jobs() == {}
+
+
+def test_partial_merges_what_is_there_and_lists_what_is_missing(finished):
+    config = copy.deepcopy(tiny_config())
+    config["studies"]["tiny"]["experiments"]["second"]["gpus"] = [1]
+    config["studies"]["tiny"]["experiments"]["second"]["strategies"] = ["single", "fsdp"]
+    finished.write_config(config)
+    try:
+        result = finished.run("partial")
+    finally:
+        finished.write_config(tiny_config())
+    assert result.returncode == 0, result.stdout
+    cells = (finished.folder / "results/tiny/partial/cells.csv").read_text()
+    assert cells.count(",ok,") == 4
+    assert cells.count(",missing,") == 1
+    assert "second" in result.stdout
+    assert "fsdp" in result.stdout
+
+
+def test_snakemake_report_carries_the_plots(finished):
+    result = finished.run("--report", "report.html")
+    assert result.returncode == 0, result.stdout
+    text = (finished.folder / "report.html").read_text()
+    assert "training_time" in text

@@ -1,0 +1,58 @@
+"""The workflow keeps to its linters, and the paper study can be planned."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def check(*command: str | Path) -> None:
+    done = subprocess.run(
+        command, cwd=ROOT, text=True, capture_output=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ruff_finds_nothing():
+    check(BIN / "ruff", "check", ".")
+    check(BIN / "ruff", "format", "--check", ".")
+
+
+def test_snakefmt_would_change_nothing():
+    check(BIN / "snakefmt", "--check", "Snakefile", "workflow/rules")
+
+
+def test_snakemake_lint_finds_nothing():
+    check(sys.executable, "-m", "snakemake", "--lint")
+
+
+@pytest.mark.parametrize("study", ["demo", "paper"])
+def test_the_studies_of_the_config_expand(workflow, study):
+    (workflow.folder / "config.yaml").write_text((ROOT / "config.yaml").read_text())
+    done = workflow.run("-n", "--quiet", "all", "--config", f"study={study}")
+    assert done.returncode == 0, done.stdout
+
+
+def test_importing_what_the_snakefile_imports_brings_nothing_heavy():
+    heavy = ("torch", "pandas", "numpy", "matplotlib")
+    code = (
+        "import sys; import stratbench.config as c, yaml;"
+        "c.load(yaml.safe_load(open('config.yaml')));"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT / "workflow")},
+        text=True,
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "[]"

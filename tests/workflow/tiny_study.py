@@ -1,0 +1,109 @@
+"""A copy of the workflow with a tiny study of its own, run by the real Snakemake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240
+
+
+def tiny_config() -> dict:
+    """Two experiments on a small synthetic set, whose cells each take seconds."""
+    common = {
+        "dataset": "tiny-images",
+        "models": ["vgg-compact"],
+        "epochs": 1,
+        "global_batch": 32,
+        "lr": 0.05,
+        "device": "cpu",
+        "time_limit_s": 120,
+    }
+    config = {
+        "study": "tiny",
+        "datasets": {
+            "tiny-images": {
+                "source": "synthetic",
+                "train_samples": 128,
+                "test_samples": 64,
+                "channels": 1,
+                "size": 16,
+            }
+        },
+        "studies": {
+            "tiny": {
+                "experiments": {
+                    "first": {**common, "strategies": ["single", "ddp"], "gpus": [1, 2]},
+                    "second": {**common, "strategies": ["single"], "gpus": [1]},
+                }
+            }
+        },
+    }
+    return json.loads(json.dumps(config))  # no list is shared between experiments
+
+
+class Workflow:
+    """The workflow in a folder of its own."""
+
+    def __init__(self, folder: Path, config: dict) -> None:
+        self.folder = folder
+        for name in ("workflow", "profiles", "envs"):
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        shutil.copy(ROOT / "Snakefile", folder)
+        self.write_config(config)
+
+    def write_config(self, config: dict) -> None:
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+    def command(self, *args: str) -> list[str]:
+        return [sys.executable, "-m", "snakemake", "--profile", "profiles/local", *args]
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "STRATBENCH_DATA")}
+        return kept | {"XDG_CACHE_HOME": str(self.folder / "cache")}
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run Snakemake to its end; output and errors together in `stdout`."""
+        return subprocess.run(
+            self.command(*args),
+            cwd=self.folder,
+            env=self.environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        """Start Snakemake in a session of its own."""
+        return subprocess.Popen(
+            self.command(*args),
+            cwd=self.folder,
+            env=self.environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def jobs(self, *args: str) -> dict[str, int]:
+        """The jobs of a dry run, by rule."""
+        done = self.run("-n", *args)
+        assert done.returncode == 0, done.stdout
+        if "Nothing to be done" in done.stdout:
+            return {}
+        lines = done.stdout.split("Job stats:")[1].split("total")[0].splitlines()[3:]
+        return {rule: int(count) for rule, count in (x.split() for x in lines if x.strip())}
+
+    def record(self, *parts: str, study: str = "tiny") -> Path:
+        return self.folder.joinpath("results", study, "cells", *parts, "rep0", "record.json")

@@ -1,0 +1,99 @@
+# Helpers of all rules: the validated config, the study's cells, and the resources of a cell.
+import json
+import re
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+PACKAGE_ROOT = str(Path(workflow.basedir) / "workflow")
+if PACKAGE_ROOT not in sys.path:
+    sys.path.insert(0, PACKAGE_ROOT)
+
+from stratbench import config as stratbench_config
+from stratbench import resources as cell_resources
+from stratbench.cells import CELL_PATTERN
+
+try:
+    for _file in workflow.configfiles:
+        stratbench_config.check_duplicate_keys(_file)
+    CONFIG, STUDY = stratbench_config.load(config)
+except stratbench_config.ConfigError as error:
+    raise WorkflowError(str(error)) from None
+
+stratbench_config.set_job_environment(CONFIG, PACKAGE_ROOT)
+
+RESULTS = CONFIG["results"].rstrip("/")
+CLUSTER = CONFIG["cluster"]
+ENV = str(Path(workflow.basedir) / "envs" / "stratbench.yaml")
+CELL = f"{{study}}/cells/{CELL_PATTERN}"
+LOGS = f"{{study}}/logs/{CELL_PATTERN}"
+
+
+wildcard_constraints:
+    study=re.escape(STUDY.name),
+    experiment=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+    strategy=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+    model=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+    dataset=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+    gpus=r"\d+",
+    repeat=r"\d+",
+
+
+def record_paths(experiment=None):
+    """The record of every cell of the study, or of one experiment."""
+    return [
+        str(cell.record_path(RESULTS))
+        for cell in STUDY.cells
+        if experiment in (None, cell.experiment)
+    ]
+
+
+CELLS = {cell.path: cell for cell in STUDY.cells}
+
+
+def cell_of(wildcards):
+    """The cell that a training job's wildcards name."""
+    path = CELL_PATTERN.format(**wildcards)
+    if path not in CELLS:
+        raise WorkflowError(f"{path} is not a cell of the study {STUDY.name!r}")
+    return CELLS[path]
+
+
+def data_dir(dataset):
+    return f"{RESULTS}/data/{dataset}"
+
+
+def nodes_of(cell):
+    """Nodes that a cell spans."""
+    return cell_resources.nodes(cell, CLUSTER)
+
+
+def is_served(cell):
+    """Whether a cell has parameter servers."""
+    return STUDY.strategy_kind(cell.strategy) == "server"
+
+
+def cpus_of(cell):
+    """CPU cores asked for on each node: the workers' and the servers'."""
+    return cell_resources.cpus(cell, CLUSTER, is_served(cell))
+
+
+def gres_of(cell):
+    """GPUs asked for on each node, as SLURM writes it; empty for a cell that trains on CPUs."""
+    return cell_resources.gres(cell, CLUSTER, STUDY.settings(cell).device)
+
+
+NEEDED_MIB = cell_resources.read_needed_mib(f"{RESULTS}/{STUDY.name}/plan.json")
+
+
+def mem_mib_of(cell):
+    """Host memory asked for on each node, in MiB; more than the config says where the plan does."""
+    return cell_resources.mem_mib(
+        cell, CLUSTER, is_served(cell), NEEDED_MIB.get(cell.path, 0)
+    )
+
+
+def runtime_min_of(cell):
+    """The scheduler's limit in minutes: the cell's own and an allowance, so that the cell's comes first."""
+    return cell_resources.runtime_min(STUDY.time_limit_s(cell), CLUSTER)

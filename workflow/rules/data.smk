@@ -1,0 +1,19 @@
+# Data sets: verified, and converted once to arrays that training processes map into memory.
+rule prepare_data:
+    output:
+        meta=f"{RESULTS}/data/{{dataset}}/meta.json",
+    log:
+        f"{RESULTS}/data/{{dataset}}.log",
+    localrule: True  # compute nodes often cannot download
+    conda:
+        ENV
+    params:
+        out=lambda w: data_dir(w.dataset),
+        source=lambda w: (
+            ["--spec", json.dumps(CONFIG["datasets"][w.dataset], sort_keys=True)]
+            if w.dataset in CONFIG["datasets"]
+            else []
+        ),
+    shell:
+        "python -m stratbench.data prepare {wildcards.dataset:q} --out {params.out:q}"
+        " {params.source:q} ${{STRATBENCH_NO_DOWNLOAD:+--no-download}} > {log:q} 2>&1"

@@ -1,0 +1,63 @@
+from stratbench.train import slurm
+
+
+# Snakemake does not know its SLURM jobs again after it was killed. Runs after the jobs are planned and
+# before the first is submitted; not in a dry run, and not inside a job.
+onstart:
+    planned = [
+        job for job in workflow.dag.needrun_jobs() if job.rule.name == "train_cell"
+    ]
+    slurm.hold_until_ended(workflow, planned)
+    slurm.warn_of_forgetful_slurm()
+
+
+# Training: one job a cell. Oom, timeout and divergence are results; anything else fails the job.
+rule train_cell:
+    input:
+        data=lambda w: f"{data_dir(cell_of(w).dataset)}/meta.json",
+    output:
+        record=f"{RESULTS}/{CELL}/record.json",
+        timeline=f"{RESULTS}/{CELL}/timeline.csv",
+    log:
+        f"{RESULTS}/{LOGS}.log",
+    conda:
+        ENV
+    resources:
+        # Not parameters: asking for other nodes or more time does not retrain what has finished.
+        nodes=lambda w: nodes_of(cell_of(w)),
+        gres=lambda w: gres_of(cell_of(w)),
+        # One task a node, which the launcher starts itself: SLURM's plugin must neither derive tasks
+        # from GPUs nor wrap the job in an srun of its own, which it does where `mpi` is not set.
+        tasks=lambda w: nodes_of(cell_of(w)),
+        tasks_per_gpu=0,
+        mpi=lambda w: "srun" if nodes_of(cell_of(w)) > 1 else "",
+        cpus_per_task=lambda w: cpus_of(cell_of(w)),
+        mem_mb=lambda w: mem_mib_of(cell_of(w)),
+        runtime=lambda w: runtime_min_of(cell_of(w)),
+        time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
+        gpu_slots=1,
+    params:
+        cell=lambda w: json.dumps(cell_of(w).as_dict()),
+        settings=lambda w: STUDY.settings(cell_of(w)).as_json(),
+        data=lambda w, input: str(Path(input.data).parent),
+        logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
+    shell:
+        "python -m stratbench.train.launch --cell {params.cell:q} --settings {params.settings:q}"
+        " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
+        " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --nodes {resources.nodes}"
+        " --cpus-per-node {resources.cpus_per_task}"
+        " > {log:q} 2>&1"
+
+
+rule list_cells:
+    output:
+        f"{RESULTS}/{{study}}/cells.json",
+    log:
+        f"{RESULTS}/{{study}}/logs/list_cells.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        matrices=json.dumps([e.matrix for e in STUDY.experiments.values()]),
+    shell:
+        "python -m stratbench.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"

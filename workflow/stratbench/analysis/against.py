@@ -1,0 +1,356 @@
+"""A study beside the paper: every published cell with ours, and whether its claims hold in our records.
+
+Hardware differs, so absolute times do not compare; ratios between strategies and between GPU counts
+do. Writes against_cells.csv and against_claims.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis import paper
+from stratbench.analysis.audit import read_audit
+from stratbench.analysis.stats import ratio_intervals
+from stratbench.analysis.summary import GROUP, findings_by_group, read_cells
+
+#: Column of cells.csv, and factor to the published unit, of each published measure.
+COLUMNS_OF = {
+    "training_time_s": ("train_time_s", 1.0),
+    "accuracy_percent": ("accuracy_final", 100.0),
+}
+#: The strategy that others of its kind are divided by.
+REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
+CELL_COLUMNS = (
+    *("version", "table", "row", "strategy", "model", "dataset", "gpus", "measure"),
+    *("published", "ours", "experiment", "kind"),
+    *("against_strategy", "published_to_strategy", "our_to_strategy", "ratio_to_strategy"),
+    *("against_gpus", "published_to_gpus", "our_to_gpus", "ratio_to_gpus"),
+)
+CLAIM_COLUMNS = (
+    *("id", "version", "where", "claim", "metric", "model", "low", "high", "verdict", "figures"),
+    *("elsewhere", "in_the_paper", "explanation", "rule"),
+)
+HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these records"
+
+Key = tuple[str, str, str, int]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One value of a claim's metric: where from, and its 95 % interval where repeats give one."""
+
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Groups:
+    """Repeats by (experiment, strategy, model, gpus) that are ok, without what the audit rejects."""
+
+    def __init__(self, cells: pd.DataFrame, findings: Sequence[dict[str, Any]] = ()) -> None:
+        ok = cells[cells["status"] == "ok"]
+        groups = dict(iter(ok.groupby(GROUP, sort=False)))
+        #: What the audit calls unusable of each group: time, memory, accuracy or all.
+        self.rejected = {
+            key: {f["affects"] for f in found if f["severity"] == "unusable"}
+            for key, found in findings_by_group(findings, groups)
+        }
+        self.groups: dict[Key, pd.DataFrame] = groups
+
+    def values(self, key: Key, column: str, concerns: str) -> pd.Series:
+        """A column by repeat; empty where there is none or the audit rejects it."""
+        if key not in self.groups or self.rejected[key] & {concerns, "all"}:
+            return pd.Series(dtype=float)
+        rows = self.groups[key]
+        values = pd.Series(rows[column].to_numpy(dtype=float), index=rows["repeat"])
+        return values.dropna()
+
+    def pair(self, one: Key, other: Key, column: str, concerns: str) -> np.ndarray | None:
+        """Values [2, repeats] of two groups for the repeats that both have."""
+        columns = [self.values(key, column, concerns) for key in (one, other)]
+        found = pd.concat(columns, axis=1, join="inner").to_numpy().T
+        return found if found.size else None
+
+
+# ---------------------------------------------------------------- claims
+
+
+def ratios(
+    one: str, other: str, column: str, concerns: str, scale: Callable[[float], float] = float
+) -> Callable[[Groups], Iterator[Figure]]:
+    """The metric `one` / `other` on the same experiment, model and GPUs; `any` is every strategy."""
+
+    def figures(groups: Groups) -> Iterator[Figure]:
+        for key in groups.groups:
+            experiment, strategy, model, gpus = key
+            if strategy == other or (strategy != one and one != "any"):
+                continue
+            pair = groups.pair(key, (experiment, other, model, gpus), column, concerns)
+            if pair is None:
+                continue
+            name = f"{strategy}, {model} on {gpus}" if one == "any" else f"{model} on {gpus}"
+            yield ratio_figure(name, pair, scale)
+
+    return figures
+
+
+def ratio_figure(label: str, pair: np.ndarray, scale: Callable[[float], float]) -> Figure:
+    """scale(ratio of medians) with its interval; `scale` may turn the order round."""
+    value = scale(float(np.median(pair[0]) / np.median(pair[1])))
+    interval = ratio_intervals(pair[:1], pair[1:])
+    if interval is None:
+        return Figure(label, value)
+    low, high = sorted(scale(float(end)) for end in interval[0])
+    return Figure(label, value, low, high)
+
+
+def points(one: str, other: str) -> Callable[[Groups], Iterator[Figure]]:
+    """Accuracy of `one` minus that of `other`, in points, on the same model and GPUs.
+
+    The interval goes from the lowest to the highest repeat's difference.
+    """
+
+    def figures(groups: Groups) -> Iterator[Figure]:
+        for experiment, strategy, model, gpus in groups.groups:
+            for other_experiment in dict.fromkeys(key[0] for key in groups.groups):
+                keys = ((experiment, one, model, gpus), (other_experiment, other, model, gpus))
+                if strategy != one or not same_data(groups, *keys):
+                    continue
+                pair = groups.pair(*keys, "accuracy_final", "accuracy")
+                if pair is not None:
+                    lost = 100 * (pair[0] - pair[1])
+                    ends = (float(lost.min()), float(lost.max())) if lost.size > 1 else (None, None)
+                    yield Figure(f"{model} on {gpus}", float(np.median(lost)), *ends)
+
+    return figures
+
+
+def same_data(groups: Groups, one: Key, other: Key) -> bool:
+    """Whether both exist and trained as long, on the same data with the same batch."""
+    if one not in groups.groups or other not in groups.groups:
+        return False
+    columns = ["dataset", "global_batch", "epochs", "precision"]
+    first, second = (groups.groups[key].iloc[0][columns].fillna("") for key in (one, other))
+    return bool((first == second).all())
+
+
+def efficiency(groups: Groups) -> Iterator[Figure]:
+    """Speedup over one worker of the same strategy, divided by N."""
+    for key in groups.groups:
+        experiment, strategy, model, gpus = key
+        alone = (experiment, strategy, model, 1)
+        pair = groups.pair(alone, key, "train_time_s", "time") if gpus > 1 else None
+        if pair is not None:
+            yield ratio_figure(
+                f"{strategy}, {model} on {gpus}", pair, lambda ratio, n=gpus: ratio / n
+            )
+
+
+def from_two_to_four(groups: Groups) -> Iterator[Figure]:
+    """Time on 2 over time on 4 GPUs of modified async."""
+    for key in groups.groups:
+        experiment, strategy, model, gpus = key
+        if strategy == "ps-async-modified" and gpus == 2:
+            four = (experiment, strategy, model, 4)
+            pair = groups.pair(key, four, "train_time_s", "time")
+            if pair is not None:
+                yield ratio_figure(model, pair, float)
+
+
+def parameters(scale: float) -> Callable[[Groups], Iterator[Figure]]:
+    """Parameters of VGG16 as built, times `scale`."""
+
+    def figures(groups: Groups) -> Iterator[Figure]:
+        for (_, _, model, _), rows in groups.groups.items():
+            counts = rows["model_parameters"].dropna()
+            if model == "vgg16" and len(counts):
+                yield Figure("vgg16", float(counts.iloc[0]) * scale)
+                return
+
+    return figures
+
+
+METRICS: dict[str, Callable[[Groups], Iterator[Figure]]] = {
+    "memory of ddp / memory of fsdp": ratios("ddp", "fsdp", "peak_over_base_bytes", "memory"),
+    "training time of fsdp / of ddp": ratios("fsdp", "ddp", "train_time_s", "time"),
+    "time saved by ps-async against ps-sync (%)": ratios(
+        "ps-async", "ps-sync", "train_time_s", "time", lambda ratio: 100 * (1 - ratio)
+    ),
+    "accuracy of ps-sync - of ps-async (points)": points("ps-sync", "ps-async"),
+    "accuracy of ps-sync - of ps-async-modified (points)": points("ps-sync", "ps-async-modified"),
+    "speedup at N workers / N": efficiency,
+    "time at 2 GPUs / time at 4 GPUs": from_two_to_four,
+    "training time of any strategy / of ddp": ratios("any", "ddp", "train_time_s", "time"),
+    "parameters of vgg16 in fp32 (MB)": parameters(4e-6),
+    "parameters of vgg16 / 4 (millions)": parameters(1e-6 / 4),
+}
+
+
+def verdict(figures: Sequence[Figure], low: float, high: float) -> str:
+    """Whether every figure lies in [low, high]; one with an interval is out only if all of it is."""
+    low, high = (-np.inf if pd.isna(low) else low), (np.inf if pd.isna(high) else high)
+    if not figures:
+        return UNKNOWN
+    # No more digits than the claims are printed with: 1.999 is no counterexample to 2, nor 30.4 to 30.
+    slack = 0.5 if low == high else 0.005
+    ends = [(f.value, f.value) if f.low is None else (f.low, f.high) for f in figures]
+    if any(end < low - slack or start > high + slack for start, end in ends):
+        return FAILS
+    inside = all(start >= low - slack and end <= high + slack for start, end in ends)
+    return HOLDS if inside else UNKNOWN
+
+
+def told(figures: Sequence[Figure]) -> str:
+    """The range of the figures and where its ends are."""
+    if not figures:
+        return ""
+    least, most = (pick(figures, key=lambda f: f.value) for pick in (min, max))
+    if len(figures) == 1:
+        return f"{interval(least)} ({least.label})"
+    return (
+        f"{interval(least)} ({least.label}) to {interval(most)} ({most.label}), "
+        f"{len(figures)} figures"
+    )
+
+
+def interval(figure: Figure) -> str:
+    """`1.23 [1.10, 1.31]`"""
+    spread = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
+    return f"{figure.value:.2f}{spread}"
+
+
+def about(claim: dict[str, Any], figure: Figure) -> bool:
+    """Whether the claim is on the figure's model; most are on every model."""
+    return pd.isna(claim["model"]) or claim["model"] in figure.label
+
+
+def claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """Every claim of the text with its verdict; only the paper's models on GPUs are evidence.
+
+    `elsewhere` has the figures of other models and of CPU processes, which prove nothing;
+    `in_the_paper` the verdict of the paper's own tables, defects included.
+    """
+    is_counterpart = cells["model"].isin(list(paper.PARAMETERS)) & (cells["device_kind"] == "cuda")
+    listed = findings.to_dict("records")
+    ours, others = Groups(cells[is_counterpart], listed), Groups(cells[~is_counterpart], listed)
+    # Without the audit: here the question is what the paper prints, whether or not to believe it.
+    own = {version: Groups(paper.as_cells(version)) for version in ("v1", "v2")}
+    notes = paper.explanations().set_index("about")
+    rows = []
+    for claim in paper.published_claims().to_dict("records"):
+        metric = METRICS[claim["metric"]]
+        found, elsewhere, published = (
+            [figure for figure in metric(groups) if about(claim, figure)]
+            for groups in (ours, others, own[claim["version"]])
+        )
+        limits = (claim["low"], claim["high"])
+        agrees = verdict(found, *limits)
+        note = notes.loc[claim["id"]] if agrees == FAILS and claim["id"] in notes.index else None
+        in_the_paper = f"{verdict(published, *limits)}: {told(published)}" if published else ""
+        rows.append(
+            claim
+            | {"verdict": agrees, "figures": told(found), "elsewhere": told(elsewhere)}
+            | {"in_the_paper": in_the_paper}
+            | ({} if note is None else {"explanation": note["explanation"], "rule": note["rule"]})
+        )
+    return pd.DataFrame(rows, columns=list(CLAIM_COLUMNS))
+
+
+# ---------------------------------------------------------------- cells
+
+
+def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """Every published cell with ours (NaN where we have none), and how their ratios compare.
+
+    A ratio of ratios is ours over the published one: 1 where both say the same. For accuracies the
+    differences in points stand in place of ratios (`kind` is `difference`).
+    """
+    groups = Groups(cells[cells["device_kind"] == "cuda"], findings.to_dict("records"))
+    ours: dict[tuple[Any, ...], tuple[float, str]] = {}
+    for key, rows in groups.groups.items():
+        experiment, strategy, model, gpus = key
+        for measure, (column, scale) in COLUMNS_OF.items():
+            values = groups.values(key, column, "time" if scale == 1.0 else "accuracy")
+            if len(values):
+                place = (measure, rows["dataset"].iloc[0], model, strategy, gpus)
+                ours.setdefault(place, (scale * float(values.median()), experiment))
+    tables = paper.published_tables()
+    theirs = {
+        (r.version, r.table, r.measure, r.dataset, r.model, r.strategy, r.gpus): r.value
+        for r in tables.itertuples()
+    }
+    return pd.DataFrame(
+        [beside(row, theirs, ours) for row in tables.itertuples()], columns=list(CELL_COLUMNS)
+    )
+
+
+def beside(
+    row: Any, theirs: dict[Any, float], ours: dict[Any, tuple[float, str]]
+) -> dict[str, Any]:
+    """One published cell, ours, and both against the reference strategy and the fewest GPUs."""
+    place = (row.measure, row.dataset, row.model)
+    counts = [
+        key[-1] for key in theirs if key[:-1] == (row.version, row.table, *place, row.strategy)
+    ]
+    mine, experiment = ours.get((*place, row.strategy, row.gpus), (np.nan, ""))
+    kind = "difference" if row.measure == "accuracy_percent" else "ratio"
+    found = {name: getattr(row, name) for name in CELL_COLUMNS[:8]}
+    found |= {"published": row.value, "ours": mine, "experiment": experiment, "kind": kind}
+    fewest = next((n for n in sorted(counts) if n < row.gpus and known(theirs, row, n)), None)
+    for name, against in (
+        ("strategy", (REFERENCES.get(row.strategy), row.gpus)),
+        ("gpus", (row.strategy, fewest)),
+    ):
+        if None in against:
+            continue
+        reference = theirs.get((row.version, row.table, *place, *against), np.nan)
+        my_reference = ours.get((*place, *against), (np.nan, ""))[0]
+        pair = [relative(kind, row.value, reference), relative(kind, mine, my_reference)]
+        found[f"against_{name}"] = against[0] if name == "strategy" else against[1]
+        found |= {f"published_to_{name}": pair[0], f"our_to_{name}": pair[1]}
+        found[f"ratio_to_{name}"] = relative(kind, pair[1], pair[0])
+    return found
+
+
+def known(theirs: dict[Any, float], row: Any, gpus: int) -> bool:
+    """Whether the same row of the table has a number at `gpus`."""
+    key = (row.version, row.table, row.measure, row.dataset, row.model, row.strategy, gpus)
+    return not np.isnan(theirs.get(key, np.nan))
+
+
+def relative(kind: str, one: float, other: float) -> float:
+    """one / other, or one - other for a difference."""
+    return one - other if kind == "difference" else one / other
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="stratbench.analysis.against", description=__doc__)
+    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
+    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--cells-out", type=Path, required=True, help="published cells (CSV)")
+    parser.add_argument("--claims-out", type=Path, required=True, help="claims (CSV)")
+    args = parser.parse_args(argv)
+    cells, findings = read_cells(args.cells), read_audit(args.audit)
+    beside_ours, judged = published_cells(cells, findings), claims(cells, findings)
+    beside_ours.to_csv(args.cells_out, index=False)
+    judged.to_csv(args.claims_out, index=False)
+    counts = ", ".join(f"{n} {name}" for name, n in judged["verdict"].value_counts().items())
+    print(
+        f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"
+    )
+    print(f"claims: {counts}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""What a decision chooses from: each strategy on each worker count, and what speaks against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import nnls
+
+from stratbench.analysis.constraints import GIB, Constraints
+from stratbench.analysis.measures import MIB
+from stratbench.analysis.summary import GROUP, findings_by_group
+
+#: Strategies that stop when one of several workers is lost.
+STOP_WITH_A_WORKER = ("ddp", "fsdp")
+#: Strategies whose every step waits for the slowest worker.
+WAIT_FOR_THE_SLOWEST = ("ddp", "fsdp", "ps-sync")
+#: The audit's rule for accuracies that say that training did not work.
+FLOOR_RULE = "accuracy-below-floor"
+
+
+@dataclass
+class Candidate:
+    """A strategy on a number of workers; `kind` and `why` say what excludes it, if anything."""
+
+    strategy: str
+    base: str
+    gpus: int
+    basis: str = "measured"
+    times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
+    time_s: float | None = None
+    accuracy_percent: float | None = None
+    memory_bytes: float | None = None
+    states_bytes: float | None = None
+    on_cpu: bool = False
+    price_per_gpu_hour: float | None = None
+    kind: str = ""
+    why: str = ""
+    doubts: list[str] = field(default_factory=list)
+    #: Other strategies that equal it as far as the repeats can tell.
+    tied: list[str] = field(default_factory=list)
+
+    @property
+    def cost(self) -> float | None:
+        """GPU-hours times price; servers are not in it."""
+        if self.time_s is None or self.price_per_gpu_hour is None:
+            return None
+        return self.time_s / 3600 * self.gpus * self.price_per_gpu_hour
+
+    @property
+    def objective(self) -> float:
+        """What is ranked: cost where there is a price, else training time."""
+        value = self.time_s if self.price_per_gpu_hour is None else self.cost
+        return float("inf") if value is None else value
+
+    @property
+    def order(self) -> tuple[float, float, int]:
+        """The smallest is the best; of equals the one that needs less memory, then fewer GPUs."""
+        memory = self.memory_bytes if self.memory_bytes is not None else float("inf")
+        return (self.objective, memory, self.gpus)
+
+    def exclude(self, kind: str, why: str) -> None:
+        """Exclude it, unless something already does."""
+        if not self.kind:
+            self.kind, self.why = kind, why
+
+
+def candidates(
+    rows: pd.DataFrame, findings: list[dict[str, Any]], constraints: Constraints
+) -> list[Candidate]:
+    """All of one experiment and model (rows of cells.csv), measured ones and then extrapolated."""
+    groups = dict(iter(rows.groupby(GROUP, sort=False)))
+    found = []
+    for key, on_it in findings_by_group(findings, groups):
+        candidate = measured(groups[key], constraints)
+        judge(candidate, groups[key], on_it, constraints)
+        found.append(candidate)
+    found += extrapolated(found, constraints)
+    for candidate in found:
+        constrain(candidate, constraints)
+    check_accuracy(found, constraints)
+    return found
+
+
+def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
+    """A group of repeats as a candidate."""
+    ok = frame[frame["status"] == "ok"]
+    times = pd.Series(ok["train_time_s"].to_numpy(dtype=float), index=ok["repeat"]).dropna()
+    first = frame.iloc[0]
+    on_cpu = bool((ok["device_kind"] == "cpu").any())
+    base = ok["strategy_base"].dropna()
+
+    def median(column: str, scale: float = 1.0) -> float | None:
+        values = pd.to_numeric(ok[column], errors="coerce").dropna()
+        return float(values.median()) * scale if len(values) else None
+
+    return Candidate(
+        strategy=str(first["strategy"]),
+        base=str(base.iloc[0]) if len(base) else str(first["strategy"]),
+        gpus=int(first["gpus"]),
+        times=times,
+        time_s=float(times.median()) if len(times) else None,
+        accuracy_percent=median("accuracy_final", 100),
+        memory_bytes=median("peak_over_base_bytes" if on_cpu else "peak_memory_bytes"),
+        states_bytes=median("model_states_bytes"),
+        on_cpu=on_cpu,
+        price_per_gpu_hour=constraints.price_per_gpu_hour,
+    )
+
+
+def judge(
+    candidate: Candidate,
+    frame: pd.DataFrame,
+    findings: Iterable[dict[str, Any]],
+    given: Constraints,
+) -> None:
+    """Exclude what did not finish and what the audit calls unusable; keep its other doubts."""
+    for status, rows in frame.groupby("status", sort=False):
+        share = "" if len(rows) == len(frame) else f"{len(rows)} of {len(frame)} repeats: "
+        reason = rows["reason"].iloc[0]
+        limit = rows["time_limit_s"].max()
+        match status:
+            case "oom":
+                candidate.exclude("does not fit", f"{share}out of memory")
+            case "timeout":
+                over = "its time limit" if pd.isna(limit) else f"{limit:g} s"
+                candidate.exclude("too slow", f"{share}not done after {over}")
+            case "diverged":
+                candidate.exclude("loses accuracy", f"{share}training diverged")
+            case "error":
+                candidate.exclude("failed", f"{share}{reason}")
+    if candidate.time_s is None:
+        untimed = "no training time recorded" if (frame["status"] == "ok").any() else "no record"
+        candidate.exclude("not measured", untimed)
+    for finding in findings:
+        if finding["affects"] == "memory" and given.gpu_memory_gib is None:
+            continue
+        if finding["severity"] == "unusable":
+            text = f"the audit: {finding['rule']} ({finding['figures']})"
+            candidate.exclude("unusable record", text)
+        elif finding["rule"] == FLOOR_RULE:
+            candidate.exclude("does not learn", f"the audit: accuracy {finding['figures']}")
+        elif finding["severity"] == "doubtful" and finding["rule"] not in candidate.doubts:
+            candidate.doubts.append(finding["rule"])
+
+
+def constrain(candidate: Candidate, given: Constraints) -> None:
+    """Exclude what the constraints rule out."""
+    if given.gpus is not None and candidate.gpus > given.gpus:
+        candidate.exclude("needs more GPUs", f"{candidate.gpus}, and {given.gpus} are at hand")
+    if given.gpu_memory_gib is not None:
+        check_memory(candidate, given.gpu_memory_gib * GIB)
+    time_s = candidate.time_s
+    if given.deadline_s is not None and time_s is not None and time_s > given.deadline_s:
+        why = f"{time_s:.4g} s, and {given.deadline_s:g} s are given"
+        candidate.exclude("too slow", why)
+    stops = candidate.base in STOP_WITH_A_WORKER and candidate.gpus > 1
+    if stops and not given.gang_scheduled:
+        candidate.exclude("needs all workers", "the job stops when a worker is lost")
+
+
+def check_memory(candidate: Candidate, limit_bytes: float) -> None:
+    """Exclude what takes more; what cannot be known is a doubt."""
+    limit = f"{limit_bytes / MIB:.0f} MiB are given"
+    held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
+    what = "model states alone" if candidate.on_cpu else "peak"
+    if held is not None and held > limit_bytes:
+        candidate.exclude("does not fit", f"{what} {held / MIB:.0f} MiB, and {limit}")
+    elif candidate.on_cpu or held is None:
+        why = "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
+        candidate.doubts.append(f"whether it fits is not known: {why}")
+
+
+def check_accuracy(found: list[Candidate], given: Constraints) -> None:
+    """Exclude what loses more accuracy than allowed against the best that is usable."""
+    usable = [
+        c
+        for c in found
+        if c.accuracy_percent is not None and c.kind not in ("unusable record", "does not learn")
+    ]
+    for candidate in found:
+        if candidate.accuracy_percent is None and not candidate.kind:
+            candidate.doubts.append("its accuracy was not recorded")
+    best = max(usable, key=lambda c: c.accuracy_percent or 0.0, default=None)
+    for candidate in found:
+        if best is None or candidate.accuracy_percent is None:
+            continue
+        lost = (best.accuracy_percent or 0.0) - candidate.accuracy_percent
+        if lost > given.accuracy_tolerance:
+            why = (
+                f"{candidate.accuracy_percent:.2f} %, {lost:.2f} points less than {best.strategy} "
+                f"on {best.gpus} ({given.accuracy_tolerance:g} allowed)"
+            )
+            candidate.exclude("loses accuracy", why)
+
+
+def extrapolated(found: list[Candidate], given: Constraints) -> Iterator[Candidate]:
+    """Each strategy on the GPUs at hand where that count was not measured.
+
+    Time = a + b/N with a, b >= 0 (least squares over the measured counts): the share that does not
+    get shorter with more workers, and the share that does. From three counts at least, since any two
+    fit; never for CPU processes, of which more are no more hardware. Memory and accuracy are those of
+    the nearest lower count measured; with the same global batch that memory is an upper bound.
+    """
+    for name in dict.fromkeys(c.strategy for c in found):
+        line = [c for c in found if c.strategy == name]
+        usable = sorted((c for c in line if not c.kind and not c.on_cpu), key=lambda c: c.gpus)
+        if given.gpus is None or given.gpus in [c.gpus for c in line] or len(usable) < 3:
+            continue
+        counts = np.array([c.gpus for c in usable], dtype=float)
+        times = np.array([c.time_s for c in usable], dtype=float)
+        design = np.stack([np.ones_like(counts), 1 / counts], axis=1)
+        (fixed_s, shared_s), _ = nnls(design, times)
+        off = float(np.max(np.abs(design @ [fixed_s, shared_s] / times - 1)))
+        below = [c for c in usable if c.gpus < given.gpus] or usable[:1]
+        nearest = below[-1]
+        yield Candidate(
+            strategy=name,
+            base=nearest.base,
+            gpus=given.gpus,
+            basis=f"extrapolated from {', '.join(str(c.gpus) for c in usable)} workers by "
+            f"{fixed_s:.3g} s + {shared_s:.3g} s / N, which misses the measured by {off:.0%} at most",
+            time_s=float(fixed_s + shared_s / given.gpus),
+            accuracy_percent=nearest.accuracy_percent,
+            memory_bytes=nearest.memory_bytes,
+            states_bytes=nearest.states_bytes,
+            on_cpu=nearest.on_cpu,
+            price_per_gpu_hour=given.price_per_gpu_hour,
+            doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
+        )

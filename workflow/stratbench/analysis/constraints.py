@@ -1,0 +1,56 @@
+"""What a person who has to choose a strategy is bound by: the `decide` block of config.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """`decide` of config.yaml, defaults resolved; None is no constraint."""
+
+    #: Memory of one GPU that training may take.
+    gpu_memory_gib: float | None = None
+    #: GPUs at hand; None: the counts that were measured.
+    gpus: int | None = None
+    #: Only this model; None: each that was measured.
+    model: str | None = None
+    #: Longest training time, of the epochs that the records trained.
+    deadline_s: float | None = None
+    #: Rank by cost instead of time.
+    price_per_gpu_hour: float | None = None
+    #: Points of accuracy that may be lost against the most accurate strategy.
+    accuracy_tolerance: float = 1.0
+    #: Whether the workers are equally fast.
+    homogeneous: bool = True
+    #: Whether all workers start together and stay until the end.
+    gang_scheduled: bool = True
+
+    @classmethod
+    def from_json(cls, text: str) -> Constraints:
+        """From a JSON object with these keys; `{}` gives the defaults."""
+        return cls(**json.loads(text))
+
+    def sentences(self) -> Iterator[str]:
+        """The constraints in words, the defaults that matter included."""
+        if self.gpus is not None:
+            yield f"at most {self.gpus} GPU{'s' if self.gpus != 1 else ''}"
+        if self.gpu_memory_gib is not None:
+            yield f"{self.gpu_memory_gib:g} GiB of memory each"
+        if self.deadline_s is not None:
+            yield f"trained within {self.deadline_s:g} s"
+        yield f"at most {self.accuracy_tolerance:g} points of accuracy lost"
+        yield "equally fast workers" if self.homogeneous else "workers of unequal speed"
+        yield (
+            "all workers there from start to end"
+            if self.gang_scheduled
+            else ("workers that may come and go")
+        )
+        if self.price_per_gpu_hour is None:
+            yield "ranked by training time"
+        else:
+            yield f"ranked by cost at {self.price_per_gpu_hour:g} a GPU-hour"

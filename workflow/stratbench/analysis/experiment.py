@@ -1,0 +1,85 @@
+"""What the figures of an experiment are drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from stratbench.analysis.style import Style, styles
+from stratbench.analysis.tables import workers_are
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What an experiment is drawn from: its rows of the three tables, and its styles."""
+
+    cells: pd.DataFrame
+    epochs: pd.DataFrame
+    summary: pd.DataFrame
+    styles: dict[str, Style]
+    #: results/<study>, below which the timelines are; None: draw none.
+    study_dir: Path | None = None
+
+    @property
+    def models(self) -> list[str]:
+        """Models in the order of the config."""
+        return list(dict.fromkeys(self.cells["model"]))
+
+    @property
+    def note(self) -> str:
+        """What was measured on what: the line below every figure."""
+        first = self.cells.iloc[0]
+        place = f"experiment {first['experiment']}, data set {first['dataset']}."
+        slowed = sorted(set(self.cells["slowdown"].dropna()))
+        slowed_text = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
+        return f"{place} {workers_are(self.cells)}{slowed_text}"
+
+    @property
+    def strategies(self) -> list[str]:
+        """Strategies in the order of the config."""
+        return list(dict.fromkeys(self.cells["strategy"]))
+
+    @property
+    def counts(self) -> list[int]:
+        """Worker counts, ascending."""
+        return sorted(self.cells["gpus"].unique())
+
+    @property
+    def most(self) -> int:
+        """The largest worker count."""
+        return int(self.counts[-1])
+
+    def rows(self, measure: str, model: str) -> pd.DataFrame:
+        """Summary rows of one panel, in the order of the config."""
+        found = self.summary
+        return found[(found["measure"] == measure) & (found["model"] == model)]
+
+
+def used_styles(experiment: Experiment) -> dict[str, Style]:
+    """Styles of the experiment's strategies, in the order of the config."""
+    return {name: experiment.styles[name] for name in experiment.strategies}
+
+
+def experiments(
+    cells: pd.DataFrame,
+    epochs: pd.DataFrame,
+    summary: pd.DataFrame,
+    study_dir: Path | None = None,
+) -> dict[str, Experiment]:
+    """The experiments of a study, all with the same styles."""
+    bases = cells.groupby("strategy")["strategy_base"].first()
+    looks = styles(
+        (str(name), base if isinstance(base, str) else None) for name, base in bases.items()
+    )
+    return {
+        str(name): Experiment(
+            rows,
+            epochs[epochs["experiment"] == name],
+            summary[summary["experiment"] == name],
+            looks,
+            study_dir,
+        )
+        for name, rows in cells.groupby("experiment", sort=False)
+    }

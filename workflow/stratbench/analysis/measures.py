@@ -1,0 +1,292 @@
+"""The measures of tables and figures as data: their columns, units and definitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure: a column of cells.csv (times `scale`), or its ratio to a baseline's."""
+
+    name: str
+    title: str
+    unit: str
+    column: str
+    definition: str
+    scale: float = 1.0
+    better: Literal["lower", "higher"] = "lower"
+    #: `self`: divided by the same strategy at one worker; `single`: by strategy `single`; another
+    #: name: by that strategy on as many workers.
+    baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
+    #: The baseline divided by it, instead.
+    inverted: bool = False
+    #: Divide by the number of workers too.
+    per_worker: bool = False
+    #: Which of the audit's findings cast doubt on it.
+    concerns: Literal["time", "memory", "accuracy"] = "time"
+    #: Digits after the point; None: three significant digits.
+    decimals: int | None = None
+
+    @property
+    def heading(self) -> str:
+        """Title with the unit, as axes and captions carry it."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+
+_THROUGHPUT = "throughput_samples_per_s"
+_SPEEDUP = (
+    "Ratio of training throughputs; it equals the ratio of training times where both saw the same "
+    "number of samples, as cells of one experiment do."
+)
+
+MEASURES: dict[str, Measure] = {
+    m.name: m
+    for m in (
+        Measure(
+            "training_time",
+            "Training time",
+            "s",
+            "train_time_s",
+            "Wall-clock time of the training steps of all epochs, device-synchronised at both "
+            "ends, of the slowest worker. Warm-up, start-up, data staging and evaluation are not "
+            "in it.",
+        ),
+        Measure(
+            "throughput",
+            "Training throughput",
+            "samples/s",
+            _THROUGHPUT,
+            "Training samples processed by all workers together, divided by the training time.",
+            better="higher",
+        ),
+        Measure(
+            "speedup",
+            "Speedup over one worker",
+            "",
+            _THROUGHPUT,
+            f"Against the same strategy with one worker. {_SPEEDUP}",
+            better="higher",
+            baseline="self",
+            decimals=2,
+        ),
+        Measure(
+            "efficiency",
+            "Scaling efficiency",
+            "",
+            _THROUGHPUT,
+            "Speedup over the same strategy with one worker, divided by the number of workers.",
+            better="higher",
+            baseline="self",
+            per_worker=True,
+            decimals=2,
+        ),
+        Measure(
+            "speedup_vs_single",
+            "Speedup over single",
+            "",
+            _THROUGHPUT,
+            "Against strategy single, a bare training loop in one process, which has no cost of "
+            f"distribution. {_SPEEDUP}",
+            better="higher",
+            baseline="single",
+            decimals=2,
+        ),
+        Measure(
+            "efficiency_vs_single",
+            "Efficiency against single",
+            "",
+            _THROUGHPUT,
+            "Speedup over strategy single, divided by the number of workers.",
+            better="higher",
+            baseline="single",
+            per_worker=True,
+            decimals=2,
+        ),
+        Measure(
+            "time_vs_ddp",
+            "Training time against ddp",
+            "",
+            "train_time_s",
+            "Training time divided by that of ddp on as many workers.",
+            baseline="ddp",
+            decimals=2,
+        ),
+        Measure(
+            "time_vs_sync",
+            "Training time against ps-sync",
+            "",
+            "train_time_s",
+            "Training time divided by that of ps-sync on as many workers.",
+            baseline="ps-sync",
+            decimals=2,
+        ),
+        Measure(
+            "memory",
+            "Peak memory per worker",
+            "MiB",
+            "peak_over_base_bytes",
+            "Of the worker that used most. On a GPU the peak that the framework allocated; on a "
+            "CPU the high-water mark of the resident set above the process's base before training.",
+            scale=1 / MIB,
+            concerns="memory",
+            decimals=0,
+        ),
+        Measure(
+            "model_states",
+            "Model states per worker",
+            "MiB",
+            "model_states_bytes",
+            "Parameters, gradients, optimizer state and buffers that the largest worker holds "
+            "between two steps, counted exactly. Activations and communication buffers are not in "
+            "it, nor is what a parameter server holds.",
+            scale=1 / MIB,
+            concerns="memory",
+        ),
+        Measure(
+            "memory_reduction",
+            "Memory reduction against ddp",
+            "",
+            "peak_over_base_bytes",
+            "Peak memory per worker of ddp on as many workers, divided by it. Sharding divides the "
+            "model states by the number of workers at most, and activations not at all.",
+            better="higher",
+            baseline="ddp",
+            inverted=True,
+            concerns="memory",
+            decimals=2,
+        ),
+        Measure(
+            "accuracy",
+            "Test accuracy after the last epoch",
+            "%",
+            "accuracy_final",
+            "Share of the whole test set classified correctly, evaluated outside the timed region.",
+            scale=100,
+            better="higher",
+            concerns="accuracy",
+            decimals=2,
+        ),
+        Measure(
+            "utilisation",
+            "Utilisation while training",
+            "%",
+            "utilisation_pct",
+            "Mean of the samples taken during training. Of a GPU: the share of time in which any "
+            "kernel ran, by NVML; communication and waiting kernels count, so that equal "
+            "utilisation proves nothing. Of a CPU process: of one core.",
+            better="higher",
+            decimals=1,
+        ),
+    )
+}
+
+_CROSSES = "A cross on the horizontal axis is a cell without a result, named in the panel."
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure of every experiment: its title, how to read it, and what it needs to be shown."""
+
+    title: str
+    reading: str
+    chart: str = "Line chart"
+    #: Column of cells.csv without which there is nothing to draw.
+    needs: str = "status"
+
+
+#: Figures by name, in the order of the report; those with a measure's name show that measure.
+PLOTS = {
+    "training_time": Plot(
+        MEASURES["training_time"].heading,
+        "A cross with a label stands for a cell without a result.",
+        "Bar chart",
+    ),
+    "throughput": Plot(
+        MEASURES["throughput"].heading, f"Dotted: a strategy that has one worker only. {_CROSSES}"
+    ),
+    "speedup": Plot(MEASURES["speedup"].heading, f"Dashed: the ideal. {_CROSSES}"),
+    "speedup_vs_single": Plot(
+        MEASURES["speedup_vs_single"].heading, f"Dashed: the ideal. {_CROSSES}"
+    ),
+    "breakdown": Plot(
+        "A step by phase (ms)",
+        "Mean of all workers' steps on the most workers, in the phases that the strategy can "
+        "separate. Communication that overlaps the backward pass is inside it.",
+        "Stacked bar chart",
+        "breakdown_ms",
+    ),
+    "memory": Plot(
+        MEASURES["memory"].heading,
+        "The black line across a bar is the part that model states take. A cross with a label "
+        "stands for a cell without a result.",
+        "Bar chart",
+    ),
+    "accuracy": Plot(
+        MEASURES["accuracy"].heading,
+        "By epoch; with repeats, the line is the median and the band goes from the lowest to the "
+        "highest. A cross ends the line of a cell that was cut short.",
+        "Line chart by epoch",
+    ),
+    "accuracy_over_time": Plot(
+        "Test accuracy over training time",
+        "On the most workers of the experiment; the time is that of the training steps alone. With "
+        "repeats, the medians of both at each epoch.",
+        "Line chart by time",
+    ),
+    "tradeoff": Plot(
+        "Training time, memory and accuracy together",
+        "Each point is a strategy on the number of workers beside it; its area is the peak memory "
+        "of a worker. The grey line joins those that no other beats in both time and accuracy.",
+        "Scatter chart",
+    ),
+    "staleness": Plot(
+        "Staleness of the pushes to parameter servers",
+        "Share of the pushes that were computed from a state so many updates old, on the most "
+        "workers, over all shards and repeats.",
+        "Line chart by staleness",
+        "staleness",
+    ),
+    "utilisation": Plot(
+        MEASURES["utilisation"].heading,
+        "A cross with a label stands for a cell without a result.",
+        "Bar chart",
+        "utilisation_pct",
+    ),
+    "utilisation_timelines": Plot(
+        "Utilisation of each worker over time (%)",
+        "The first repeat on the most workers, from the start of the cell; shaded: training. "
+        "Dashed: servers.",
+        "Line charts by time",
+        "utilisation_pct",
+    ),
+    "memory_timelines": Plot(
+        "Memory of each worker over time (MiB)",
+        "The first repeat on the most workers, from the start of the cell; shaded: training. On a "
+        "GPU the device's memory in use; on a CPU the process's resident set. Dashed: servers.",
+        "Line charts by time",
+        "utilisation_pct",
+    ),
+}
+
+
+def number(value: float, decimals: int | None) -> str:
+    """`value` with `decimals` digits after the point, or with three significant digits or more."""
+    if decimals is None:
+        magnitude = abs(value)
+        decimals = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
+    return f"{value:.{decimals}f}"
+
+
+def status_label(status: str, time_limit_s: float | None) -> str:
+    """What a table prints in place of a number, for a cell that is not `ok`."""
+    if status == "timeout":
+        return f">{time_limit_s:g} s" if time_limit_s else "timeout"
+    return {"oom": "OOM", "diverged": "div."}.get(status, status)
+
+
+#: The paper's tables that are made again by their numbers.
+NUMBERED_TABLES = tuple(f"table_{n}" for n in range(3, 9))

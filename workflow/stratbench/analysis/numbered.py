@@ -1,0 +1,168 @@
+"""The paper's tables 3 to 8 by their numbers, made from a study's own records.
+
+Tables 3 to 7 hold the texts of summary.csv. Table 8, which the paper fills with judgements, holds
+measurements, and names the cells that each is from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pandas as pd
+
+from stratbench.analysis.measures import MEASURES, number
+
+#: What stands in table 8 where no cell says anything.
+SILENT = "–"
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """One of tables 3 to 7: the strategies (and their variants) and the measures it sets side by side."""
+
+    name: str
+    title: str
+    strategies: tuple[str, ...]
+    measures: tuple[str, ...]
+    #: Only the largest worker count of each experiment.
+    largest_only: bool = False
+
+
+TABLES = {
+    t.name: t
+    for t in (
+        Numbered(
+            "table_3", "Training time of DDP and FSDP (s)", ("ddp", "fsdp"), ("training_time",)
+        ),
+        Numbered(
+            "table_4",
+            "Accuracy of the synchronous and the asynchronous server (%)",
+            ("ps-sync", "ps-async"),
+            ("accuracy",),
+        ),
+        Numbered(
+            "table_5",
+            "Training time of the synchronous and the asynchronous server (s)",
+            ("ps-sync", "ps-async"),
+            ("training_time",),
+        ),
+        Numbered(
+            "table_6",
+            "Training time of the synchronous and the modified asynchronous server (s)",
+            ("ps-sync", "ps-async-modified"),
+            ("training_time",),
+        ),
+        Numbered(
+            "table_7",
+            "Standard, modified and staleness-mitigated asynchronous server",
+            ("ps-async", "ps-async-modified", "ps-dana"),
+            ("accuracy", "training_time"),
+            largest_only=True,
+        ),
+    )
+}
+#: Columns of table 8: the measure, and how a strategy's figures over models are told.
+QUALITIES = {
+    "speedup_vs_single": "speedup over single",
+    "efficiency": "scaling efficiency",
+    "time_vs_ddp": "time against ddp",
+    "time_vs_sync": "time against ps-sync",
+    "memory_reduction": "memory reduction against ddp",
+    "accuracy": "accuracy (%)",
+}
+
+
+def numbered(summary: pd.DataFrame, bases: dict[str, str], table: Numbered) -> pd.DataFrame:
+    """One of tables 3 to 7 from the rows of summary.csv; `bases` maps a strategy to what it is one of.
+
+    Columns: experiment, strategy, model, measure, and one for each worker count; empty where the
+    study has no such strategy.
+    """
+    rows = summary[summary["measure"].isin(table.measures)]
+    rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
+    if table.largest_only and len(rows):
+        rows = rows[rows["gpus"] == rows.groupby("experiment")["gpus"].transform("max")]
+    counts = sorted(rows["gpus"].unique())
+    found = []
+    keys = ["experiment", "strategy", "model", "measure"]
+    for key, line in rows.groupby(keys, sort=False):
+        by_count = {row.gpus: told(row) for row in line.itertuples()}
+        cells = {f"{n} workers": by_count.get(n, SILENT) for n in counts}
+        place = dict(zip(keys, key, strict=True)) | {"measure": MEASURES[key[3]].heading}
+        found.append(place | cells)
+    columns = [*keys, *(f"{n} workers" for n in counts)]
+    return pd.DataFrame(found, columns=columns)
+
+
+def told(row: object) -> str:
+    """A summary row's text; a time limit as the paper prints it (`>3000`), and the audit's mark."""
+    text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
+    return f"{text} †" if row.flags else text
+
+
+def qualities(summary: pd.DataFrame) -> pd.DataFrame:
+    """Table 8: a strategy's figures on the most workers of each experiment.
+
+    Columns: experiment, strategy, workers, property, text (the range over models), models, records
+    (the cells it is from), outcomes (what did not finish).
+    """
+    found = []
+    most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
+    largest = summary[summary["gpus"] == most]
+    for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
+        for measure, quality in QUALITIES.items():
+            line = rows[rows["measure"] == measure]
+            known = line.dropna(subset=["median"])
+            workers = int(rows["gpus"].iloc[0])
+            of = f"{experiment}/{strategy}/{{}}/{workers}gpu"
+            unfinished = line[line["outcome"] != ""]
+            found.append(
+                {
+                    "experiment": experiment,
+                    "strategy": strategy,
+                    "workers": workers,
+                    "property": quality,
+                    "text": over_models(known, MEASURES[measure].decimals),
+                    "models": len(known),
+                    "records": " ".join(of.format(model) for model in known["model"]),
+                    "outcomes": "; ".join(
+                        f"{r.model}: {r.outcome}" for r in unfinished.itertuples()
+                    ),
+                    "flags": "; ".join(sorted({flag for flag in known["flags"] if flag})),
+                }
+            )
+    return pd.DataFrame(found)
+
+
+def over_models(known: pd.DataFrame, decimals: int | None) -> str:
+    """The range of the medians over models, as one number where there is one model."""
+    if known.empty:
+        return SILENT
+    ends = [number(end, decimals) for end in (known["median"].min(), known["median"].max())]
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
+    """Table 8 for reading: a line a strategy, a column a property, and what did not finish."""
+    lines = []
+    for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
+        texts = {
+            row.property: f"{row.text} †" if row.flags else row.text for row in rows.itertuples()
+        }
+        first = rows.iloc[0]
+        place = {"experiment": experiment, "strategy": strategy, "workers": str(first["workers"])}
+        lines.append(place | texts | {"not finished": first["outcomes"] or SILENT})
+    return pd.DataFrame(lines)
+
+
+def titled(cells: pd.DataFrame, summary: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Name, title and table of each of tables 3 to 8."""
+    known = cells.dropna(subset=["strategy_base"])
+    bases = dict(zip(known["strategy"], known["strategy_base"], strict=True))
+    for table in TABLES.values():
+        yield table.name, table.title, numbered(summary, bases, table)
+    title = (
+        "The strategies compared, each on the most workers of its experiment (range over models)"
+    )
+    yield "table_8", title, qualities_wide(qualities(summary))

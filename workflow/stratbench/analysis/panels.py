@@ -1,0 +1,172 @@
+"""What every figure is put together from: panels, legends, axes, marks for missing results."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import ScalarFormatter
+
+from stratbench.analysis.style import Style
+
+PANEL_IN = (3.3, 2.45)
+MOST_COLUMNS = 3
+#: Worker counts above this are drawn on logarithmic axes.
+LINEAR_UP_TO = 8
+INK = "#222222"
+#: Lines of a panel's list of what has no result.
+MOST_NOTES = 7
+
+
+def panels(titles: Sequence[str], columns: int = MOST_COLUMNS) -> tuple[Figure, list[Axes]]:
+    """A figure with one titled panel for each of `titles`."""
+    columns = min(columns, len(titles))
+    rows = -(-len(titles) // columns)
+    size = (max(4.2, PANEL_IN[0] * columns), PANEL_IN[1] * rows + 0.75)
+    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    axes = list(grid.flat)
+    for extra in axes[len(titles) :]:
+        extra.set_visible(False)
+    for axis, title in zip(axes, titles, strict=False):
+        axis.set_title(title)
+    return figure, axes[: len(titles)]
+
+
+def finish(figure: Figure, handles: Iterable[Line2D | Patch], note: str) -> None:
+    """Add the legend and the line that says what was measured on what."""
+    handles = list(handles)
+    if handles:
+        add_legend(figure, handles)
+    figure.supxlabel(wrapped(note, figure), fontsize=6.5, color="#555555")
+
+
+def add_legend(figure: Figure, handles: list[Line2D | Patch]) -> None:
+    """The legend above the panels, its entries in rows."""
+    columns = legend_columns([str(h.get_label()) for h in handles], figure.get_figwidth())
+    # Matplotlib fills column by column; the config's order shall read row by row.
+    by_row = [handle for start in range(columns) for handle in handles[start::columns]]
+    figure.legend(handles=by_row, loc="outside upper center", ncols=columns, handlelength=2.2)
+
+
+def legend_columns(labels: Sequence[str], width_in: float) -> int:
+    """The most columns that a legend of `labels` has room for, evened out over its rows."""
+    for rows in range(1, len(labels) + 1):
+        columns = -(-len(labels) // rows)
+        entry_in = [0.68 + 0.073 * len(label) for label in labels]
+        if sum(max(entry_in[start::columns]) for start in range(columns)) <= width_in:
+            return columns
+    return 1
+
+
+def wrapped(text: str, figure: Figure, size_pt: float = 6.5) -> str:
+    """`text` broken into lines that fit the figure's width at `size_pt`."""
+    return textwrap.fill(text, width=int(figure.get_figwidth() * 72 / (size_pt * 0.56)))
+
+
+def first_of_each_row(axes: Sequence[Axes], label: str) -> None:
+    """Label the vertical axis of the first panel of each row."""
+    for axis in axes:
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(label)
+
+
+def share_rows(axes: Sequence[Axes], columns: int) -> None:
+    """Give the panels of a row the same vertical range."""
+    for start in range(0, len(axes), columns):
+        row = [axis for axis in axes[start : start + columns] if axis.lines]
+        limits = [axis.get_ylim() for axis in row]
+        for axis in row:
+            axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def counts_axis(axis: Axes, counts: Sequence[int], is_ratio: bool) -> None:
+    """Ticks at the worker counts; logarithmic on both axes where there are many."""
+    if counts[-1] > LINEAR_UP_TO:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter(ScalarFormatter())
+    else:
+        # From zero, with room above the highest point whatever the spread of the points.
+        highest = axis.dataLim.y1 if np.isfinite(axis.dataLim.y1) and axis.dataLim.y1 > 0 else 1.0
+        axis.set_ylim(0, 1.08 * (max(highest, counts[-1]) if is_ratio else highest))
+        axis.set_xlim(counts[0] - 0.15, counts[-1] + 0.15)
+    axis.set_xticks(counts, [str(n) for n in counts])
+    axis.minorticks_off()
+
+
+def error_bar(row: pd.Series) -> list[list[float]] | None:
+    """Distances from the median down and up: a 95 % interval where there is one, else quartiles."""
+    low, high = (
+        (row["low95"], row["high95"]) if row["low95"] == row["low95"] else (row["q1"], row["q3"])
+    )
+    if low != low:
+        return None
+    return [[max(0.0, row["median"] - low)], [max(0.0, high - row["median"])]]
+
+
+def mark_failures(
+    axis: Axes, rows: Sequence[pd.Series], counts: Sequence[int], looks: dict[str, Style]
+) -> None:
+    """A cross on the horizontal axis for each point without a result, and a list of them."""
+    first, last = counts[0], counts[-1]
+    beside: dict[int, list[str]] = {}
+    named: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        beside.setdefault(row["gpus"], []).append(row["strategy"])
+        named.setdefault((row["strategy"], row["text"]), []).append(str(row["gpus"]))
+    for count, strategies in beside.items():
+        for i, strategy in enumerate(strategies):
+            # Side by side: rightwards from the first tick, leftwards from the last, else around it.
+            shift = 0 if count == first else len(strategies) - 1
+            shift = shift if count in (first, last) else shift / 2
+            offset = (5.5 * (i - shift), 0)
+            cross(axis, (count, 0), axis.get_xaxis_transform(), offset, looks[strategy].colour)
+    notes = [
+        (f"{strategy}, {', '.join(counts)}: {text}", looks[strategy].colour)
+        for (strategy, text), counts in named.items()
+    ]
+    if len(notes) > MOST_NOTES:
+        rest = len(notes) - MOST_NOTES + 1
+        notes = [*notes[: MOST_NOTES - 1], (f"and {rest} more strategies: see the table", INK)]
+    for i, (text, colour) in enumerate(notes):
+        down = -7.5 * i - 3
+        if colour != INK:
+            cross(axis, (0.03, 0.97), "axes fraction", (0, down), colour)
+        annotate(axis, text, (0.03, 0.97), "axes fraction", (6, down), va="center")
+
+
+def annotate(axis: Axes, text: str, at: Any, coordinates: Any, offset: Any, **style: Any) -> None:
+    """Small text `offset` points from `at`, which takes no room in the layout."""
+    given = {"fontsize": 6, "color": INK} | style
+    note = axis.annotate(
+        text, at, xycoords=coordinates, xytext=offset, textcoords="offset points", **given
+    )
+    note.set_in_layout(False)
+
+
+def cross(axis: Axes, at: Any, coordinates: Any, offset: Any, colour: str) -> None:
+    """The mark of a cell without a result."""
+    bold = {"fontsize": 9, "fontweight": "bold", "ha": "center", "va": "center", "zorder": 6}
+    annotate(axis, "×", at, coordinates, offset, color=colour, **bold)
+
+
+def line_handle(name: str, style: Style) -> Line2D:
+    """Legend entry of a strategy in a line figure."""
+    return Line2D(
+        [],
+        [],
+        color=style.colour,
+        linestyle=style.line,
+        marker=style.marker,
+        markeredgecolor=INK,
+        markeredgewidth=0.4,
+        label=name,
+    )

@@ -1,0 +1,87 @@
+"""The paper's published tables and claims, read from workflow/reference/, and shaped like our cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from stratbench.analysis.collect import COLUMNS
+
+REFERENCE = Path(__file__).parents[2] / "reference"
+#: Parameters at 1000 classes, as the paper gives them.
+PARAMETERS = {
+    "vgg16": 138_357_544,
+    "efficientnet_v2_l": 118_515_272,
+    "convnext_large": 197_767_336,
+    "resnet50": 25_557_032,
+    "densenet121": 7_978_856,
+}
+
+
+def published_tables() -> pd.DataFrame:
+    """Every published value: version, table, row, strategy, model, dataset, gpus, measure, value.
+
+    `limit_s` stands in place of a value that is printed as above a time limit.
+    """
+    return pd.read_csv(REFERENCE / "tables.csv")
+
+
+def published_claims() -> pd.DataFrame:
+    """The claims of the text in our words, each with the range that it gives for a metric."""
+    return pd.read_csv(REFERENCE / "claims.csv")
+
+
+def explanations() -> pd.DataFrame:
+    """Why records may disagree with a claim or a table: about what, the audit's rule, the words."""
+    return pd.read_csv(REFERENCE / "explanations.csv", keep_default_na=False)
+
+
+def as_cells(version: str) -> pd.DataFrame:
+    """One version's tables as rows of cells.csv; what the paper does not state is absent.
+
+    A value that is printed in two tables is one cell; ValueError where the two disagree.
+    """
+    tables = published_tables()
+    tables = tables[tables["version"] == version]
+    setups = pd.read_csv(REFERENCE / "experiments.csv").set_index(["version", "dataset"])
+    rows = []
+    for (strategy, model, dataset, gpus), found in tables.groupby(
+        ["strategy", "model", "dataset", "gpus"], sort=False
+    ):
+        if (found.groupby("measure")["value"].nunique() > 1).any():
+            raise ValueError(f"{version}: tables disagree on {strategy}, {model}, {gpus} GPUs")
+        setup = setups.loc[(version, dataset)]
+        values = found.groupby("measure")[["value", "limit_s"]].first()
+        time_s = values["value"].get("training_time_s")
+        accuracy = values["value"].get("accuracy_percent")
+        per_epoch = setup["train_samples"] // setup["global_batch"] * setup["global_batch"]
+        samples = per_epoch * setup["epochs"]
+        # Where the epochs are not stated, only ratios of throughputs mean something.
+        work = per_epoch if pd.isna(samples) else samples
+        rows.append(
+            {
+                "study": f"paper-{version}",
+                "experiment": setup["experiment"],
+                "strategy": strategy,
+                "model": model,
+                "dataset": dataset,
+                "gpus": gpus,
+                "repeat": 0,
+                "status": "timeout" if values["limit_s"].notna().any() else "ok",
+                "strategy_base": strategy,
+                "strategy_kind": "server" if strategy.startswith("ps-") else "collective",
+                "train_time_s": time_s,
+                "throughput_samples_per_s": work / time_s if time_s else None,
+                "accuracy_final": accuracy / 100 if accuracy else None,
+                "time_limit_s": values["limit_s"].max(),
+                "samples_seen": samples,
+                "global_batch": setup["global_batch"],
+                "epochs": setup["epochs"],
+                "precision": setup["precision"],
+                "model_parameters": PARAMETERS[model],
+                "device_kind": "cuda",
+                "device_name": setup["device"],
+            }
+        )
+    return pd.DataFrame(rows, columns=list(COLUMNS))

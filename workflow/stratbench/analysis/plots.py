@@ -1,0 +1,291 @@
+"""Figures of a study: one SVG, PNG and PDF for each experiment and measure, with a panel for each model.
+
+A cell without a result is a labelled mark, never a gap; repeats give error bars; a strategy looks
+the same in every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from stratbench.analysis.experiment import Experiment, experiments, used_styles
+from stratbench.analysis.measures import MEASURES, PLOTS, Measure
+from stratbench.analysis.panels import (
+    INK,
+    annotate,
+    counts_axis,
+    cross,
+    error_bar,
+    finish,
+    first_of_each_row,
+    line_handle,
+    mark_failures,
+    panels,
+    share_rows,
+)
+from stratbench.analysis.style import GREY, RC, Style
+from stratbench.analysis.summary import read_cells, read_summary
+from stratbench.analysis.tables import counted, plural, worker_noun
+from stratbench.analysis.timelines import memory_timelines, utilisation_timelines
+from stratbench.analysis.tradeoffs import accuracy_over_time, breakdown, staleness, tradeoff
+
+
+def bars(experiment: Experiment, measure: Measure) -> Figure:
+    """Bars grouped by worker count; model states are a tick across the memory bars."""
+    figure, axes = panels(experiment.models)
+    noun = worker_noun(experiment.cells)
+    for axis, model in zip(axes, experiment.models, strict=True):
+        rows = experiment.rows(measure.name, model)
+        states = experiment.rows("model_states", model).set_index(["strategy", "gpus"])["median"]
+        widest = max(rows.groupby("gpus").size())
+        width = 0.86 / widest
+        for position, count in enumerate(experiment.counts):
+            group = rows[rows["gpus"] == count]
+            start = position - width * (len(group) - 1) / 2
+            for i, (_, row) in enumerate(group.iterrows()):
+                x, style = start + i * width, experiment.styles[row["strategy"]]
+                bar(axis, x, width, row, style)
+                if measure.name == "memory" and row["ok"] > 0:
+                    held = states.get((row["strategy"], count), np.nan)
+                    axis.hlines(held, x - width / 2, x + width / 2, color=INK, linewidth=1.4)
+        axis.set_xticks(range(len(experiment.counts)), [str(n) for n in experiment.counts])
+        axis.set_xlim(-0.6, len(experiment.counts) - 0.4)
+        axis.set_xlabel(plural(noun))
+        axis.set_ylim(bottom=0)
+        axis.tick_params(axis="x", length=0)
+    first_of_each_row(axes, measure.heading)
+    handles: list[Line2D | Patch] = [
+        Patch(facecolor=s.colour, edgecolor=INK, hatch=s.hatch, linewidth=0.5, label=name)
+        for name, s in used_styles(experiment).items()
+    ]
+    if measure.name == "memory":
+        handles.append(
+            Line2D([], [], color=INK, linewidth=1.4, label="model states (part of the peak)")
+        )
+    finish(figure, handles, experiment.note)
+    return figure
+
+
+def bar(axis: Axes, x: float, width: float, row: pd.Series, style: Style) -> None:
+    """One bar with its error bar, or a mark with the cell's outcome where there is no result."""
+    if row["median"] != row["median"]:
+        cross(axis, (x, 0), "data", (0, 0), style.colour)
+        annotate(axis, row["text"], (x, 0), "data", (0, 6), rotation=90, ha="center", va="bottom")
+        return
+    axis.bar(
+        x,
+        row["median"],
+        width * 0.94,
+        color=style.colour,
+        hatch=style.hatch,
+        edgecolor=INK,
+        linewidth=0.5,
+    )
+    spread = error_bar(row)
+    if spread:
+        axis.errorbar(x, row["median"], spread, color=INK, linewidth=0.9, capsize=1.8)
+    if row["ok"] < row["cells"]:
+        share = f"{row['ok']}/{row['cells']}"
+        annotate(axis, share, (x, row["median"]), "data", (0, 3), ha="center", fontsize=5.5)
+
+
+def scaling(experiment: Experiment, measure: Measure) -> Figure:
+    """Lines over the worker count, with the ideal line for speedups."""
+    models = experiment.models
+    figure, axes = panels(models)
+    noun = worker_noun(experiment.cells)
+    is_ratio = measure.baseline is not None
+    for axis, model in zip(axes, models, strict=True):
+        rows = experiment.rows(measure.name, model)
+        if is_ratio:
+            limits = [experiment.counts[0], experiment.counts[-1]]
+            axis.plot(limits, limits, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+        without = []
+        for name, line in rows.groupby("strategy", sort=False):
+            if measure.baseline == "self" and set(line["gpus"]) == {1}:
+                continue
+            scaling_line(axis, line, experiment.styles[str(name)], is_ratio)
+            without += [row for _, row in line.iterrows() if row["median"] != row["median"]]
+        counts_axis(axis, experiment.counts, is_ratio)
+        mark_failures(axis, without, experiment.counts, experiment.styles)
+        axis.set_xlabel(plural(noun))
+    first_of_each_row(axes, measure.heading)
+    drawn = used_styles(experiment)
+    if measure.baseline == "self":
+        several = set(experiment.cells.loc[experiment.cells["gpus"] > 1, "strategy"])
+        drawn = {name: style for name, style in drawn.items() if name in several}
+    handles = [line_handle(name, style) for name, style in drawn.items()]
+    if is_ratio:
+        handles.append(
+            Line2D([], [], color=GREY, linestyle=(0, (4, 3)), linewidth=1, label="ideal")
+        )
+    finish(figure, handles, experiment.note)
+    return figure
+
+
+def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -> None:
+    """Draw one strategy; one that has one worker only also gets a line to compare with."""
+    line = line.sort_values("gpus")
+    axis.plot(
+        line["gpus"],
+        line["median"],
+        color=style.colour,
+        linestyle=style.line,
+        marker=style.marker,
+        markeredgecolor=INK,
+        markeredgewidth=0.4,
+    )
+    if set(line["gpus"]) == {1} and not is_ratio and line["median"].notna().all():
+        axis.axhline(
+            line["median"].iloc[0], color=style.colour, linestyle=":", linewidth=1, zorder=1
+        )
+    for _, row in line.iterrows():
+        spread = error_bar(row)
+        if spread:
+            axis.errorbar(
+                row["gpus"], row["median"], spread, color=style.colour, capsize=2, linewidth=1
+            )
+
+
+def accuracy(experiment: Experiment, measure: Measure) -> Figure:
+    """Test accuracy by epoch: a row of panels for each model, a column for each worker count."""
+    noun = worker_noun(experiment.cells)
+    grid = [(model, n) for model in experiment.models for n in experiment.counts]
+    titles = [f"{model}, {counted(n, noun)}" for model, n in grid]
+    figure, axes = panels(titles, columns=len(experiment.counts))
+    for axis, (model, count) in zip(axes, grid, strict=True):
+        epochs = experiment.epochs
+        epochs = epochs[(epochs["model"] == model) & (epochs["gpus"] == count)]
+        rows = experiment.rows("accuracy", model)
+        rows = rows[(rows["gpus"] == count) & rows["median"].isna()]
+        for name, line in epochs.groupby("strategy", sort=False):
+            cut = name in set(rows["strategy"])
+            accuracy_line(axis, line, experiment.styles[str(name)], cut)
+        accuracy_notes(axis, [f"× {r.strategy}: {r.text}" for r in rows.itertuples()])
+        axis.set_xlabel("epoch")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    share_rows(axes, len(experiment.counts))
+    first_of_each_row(axes, "Test accuracy (%)")
+    handles = [line_handle(name, style) for name, style in used_styles(experiment).items()]
+    finish(figure, handles, experiment.note)
+    return figure
+
+
+def accuracy_line(axis: Axes, rows: pd.DataFrame, style: Style, cut: bool) -> None:
+    """Median over the repeats with a band from lowest to highest; a cross where it was cut."""
+    by_epoch = (rows["accuracy"] * 100).groupby(rows["epoch"])
+    median = by_epoch.median()
+    axis.plot(
+        median.index,
+        median,
+        color=style.colour,
+        linestyle=style.line,
+        marker=style.marker,
+        markersize=3.5,
+        markeredgecolor=INK,
+        markeredgewidth=0.3,
+        markevery=max(1, len(median) // 10),
+    )
+    if cut:
+        axis.plot(
+            median.index[-1],
+            median.iloc[-1],
+            "x",
+            color=style.colour,
+            markersize=8,
+            mew=2,
+            zorder=6,
+        )
+    if by_epoch.size().max() > 1:
+        axis.fill_between(
+            median.index, by_epoch.min(), by_epoch.max(), color=style.colour, alpha=0.18, lw=0
+        )
+
+
+def accuracy_notes(axis: Axes, notes: Sequence[str]) -> None:
+    """List the cells without a final accuracy in the lower right corner."""
+    place = {"ha": "right", "va": "bottom"}
+    annotate(axis, "\n".join(notes), (0.98, 0.03), "axes fraction", (0, 0), **place)
+
+
+MEASURED: dict[str, Callable[[Experiment, Measure], Figure]] = {
+    "training_time": bars,
+    "throughput": scaling,
+    "speedup": scaling,
+    "speedup_vs_single": scaling,
+    "memory": bars,
+    "accuracy": accuracy,
+    "utilisation": bars,
+}
+OTHERS: dict[str, Callable[[Experiment], Figure]] = {
+    "breakdown": breakdown,
+    "accuracy_over_time": accuracy_over_time,
+    "tradeoff": tradeoff,
+    "staleness": staleness,
+    "utilisation_timelines": utilisation_timelines,
+    "memory_timelines": memory_timelines,
+}
+
+
+def draw(name: str, experiment: Experiment) -> Figure:
+    """The figure of one experiment that PLOTS lists as `name`."""
+    if experiment.cells[PLOTS[name].needs].isna().all():
+        return nothing(experiment, PLOTS[name].title)
+    if name in MEASURED:
+        return MEASURED[name](experiment, MEASURES[name])
+    return OTHERS[name](experiment)
+
+
+def nothing(experiment: Experiment, title: str) -> Figure:
+    """What stands in place of a figure that no record has the data of."""
+    figure, (axis,) = panels([title])
+    axis.set_axis_off()
+    annotate(axis, "no record has this", (0.5, 0.5), "axes fraction", (0, 0), ha="center")
+    finish(figure, [], experiment.note)
+    return figure
+
+
+def save(figure: Figure, stem: Path) -> None:
+    """Write <stem>.svg, .png and .pdf, the same bytes for the same figure."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out by now; saving would do it again for each format
+    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+    figure.savefig(stem.with_suffix(".png"), metadata={"Software": None})
+    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="stratbench.analysis.plots", description=__doc__)
+    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
+    parser.add_argument("--epochs", type=Path, required=True, help="epochs.csv")
+    parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
+    parser.add_argument("--study-dir", type=Path, help="results/<study>, for the timelines")
+    parser.add_argument("--out-dir", type=Path, required=True, help="folder for the figures")
+    args = parser.parse_args(argv)
+    cells, summary = read_cells(args.cells), read_summary(args.summary)
+    epochs = pd.read_csv(args.epochs, dtype={"strategy": str, "model": str, "experiment": str})
+    with plt.rc_context(RC):
+        for name, experiment in experiments(cells, epochs, summary, args.study_dir).items():
+            for plot in PLOTS:
+                save(draw(plot, experiment), args.out_dir / name / plot)
+                print(args.out_dir / name / f"{plot}.svg", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""One self-contained HTML page with a study's answer, tables, figures, cells and methods."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+import pandas as pd
+from PIL import Image
+
+from stratbench.analysis.audit import read_audit
+from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.decide import across, decisions
+from stratbench.analysis.measures import MEASURES, PLOTS, Measure
+from stratbench.analysis.numbered import titled
+from stratbench.analysis.sections import against_paper, machines, servers
+from stratbench.analysis.summary import read_cells, read_summary
+from stratbench.analysis.tables import (
+    NO_CELL,
+    counted,
+    doubt_note,
+    explanation,
+    heading,
+    plural,
+    wide_rows,
+    worker_noun,
+    workers_are,
+)
+
+TEMPLATES = Path(__file__).parent / "templates"
+#: A figure whose SVG is larger goes into the page as PNG.
+MOST_SVG_BYTES = 90_000
+STATUS_WORDS = {
+    "ok": "finished",
+    "oom": "out of memory (OOM)",
+    "timeout": "stopped at their time limit",
+    "diverged": "diverged (div.)",
+    "error": "failed",
+    "missing": "have no record yet",
+}
+
+
+def setting(rows: pd.DataFrame, column: str) -> str:
+    """The distinct values of a column, for the table of what was run."""
+    found = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
+    return ", ".join(found) or "not recorded"
+
+
+def what_was_run(cells: pd.DataFrame) -> list[dict[str, str]]:
+    """One line an experiment: its matrix, its settings and its machine."""
+    lines = []
+    for experiment, rows in cells.groupby("experiment", sort=False):
+        noun = worker_noun(rows)
+        lines.append(
+            {
+                "experiment": str(experiment),
+                "data set": setting(rows, "dataset"),
+                "strategies": setting(rows, "strategy"),
+                "models": setting(rows, "model"),
+                "workers": f"{setting(rows, 'gpus')} {plural(noun)}",
+                "repeats": str(rows["repeat"].nunique()),
+                "epochs": setting(rows, "epochs"),
+                "global batch": setting(rows, "global_batch"),
+                "precision": setting(rows, "precision"),
+                "device": setting(rows, "device_name"),
+                "host": setting(rows, "host"),
+                "torch": setting(rows, "torch"),
+            }
+        )
+    return lines
+
+
+def notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
+    """What a reader must know before any number."""
+    known = cells.dropna(subset=["device_kind"])
+    cpu = known[known["device_kind"] == "cpu"]
+    if partial and cells["status"].isin(["missing", "error"]).any():
+        yield "This report is partial: cells without a usable record are marked, not left out."
+    if len(cpu):
+        yield (
+            f"{'Some cells' if len(cpu) < len(known) else 'All cells'} ran without a GPU. "
+            f"{workers_are(cpu)} Times, speedups and memory describe this machine, not GPUs: more "
+            "processes are no more hardware. Where data files say gpus, read processes."
+        )
+    if known["synthetic_data"].astype(str).eq("True").any():
+        yield "Some cells train on generated data: their accuracy means nothing outside this study."
+    for column, name in (
+        ("device_name", "devices"),
+        ("host", "hosts"),
+        ("torch", "torch versions"),
+        ("revision", "revisions of the code"),
+    ):
+        distinct = sorted(known[column].dropna().unique())
+        if len(distinct) > 1:
+            listed = ", ".join(distinct)
+            yield f"The records come from different {name}: {listed}. Compare with care."
+
+
+def figure(plots_dir: Path, experiment: str, rows: pd.DataFrame, name: str) -> dict[str, str]:
+    """A figure as a data URI, with its caption and a text for who cannot see it."""
+    uri = data_uri(plots_dir / experiment / f"{name}.svg")
+    plot, measure = PLOTS[name], MEASURES.get(name)
+    alt = (
+        f"{plot.chart}: {plot.title} of {setting(rows, 'strategy')} for {setting(rows, 'model')} on "
+        f"{setting(rows, 'gpus')} {plural(worker_noun(rows))}."
+    )
+    if measure is None:
+        title = f"{plot.title}, experiment {experiment} on {setting(rows, 'dataset')}."
+        return {"title": title, "caption": plot.reading, "alt": alt, "uri": uri}
+    return {
+        "title": heading(rows, measure),
+        "caption": f"{explanation(rows, measure)} {plot.reading}",
+        "alt": f"{alt} The table below has the numbers.",
+        "uri": uri,
+    }
+
+
+def data_uri(svg_path: Path) -> str:
+    """The figure inside the page: the SVG with its numbers cut to what can be seen.
+
+    A crowded one is the PNG with 256 colours instead, so that a page of many figures stays small.
+    """
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg_path.read_text(), flags=re.DOTALL)
+    svg = re.sub(r"\s+", " ", re.sub(r"(\d\.\d\d)\d+", r"\1", svg))
+    if len(svg) < MOST_SVG_BYTES:
+        return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+    png = io.BytesIO()
+    with Image.open(svg_path.with_suffix(".png")) as image:
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(png, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+
+
+def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[str, Any]:
+    """A table, each text split in number and remainder, the best of each model marked."""
+    counts, lines = wide_rows(rows, summary, measure)
+    best: dict[tuple[str, int], float] = {}
+    pick = min if measure.better == "lower" else max
+    for model, _, found in lines:
+        for count, row in found.items():
+            if pd.notna(row["median"]):
+                so_far = best.get((model, count), row["median"])
+                best[model, count] = pick(so_far, row["median"])
+    body = []
+    for model, strategy, found in lines:
+        cells = []
+        for count in counts:
+            row = found.get(count)
+            if row is None:
+                none = {"text": NO_CELL, "rest": "", "sort": "", "kind": "none", "flags": ""}
+                cells.append(none)
+                continue
+            valued = pd.notna(row["median"])
+            text, _, rest = row["text"].partition(" ") if valued else (row["text"], "", "")
+            is_best = valued and row["median"] == best[model, count]
+            kind = "best" if is_best else "" if valued else "failed"
+            cells.append(
+                {
+                    "text": text,
+                    "rest": rest,
+                    "sort": row["median"] if valued else "",
+                    "kind": kind,
+                    "flags": row["flags"],
+                }
+            )
+        body.append({"model": model, "strategy": strategy, "cells": cells})
+    noun = worker_noun(rows)
+    return {
+        "id": measure.name,
+        "title": measure.heading,
+        "caption": explanation(rows, measure) + doubt_note(lines),
+        "columns": [counted(n, noun) for n in counts],
+        "body": body,
+    }
+
+
+def has_numbers(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
+    """Whether a ratio has a baseline in this experiment; what is no ratio is always shown."""
+    here = summary["experiment"] == rows["experiment"].iloc[0]
+    found = summary.loc[here & (summary["measure"] == measure.name), "median"]
+    return measure.baseline is None or bool(found.notna().any())
+
+
+def cell_list(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
+    """Every cell with links to its record and its log, relative to the page."""
+
+    def link(path: object) -> str | None:
+        if not isinstance(path, str) or not (study_dir / path).exists():
+            return None
+        return quote(Path(os.path.relpath(study_dir / path, page_dir)).as_posix())
+
+    for row in cells.itertuples():
+        yield {
+            "status": row.status,
+            "experiment": row.experiment,
+            "strategy": row.strategy,
+            "model": row.model,
+            "gpus": row.gpus,
+            "repeat": row.repeat,
+            "time": "" if pd.isna(row.train_time_s) else f"{row.train_time_s:.2f}",
+            "accuracy": "" if pd.isna(row.accuracy_final) else f"{100 * row.accuracy_final:.2f}",
+            "reason": row.reason if isinstance(row.reason, str) else "",
+            "record": link(row.record_path),
+            "log": link(row.log_path),
+        }
+
+
+def audit_rules(findings: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rules that were tripped, the most severe first, each with where and by what figures."""
+    names = ("experiment", "strategy", "model")
+    rules = []
+    for rule, rows in findings.groupby("rule", sort=False):
+        first = rows.iloc[0]
+        places = []
+        for row in rows.to_dict("records"):
+            place = [row[name] for name in names if pd.notna(row[name])]
+            place += [counted(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
+            place += [f"repeat {row['repeat']}"] if pd.notna(row["repeat"]) else []
+            places.append({"place": ", ".join(place) or "the study", "figures": row["figures"]})
+        rules.append(
+            {
+                "id": rule,
+                "severity": first["severity"],
+                "affects": first["affects"],
+                "explanation": first["explanation"],
+                "places": places,
+            }
+        )
+    return rules
+
+
+def context(
+    cells: pd.DataFrame, summary: pd.DataFrame, plots_dir: Path, study_dir: Path, page_dir: Path
+) -> dict[str, Any]:
+    """Everything that the template prints."""
+    counts = cells["status"].value_counts()
+    experiments = [
+        {
+            "name": str(name),
+            "dataset": setting(rows, "dataset"),
+            "figures": [
+                figure(plots_dir, str(name), rows, plot)
+                for plot, drawn in PLOTS.items()
+                if rows[drawn.needs].notna().any()
+            ],
+            "tables": [
+                table(rows, summary, measure)
+                for measure in MEASURES.values()
+                if has_numbers(rows, summary, measure)
+            ],
+        }
+        for name, rows in cells.groupby("experiment", sort=False)
+    ]
+    return {
+        "study": str(cells["study"].iloc[0]),
+        "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
+        "total": len(cells),
+        "runs": what_was_run(cells),
+        "experiments": experiments,
+        "numbered": [
+            {"id": name, "title": title, "table": table_}
+            for name, title, table_ in titled(cells, summary)
+            if len(table_)
+        ],
+        "machines": machines(cells),
+        "servers": servers(cells),
+        "cells": list(cell_list(cells, study_dir, page_dir)),
+        "measures": list(MEASURES.values()),
+    }
+
+
+def render(values: dict[str, Any]) -> str:
+    """The page."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(values)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="stratbench.analysis.report", description=__doc__)
+    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
+    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
+    parser.add_argument("--plots-dir", type=Path, required=True, help="folder of the figures")
+    parser.add_argument("--study-dir", type=Path, required=True, help="results/<study>, for links")
+    parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
+    parser.add_argument("--description", default="", help="what the study is for")
+    parser.add_argument("--partial", action="store_true", help="say that cells may be missing")
+    parser.add_argument("--out", type=Path, required=True, help="the page")
+    args = parser.parse_args(argv)
+    cells, summary = read_cells(args.cells), read_summary(args.summary)
+    values = context(cells, summary, args.plots_dir, args.study_dir, args.out.parent)
+    findings, given = read_audit(args.audit), Constraints.from_json(args.constraints)
+    values["audit"] = audit_rules(findings)
+    values["decisions"] = decisions(cells, findings, given)
+    values["paper"] = against_paper(cells, findings)
+    values |= {"constraints": list(given.sentences()), "across": across(findings)}
+    values |= {"description": args.description, "notices": list(notices(cells, args.partial))}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(render(values))
+    print(f"{args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

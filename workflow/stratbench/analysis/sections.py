@@ -1,0 +1,109 @@
+"""Sections of the report that are more than a table or a figure, as values for its template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis import paper
+from stratbench.analysis.against import claims, published_cells
+from stratbench.analysis.measures import number
+
+
+def against_paper(cells: pd.DataFrame, findings: pd.DataFrame) -> dict[str, Any]:
+    """The comparison with the paper: claims, and its tables with a counterpart in our records."""
+    compared, judged = published_cells(cells, findings), claims(cells, findings)
+    return {
+        "claims": judged.astype(object).where(judged.notna(), "").to_dict("records"),
+        "tables": list(tables_beside(compared)),
+        "total": len(compared),
+        "with_counterpart": int(compared["ours"].notna().sum()),
+    }
+
+
+def tables_beside(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Each published table: how many cells have a counterpart, those cells, and what explains."""
+    notes = paper.explanations().set_index("about")["explanation"].to_dict()
+    for (version, name), rows in compared.groupby(["version", "table"], sort=False):
+        found = rows[rows["ours"].notna()]
+        yield {
+            "title": f"Table {name} of {version}",
+            "measure": "accuracy, %"
+            if rows["kind"].iloc[0] == "difference"
+            else "training time, s",
+            "total": len(rows),
+            "rows": [beside_row(row) for row in found.to_dict("records")],
+            "note": notes.get(f"{version} {name}", ""),
+        }
+
+
+def beside_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A published cell as the report prints it; the columns of ratios may be empty."""
+    is_difference = row["kind"] == "difference"
+
+    def shown(value: float) -> str:
+        return "" if pd.isna(value) else f"{value:+.2f}" if is_difference else f"{value:.2f}"
+
+    texts = {name: row[name] for name in ("strategy", "model", "gpus", "experiment")}
+    texts["published"] = "above its limit" if pd.isna(row["published"]) else f"{row['published']:g}"
+    texts["ours"] = number(row["ours"], 2 if is_difference else None)
+    for name in ("strategy", "gpus"):
+        against = row[f"against_{name}"]
+        texts[f"against_{name}"] = "" if pd.isna(against) else str(against).removesuffix(".0")
+        for of in ("published", "our", "ratio"):
+            texts[f"{of}_to_{name}"] = shown(row[f"{of}_to_{name}"])
+    return texts
+
+
+def machines(cells: pd.DataFrame) -> list[dict[str, Any]]:
+    """Every combination of machine and versions that trained cells, the most frequent first."""
+    columns = {
+        "host": "host",
+        "device": "device_name",
+        "CPU": "cpu_model",
+        "driver": "driver",
+        "torch": "torch",
+        "code": "revision",
+    }
+    known = cells.dropna(subset=["device_kind"])
+    groups = known.groupby(list(columns.values()), dropna=False, sort=False)
+    found = [
+        {name: "" if pd.isna(v) else str(v) for name, v in zip(columns, key, strict=True)}
+        | {"cells": len(rows), "experiments": ", ".join(dict.fromkeys(rows["experiment"]))}
+        for key, rows in groups
+    ]
+    return sorted(found, key=lambda line: -line["cells"])
+
+
+def servers(cells: pd.DataFrame) -> list[dict[str, Any]]:
+    """What parameter servers did, a line for each strategy, model and worker count (repeats added up)."""
+    known = cells[cells["staleness"].notna()]
+    found = []
+    keys = ["experiment", "strategy", "model", "gpus"]
+    for key, rows in known.groupby(keys, sort=False):
+        counts = [json.loads(text) for text in rows["staleness"]]
+        pushes = sum(map(sum, counts))
+        weighted = sum(i * count for c in counts for i, count in enumerate(c))
+        worker_s = (rows["train_time_s"] * rows["gpus"]).sum()
+        wait = rows["server_wait_s"].sum() / worker_s if worker_s else float("nan")
+        moved = (rows["server_bytes"] / rows["train_time_s"]).median()
+        found.append(
+            dict(zip(keys, key, strict=True))
+            | {
+                "updates": rounded(rows["updates_applied"].median()),
+                "mean": f"{weighted / pushes:.2f}" if pushes else "",
+                "most": max(len(c) for c in counts) - 1,
+                "waiting": "" if pd.isna(wait) else f"{wait:.1%}",
+                "rate": rounded(moved / 2**20),
+                "lost": f"{rows['server_lost'].sum():.0f}",
+            }
+        )
+    return found
+
+
+def rounded(value: float) -> str:
+    """A whole number; empty where there is none."""
+    return "" if pd.isna(value) else f"{value:.0f}"

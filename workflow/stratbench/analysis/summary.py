@@ -1,0 +1,221 @@
+"""The study in one long table: for each measure and group of repeats a median, a spread, a text.
+
+Tables, figures and the report all print from here, so that no two of them can disagree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis.measures import MEASURES, Measure, number, status_label
+from stratbench.analysis.stats import median_and_quartiles, ratio_intervals
+
+GROUP = ["experiment", "strategy", "model", "gpus"]
+COLUMNS = (
+    *GROUP,
+    "measure",
+    "unit",
+    "cells",
+    "ok",
+    "outcome",
+    "median",
+    "q1",
+    "q3",
+    "low95",
+    "high95",
+    "text",
+    "flags",
+)
+BASELINE = "single"
+#: Columns that stay text whatever they hold (a column without a value would otherwise hold
+#: numbers).
+TEXT = dict.fromkeys(
+    (
+        *("study", "experiment", "strategy", "model", "dataset", "status", "reason"),
+        *("strategy_base", "strategy_kind", "evaluated_on", "memory_method", "precision"),
+        *("device_kind", "device_name", "host", "cpu_model", "torch"),
+        *("driver", "revision", "slowdown", "breakdown_ms", "staleness"),
+        *("record_path", "log_path", "measure", "unit", "outcome", "text", "flags"),
+    ),
+    str,
+)
+
+Key = tuple[str, str, str, int]
+Row = dict[str, Any]
+
+
+def read_cells(path: Path) -> pd.DataFrame:
+    """cells.csv as `collect` made it; only an empty field is an absent value."""
+    return pd.read_csv(path, dtype=TEXT, keep_default_na=False, na_values=[""])
+
+
+def outcome(frame: pd.DataFrame) -> str:
+    """How the cells that are not `ok` ended: `2 × OOM, >3000 s`; empty when all are."""
+    labels = (
+        status_label(status, limit if limit == limit else None)
+        for status, limit in zip(frame["status"], frame["time_limit_s"], strict=True)
+        if status != "ok"
+    )
+    counts = Counter(labels)
+    return ", ".join(f"{n} × {name}" if n > 1 else name for name, n in counts.items())
+
+
+def short(outcome_text: str) -> str:
+    """An outcome for a cell that has nothing else to print: `3 × OOM` becomes `OOM`."""
+    kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
+    return ", ".join(dict.fromkeys(kinds))
+
+
+def values(frame: pd.DataFrame, measure: Measure) -> pd.Series:
+    """The measure's column of the cells that are `ok`, by repeat."""
+    ok = frame[frame["status"] == "ok"]
+    column = pd.to_numeric(ok[measure.column], errors="coerce")
+    return pd.Series(column.to_numpy(), index=ok["repeat"]).dropna() * measure.scale
+
+
+def absolute(frame: pd.DataFrame, measure: Measure) -> Row:
+    """Median and quartiles of a measure; `text` says why where there are none."""
+    found = values(frame, measure)
+    if found.empty:
+        return {"text": short(outcome(frame)) or "n/a (not recorded)"}
+    median, q1, q3 = median_and_quartiles(found.to_numpy())
+    return {"median": median} | ({"q1": q1, "q3": q3} if len(found) > 1 else {})
+
+
+def baseline_of(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> Key | str:
+    """The group that a ratio is against, or the text that says why there is none."""
+    experiment, strategy, model, gpus = key
+    match measure.baseline:
+        case "self":
+            against, where, count = strategy, "1 worker", 1
+        case "single":
+            against, where, count = BASELINE, BASELINE, 1
+        case _:
+            against, where, count = str(measure.baseline), str(measure.baseline), gpus
+    baseline = (experiment, against, model, count)
+    if baseline not in groups:
+        return f"n/a (no {where})"
+    if values(groups[baseline], measure).empty:
+        return f"n/a ({where}: {short(outcome(groups[baseline])) or 'not recorded'})"
+    return baseline
+
+
+def ratio(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> Row:
+    """A ratio to the baseline, with its pairs for the interval under `pairs` [2, repeats]."""
+    found = values(groups[key], measure)
+    if found.empty:
+        return {"text": short(outcome(groups[key])) or "n/a (not recorded)"}
+    baseline = baseline_of(groups, key, measure)
+    if isinstance(baseline, str):
+        return {"text": baseline}
+    pairs = pd.concat([found, values(groups[baseline], measure)], axis=1, join="inner")
+    if pairs.empty:
+        return {"text": "n/a (no repeat in common with the baseline)"}
+    numerators = pairs.iloc[:, 0].to_numpy() / (key[3] if measure.per_worker else 1)
+    denominators = pairs.iloc[:, 1].to_numpy()
+    if measure.inverted:
+        numerators, denominators = denominators, numerators
+    row: Row = {"median": float(np.median(numerators) / np.median(denominators))}
+    if baseline != key:
+        row["pairs"] = np.stack([numerators, denominators])
+    return row
+
+
+def fill_intervals(rows: list[Row]) -> None:
+    """Replace `pairs` by `low95` and `high95`: one bootstrap for each number of repeats."""
+    by_repeats: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        if "pairs" in row:
+            by_repeats[row["pairs"].shape[1]].append(row)
+    for same in by_repeats.values():
+        pairs = np.stack([row.pop("pairs") for row in same])
+        intervals = ratio_intervals(pairs[:, 0], pairs[:, 1])
+        if intervals is not None:
+            for row, (low, high) in zip(same, intervals, strict=True):
+                row |= {"low95": float(low), "high95": float(high)}
+
+
+def text(row: Row, measure: Measure) -> str:
+    """What a table prints: the median, its spread, and what did not end well."""
+    if "text" in row:
+        return row["text"]
+    parts = [number(row["median"], measure.decimals)]
+    spread = (row.get("low95", row.get("q1")), row.get("high95", row.get("q3")))
+    if spread[0] is not None:
+        low, high = (number(end, measure.decimals) for end in spread)
+        parts.append(f"[{low}, {high}]")
+    if row["ok"] < row["cells"]:
+        parts.append(f"({row['ok']} of {row['cells']}; {row['outcome']})")
+    return " ".join(parts)
+
+
+def findings_by_group(
+    findings: Iterable[Row], keys: Iterable[Key]
+) -> Iterator[tuple[Key, list[Row]]]:
+    """Each group with the audit's findings on it.
+
+    A finding without a coordinate is on all cells that share the coordinates it has; one without
+    any is on the study as a whole and on no group.
+    """
+    placed: defaultdict[tuple[tuple[str, Any], ...], list[Row]] = defaultdict(list)
+    for finding in findings:
+        placed[tuple((name, finding[name]) for name in GROUP if pd.notna(finding[name]))].append(
+            finding
+        )
+    for key in keys:
+        coordinates = list(zip(GROUP, key, strict=True))
+        some = chain.from_iterable(combinations(coordinates, n) for n in range(1, len(GROUP) + 1))
+        yield key, [finding for where in some for finding in placed.get(where, ())]
+
+
+def doubts_by_group(
+    findings: list[Row], groups: dict[Key, pd.DataFrame]
+) -> dict[tuple[str, str, str, str, int], list[str]]:
+    """Rules that doubt the time, the memory or the accuracy of a group: (what, *group) to rules."""
+    doubts: defaultdict[tuple[str, str, str, str, int], list[str]] = defaultdict(list)
+    told = [finding for finding in findings if finding["severity"] != "note"]
+    for key, found in findings_by_group(told, groups):
+        for finding in found:
+            affects = finding["affects"]
+            for what in ("time", "memory", "accuracy") if affects == "all" else (affects,):
+                if finding["rule"] not in doubts[what, *key]:
+                    doubts[what, *key].append(finding["rule"])
+    return doubts
+
+
+def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The long table (COLUMNS), in the order of cells.csv, from the rows of cells.csv.
+
+    `flags` names the audit's rules (rows of audit.csv, notes aside) that doubt the figure.
+    """
+    groups: dict[Key, pd.DataFrame] = dict(iter(cells.groupby(GROUP, sort=False)))
+    rows: list[Row] = []
+    for key, frame in groups.items():
+        common = dict(zip(GROUP, key, strict=True)) | {
+            "cells": len(frame),
+            "ok": int((frame["status"] == "ok").sum()),
+            "outcome": outcome(frame),
+        }
+        for measure in MEASURES.values():
+            found = ratio(groups, key, measure) if measure.baseline else absolute(frame, measure)
+            rows.append(common | {"measure": measure.name, "unit": measure.unit} | found)
+    fill_intervals(rows)
+    doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups)
+    for row in rows:
+        measure = MEASURES[row["measure"]]
+        row["text"] = text(row, measure)
+        row["flags"] = "; ".join(doubts.get((measure.concerns, *(row[name] for name in GROUP)), ()))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def read_summary(path: Path) -> pd.DataFrame:
+    """summary.csv, as `summarise` made it."""
+    frame = pd.read_csv(path, dtype=TEXT, keep_default_na=False, na_values=[""])
+    return frame.fillna({"unit": "", "outcome": "", "flags": ""})

@@ -1,0 +1,229 @@
+"""Tables of a study: for each experiment and measure, models and strategies by worker count.
+
+Writes summary.csv (every number, one row each) and, for people, each table as CSV, Markdown and
+LaTeX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.audit import read_audit
+from stratbench.analysis.measures import MEASURES, Measure
+from stratbench.analysis.numbered import qualities, titled
+from stratbench.analysis.summary import read_cells, summarise
+
+#: What stands where the study has no such cell (`single` on two workers).
+NO_CELL = "–"
+#: What marks a figure that the audit doubts.
+DOUBT = "†"
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    ">": r"$>$",
+    "<": r"$<$",
+    "×": r"$\times$",
+    "–": "--",
+    "†": r"$\dagger$",
+}
+
+
+def workers_are(cells: pd.DataFrame) -> str:
+    """A sentence that says what a worker is in these rows of cells.csv, from the records."""
+    known = cells.dropna(subset=["device_kind", "device_name"])
+    parts = []
+    for (kind, name), rows in known.groupby(["device_kind", "device_name"], dropna=False):
+        hosts = "; ".join(sorted(set(rows["host"].dropna())))
+        if kind == "cuda":
+            parts.append(f"a worker is one GPU ({name}; host {hosts})")
+            continue
+        cores = (
+            ", ".join(f"{n:g}" for n in sorted(set(rows["cpu_cores"].dropna())))
+            or "an unknown number of"
+        )
+        parts.append(
+            f"a worker is a CPU process; the processes of a cell share {cores} cores of {hosts} "
+            f"({name})"
+        )
+    if not parts:
+        return "No record says what a worker is."
+    sentence = "; ".join(parts) + "."
+    mixed = "" if len(parts) == 1 else "The cells ran on different devices and do not compare: "
+    return mixed + sentence if mixed else sentence[0].upper() + sentence[1:]
+
+
+def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
+    """A sentence on what the brackets mean, or that there are none."""
+    most = cells.groupby(["strategy", "model", "gpus"]).size().max()
+    if most < 2:
+        return "One repeat: no spread is known."
+    if measure.baseline:
+        return f"Median of {most} repeats [95 % bootstrap interval, paired by repeat]."
+    return f"Median of {most} repeats [first, third quartile]."
+
+
+def heading(cells: pd.DataFrame, measure: Measure) -> str:
+    """The measure, the experiment and the data set."""
+    first = cells.iloc[0]
+    return f"{measure.heading}, experiment {first['experiment']} on {first['dataset']}."
+
+
+def explanation(cells: pd.DataFrame, measure: Measure) -> str:
+    """What the numbers of one experiment are, what stands in brackets, and what a worker is."""
+    return f"{measure.definition} {spread_note(cells, measure)} {workers_are(cells)}"
+
+
+def worker_noun(cells: pd.DataFrame) -> str:
+    """`GPU` or `CPU process`, as these rows say; `worker` where they differ or are silent."""
+    kinds = set(cells["device_kind"].dropna())
+    return (
+        {"cuda": "GPU", "cpu": "CPU process"}.get(kinds.pop(), "worker")
+        if len(kinds) == 1
+        else "worker"
+    )
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 GPU`, `2 GPUs`, `4 CPU processes`."""
+    return f"{count} {noun if count == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """`GPUs`, `CPU processes`."""
+    return noun + ("es" if noun.endswith("s") else "s")
+
+
+def wide_rows(
+    cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
+) -> tuple[list[int], list[tuple[str, str, dict[int, dict[str, Any]]]]]:
+    """One experiment's table: its worker counts, and (model, strategy, summary row by count).
+
+    `cells` are the experiment's rows of cells.csv; models stand together, in the order of the
+    config.
+    """
+    rows = summary[summary["measure"] == measure.name]
+    rows = rows[rows["experiment"] == cells["experiment"].iloc[0]]
+    found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in rows.to_dict("records"):
+        by_count = found.setdefault(row["model"], {}).setdefault(row["strategy"], {})
+        by_count[int(row["gpus"])] = row
+    lines = [
+        (model, strategy, by_count)
+        for model, strategies in found.items()
+        for strategy, by_count in strategies.items()
+    ]
+    return sorted({int(n) for n in rows["gpus"]}), lines
+
+
+def marked(row: Mapping[str, Any]) -> str:
+    """A summary row's text, with a mark where the audit doubts the figure."""
+    return f"{row['text']} {DOUBT}" if row["flags"] else str(row["text"])
+
+
+def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
+    """A sentence that names the rules behind a table's marks; empty without any."""
+    flags = (row["flags"] for _, _, found in lines for row in found.values() if row["flags"])
+    rules = dict.fromkeys(rule for flag in flags for rule in flag.split("; "))
+    return f" {DOUBT}: doubted by the audit ({', '.join(rules)})." if rules else ""
+
+
+def wide(cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+    """The texts of one experiment's table: model, strategy, and a column a worker count."""
+    counts, lines = wide_rows(cells, summary, measure)
+    table = [
+        [model, strategy, *(marked(found[n]) if n in found else NO_CELL for n in counts)]
+        for model, strategy, found in lines
+    ]
+    noun = worker_noun(cells)
+    return pd.DataFrame(table, columns=["model", "strategy", *(counted(n, noun) for n in counts)])
+
+
+def markdown(table: pd.DataFrame, title: str) -> str:
+    """The table as Markdown with its caption above."""
+    header = list(table.columns)
+    lines = [f"**{title}**", "", "| " + " | ".join(header) + " |"]
+    lines.append("|" + "|".join([" --- "] * 2 + [" ---: "] * (len(header) - 2)) + "|")
+    for row in table.itertuples(index=False):
+        lines.append("| " + " | ".join(str(cell).replace("|", r"\|") for cell in row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def latex_escaped(text: str) -> str:
+    """`text` so that LaTeX prints it."""
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def latex(table: pd.DataFrame, title: str) -> str:
+    """The table as a LaTeX float (needs booktabs)."""
+    columns = "ll" + "r" * (len(table.columns) - 2)
+    lines = [r"\begin{table}", r"\centering", rf"\caption{{{latex_escaped(title)}}}"]
+    lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
+    lines.append(" & ".join(latex_escaped(name) for name in table.columns) + r" \\")
+    lines.append(r"\midrule")
+    for row in table.itertuples(index=False):
+        lines.append(" & ".join(latex_escaped(str(cell)) for cell in row) + r" \\")
+    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
+    return "\n".join(lines) + "\n"
+
+
+def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
+    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; returns the number of tables."""
+    written = 0
+    for experiment, rows in cells.groupby("experiment", sort=False):
+        folder = out_dir / str(experiment)
+        folder.mkdir(parents=True, exist_ok=True)
+        for measure in MEASURES.values():
+            table = wide(rows, summary, measure)
+            title = f"{heading(rows, measure)} {explanation(rows, measure)}"
+            title += doubt_note(wide_rows(rows, summary, measure)[1])
+            table.to_csv(folder / f"{measure.name}.csv", index=False)
+            (folder / f"{measure.name}.md").write_text(markdown(table, title))
+            (folder / f"{measure.name}.tex").write_text(latex(table, title))
+            written += 1
+    return written
+
+
+def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
+    """Write the paper's tables 3 to 8 from these records, and the sources of table 8's figures."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name, title, table in titled(cells, summary):
+        table = table if len(table) else pd.DataFrame([{"": "The study has no such strategies."}])
+        caption = f"Table {name.removeprefix('table_')}. {title}. {workers_are(cells)}"
+        table.to_csv(out_dir / f"{name}.csv", index=False)
+        (out_dir / f"{name}.md").write_text(markdown(table, caption))
+        (out_dir / f"{name}.tex").write_text(latex(table, caption))
+    qualities(summary).to_csv(out_dir / "table_8_sources.csv", index=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="stratbench.analysis.tables", description=__doc__)
+    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
+    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--summary-out", type=Path, required=True, help="every number (CSV)")
+    parser.add_argument("--out-dir", type=Path, required=True, help="folder for the tables")
+    args = parser.parse_args(argv)
+    cells = read_cells(args.cells)
+    summary = summarise(cells, read_audit(args.audit))
+    summary.to_csv(args.summary_out, index=False)
+    write_numbered(cells, summary, args.out_dir / "paper")
+    print(f"{write_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What to choose before anything was measured: rules from theory, and each says that it is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stratbench.analysis.constraints import GIB, Constraints
+from stratbench.models import MODELS
+
+#: Bytes a parameter takes in training with SGD and momentum, weights in fp32: weight, gradient and
+#: momentum of 4 bytes each. Mixed precision by autocast keeps all three in fp32.
+STATE_BYTES_PER_PARAMETER = 12
+
+
+def choice(model: str, constraints: Constraints) -> tuple[str | None, list[str]]:
+    """A strategy (None where none can hold the model) and the reasons, in sentences."""
+    gpus = constraints.gpus
+    several = gpus is None or gpus > 1
+    whole = state_bytes(model)
+    limit = constraints.gpu_memory_gib and constraints.gpu_memory_gib * GIB
+    too_large = bool(whole and limit and whole > limit)
+    if not several and not too_large:
+        return "single", ["With one GPU there is nothing to distribute."]
+    reasons = list(sizes(model, whole, limit))
+    if too_large:
+        shards = -(-whole // limit)
+        if not several or (gpus is not None and gpus < shards):
+            given = "a number not given" if gpus is None else str(gpus)
+            text = f"Sharded, they need at least {shards:.0f} GPUs, and {given} is at hand."
+            return None, [*reasons, text]
+        return "fsdp", [*reasons, "Only sharding divides the model states among the GPUs."]
+    if not constraints.homogeneous or not constraints.gang_scheduled:
+        why = (
+            "A collective strategy waits for its slowest worker at every step."
+            if constraints.gang_scheduled
+            else "A collective job stops when a worker leaves."
+        )
+        return "ps-dana", [
+            *reasons,
+            why,
+            "An asynchronous server does not; of these, one that corrects for staleness loses the "
+            "least accuracy. Measure the accuracy before you rely on it.",
+        ]
+    return "ddp", [
+        *reasons,
+        "Among equal GPUs that stay, it moves the fewest bytes a step of those that keep a whole "
+        "replica current (2(N-1)/N of the gradients; FSDP 3(N-1)/N), and overlaps them with the "
+        "backward pass.",
+    ]
+
+
+def state_bytes(model: str) -> int | None:
+    """Bytes of the model's training states on one GPU without sharding; None where unknown."""
+    known = MODELS.get(model)
+    return known.parameters * STATE_BYTES_PER_PARAMETER if known else None
+
+
+def sizes(model: str, whole: int | None, limit: float | None) -> Iterator[str]:
+    """Whether the model's states fit one GPU."""
+    if whole is None:
+        yield f"The size of {model} is not known."
+        return
+    text = (
+        f"The states of {model} (weights, gradients, momentum in fp32, 1000 classes) take "
+        f"{whole / GIB:.2f} GiB"
+    )
+    if limit is None:
+        yield f"{text}; the memory of a GPU is not given."
+    else:
+        fit = "more than one GPU has" if whole > limit else "which one GPU holds"
+        yield f"{text}, {fit} ({limit / GIB:g} GiB); activations come on top."

@@ -1,0 +1,148 @@
+"""Figures of what the sampler saw: each worker's utilisation and memory while a cell ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from stratbench.analysis.experiment import Experiment
+from stratbench.analysis.measures import MIB
+from stratbench.analysis.panels import annotate, wrapped
+from stratbench.analysis.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from stratbench.analysis.tables import counted, worker_noun
+
+#: Points of one line: more than a panel of this size can show is thinned out to this.
+MOST_POINTS = 120
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
+PANEL_IN = (2.5, 0.95)
+#: Column of a timeline and its factor, for a GPU and for a process.
+UTILISATION = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}
+MEMORY = {"gpu": ("mem_used_bytes", 1 / MIB), "process": ("rss_bytes", 1 / MIB)}
+
+
+def utilisation_timelines(experiment: Experiment) -> Figure:
+    """Utilisation of each worker; a row a strategy, a column a model."""
+    return grid(experiment, UTILISATION, "%")
+
+
+def memory_timelines(experiment: Experiment) -> Figure:
+    """Memory of each worker; a row a strategy, a column a model."""
+    return grid(experiment, MEMORY, "MiB")
+
+
+def grid(experiment: Experiment, what: dict[str, tuple[str, float]], unit: str) -> Figure:
+    """A small panel for each strategy and model, the first repeat on the strategy's most workers."""
+    rows, columns = experiment.strategies, experiment.models
+    size = (max(4.2, PANEL_IN[0] * len(columns) + 0.9), PANEL_IN[1] * len(rows) + 1.1)
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False)
+    # Laid out by hand: hundreds of labels take the automatic layout seconds.
+    figure.subplots_adjust(
+        left=0.85 / size[0], right=1 - 0.1 / size[0], top=1 - 0.4 / size[1], bottom=0.8 / size[1],
+        hspace=0.5, wspace=0.28,
+    )  # fmt: skip
+    for i, strategy in enumerate(rows):
+        for j, model in enumerate(columns):
+            axis = axes[i][j]
+            panel(axis, experiment, strategy, model, what)
+            if i == 0:
+                axis.set_title(model, pad=9)
+            if j == 0:
+                axis.set_ylabel(f"{strategy}\n({unit})", fontsize=6.5)
+            if i == len(rows) - 1:
+                axis.set_xlabel("s since the cell's start", fontsize=7)
+    figure.text(
+        0.5, 0.06 / size[1], wrapped(experiment.note, figure), fontsize=6.5, color="#555555",
+        ha="center", va="bottom",
+    )  # fmt: skip
+    return figure
+
+
+def panel(
+    axis: Axes,
+    experiment: Experiment,
+    strategy: str,
+    model: str,
+    what: dict[str, tuple[str, float]],
+) -> None:
+    """The lines of one cell, or why there are none."""
+    cells = experiment.cells
+    cells = cells[(cells["strategy"] == strategy) & (cells["model"] == model)]
+    if cells.empty:
+        axis.set_axis_off()
+        return
+    cell = cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
+    timeline = read(experiment.study_dir, cell)
+    label = counted(int(cell["gpus"]), worker_noun(experiment.cells))
+    if timeline is None:
+        axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+        axis.grid(visible=False)
+        label += f": {'no timeline' if cell['status'] == 'ok' else cell['status']}"
+    else:
+        for i, (name, times, values) in enumerate(lines(timeline, what)):
+            axis.plot(
+                times, values, color=COLOURS[i % len(COLOURS)], linewidth=0.7,
+                linestyle="--" if name.startswith("server") else "-",
+            )  # fmt: skip
+        shade(axis, timeline)
+        axis.tick_params(labelsize=6)
+        axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    annotate(axis, label, (0.99, 1.02), "axes fraction", (0, 0), ha="right", fontsize=5.5)
+
+
+def read(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
+    """A cell's timeline; None without one."""
+    if study_dir is None or not isinstance(cell["record_path"], str):
+        return None
+    path = (study_dir / cell["record_path"]).with_name("timeline.csv")
+    used = {
+        "t_s",
+        "kind",
+        "id",
+        "phase",
+        *(c for w in (UTILISATION, MEMORY) for c, _ in w.values()),
+    }
+    try:
+        timeline = pd.read_csv(path, usecols=lambda name: name in used, dtype={"id": str})
+    except (OSError, ValueError):
+        return None
+    return timeline if {"t_s", "kind", "id"} <= set(timeline.columns) else None
+
+
+def lines(
+    timeline: pd.DataFrame, what: dict[str, tuple[str, float]]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Name, times (s) and values of each worker and server: of GPUs where there are any."""
+    kind = "gpu" if (timeline["kind"] == "gpu").any() else "process"
+    column, scale = what[kind]
+    if column not in timeline:
+        return
+    for name, rows in timeline[timeline["kind"] == kind].groupby("id", sort=True):
+        known = rows.dropna(subset=[column])
+        if len(known):
+            times, values = known["t_s"].to_numpy(), known[column].to_numpy(dtype=float) * scale
+            yield str(name), *thinned(times, values)
+
+
+def thinned(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means of equal runs of samples, so that at most MOST_POINTS are left."""
+    run = -(-len(times) // MOST_POINTS)
+    if run == 1:
+        return times, values
+    starts = np.arange(0, len(times), run)
+    counts = np.diff([*starts, len(times)])
+    return np.add.reduceat(times, starts) / counts, np.add.reduceat(values, starts) / counts
+
+
+def shade(axis: Axes, timeline: pd.DataFrame) -> None:
+    """Shade the time from the first to the last sample of training."""
+    if "phase" in timeline:
+        times = timeline.loc[timeline["phase"] == "train", "t_s"]
+        if len(times):
+            axis.axvspan(times.min(), times.max(), color="#eeeeee", zorder=0)

@@ -1,0 +1,220 @@
+"""Figures that set measures against each other, and what a step and a push are made of."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from stratbench.analysis.experiment import Experiment, used_styles
+from stratbench.analysis.panels import INK, annotate, finish, first_of_each_row, line_handle, panels
+from stratbench.analysis.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    Style,
+)
+from stratbench.analysis.tables import counted, worker_noun
+
+#: Phases of a step in order of time; colours are of phases here, not of strategies.
+PHASES = {
+    "data": (GREY, ""),
+    "forward": (SKY, ""),
+    "slowdown": ("#ffffff", "...."),
+    "backward": (BLUE, ""),
+    "communication": (VERMILLION, "////"),
+    "exposed_communication": (VERMILLION, "////"),
+    "push": (PURPLE, ""),
+    "server_wait": (ORANGE, "...."),
+    "server": (ORANGE, "\\\\\\\\"),
+    "optimizer": (GREEN, ""),
+    "other": ("#d9d9d9", ""),
+}
+OTHER_PHASES = ((YELLOW, "xxxx"), (YELLOW, "...."))
+#: Points of a scatter chart: area of the largest, in square points.
+LARGEST_POINT = 220.0
+
+
+def panel_titles(experiment: Experiment) -> list[str]:
+    """The models, each with the largest worker count."""
+    where = counted(experiment.most, worker_noun(experiment.cells))
+    return [f"{model}, {where}" for model in experiment.models]
+
+
+def empty(axis: Axes) -> None:
+    """Say that a panel has nothing to show."""
+    axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+    axis.grid(visible=False)
+    annotate(axis, "no result", (0.5, 0.5), "axes fraction", (0, 0), ha="center")
+
+
+def breakdown(experiment: Experiment) -> Figure:
+    """Stacked bars: the mean step of each strategy by phase, on the most workers."""
+    figure, axes = panels(panel_titles(experiment))
+    known = experiment.cells[experiment.cells["breakdown_ms"].notna()]
+    spans = pd.DataFrame([json.loads(text) for text in known["breakdown_ms"]], index=known.index)
+    extra = [name for name in spans.columns if name not in PHASES]
+    looks = PHASES | {name: OTHER_PHASES[i % len(OTHER_PHASES)] for i, name in enumerate(extra)}
+    phases = [name for name in looks if name in spans.columns]
+    for axis, model in zip(axes, experiment.models, strict=True):
+        rows = known[(known["model"] == model) & (known["gpus"] == experiment.most)]
+        names = [name for name in experiment.strategies if name in set(rows["strategy"])]
+        if not names:
+            empty(axis)
+            continue
+        left = np.zeros(len(names))
+        for phase in phases:
+            medians = spans.loc[rows.index, phase].groupby(rows["strategy"]).median()
+            widths = np.array([medians.get(name, 0.0) for name in names])
+            widths = np.nan_to_num(widths)
+            colour, hatch = looks[phase]
+            axis.barh(
+                range(len(names)), widths, 0.7, left=left,
+                color=colour, hatch=hatch, edgecolor=INK, linewidth=0.4,
+            )  # fmt: skip
+            left += widths
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.grid(axis="y", visible=False)
+        axis.grid(axis="x", visible=True)
+        axis.set_xlabel("ms a step")
+    handles: list[Line2D | Patch] = [
+        Patch(facecolor=looks[p][0], hatch=looks[p][1], edgecolor=INK, linewidth=0.4, label=p)
+        for p in phases
+    ]
+    finish(figure, handles, experiment.note)
+    return figure
+
+
+def accuracy_over_time(experiment: Experiment) -> Figure:
+    """Accuracy after each epoch over the training time until then, on the most workers."""
+    figure, axes = panels(panel_titles(experiment))
+    epochs = experiment.epochs
+    for axis, model in zip(axes, experiment.models, strict=True):
+        rows = epochs[(epochs["model"] == model) & (epochs["gpus"] == experiment.most)]
+        alone = epochs[(epochs["model"] == model) & (epochs["strategy"] == "single")]
+        drawn = rows if experiment.most == 1 else pd.concat([alone, rows])
+        if drawn.empty:
+            empty(axis)
+            continue
+        for name, line in drawn.groupby("strategy", sort=False):
+            style = experiment.styles[str(name)]
+            by_epoch = line.groupby("epoch")[["train_time_s", "accuracy"]].median()
+            axis.plot(
+                by_epoch["train_time_s"], by_epoch["accuracy"] * 100,
+                color=style.colour, linestyle=style.line, marker=style.marker, markersize=3.5,
+                markeredgecolor=INK, markeredgewidth=0.3,
+                markevery=max(1, len(by_epoch) // 10),
+            )  # fmt: skip
+        axis.set_xlim(left=0)
+        axis.set_xlabel("training time (s)")
+    first_of_each_row(axes, "Test accuracy (%)")
+    noted = (
+        " single: on one worker."
+        if experiment.most > 1 and "single" in experiment.strategies
+        else ""
+    )
+    handles = [line_handle(name, style) for name, style in used_styles(experiment).items()]
+    finish(figure, handles, experiment.note + noted)
+    return figure
+
+
+def tradeoff(experiment: Experiment) -> Figure:
+    """Time against accuracy, memory as area, and the line of those that none beats in both."""
+    figure, axes = panels(experiment.models)
+    for axis, model in zip(axes, experiment.models, strict=True):
+        found = [
+            experiment.rows(name, model).set_index(["strategy", "gpus"])["median"].rename(name)
+            for name in ("training_time", "accuracy", "memory")
+        ]
+        points = pd.concat(found, axis=1).dropna(subset=["training_time", "accuracy"])
+        if points.empty:
+            empty(axis)
+            continue
+        draw_points(axis, points, experiment.styles)
+        axis.set_xlabel("training time (s)")
+    first_of_each_row(axes, "Test accuracy (%)")
+    handles = [
+        Line2D(
+            [], [], linestyle="", marker=style.marker, markerfacecolor=style.colour,
+            markeredgecolor=INK, markeredgewidth=0.4, label=name,
+        )
+        for name, style in used_styles(experiment).items()
+    ]  # fmt: skip
+    handles.append(Line2D([], [], color=GREY, linewidth=1, label="best trade-offs"))
+    finish(figure, handles, experiment.note)
+    return figure
+
+
+def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style]) -> None:
+    """One panel of `tradeoff`; `points` has training_time, accuracy, memory by (strategy, gpus)."""
+    front = unbeaten(points["training_time"].to_numpy(), points["accuracy"].to_numpy())
+    on_front = points[front].sort_values("training_time")
+    axis.plot(on_front["training_time"], on_front["accuracy"], color=GREY, linewidth=1, zorder=1)
+    largest = points["memory"].max()
+    for (strategy, gpus), row in points.iterrows():
+        known = row["memory"] == row["memory"] and largest > 0
+        area = max(8.0, LARGEST_POINT * row["memory"] / largest) if known else 20.0
+        style = looks[strategy]
+        axis.scatter(
+            row["training_time"], row["accuracy"], s=area, marker=style.marker,
+            color=style.colour, edgecolors=INK, linewidths=0.5, alpha=0.85, zorder=3,
+        )  # fmt: skip
+        at = (row["training_time"], row["accuracy"])
+        annotate(axis, str(gpus), at, "data", (0.5 * area**0.5 + 1, 0), va="center", zorder=4)
+    axis.margins(0.12)
+
+
+def unbeaten(times: np.ndarray, accuracies: np.ndarray) -> np.ndarray:
+    """Which points no other beats: is not slower and not less accurate, and better in one."""
+    beaten = [
+        np.any((times <= t) & (accuracies >= a) & ((times < t) | (accuracies > a)))
+        for t, a in zip(times, accuracies, strict=True)
+    ]
+    return ~np.array(beaten, dtype=bool)
+
+
+def staleness(experiment: Experiment) -> Figure:
+    """Share of the pushes by staleness, on the most workers, all repeats together."""
+    figure, axes = panels(panel_titles(experiment))
+    known = experiment.cells[experiment.cells["staleness"].notna()]
+    names: dict[str, Style] = {}
+    for axis, model in zip(axes, experiment.models, strict=True):
+        rows = known[(known["model"] == model) & (known["gpus"] == experiment.most)]
+        if rows.empty:
+            empty(axis)
+            continue
+        for name, line in groupby(rows.itertuples(), key=lambda row: row.strategy):
+            shares = distribution([json.loads(row.staleness) for row in line])
+            style = names.setdefault(name, experiment.styles[name])
+            axis.plot(
+                range(len(shares)), 100 * shares, color=style.colour, linestyle=style.line,
+                marker=style.marker, markersize=3.5, markeredgecolor=INK, markeredgewidth=0.3,
+            )  # fmt: skip
+        axis.set_ylim(0, 105)
+        axis.set_xlim(left=-0.3)
+        axis.set_xlabel("updates that the push is behind")
+    first_of_each_row(axes, "Pushes (%)")
+    finish(figure, [line_handle(name, style) for name, style in names.items()], experiment.note)
+    return figure
+
+
+def distribution(counts: list[list[int]]) -> np.ndarray:
+    """Counts by value added up, as shares; cut off where less than 0.1 % is left."""
+    total = np.zeros(max(len(c) for c in counts))
+    for c in counts:
+        total[: len(c)] += c
+    shares = total / max(1.0, total.sum())
+    needed = int(np.searchsorted(np.cumsum(shares), 0.999)) + 1
+    return shares[:needed]

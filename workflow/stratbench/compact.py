@@ -1,0 +1,129 @@
+"""Small relatives of the study's five networks, from torchvision's own blocks, for CPUs and demos.
+
+Each keeps what makes its family costly to distribute (VGG: most parameters in one layer; DenseNet:
+many small tensors; ...) at 100,000 to 500,000 parameters, for images of 16 pixels and more.
+They have no dropout and no stochastic depth: few parameters, few epochs, nothing to regularise.
+Importing this file imports torch; `models.build` is its only user.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+from torch import Tensor, nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.densenet import DenseNet
+from torchvision.models.efficientnet import EfficientNet, FusedMBConvConfig, MBConvConfig
+from torchvision.models.resnet import Bottleneck
+
+
+class CompactVGG(nn.Module):
+    """VGG's 3x3 convolutions and three linear layers; the first of these holds two thirds."""
+
+    def __init__(self, classes: int, channels: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        width = channels
+        for stage in ([16], [32], [64, 64]):
+            for out in stage:
+                layers += [nn.Conv2d(width, out, 3, padding=1), nn.ReLU(inplace=True)]
+                width = out
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.avgpool = nn.AdaptiveAvgPool2d((4, 4))
+        self.classifier = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, 256),
+            nn.ReLU(inplace=True),
+            nn.Linear(256, 256),
+            nn.ReLU(inplace=True),
+            nn.Linear(256, classes),
+        )
+        # Glorot and Bengio's initialisation, which the VGG paper (section 3.1) names: with
+        # torchvision's normal(0, 0.01) the linear layers sit on a plateau for epochs, and He's
+        # diverges at the learning rates that suit the other families.
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(self.avgpool(self.features(images)))
+
+
+def vgg(classes: int, channels: int) -> nn.Module:
+    return CompactVGG(classes, channels)
+
+
+def efficientnet(classes: int, channels: int) -> nn.Module:
+    """EfficientNetV2: fused MBConv blocks first, MBConv with squeeze-and-excitation after."""
+    model = EfficientNet(
+        [
+            FusedMBConvConfig(1, 3, 1, 16, 16, 1),
+            FusedMBConvConfig(4, 3, 2, 16, 32, 1),
+            MBConvConfig(4, 3, 2, 32, 64, 1),
+            MBConvConfig(4, 3, 1, 64, 64, 2),
+        ],
+        dropout=0.0,
+        stochastic_depth_prob=0.0,
+        num_classes=classes,
+        norm_layer=partial(nn.BatchNorm2d, eps=1e-3),
+        last_channel=256,
+    )
+    stem = nn.Conv2d(channels, 16, 3, stride=2, padding=1, bias=False)
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out")
+    model.features[0][0] = stem
+    return model
+
+
+def convnext(classes: int, channels: int) -> nn.Module:
+    """ConvNeXt with a 2x2 stem for small images, and blocks that count from the first step."""
+    model = ConvNeXt(
+        [CNBlockConfig(24, 48, 1), CNBlockConfig(48, 96, 1), CNBlockConfig(96, None, 2)],
+        # The published 1e-6 leaves the blocks idle for longer than such a model is trained.
+        layer_scale=1.0,
+        num_classes=classes,
+    )
+    stem = nn.Conv2d(channels, 24, 2, stride=2)
+    nn.init.trunc_normal_(stem.weight, std=0.02)
+    nn.init.zeros_(stem.bias)
+    model.features[0][0] = stem
+    return model
+
+
+def resnet(classes: int, channels: int) -> nn.Module:
+    """Four stages of one bottleneck each, behind a 3x3 stem that halves the image."""
+    layers: list[tuple[str, nn.Module]] = [
+        ("conv1", nn.Conv2d(channels, 16, 3, stride=2, padding=1, bias=False)),
+        ("bn1", nn.BatchNorm2d(16)),
+        ("relu", nn.ReLU(inplace=True)),
+    ]
+    width = 16
+    for stage, planes in enumerate((16, 32, 64, 112)):
+        stride, out = 1 if stage == 0 else 2, planes * Bottleneck.expansion
+        shortcut = nn.Sequential(
+            nn.Conv2d(width, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out)
+        )
+        layers.append((f"layer{stage + 1}", Bottleneck(width, planes, stride, shortcut)))
+        width = out
+    layers += [
+        ("avgpool", nn.AdaptiveAvgPool2d(1)),
+        ("flatten", nn.Flatten()),
+        ("fc", nn.Linear(width, classes)),
+    ]
+    model = nn.Sequential(OrderedDict(layers))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def densenet(classes: int, channels: int) -> nn.Module:
+    """DenseNet-BC with growth rate 16; the stem's pooling is left out, the images being small."""
+    model = DenseNet(16, (3, 4, 4), num_init_features=32, num_classes=classes)
+    stem = nn.Conv2d(channels, 32, 3, stride=2, padding=1, bias=False)
+    nn.init.kaiming_normal_(stem.weight)
+    model.features.conv0 = stem
+    del model.features.pool0
+    return model

@@ -1,0 +1,29 @@
+"""Writes the list of a study's cells, so that the analysis knows what is missing.
+
+    python -m stratbench.listing MATRICES --out cells.json
+
+MATRICES is JSON: for each experiment the arguments of `cells.expand`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from stratbench.cells import expand
+from stratbench.record import write_atomic
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("matrices", help="JSON list of the arguments of cells.expand")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    args = parser.parse_args()
+    cells = [c.as_dict() for matrix in json.loads(args.matrices) for c in expand(**matrix)]
+    write_atomic(args.out, json.dumps(cells, indent=0) + "\n")
+    print(f"{len(cells)} cells")
+
+
+if __name__ == "__main__":
+    main()

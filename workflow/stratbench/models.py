@@ -1,0 +1,165 @@
+"""The networks of the study: torchvision's five, a compact relative of each, and what is known
+of them without torch (the Snakefile imports this, so torch is imported inside functions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a network before it is built.
+
+    `parameters` is the number at 1000 classes and three channels: the published one for the five
+    full-size networks. `min_size` is the smallest image side in pixels that we give it. The
+    full-size networks keep their three input channels, so that their size stays the published one
+    (greyscale is repeated); the compact ones take the data's.
+    """
+
+    family: str
+    compact: bool
+    parameters: int
+    min_size: int
+
+    @property
+    def batchnorm(self) -> bool:
+        """Whether the family normalises over the batch, which a batch of one sample cannot bear."""
+        return self.family in ("efficientnet", "resnet", "densenet")
+
+
+MODELS: dict[str, Model] = {
+    "vgg16": Model("vgg", False, 138_357_544, 32),
+    "efficientnet_v2_l": Model("efficientnet", False, 118_515_272, 32),
+    "convnext_large": Model("convnext", False, 197_767_336, 32),
+    "resnet50": Model("resnet", False, 25_557_032, 32),
+    "densenet121": Model("densenet", False, 7_978_856, 32),
+    "vgg-compact": Model("vgg", True, 645_704, 16),
+    "efficientnet-compact": Model("efficientnet", True, 393_792, 16),
+    "convnext-compact": Model("convnext", True, 306_688, 16),
+    "resnet-compact": Model("resnet", True, 882_744, 16),
+    "densenet-compact": Model("densenet", True, 276_384, 16),
+}
+
+
+def _known(name: str) -> Model:
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def input_shape(name: str, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The (channels, height, width) the data's images of `shape` become for this model."""
+    model = _known(name)
+    channels, height, width = shape
+    if not model.compact and channels not in (1, 3):
+        raise ValueError(
+            f"{name} takes images of 3 channels (1 is repeated); these have {channels}"
+        )
+    return (
+        channels if model.compact else 3,
+        max(height, model.min_size),
+        max(width, model.min_size),
+    )
+
+
+def build(name: str, classes: int, channels: int = 3) -> nn.Module:
+    """The network, untrained, for `classes` classes and images of `channels` channels.
+
+    Weights come from torch's global generator: seed it before. `channels` is what `input_shape`
+    gives, so 3 for a full-size network.
+    """
+    model = _known(name)
+    import_torchvision()
+    if model.compact:
+        from stratbench import compact
+
+        return getattr(compact, model.family)(classes, channels)
+    if channels != 3:
+        raise ValueError(f"{name} takes 3 channels, not {channels}: repeat a single one")
+    from torchvision import models
+
+    return models.get_model(name, weights=None, num_classes=classes)
+
+
+def wrap_groups(name: str, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """What FSDP gathers together: (label, modules) in forward order, no module twice.
+
+    The families' own blocks. VGG has none: there, the convolutions between two poolings are one
+    group, and each linear layer is one. What is in no group (stem, head) belongs to the root.
+    """
+    family = _known(name).family
+    if family == "vgg":
+        return _vgg_groups(model)
+    from torchvision.models import convnext, densenet, efficientnet, resnet
+
+    blocks = {
+        "efficientnet": (efficientnet.MBConv, efficientnet.FusedMBConv),
+        "convnext": (convnext.CNBlock,),
+        "resnet": (resnet.Bottleneck,),
+        "densenet": (densenet._DenseBlock, densenet._Transition),
+    }[family]
+    return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
+
+
+def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    from torch import nn
+
+    stages: list[list[nn.Module]] = [[]]
+    for layer in model.features:
+        if isinstance(layer, nn.Conv2d):
+            stages[-1].append(layer)
+        elif isinstance(layer, nn.MaxPool2d):
+            stages.append([])
+    groups = [(f"features.stage{i}", stage) for i, stage in enumerate(stages, 1) if stage]
+    linear = [(i, m) for i, m in enumerate(model.classifier) if isinstance(m, nn.Linear)]
+    return groups + [(f"classifier.{i}", [module]) for i, module in linear]
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether statistics over the (local) batch enter the training."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether random numbers enter the forward pass: dropout or stochastic depth with p > 0."""
+    from torch.nn.modules.dropout import _DropoutNd
+    from torchvision.ops import StochasticDepth
+
+    return any(
+        isinstance(module, _DropoutNd | StochasticDepth) and module.p > 0
+        for module in model.modules()
+    )
+
+
+#: Operators torchvision registers fakes for at import, even where its compiled part did not load.
+_FAKED_OPERATORS = ("nms", "qnms")
+_libraries: list[object] = []
+
+
+def import_torchvision() -> None:
+    """Import torchvision, also where its compiled part does not load.
+
+    A torchvision built for CUDA next to a torch built for CPUs is a common accident and fails with
+    "operator torchvision::nms does not exist". We use networks only, none of the operators: with
+    their schemas defined by hand, the import succeeds.
+    """
+    try:
+        import torchvision
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        import torch
+
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in _FAKED_OPERATORS:
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        # Kept: the schemas go when the library object does.
+        _libraries.append(library)
+        import torchvision  # noqa: F401

@@ -1,0 +1,72 @@
+"""Plans a study: predicts, writes plan.csv, plan.html and plan.json, and prints a summary.
+
+python -m stratbench.plan --config JSON          as `snakemake plan` calls it
+python -m stratbench.plan --configfile config.yaml --study paper --gpu "A10G 24GB"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from stratbench import config as configuration
+from stratbench.plan import rows
+from stratbench.plan.compare import prediction_rows, write_prediction_csv
+from stratbench.plan.schedule import make_plan, read_records
+from stratbench.plan.text import summary
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        config, study = configuration.load(read_config(args))
+        plan = make_plan(config, study, args.gpu)
+    except configuration.ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    out = Path(config["results"]) / study.name
+    table = rows.write_csv(plan, out / "plan.csv")
+    rows.write_json(plan, out / "plan.json")
+    from stratbench.plan.page import write_html
+
+    write_html(plan, table, out / "plan.html")
+    print(summary(plan))
+    written = [out / "plan.csv", out / "plan.html"]
+    if held := prediction_rows(plan, read_records(study, config["results"])):
+        write_prediction_csv(held, out / "prediction.csv")
+        written.append(out / "prediction.csv")
+    print(f"Written: {', '.join(map(str, written))}")
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m stratbench.plan",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--config", help="the whole config, as JSON")
+    given.add_argument("--configfile", type=Path, help="the config as a YAML file")
+    parser.add_argument("--study", help="the study, where it is not the config's")
+    parser.add_argument("--gpu", help="the GPU to plan for, where it is not the config's")
+    return parser.parse_args(argv)
+
+
+def read_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The config as given, not yet validated."""
+    if args.config is not None:
+        config = json.loads(args.config)
+    else:
+        import yaml
+
+        configuration.check_duplicate_keys(args.configfile)
+        config = yaml.safe_load(args.configfile.read_text())
+    return config | ({"study": args.study} if args.study else {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Footprints kept on disk by everything they depend on, and made in parallel where missing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from stratbench.plan.footprint import BATCHES, Footprint, footprint
+from stratbench.plan.request import Request
+from stratbench.record import write_atomic
+
+PACKAGE = Path(__file__).parents[1]
+#: The package's files that decide what a training process allocates and sends.
+SOURCES = (
+    "models.py", "compact.py", "strategies/*.py", "ps/flat.py", "ps/shm.py",
+    "plan/fake.py", "plan/footprint.py", "plan/request.py", "plan/trace.py",
+)  # fmt: skip
+
+
+def footprints(requests: Iterable[Request], folder: Path) -> dict[Request, Footprint | str]:
+    """The footprint of each request, or in one line why there is none.
+
+    Kept ones are read from `folder`; the others are made, one process a core, and kept.
+    """
+    found: dict[Request, Footprint | str] = {}
+    missing = []
+    for request in dict.fromkeys(requests):
+        kept = _read(folder / f"{key_of(request)}.json")
+        if kept is None:
+            missing.append(request)
+        else:
+            found[request] = kept
+    for request, made in _make(missing):
+        found[request] = made
+        if isinstance(made, Footprint):
+            entry = {"of": key_parts(request), "footprint": made.as_dict()}
+            write_atomic(folder / f"{key_of(request)}.json", json.dumps(entry) + "\n")
+    return found
+
+
+def key_parts(request: Request) -> dict[str, object]:
+    """Everything that a footprint depends on."""
+    return {
+        "request": request.as_dict(),
+        "batches": BATCHES,
+        "torch": version("torch"),
+        "torchvision": version("torchvision"),
+        "source_sha256": source_sha256(),
+    }
+
+
+def key_of(request: Request) -> str:
+    """The name under which a footprint is kept."""
+    text = json.dumps(key_parts(request), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def source_sha256() -> str:
+    """Hash of SOURCES."""
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(PACKAGE.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> Footprint | None:
+    try:
+        return Footprint.from_dict(json.loads(path.read_text())["footprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none, or one that was cut off or edited: it will be made again
+
+
+def _make(requests: list[Request]) -> Iterator[tuple[Request, Footprint | str]]:
+    if not requests:
+        return
+    # The slowest first (many modules, sharded), so that none is left running alone at the end.
+    requests = sorted(requests, key=lambda r: (r.strategy == "fsdp", r.model), reverse=True)
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(cores, len(requests)), mp_context=context) as pool:
+        running = {pool.submit(try_footprint, request): request for request in requests}
+        print(
+            f"predicting {len(running)} kinds of cells; they are kept for the next time", flush=True
+        )
+        for i, done in enumerate(as_completed(running), 1):
+            if i % 10 == 0 or i == len(running):
+                print(f"  {i} of {len(running)}", flush=True)
+            yield running[done], _result(done)
+
+
+def _result(done: Future[Footprint | str]) -> Footprint | str:
+    try:
+        return done.result()
+    except BrokenProcessPool:
+        return "the process that predicts it was killed (out of memory?)"
+
+
+def try_footprint(request: Request) -> Footprint | str:
+    """The footprint, or what went wrong: a model that cannot be planned must not spoil the plan."""
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        return footprint(request)
+    except Exception as error:  # whatever a model or strategy raises
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"

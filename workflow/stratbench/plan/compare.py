@@ -1,0 +1,137 @@
+"""Predictions held against the records that are there: memory, bytes sent, time."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratbench.cells import Cell
+from stratbench.plan import servers
+from stratbench.plan.footprint import Footprint, Peak
+from stratbench.plan.schedule import MIB, Plan, Planned, Subject, sent_bytes
+from stratbench.plan.traffic import wire_bytes
+from stratbench.record import write_atomic
+
+#: How the peak of a record was measured on a CPU.
+ON_CPU = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
+
+
+def compare(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
+    """One finished cell's row of prediction.csv. Errors are predicted against measured, in percent.
+
+    The measured peak is what the worst rank had in use, see `measured_peak_bytes`. Time is compared
+    with what was predicted from the device alone.
+    """
+    s, footprint, predicted = c.subject, c.footprint, c.peak
+    base_bytes = between_steps_bytes(footprint, predicted)
+    span = c.verdict.by_device
+    train_s = record["time"]["train_time_s"]
+    row: dict[str, Any] = s.cell.as_dict() | {
+        "status": record["status"],
+        "precision": s.settings.precision,
+        "per_worker_batch": s.settings.per_worker_batch,
+        "method": record["memory"]["method"],
+        "peak_mib_predicted": _mib(predicted.n_bytes),
+        "peak_mib_measured": _mib(measured_peak_bytes(record, base_bytes)),
+        "over_base_mib_predicted": _mib(predicted.n_bytes - base_bytes),
+        "over_base_mib_measured": _mib(record["memory"]["peak_over_base_bytes"]),
+        "base_mib_predicted": _mib(base_bytes),
+        "base_mib_measured": _mib(measured_base_bytes(record)),
+        "resident_mib_measured": _mib(record["memory"]["peak_bytes"]),
+        "states_bytes_predicted": sum(footprint.model_states_bytes.values()),
+        "states_bytes_measured": _sum(record["memory"]["model_states"]),
+        "sent_bytes_predicted": sent_bytes_of_record(s, footprint),
+        "sent_bytes_measured": (record.get("communication") or {}).get("sent_bytes_per_step"),
+    }
+    for what in ("peak_mib", "over_base_mib", "states_bytes", "sent_bytes"):
+        name = f"{what.rpartition('_')[0]}_error_percent"
+        row[name] = _error(row[f"{what}_predicted"], row[f"{what}_measured"])
+    return row | {
+        "device": c.verdict.device,
+        "train_s_predicted_low": span.low_s if span else None,
+        "train_s_predicted_high": span.high_s if span else None,
+        "train_s_measured": train_s,
+        "train_s_in_range": span.low_s <= train_s <= span.high_s if span and train_s else None,
+    }
+
+
+def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every cell that has a record with a measured peak, and a prediction."""
+    return [
+        compare(c, records[c.cell])
+        for c in plan.cells
+        if c.cell in records and c.footprint and records[c.cell]["memory"]["peak_bytes"]
+    ]
+
+
+def between_steps_bytes(footprint: Footprint, predicted: Peak) -> int:
+    """What exists between two steps, data set included: the base over which a record's peak is given."""
+    return sum(footprint.between_steps_bytes.values()) + predicted.parts_bytes["data"]
+
+
+def measured_peak_bytes(record: Mapping[str, Any], base_bytes: int) -> int | None:
+    """Peak that training had in use, on the rank that used most.
+
+    On a GPU, what the framework had allocated. On a CPU a process holds its libraries too, more of
+    them as it goes on: there it is what a step added to the resident memory, and `base_bytes`, which
+    model states and data set account for exactly.
+    """
+    memory = record["memory"]
+    if memory["method"] not in ON_CPU:
+        return memory["peak_bytes"]
+    added_bytes = memory["peak_over_base_bytes"]
+    return None if added_bytes is None else base_bytes + added_bytes
+
+
+def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
+    """Resident memory between two steps beyond that before the model, libraries' growth included."""
+    bases = [
+        w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
+        for w in record["workers"]
+        if w["memory"]
+    ]
+    return max(bases, default=None)
+
+
+def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
+    """Bytes that a worker sends in a step, counted as records do: by the ring, whatever the backend.
+
+    A step of a server's worker is a push there. The loss scaler's verdict is left out.
+    """
+    if s.served:
+        pushes = servers.pushes_per_batch(s.settings.strategy, s.settings.options)
+        return sent_bytes(s, footprint) / pushes
+    counted = [(kind, n) for kind, n in footprint.collectives if n > _FLAG_BYTES]
+    return wire_bytes(counted, s.cell.gpus, on_gloo=False)
+
+
+#: The loss scaler's verdict is one float.
+_FLAG_BYTES = 4
+
+
+def write_prediction_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    """prediction.csv, from the rows of finished cells."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue())
+
+
+def _mib(n_bytes: float | None) -> float | None:
+    return None if n_bytes is None else round(n_bytes / MIB, 2)
+
+
+def _sum(parts: Mapping[str, int] | None) -> int | None:
+    return None if parts is None else sum(parts.values())
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    if predicted is None or measured is None:
+        return None
+    if not measured:
+        return 0.0 if not predicted else None
+    return round(100 * (predicted / measured - 1), 2)

@@ -1,0 +1,123 @@
+"""What cells run on: the GPU named in the config or this host's CPU, and what fits there."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from stratbench.telemetry.hardware import Peak, listed, peak_of
+from stratbench.validation import ConfigError
+
+GIB = 1 << 30
+#: Of the advertised memory, what the driver keeps at most (ECC, reserve).
+DRIVER_SHARE = 0.06
+#: Held outside the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and cuDNN.
+CONTEXT_BYTES = 1 * GIB
+#: Resident memory of a CPU worker beside its training: the interpreter, torch and its libraries (about
+#: 0.4 GiB), and what the C library's allocator keeps of what was freed.
+CPU_PROCESS_BYTES = 1 * GIB
+#: The same on the host of a GPU, with CUDA's and NCCL's share.
+GPU_HOST_PROCESS_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True)
+class Device:
+    """One worker's device as the plan sees it; rates None where nothing is known of them.
+
+    `memory_bytes`: what a worker may use, the context taken off. Rates are peaks: floating-point
+    operations, bytes of memory, and bytes in one direction to another worker of the node and of
+    another node, each in a second.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float | None
+    memory_bytes_per_s: float | None
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    is_gpu: bool
+
+    def link(self, nodes: int) -> float:
+        """Bytes a second, in one direction, of the slowest link of a ring over `nodes`."""
+        if nodes == 1:
+            return self.link_bytes_per_s
+        return min(self.link_bytes_per_s, self.network_bytes_per_s)
+
+
+def find_gpu(text: str) -> Peak:
+    """The GPU of the table that `text` names, such as `A10G 24GB` or what nvidia-smi prints.
+
+    Where several match, the first of the table. Raises ConfigError for one that is not there.
+    """
+    if (exact := peak_of(text)) is not None:
+        return exact
+    size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
+    words = re.sub(r"\d+\s*gi?b\b", " ", text, flags=re.IGNORECASE).lower().split()
+    words = [w for w in words if w not in ("nvidia", "tesla", "geforce")]
+    for peak in listed():
+        known = peak.name.lower().split()
+        if (
+            all(w in known for w in words)
+            and words
+            and (size is None or int(size[1]) == round(peak.memory_gib))
+        ):
+            return peak
+    names = ", ".join(peak.name for peak in listed())
+    raise ConfigError(f"config: cluster.gpu = {text!r}: is not in the table of GPUs: {names}")
+
+
+def gpu_device(peak: Peak, precision: str, cluster: Mapping[str, Any]) -> Device:
+    """A GPU of the cluster; the link is the config's or the datasheet's."""
+    known = precision in ("fp32", "tf32", "fp16", "bf16")
+    tflops = peak.tflops(precision) if known else None
+    link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
+    return Device(
+        name=peak.name,
+        memory_bytes=int(peak.memory_gib * GIB * (1 - DRIVER_SHARE)) - CONTEXT_BYTES,
+        flops_per_s=None if tflops is None else tflops * 1e12,
+        memory_bytes_per_s=peak.memory_gb_per_s * 1e9,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        network_bytes_per_s=cluster["network_gb_per_s"] * 1e9,
+        is_gpu=True,
+    )
+
+
+def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
+    """This host's CPU, shared out among `workers` processes."""
+    return Device(
+        name="CPU",
+        memory_bytes=cluster["mem_mib_per_gpu"] * (1 << 20) - CPU_PROCESS_BYTES,
+        flops_per_s=cpu_flops_per_s() / workers,
+        memory_bytes_per_s=None,
+        link_bytes_per_s=_LOOPBACK_BYTES_PER_S,
+        network_bytes_per_s=cluster["network_gb_per_s"] * 1e9,
+        is_gpu=False,
+    )
+
+
+#: What gloo or a socket moves between two processes of a host; only sets the scale of the range.
+_LOOPBACK_BYTES_PER_S = 2e9
+
+
+@cache
+def cpu_flops_per_s() -> float:
+    """Multiply-adds (two operations each) that this host's cores do in a second, as measured now."""
+    import numpy as np
+
+    a = np.ones((1024, 1024), dtype=np.float32)
+    a @ a  # starts the library's threads
+    best_s = float("inf")
+    for _ in range(3):
+        begun = time.perf_counter()
+        a @ a
+        best_s = min(best_s, time.perf_counter() - begun)
+    return 2 * 1024**3 / best_s
+
+
+def fits(needed_bytes: int, device: Device, margin: float) -> bool:
+    """Whether what is needed and a margin for what cannot be predicted fit on the device."""
+    return needed_bytes * (1 + margin) <= device.memory_bytes

@@ -1,0 +1,315 @@
+"""Runs one worker of a cell on fake tensors: the real model and strategy, without memory or devices.
+
+A fake process group of any size takes the place of the other workers, so that one process on a CPU
+sees what rank 0 of a thousand GPUs would allocate and send.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stratbench import models
+from stratbench.config import Settings
+from stratbench.plan.request import Request
+from stratbench.plan.trace import Trace
+from stratbench.ps import client, flat, handshake
+from stratbench.strategies import base, strategy_class
+from stratbench.strategies import ps as parameter_server
+from stratbench.strategies.ddp import DDP
+
+#: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
+CUDA_BLOCK_BYTES = 512
+
+
+def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]:
+    """The trace of rank 0, and its strategy as it is afterwards.
+
+    A training step for each of `batches` (samples), then an evaluation. The trace's phases are
+    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. No step warms up:
+    the first is like any later one, since momentum and buckets exist from the start.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_fake_group(request.world_size))
+        model = stack.enter_context(_meta_model(request))
+        fake = stack.enter_context(FakeTensorMode())
+        for patch in _patches(request):
+            stack.enter_context(patch)
+        _make_fake(model, request)
+        strategy = _strategy(request)
+        trace = Trace(
+            round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1, on_cpu=not request.on_cuda
+        )
+        worker = base.Worker(
+            settings=_settings(request),
+            rank=0,
+            world_size=request.world_size,
+            device=torch.device("cpu"),
+            work_dir=Path(),
+            wrap_groups=models.wrap_groups(request.model, model),
+            mark=lambda ended: _mark(trace, model, ended),
+        )
+        strategy.setup(model, worker)
+        del fake
+        _tag_states(trace, strategy, model)
+        with trace:
+            if request.autocasts_like_cuda:
+                stack.enter_context(CudaAutocast())
+            for batch in batches:
+                _step(trace, strategy, request, batch)
+            trace.begin("evaluate")
+            _evaluate(strategy, request)
+        return trace, strategy
+
+
+def _step(trace: Trace, strategy: base.Strategy, request: Request, batch: int) -> None:
+    if request.served:
+        strategy._training = True  # not a warm-up: gradients leave
+    trace.begin("forward")
+    x = torch.empty(batch, *request.input_shape, dtype=request.dtype)
+    y = torch.empty(batch, dtype=torch.int64)
+    trace.tag("activations", (x, y))
+    strategy.step(x, y)
+
+
+def _evaluate(strategy: base.Strategy, request: Request) -> None:
+    """As the training loop does: without autocast, the logits in float64."""
+    with strategy.evaluating() as model, torch.no_grad():
+        x = torch.empty(request.eval_batch, *request.input_shape, dtype=request.dtype)
+        model(x).double()
+
+
+def _mark(trace: Trace, model: nn.Module, ended: str) -> None:
+    if ended == "backward":
+        trace.tag("gradients", (p.grad for p in model.parameters()))
+    if ended in _NEXT:
+        trace.begin(_NEXT[ended])
+
+
+_NEXT = {"forward": "backward", "backward": "optimizer"}
+
+
+def _tag_states(trace: Trace, strategy: base.Strategy, model: nn.Module) -> None:
+    trace.tag("parameters", model.parameters())
+    trace.tag("buffers", model.buffers())
+    if isinstance(strategy, parameter_server.ParameterServer):
+        trace.tag("gradients", [strategy.flat.grads])
+        return
+    trace.tag(
+        "optimizer",
+        (t for entry in strategy.optimizer.state.values() for t in entry.values()),
+    )
+    if isinstance(strategy, FakeDDP):
+        in_place = strategy.options.gradient_as_bucket_view
+        trace.tag("gradients" if in_place else "buckets", strategy.module.buckets)
+
+
+# --- the surroundings ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _fake_group(world_size: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise RuntimeError("a footprint cannot be made inside a process group")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _patches(request: Request) -> Iterator[Any]:
+    """What the strategies call that fake tensors or a machine without the device cannot do."""
+    from torch.distributed import device_mesh
+
+    def real_mesh(*args: Any, make: Any = device_mesh.init_device_mesh, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():  # the mesh reads the ranks out of a tensor
+            return make(*args, **kwargs)
+
+    yield mock.patch.object(device_mesh, "init_device_mesh", real_mesh)
+    if request.served:
+        yield from _server_patches()
+    if request.strategy == "fsdp":
+        # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
+        from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+        yield mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk)
+    if request.on_cuda or request.precision == "fp16":
+        # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that
+        # is not fused would look at the loss scaler's verdict, which a fake tensor does not have.
+        sgd = torch.optim.SGD
+        yield mock.patch.object(
+            torch.optim, "SGD", lambda *a, **kw: sgd(*a, **(kw | {"fused": True}))
+        )
+
+
+def _server_patches() -> Iterator[Any]:
+    """A channel to nobody, private memory, and a loss scale that does not look at the gradients."""
+    allocate = flat.allocate
+
+    def unscale(scale: parameter_server.LossScale, grads: Tensor) -> bool:
+        grads.mul_(1 / scale.value)
+        grads.isfinite().all()  # its memory counts
+        return True
+
+    yield mock.patch.object(client.Channel, "connect")
+    yield mock.patch.object(handshake, "load_secret")
+    yield mock.patch.object(flat, "allocate", lambda layout, shared: allocate(layout, False))
+    yield mock.patch.object(parameter_server.LossScale, "unscale", unscale)
+
+
+def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
+    """Rank 0's share, which is the largest; no other is looked at."""
+    return [t.narrow(dim, 0, -(-t.size(dim) // chunks))]
+
+
+def _settings(request: Request) -> Settings:
+    return Settings(
+        strategy=request.strategy,
+        options=dict(request.options),
+        model=request.model,
+        dataset="",
+        gpus=request.world_size,
+        seed=0,
+        epochs=1,
+        global_batch=request.world_size,
+        per_worker_batch=1,
+        lr=0.1,
+        momentum=0.9 if request.momentum else 0.0,
+        weight_decay=1e-4 if request.weight_decay else 0.0,
+        nesterov=request.nesterov,
+        precision=request.precision,
+        augment=False,
+        warmup_steps=1,
+        device="cuda" if request.on_cuda else "cpu",
+        threads=1,
+        slowdown=None,
+    )
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _meta_model(request: Request) -> Iterator[nn.Module]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.device("meta"):  # no time is spent on initial weights
+            model = models.build(request.model, request.classes, request.input_shape[0])
+        yield model.train()
+
+
+def _make_fake(model: nn.Module, request: Request) -> None:
+    """Replace a meta model's tensors by fake ones, laid out as the training process lays them out."""
+    # FSDP2 refuses parameters that are not contiguous.
+    channels_last = (
+        request.on_cuda
+        and request.precision in ("fp16", "bf16", "tf32")
+        and request.strategy != "fsdp"
+    )
+
+    def fake(t: Tensor) -> Tensor:
+        dtype = request.dtype if t.is_floating_point() else t.dtype
+        made = torch.empty(t.shape, dtype=dtype)
+        if channels_last and t.dim() == 4:
+            made = made.to(memory_format=torch.channels_last)
+        return made
+
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                module._parameters[name] = nn.Parameter(fake(p), requires_grad=p.requires_grad)
+        for name, b in list(module._buffers.items()):
+            if b is not None:
+                module._buffers[name] = fake(b)
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Makes autocast on a CPU choose the number formats that it chooses on CUDA.
+
+    The lists differ in one operation of our models: CUDA normalises layers in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.layer_norm and torch.is_autocast_enabled("cpu"):
+            args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
+        return func(*args, **kwargs)
+
+
+# --- the strategies ------------------------------------------------------------------------------
+
+
+def _strategy(request: Request) -> base.Strategy:
+    cls = FakeDDP if request.strategy == "ddp" else strategy_class(request.strategy)
+    return cls(cls.Options(**dict(request.options)))
+
+
+class FakeDDP(DDP):
+    """The ddp strategy with an emulation of DistributedDataParallel, whose C++ part refuses fakes."""
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        return Replica(
+            model, self.options.bucket_cap_mb << 20, self.options.gradient_as_bucket_view
+        )
+
+
+class Replica(nn.Module):
+    """What DistributedDataParallel allocates and sends, in its steady state.
+
+    Gradients are copied into flat buckets in the order in which backward makes them final, and a full
+    bucket is all-reduced. With `as_view` they then live there; else both exist. Buffers are
+    broadcast before each forward, coalesced.
+    """
+
+    def __init__(self, module: nn.Module, cap_bytes: int, as_view: bool) -> None:
+        super().__init__()
+        self.module = module
+        # Backward makes gradients final in about the reverse order of the forward.
+        parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
+        self.buckets = [
+            torch.empty(sum(parameters[i].numel() for i in group), dtype=parameters[group[0]].dtype)
+            for group in groups
+        ]
+        for bucket, group in zip(self.buckets, groups, strict=True):
+            waiting = [len(group), len(group)]
+            sizes = [parameters[i].numel() for i in group]
+            for i, view in zip(group, bucket.split(sizes), strict=True):
+                hook = partial(
+                    _into_bucket, bucket, view.view(parameters[i].shape), waiting, as_view
+                )
+                parameters[i].register_post_accumulate_grad_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer.flatten())
+        for buffers in by_dtype.values():
+            dist.broadcast(torch.cat(buffers), src=0)
+        return self.module(x)
+
+
+def _into_bucket(
+    bucket: Tensor, view: Tensor, waiting: list[int], as_view: bool, parameter: Tensor
+) -> None:
+    view.copy_(parameter.grad)
+    if as_view:
+        parameter.grad = view
+    waiting[0] -= 1
+    if waiting[0] == 0:
+        waiting[0] = waiting[1]
+        dist.all_reduce(bucket)

@@ -1,0 +1,214 @@
+"""The footprint of a cell: memory and traffic of one rank, for any batch.
+
+Two training steps with different batches run on fake tensors (`fake.py`). Every event of a step has
+a fixed size and a size per sample, so the two give the peak for all batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from stratbench.plan.request import Request
+
+if TYPE_CHECKING:
+    from stratbench.plan.trace import Trace
+    from stratbench.strategies.ps import ParameterServer
+
+#: Samples of the two steps.
+BATCHES = (16, 32)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A quantity that grows with the batch: fixed + per_sample * batch."""
+
+    fixed: float
+    per_sample: float
+
+    def at(self, batch: int) -> float:
+        return self.fixed + self.per_sample * batch
+
+    @classmethod
+    def through(cls, values: tuple[float, float]) -> Affine:
+        """The line through what was seen at BATCHES."""
+        slope = (values[1] - values[0]) / (BATCHES[1] - BATCHES[0])
+        return cls(values[0] - slope * BATCHES[0], slope)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory at one moment of a step that is the peak for some batch."""
+
+    phase: str
+    total_bytes: Affine
+    parts_bytes: dict[str, Affine]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak bytes of one rank, the phase in which it comes, and what they are for."""
+
+    n_bytes: int
+    phase: str
+    parts_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory and traffic of rank 0, which holds the largest share.
+
+    `between_steps_bytes`: what exists between two steps, by part. `collectives`: (kind, bytes) of
+    each one in a step. `flops_per_sample`: of the forward pass; backward takes twice as many.
+    `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
+    """
+
+    model_states_bytes: dict[str, int]
+    between_steps_bytes: dict[str, int]
+    moments: list[Moment]
+    evaluation: Peak
+    collectives: list[tuple[str, int]]
+    flops_per_sample: float
+    operations_per_step: int
+    touched_bytes: Affine
+    flat_bytes: dict[str, int]
+
+    def training_peak(self, batch: int) -> Peak:
+        """The peak of a training step with `batch` samples on this rank."""
+        highest = max(self.moments, key=lambda m: m.total_bytes.at(batch))
+        parts = {k: round(v.at(batch)) for k, v in highest.parts_bytes.items()}
+        return Peak(round(highest.total_bytes.at(batch)), highest.phase, parts)
+
+    def needed_bytes(self, batch: int) -> int:
+        """What a cell needs at most, beside the data set.
+
+        The warm-up trains and evaluates while a copy of weights and buffers waits to be restored.
+        """
+        copied = ("parameters", "buffers")
+        copy_bytes = sum(self.between_steps_bytes.get(part, 0) for part in copied)
+        return max(self.training_peak(batch).n_bytes, self.evaluation.n_bytes) + copy_bytes
+
+    def largest_batch(self, available_bytes: float) -> int:
+        """The most samples on this rank that `available_bytes` suffice for; 0 if not even one."""
+        if self.needed_bytes(1) > available_bytes:
+            return 0
+        low, high = 1, 2
+        while self.needed_bytes(high) <= available_bytes and high < 1 << 24:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.needed_bytes(middle) <= available_bytes:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def payload_bytes(self) -> dict[str, int]:
+        """Bytes of the tensors that a step's collectives work on, by kind."""
+        payload: dict[str, int] = {}
+        for kind, n_bytes in self.collectives:
+            payload[kind] = payload.get(kind, 0) + n_bytes
+        return payload
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Footprint:
+        """The inverse of `as_dict`, also after JSON."""
+        moments = [
+            Moment(
+                m["phase"],
+                Affine(**m["total_bytes"]),
+                {k: Affine(**v) for k, v in m["parts_bytes"].items()},
+            )
+            for m in fields["moments"]
+        ]
+        return cls(
+            **fields
+            | {
+                "moments": moments,
+                "evaluation": Peak(**fields["evaluation"]),
+                "collectives": [(kind, n_bytes) for kind, n_bytes in fields["collectives"]],
+                "touched_bytes": Affine(**fields["touched_bytes"]),
+            }
+        )
+
+
+def footprint(request: Request) -> Footprint:
+    """The footprint of a request, by running it on fake tensors (seconds)."""
+    from stratbench.plan import fake
+
+    trace, strategy = fake.run(request, BATCHES)
+    # Phases: setup, twice forward, backward and optimizer, evaluate.
+    steps = (trace.phases[1:4], trace.phases[4:7])
+    edges = [p.first for p in (steps[0][0], steps[1][0], trace.phases[7])]
+    collectives = [[c for phase in step for c in phase.collectives] for step in steps]
+    if edges[1] - edges[0] != edges[2] - edges[1] or collectives[0] != collectives[1]:
+        raise RuntimeError(
+            f"two training steps of {request} differ in more than their batch: "
+            "no line can be drawn through them"
+        )
+    touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
+    return Footprint(
+        model_states_bytes=strategy.model_states(),
+        between_steps_bytes=_without_zeros(trace.parts(edges[0])),
+        moments=_moments(trace, edges),
+        evaluation=_evaluation(trace, edges[2]),
+        collectives=[(c.kind, c.n_bytes) for c in collectives[1]],
+        flops_per_sample=steps[1][0].flops / BATCHES[1],
+        operations_per_step=sum(phase.operations for phase in steps[1]),
+        touched_bytes=Affine.through((touched[0], touched[1])),
+        flat_bytes=_flat_bytes(strategy) if request.served else {},
+    )
+
+
+def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
+    layout = strategy.flat.layout
+    return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
+
+
+def _moments(trace: Trace, edges: list[int]) -> list[Moment]:
+    """The moments of a step that are its peak for some batch of at least one sample."""
+    length = edges[1] - edges[0]
+    lives = [trace.live(edge, edge + length) for edge in edges[:2]]
+    lines = [Affine.through(pair) for pair in zip(*lives, strict=True)]
+    moments = []
+    for i in upper_envelope(lines):
+        both = [trace.parts(edge + i) for edge in edges[:2]]
+        parts = {k: Affine.through((both[0][k], both[1][k])) for k in both[0]}
+        used = {k: v for k, v in parts.items() if v.fixed or v.per_sample}
+        # After i events: the event that led here is number i - 1.
+        moments.append(Moment(trace.phase_at(edges[1] + max(i - 1, 0)), lines[i], used))
+    return moments
+
+
+def upper_envelope(lines: list[Affine]) -> list[int]:
+    """The lines that are highest for some batch >= 1, by ascending slope."""
+    batch, found = 1.0, []
+    current = max(range(len(lines)), key=lambda i: (lines[i].at(1), lines[i].per_sample))
+    while True:
+        found.append(current)
+        best, best_at = None, float("inf")
+        for i, line in enumerate(lines):
+            steeper = line.per_sample - lines[current].per_sample
+            if steeper > 0:
+                meets_at = max((lines[current].fixed - line.fixed) / steeper, batch)
+                if meets_at < best_at or (
+                    meets_at == best_at and line.per_sample > lines[best].per_sample
+                ):
+                    best, best_at = i, meets_at
+        if best is None:
+            return found
+        current, batch = best, best_at
+
+
+def _evaluation(trace: Trace, first: int) -> Peak:
+    stop = len(trace.events)
+    live = trace.live(first, stop)
+    at = max(range(len(live)), key=live.__getitem__)
+    return Peak(live[at], "evaluation", _without_zeros(trace.parts(first + at)))
+
+
+def _without_zeros(parts: dict[str, int]) -> dict[str, int]:
+    return {k: v for k, v in parts.items() if v}

@@ -1,0 +1,142 @@
+"""How long a cell will take: a range, from the study's own records or from what the device can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stratbench.cells import Cell
+from stratbench.plan.devices import Device
+from stratbench.plan.footprint import Footprint
+
+# A step's fastest and slowest time on a device follow from its datasheet and these. Training of
+# convolutional networks reaches 10 to 50 % of the peak with images of 224 pixels; small images are bound
+# by memory, and small batches by the time that the host takes to launch each operation.
+UTILISATION = (0.5, 0.1)
+MEMORY_UTILISATION = (0.8, 0.4)
+LAUNCH_S = (2e-6, 10e-6)
+#: Share of the link's rate that a collective gets. At best it hides behind backward, at worst it does not.
+LINK_UTILISATION = (0.9, 0.4)
+#: Share of a CPU's measured matrix-product rate that training on it gets.
+CPU_UTILISATION = (0.7, 0.1)
+CPU_LAUNCH_S = (2e-6, 30e-6)
+#: Bytes a second that one parameter-server process takes in, applies and hands out, all workers together.
+SERVER_BYTES_PER_S = (30e9, 3e9)
+#: Start of the processes, rendezvous, data and warm-up, in seconds.
+STARTUP_S = (10.0, 120.0)
+
+SPREAD = 0.1  # of a single measurement
+#: From one strategy's time to another's: faster by no more than this, slower by no more than that.
+OTHER_STRATEGY = (0.5, 6.0)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of seconds and where it comes from."""
+
+    low_s: float
+    high_s: float
+    source: str
+
+    def __add__(self, other: Span) -> Span:
+        return Span(self.low_s + other.low_s, self.high_s + other.high_s, self.source)
+
+    def times(self, low: float, high: float) -> Span:
+        return Span(self.low_s * low, self.high_s * high, self.source)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a cell computes and sends, for one worker's step and in all."""
+
+    footprint: Footprint
+    batch: int  # samples of one push or step on one worker
+    pushes: int  # pushes in a step: 1 but for strategies that split their batch
+    wire_bytes: float  # sent by a rank in a step, and as many received
+    server_bytes: (
+        float  # taken in and handed out by a server process in a step, all workers; else 0
+    )
+    steps: int  # of the whole training
+    test_samples: int
+    epochs: int
+    workers: int
+    nodes: int
+
+
+def from_device(work: Work, device: Device) -> Span | None:
+    """The time of training by what the device can do; None where its rate is not known."""
+    if device.flops_per_s is None:
+        return None
+    low_s, high_s = (_step_s(work, device, i) for i in (0, 1))
+    source = f"{device.name}'s peak rates" if device.is_gpu else "this host's CPU, all cells alike"
+    return Span(low_s * work.steps, high_s * work.steps, source)
+
+
+def _step_s(work: Work, device: Device, slow: int) -> float:
+    f = work.footprint
+    utilisation = UTILISATION if device.is_gpu else CPU_UTILISATION
+    launch_s = LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
+    # Backward takes twice the operations of forward.
+    parts_s = [3 * f.flops_per_sample * work.batch / (device.flops_per_s * utilisation[slow])]
+    if device.memory_bytes_per_s:
+        rate = device.memory_bytes_per_s * MEMORY_UTILISATION[slow]
+        parts_s.append(f.touched_bytes.at(work.batch) / rate)
+    parts_s.append(f.operations_per_step * launch_s[slow])
+    compute_s = (sum(parts_s) if slow else max(parts_s)) * work.pushes
+    sent_s = communication_s(work, device, slow)
+    return compute_s + sent_s if slow else max(compute_s, sent_s)
+
+
+def communication_s(work: Work, device: Device, slow: int) -> float:
+    """Seconds of a step's communication at the best (0) or the worst (1) rate."""
+    link_s = work.wire_bytes / (device.link(work.nodes) * LINK_UTILISATION[slow])
+    return max(link_s, work.server_bytes / SERVER_BYTES_PER_S[slow])
+
+
+def overhead(work: Work, device: Device) -> Span:
+    """Seconds of a cell beside its training: start and the evaluations, without synchronisation."""
+    flops = work.footprint.flops_per_sample * work.test_samples * work.epochs
+    if device.flops_per_s is None:
+        return Span(*STARTUP_S, "")
+    utilisation = UTILISATION if device.is_gpu else CPU_UTILISATION
+    fast_s = flops / work.workers / (device.flops_per_s * utilisation[0])
+    slow_s = flops / (device.flops_per_s * utilisation[1])
+    return Span(STARTUP_S[0] + fast_s, STARTUP_S[1] + slow_s, "")
+
+
+def from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
+    """The time of training by records of the study, the closest cells first; None without any.
+
+    Only records of the same experiment and model help: batch, data and precision are then the same.
+    """
+    timed = [
+        r
+        for r in records
+        if r["time"]["train_time_s"]
+        and r["status"] == "ok"
+        and (r["cell"]["experiment"], r["cell"]["model"]) == (cell.experiment, cell.model)
+    ]
+    same = [r for r in timed if r["cell"]["strategy"] == cell.strategy]
+    repeats = [r for r in same if r["cell"]["gpus"] == cell.gpus]
+    if repeats:
+        times_s = [r["time"]["train_time_s"] for r in repeats]
+        source = f"{len(times_s)} record{'s' * (len(times_s) > 1)} of this cell's repeats"
+        return Span(min(times_s) * (1 - SPREAD), max(times_s) * (1 + SPREAD), source)
+    if same:
+        nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
+        return _rescaled(nearest, cell.gpus)
+    beside = [r for r in timed if r["cell"]["gpus"] == cell.gpus] or timed
+    if not beside:
+        return None
+    nearest = min(beside, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
+    return _rescaled(nearest, cell.gpus).times(*OTHER_STRATEGY)
+
+
+def _rescaled(record: Mapping[str, Any], gpus: int) -> Span:
+    """A record's time on another number of workers: between perfect scaling and none."""
+    seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
+    scaled_s = seconds * workers / gpus
+    source = f"the record of {record['cell']['strategy']} on {workers}"
+    low_s, high_s = min(seconds, scaled_s), max(seconds, scaled_s)
+    return Span(low_s * (1 - SPREAD), high_s * (1 + SPREAD), source)

@@ -1,0 +1,107 @@
+"""What a footprint depends on, and nothing else: cells with equal requests share one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from stratbench import models
+from stratbench.config import Settings, option_defaults
+from stratbench.data import EVAL_BATCH, Dataset
+from stratbench.strategies import strategy_class
+
+if TYPE_CHECKING:
+    import torch
+
+#: Stands for the workers of all parameter-server strategies.
+SERVED = "ps-sync"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rank's work but for its batch: model, input, strategy with options, what it runs on."""
+
+    strategy: str
+    options: tuple[tuple[str, Any], ...]
+    model: str
+    input_shape: tuple[int, int, int]
+    classes: int
+    world_size: int
+    eval_batch: int
+    precision: str
+    momentum: bool
+    weight_decay: bool
+    nesterov: bool
+    on_cuda: bool
+
+    @classmethod
+    def of(cls, s: Settings, data: Dataset, on_cuda: bool) -> Request:
+        """The request of a cell with settings `s` on data set `data`.
+
+        A worker of a parameter server does the same under every policy, and only where something is
+        sharded does a rank's memory depend on the number of ranks.
+        """
+        strategy, options = s.strategy, s.options
+        if strategy_class(s.strategy).kind == "server":
+            strategy, options = SERVED, option_defaults(SERVED)
+        return cls(
+            strategy=strategy,
+            options=tuple(sorted(options.items())),
+            model=s.model,
+            input_shape=models.input_shape(s.model, data.shape),
+            classes=data.classes,
+            world_size={"single": 1, "ddp": 2, SERVED: 1}.get(strategy, s.gpus),
+            eval_batch=min(EVAL_BATCH, data.test_samples),
+            precision=s.precision,
+            momentum=s.momentum > 0,
+            weight_decay=s.weight_decay > 0,
+            nesterov=s.nesterov,
+            on_cuda=on_cuda,
+        )
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Request:
+        """The inverse of `as_dict`, also after JSON."""
+        lists = {
+            "options": tuple((k, v) for k, v in fields["options"]),
+            "input_shape": tuple(fields["input_shape"]),
+        }
+        return cls(**(dict(fields) | lists))
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def as_json(self) -> str:
+        """Canonical JSON: equal requests give equal text."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def served(self) -> bool:
+        """Whether it is a worker of a parameter server."""
+        return self.strategy == SERVED
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and the input."""
+        import torch
+
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+    @property
+    def autocasts_like_cuda(self) -> bool:
+        return self.on_cuda and self.precision in ("fp16", "bf16")
+
+
+def data_bytes(data: Dataset, model: str, augment: bool) -> int:
+    """Bytes that the whole data set takes on the device.
+
+    Images as uint8 at the model's size, in the stored number of channels; labels and the epoch's
+    order as int64; three int64 numbers a training sample where it is augmented.
+    """
+    _, height, width = models.input_shape(model, data.shape)
+    samples = data.train_samples + data.test_samples
+    images = samples * data.channels * height * width
+    numbers = samples + data.train_samples * (4 if augment else 1)
+    return images + 8 * numbers

@@ -1,0 +1,403 @@
+"""The plan of a study: for each cell its state, what it will need, take and cost, and what is asked for."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stratbench import record, resources
+from stratbench.cells import Cell
+from stratbench.config import Settings, Study
+from stratbench.data import Dataset, describe
+from stratbench.plan import projection, servers
+from stratbench.plan.cache import footprints
+from stratbench.plan.devices import (
+    CPU_PROCESS_BYTES,
+    GPU_HOST_PROCESS_BYTES,
+    Device,
+    cpu_device,
+    find_gpu,
+    fits,
+    gpu_device,
+)
+from stratbench.plan.footprint import Footprint, Peak
+from stratbench.plan.projection import Span, Work
+from stratbench.plan.request import Request, data_bytes
+from stratbench.plan.traffic import wire_bytes
+from stratbench.telemetry.hardware import Peak as Gpu
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A cell with what is known of it before anything is predicted."""
+
+    cell: Cell
+    settings: Settings
+    data: Dataset
+    served: bool
+    time_limit_s: float | None
+    request: Request
+
+    @property
+    def push_batch(self) -> int:
+        """Samples that a worker computes on at once, in training."""
+        if not self.served:
+            return self.settings.per_worker_batch
+        pushes = servers.pushes_per_batch(self.settings.strategy, self.settings.options)
+        return self.settings.per_worker_batch // pushes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a cell would do on one device. `cut_off`: `no`, `possible` or `certain`."""
+
+    device: str
+    fits: bool
+    largest_batch: int
+    by_device: Span | None  # the training by what the device can do
+    train: Span | None  # the same, or by records where there are any
+    total: Span | None
+    cut_off: str
+    link_s: tuple[float, float]  # of a step's communication, at best and at worst
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One cell's part of the plan; `footprint` None where it could not be predicted (see `why`)."""
+
+    subject: Subject
+    state: str  # done, recorded, failed, infeasible, to do
+    why: str
+    footprint: Footprint | None
+    peak: Peak | None  # of training, data set included
+    needed_bytes: int  # with warm-up and evaluation
+    wire_bytes: float  # sent by a rank in a step
+    collectives: int
+    server_bytes: int  # memory of a server process
+    host_bytes: int  # memory of a node's processes, as far as known
+    verdict: Verdict | None  # on the plan's device, or the CPU for a cell that trains there
+    verdicts: dict[str, Verdict]  # by device
+    asked: dict[str, Any]
+
+    @property
+    def cell(self) -> Cell:
+        return self.subject.cell
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study's plan. `device`: the one whose verdicts count; `others`: compared beside it."""
+
+    study: str
+    cluster: Mapping[str, Any]
+    device: str
+    named: bool  # in the config; else chosen for comparison
+    others: list[str]
+    cells: list[Planned]
+    #: What a worker may use of the device's memory, the margin taken off.
+    room_bytes: float
+    #: FSDP with and without resharding: (experiment, model, gpus) -> option -> footprint.
+    resharding: dict[tuple[str, str, int], dict[str, Footprint]]
+
+
+def make_plan(config: Mapping[str, Any], study: Study, gpu: str | None = None) -> Plan:
+    """Plan a study. `gpu` stands in for `cluster.gpu`. Makes missing footprints, which takes minutes."""
+    cluster = config["cluster"]
+    named = gpu or cluster["gpu"]
+    gpus = [find_gpu(name) for name in ([named] if named else []) + cluster["compare_gpus"]]
+    gpus = list(dict.fromkeys(gpus))
+    primary = gpus[0] if named else gpus[-1]
+    subjects = [subject_of(config, study, cell) for cell in study.cells]
+    twins = {
+        s.cell: _other_resharding(s.request)
+        for s in subjects
+        if s.request.strategy == "fsdp"
+        and s.cell.gpus == max(study.experiments[s.cell.experiment].matrix["gpus"])
+    }
+    wanted = [*(s.request for s in subjects), *twins.values()]
+    made = footprints(wanted, Path(config["results"]) / "plan-cache")
+    records = read_records(study, config["results"])
+    planned = [
+        _plan_cell(s, made[s.request], records, gpus, primary, cluster, config["results"])
+        for s in subjects
+    ]
+    on_gpu = any(s.request.on_cuda for s in subjects)
+    return Plan(
+        study=study.name,
+        cluster=cluster,
+        device=primary.name if on_gpu else "CPU",
+        named=bool(named) or not on_gpu,
+        others=_others(subjects, gpus, primary),
+        cells=planned,
+        room_bytes=(
+            gpu_device(primary, "fp32", cluster) if on_gpu else cpu_device(cluster, 1)
+        ).memory_bytes
+        / (1 + cluster["memory_margin"]),
+        resharding=_resharding(subjects, twins, made),
+    )
+
+
+def _others(subjects: list[Subject], gpus: list[Gpu], primary: Gpu) -> list[str]:
+    """The devices beside the plan's that some cell is judged on."""
+    if not any(s.request.on_cuda for s in subjects):
+        return []
+    on_cpu = any(not s.request.on_cuda for s in subjects)
+    return [g.name for g in gpus if g is not primary] + ["CPU"] * on_cpu
+
+
+def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
+    settings = study.settings(cell)
+    data = describe(cell.dataset, config["datasets"].get(cell.dataset))
+    return Subject(
+        cell=cell,
+        settings=settings,
+        data=data,
+        served=study.strategy_kind(cell.strategy) == "server",
+        time_limit_s=study.time_limit_s(cell),
+        request=Request.of(settings, data, on_cuda=settings.device != "cpu"),
+    )
+
+
+def read_records(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
+    """The study's valid records by cell."""
+    found = {}
+    for cell in study.cells:
+        path = cell.record_path(results)
+        if path.exists():
+            try:
+                found[cell] = record.read(path)
+            except record.RecordError as error:
+                print(f"left out: {error}")
+    return found
+
+
+def _plan_cell(
+    s: Subject,
+    made: Footprint | str,
+    records: Mapping[Cell, Mapping[str, Any]],
+    gpus: list[Gpu],
+    primary: Gpu,
+    cluster: Mapping[str, Any],
+    results: str,
+) -> Planned:
+    footprint = made if isinstance(made, Footprint) else None
+    peak, needed_bytes, wire, server_bytes = None, 0, 0.0, 0
+    host_bytes, nodes = 0, resources.nodes(s.cell, cluster)
+    verdicts: dict[str, Verdict] = {}
+    if footprint is not None:
+        peak = with_data(footprint.training_peak(s.push_batch), s)
+        needed_bytes = footprint.needed_bytes(s.settings.per_worker_batch) + _data_bytes(s)
+        wire = sent_bytes(s, footprint)
+        server_bytes = _server_bytes(s, footprint)
+        host_bytes = _host_bytes(s, footprint, needed_bytes, server_bytes, nodes)
+        work = _work(s, footprint, wire, nodes)
+        devices = (
+            {g.name: gpu_device(g, s.settings.precision, cluster) for g in gpus}
+            if s.request.on_cuda
+            else {"CPU": cpu_device(cluster, s.cell.gpus)}
+        )
+        span = projection.from_records(s.cell, records.values())
+        for name, device in devices.items():
+            measured = span if name in (primary.name, "CPU") else None
+            verdicts[name] = _verdict(s, footprint, work, device, measured, cluster)
+    verdict = verdicts.get(primary.name if s.request.on_cuda else "CPU")
+    state, why = _state(s, made, records.get(s.cell), verdict, needed_bytes, results)
+    return Planned(
+        subject=s,
+        state=state,
+        why=why,
+        footprint=footprint,
+        peak=peak,
+        needed_bytes=needed_bytes,
+        wire_bytes=wire,
+        collectives=len(footprint.collectives) if footprint else 0,
+        server_bytes=server_bytes,
+        host_bytes=host_bytes,
+        verdict=verdict,
+        verdicts=verdicts,
+        asked=asked_of(s, cluster, -(-host_bytes // MIB)),
+    )
+
+
+def _verdict(
+    s: Subject,
+    footprint: Footprint,
+    work: Work,
+    device: Device,
+    measured: Span | None,
+    cluster: Mapping[str, Any],
+) -> Verdict:
+    margin = cluster["memory_margin"]
+    needed_bytes = footprint.needed_bytes(s.settings.per_worker_batch) + _data_bytes(s)
+    by_device = projection.from_device(work, device)
+    train = measured or by_device
+    total = None if train is None else train + projection.overhead(work, device)
+    cut_off = "no"
+    if total is not None and s.time_limit_s is not None and total.high_s > s.time_limit_s:
+        cut_off = "certain" if total.low_s > s.time_limit_s else "possible"
+    return Verdict(
+        device=device.name,
+        fits=fits(needed_bytes, device, margin),
+        largest_batch=footprint.largest_batch(device.memory_bytes / (1 + margin) - _data_bytes(s)),
+        by_device=by_device,
+        train=train,
+        total=total,
+        cut_off=cut_off,
+        link_s=(
+            projection.communication_s(work, device, 0),
+            projection.communication_s(work, device, 1),
+        ),
+    )
+
+
+def _state(
+    s: Subject,
+    made: Footprint | str,
+    found: Mapping[str, Any] | None,
+    verdict: Verdict | None,
+    needed_bytes: int,
+    results: str,
+) -> tuple[str, str]:
+    """The state of a cell and why it is so."""
+    if found is not None:
+        if found["status"] == "ok":
+            return "done", ""
+        return "recorded", f"{found['status']}: {found['reason']}"
+    failure = s.cell.log_dir(results) / "failure.json"
+    if failure.exists():
+        try:
+            return "failed", str(json.loads(failure.read_text())["reason"])
+        except (OSError, ValueError, KeyError):
+            return "failed", f"see {failure}"
+    if isinstance(made, str):
+        return "to do", f"could not be predicted: {made}"
+    if verdict is not None and not verdict.fits:
+        return "infeasible", f"needs {needed_bytes / 2**30:.1f} GiB"
+    return "to do", ""
+
+
+def asked_of(s: Subject, cluster: Mapping[str, Any], needed_mib: int = 0) -> dict[str, Any]:
+    """What a scheduler is asked for, as the rules ask, and the sbatch line that says so."""
+    asked = {
+        "nodes": resources.nodes(s.cell, cluster),
+        "gres": resources.gres(s.cell, cluster, s.settings.device),
+        "cpus": resources.cpus(s.cell, cluster, s.served),
+        "mem_mib": resources.mem_mib(s.cell, cluster, s.served, needed_mib),
+        "runtime_min": resources.runtime_min(s.time_limit_s, cluster),
+    }
+    line = ["sbatch", f"--nodes={asked['nodes']}", f"--ntasks={asked['nodes']}"]
+    line += [f"--gres={asked['gres']}"] if asked["gres"] else []
+    line += [
+        f"--cpus-per-task={asked['cpus']}",
+        f"--mem={asked['mem_mib']}M",
+        f"--time={asked['runtime_min']}",
+    ]
+    asked["sbatch"] = shlex.join(line)
+    return asked
+
+
+def sent_bytes(s: Subject, footprint: Footprint) -> float:
+    """Bytes that a rank sends in a step, as it takes one batch."""
+    if s.served:
+        over_tcp = s.settings.options["transport"] == "tcp"
+        sent, _ = servers.worker_traffic_bytes(
+            s.settings.strategy, s.settings.options, footprint.flat_bytes, over_tcp
+        )
+        return sent
+    return wire_bytes(footprint.collectives, s.cell.gpus, on_gloo=not s.request.on_cuda)
+
+
+def with_data(peak: Peak, s: Subject) -> Peak:
+    """The peak with the data set, which lies on the device."""
+    n_bytes = _data_bytes(s)
+    return Peak(peak.n_bytes + n_bytes, peak.phase, peak.parts_bytes | {"data": n_bytes})
+
+
+def _data_bytes(s: Subject) -> int:
+    return data_bytes(s.data, s.cell.model, s.settings.augment)
+
+
+def _work(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
+    steps_per_epoch = s.data.train_samples // s.settings.global_batch
+    through_server = 0.0
+    if s.served:
+        options = s.settings.options
+        sent, received = servers.worker_traffic_bytes(
+            s.settings.strategy, options, footprint.flat_bytes, options["transport"] == "tcp"
+        )
+        through_server = s.cell.gpus * (sent + received) / options["servers"]
+    return Work(
+        footprint=footprint,
+        batch=s.push_batch,
+        pushes=s.settings.per_worker_batch // s.push_batch,
+        wire_bytes=wire,
+        server_bytes=through_server,
+        steps=steps_per_epoch * s.settings.epochs,
+        test_samples=s.data.test_samples,
+        epochs=s.settings.epochs,
+        workers=s.cell.gpus,
+        nodes=nodes,
+    )
+
+
+def _server_bytes(s: Subject, footprint: Footprint) -> int:
+    if not s.served:
+        return 0
+    return servers.server_needs(
+        s.settings.strategy,
+        s.settings.options,
+        s.cell.gpus,
+        footprint.flat_bytes,
+        momentum=s.settings.momentum > 0,
+        shared_memory=s.settings.options["transport"] != "tcp",
+    ).total_bytes
+
+
+def _host_bytes(
+    s: Subject, footprint: Footprint, needed_bytes: int, server_bytes: int, nodes: int
+) -> int:
+    """Host memory of the processes on the fullest node."""
+    worker_bytes = CPU_PROCESS_BYTES + needed_bytes
+    if s.request.on_cuda:
+        flat = footprint.flat_bytes
+        mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
+        worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes
+    servers_bytes = 0
+    if s.served:
+        on_this_node = -(-s.settings.options["servers"] // nodes)
+        servers_bytes = on_this_node * (CPU_PROCESS_BYTES + server_bytes)
+    return -(-s.cell.gpus // nodes) * worker_bytes + servers_bytes
+
+
+def _other_resharding(request: Request) -> Request:
+    """The same with the other choice of `reshard_after_forward`."""
+    options = dict(request.options)
+    other = {"always": "never", "never": "always"}[options["reshard_after_forward"]]
+    fields = request.as_dict() | {
+        "options": tuple(sorted((options | {"reshard_after_forward": other}).items()))
+    }
+    return Request(**fields)
+
+
+def _resharding(
+    subjects: list[Subject],
+    twins: Mapping[Cell, Request],
+    made: Mapping[Request, Footprint | str],
+) -> dict[tuple[str, str, int], dict[str, Footprint]]:
+    found: dict[tuple[str, str, int], dict[str, Footprint]] = {}
+    for s in subjects:
+        if s.cell not in twins:
+            continue
+        for request in (s.request, twins[s.cell]):
+            footprint = made[request]
+            if isinstance(footprint, Footprint):
+                key = (s.cell.experiment, s.cell.model, s.cell.gpus)
+                choice = dict(request.options)["reshard_after_forward"]
+                found.setdefault(key, {})[choice] = footprint
+    return found

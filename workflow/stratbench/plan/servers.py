@@ -1,0 +1,77 @@
+"""What a parameter-server process needs, and what passes between it and its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stratbench.ps.config import ServerConfig
+from stratbench.strategies.ps import policy_options
+
+#: A lane over TCP has a shard's gradient and its reply in memory, and one in the wire's format.
+_STREAM_SHARDS = 3
+
+
+@dataclass(frozen=True)
+class ServerNeeds:
+    """Bytes of host memory of the largest server process of a cell, by what they are for."""
+
+    weights: int
+    optimizer: int
+    snapshot: int
+    buffers: int
+    lanes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights + self.optimizer + self.snapshot + self.buffers + self.lanes
+
+
+def server_needs(
+    policy: str,
+    options: dict[str, Any],
+    workers: int,
+    flat_bytes: dict[str, int],
+    momentum: bool,
+    shared_memory: bool,
+) -> ServerNeeds:
+    """The needs of server 0, which alone keeps BatchNorm's statistics.
+
+    `flat_bytes`: the flat weights and buffers of a worker. The policy says how many weight-sized
+    tensors it keeps; without momentum, one less (ps-dana: none). An epoch's end is copied to be
+    written. Memory that workers share with the server counts as the workers'.
+    """
+    own = policy_options(policy, options)
+    part_bytes = -(-flat_bytes["weights"] // options["servers"])
+    tensors = own.optimizer_buffers(workers)
+    if not momentum:
+        tensors = 0 if policy == "ps-dana" else tensors - 1
+    stream_bytes = _STREAM_SHARDS * ServerConfig.shard_bytes + flat_bytes["buffers"]
+    return ServerNeeds(
+        weights=part_bytes,
+        optimizer=tensors * part_bytes,
+        snapshot=part_bytes,
+        # Each worker's latest, the initial ones, and their mean for the snapshot.
+        buffers=(workers + 2) * flat_bytes["buffers"],
+        lanes=0 if shared_memory else workers * stream_bytes,
+    )
+
+
+def pushes_per_batch(policy: str, options: dict[str, Any]) -> int:
+    """Into how many pushes a worker splits its batch."""
+    return policy_options(policy, options).pushes_per_ticket
+
+
+def worker_traffic_bytes(
+    policy: str, options: dict[str, Any], flat_bytes: dict[str, int], over_tcp: bool
+) -> tuple[int, int]:
+    """Bytes that a worker sends and receives for each of its batches.
+
+    It sends gradients and buffers (BatchNorm's statistics) and receives weights. On the wire the
+    gradients may have half the size; in shared memory they never do.
+    """
+    gradients_bytes = flat_bytes["weights"]
+    if over_tcp and options["wire"] == "bfloat16":
+        gradients_bytes //= 2
+    pushes = pushes_per_batch(policy, options)
+    return pushes * (gradients_bytes + flat_bytes["buffers"]), pushes * flat_bytes["weights"]

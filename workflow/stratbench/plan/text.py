@@ -1,0 +1,148 @@
+"""The plan as text: numbers and tables that a person reads in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+
+from stratbench.plan.answers import answers
+from stratbench.plan.figures import Totals, by_experiment, gib, hours, span_hours, totals
+from stratbench.plan.schedule import Plan, Planned
+
+
+def summary(plan: Plan) -> str:
+    """What `snakemake plan` prints."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"Study {plan.study}: {len(plan.cells)} cells, planned for {_device(plan)}"
+    yield ""
+    for name, cells in by_experiment(plan):
+        yield from _experiment(name, cells)
+    yield from _verdicts(plan)
+    for question, sentences in answers(plan):
+        yield question
+        yield from (f"  {sentence}" for sentence in sentences)
+        yield ""
+
+
+def _device(plan: Plan) -> str:
+    if plan.named:
+        return plan.device
+    return f"{plan.device} (name yours: cluster.gpu in config.yaml)"
+
+
+def _experiment(name: str, cells: list[Planned]) -> Iterator[str]:
+    s = cells[0].subject.settings
+    repeats = 1 + max(c.cell.repeat for c in cells)
+    batch = f"global batch {s.global_batch}"
+    yield (
+        f"== {name}: {cells[0].cell.dataset}, {s.precision}, {batch}, {s.epochs} epochs, "
+        f"{len(cells)} cells ({repeats} repeat{'s' * (repeats > 1)})"
+    )
+    workers = sorted({c.cell.gpus for c in cells})
+    header = ", ".join(map(str, workers))
+    yield f"   GiB a worker that a cell needs, at {header} workers (! does not fit)"
+    yield from _matrix(cells, workers, _needed)
+    yield f"   training time, at {header} workers (! cut off by the time limit, ? perhaps)"
+    yield from _matrix(cells, workers, _time)
+    yield f"   MiB that a worker sends in a step, at {header} workers"
+    yield from _matrix(cells, workers, lambda c: f"{c.wire_bytes / 2**20:.1f}")
+    yield ""
+
+
+def _matrix(
+    cells: list[Planned], workers: list[int], show: Callable[[Planned], str]
+) -> Iterator[str]:
+    """Rows are strategies, columns models, and in each field the worker counts side by side.
+
+    Strategies of which all fields are alike share a row.
+    """
+    first = {
+        (c.cell.strategy, c.cell.model, c.cell.gpus): c for c in reversed(cells) if c.footprint
+    }
+    models = list(dict.fromkeys(c.cell.model for c in cells))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for strategy in dict.fromkeys(c.cell.strategy for c in cells):
+        found = [[first.get((strategy, model, n)) for n in workers] for model in models]
+        fields = tuple("  ".join(show(c) for c in there if c) or "-" for there in found)
+        alike.setdefault(fields, []).append(strategy)
+    rows = [["", *models], *([_names(names), *fields] for fields, names in alike.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        yield "     " + "   ".join(padded).rstrip()
+
+
+def _names(strategies: list[str]) -> str:
+    if len(strategies) < 3:
+        return ", ".join(strategies)
+    return f"{strategies[0]} and {len(strategies) - 1} alike"
+
+
+def _needed(c: Planned) -> str:
+    return f"{c.needed_bytes / 2**30:.3g}" + ("" if c.verdict.fits else "!")
+
+
+def _time(c: Planned) -> str:
+    if c.verdict.train is None:
+        return "unknown"
+    mark = {"no": "", "possible": "?", "certain": "!"}[c.verdict.cut_off]
+    return span_hours(c.verdict.train) + mark
+
+
+def _verdicts(plan: Plan) -> Iterator[str]:
+    yield "== In all"
+    states: dict[str, int] = {}
+    for c in plan.cells:
+        states[c.state] = states.get(c.state, 0) + 1
+    yield "   " + ", ".join(f"{count} {state}" for state, count in states.items())
+    for name in (plan.device, *plan.others):
+        yield from _on(plan, name)
+    for state in ("infeasible", "failed", "recorded"):
+        yield from _listed(state, [c for c in plan.cells if c.state == state])
+    unknown = [c for c in plan.cells if c.footprint is None]
+    yield from _listed("not predicted", unknown)
+    raised = [c for c in plan.cells if c.asked["mem_mib"] << 20 == _whole_mib(c.host_bytes)]
+    if raised:
+        most = max(raised, key=lambda c: c.host_bytes)
+        yield (
+            f"   {len(raised)} cells need more of a node's memory than config.yaml says and will ask for "
+            f"it: {most.cell} for {gib(most.host_bytes)}"
+        )
+    yield ""
+
+
+def _on(plan: Plan, name: str) -> Iterator[str]:
+    t: Totals = totals(plan, plan.cells, name)
+    fit = "all cells fit" if not t.unfit else f"{t.unfit} of {t.cells} cells do not fit"
+    yield f"   {name}: {fit} (margin {plan.cluster['memory_margin']:.0%})"
+    if t.gpu_hours is None:
+        yield "      its rate at this precision is not known, so no time can be told"
+        return
+    low, high = t.gpu_hours
+    cost = ""
+    if t.cost is not None:
+        cost = f", cost {t.cost[0]:,.2f} to {t.cost[1]:,.2f}"
+    noun = "GPU-hours" if name != "CPU" else "hours of a worker's CPU"
+    yield f"      {low:,.1f} to {high:,.1f} {noun} still to do{cost}; from {t.sources}"
+    if t.longest is not None:
+        yield f"      the longest: {t.longest.cell}, up to {hours(t.longest_high_s)}"
+    if t.cut_off:
+        yield f"      the time limit will cut off {t.cut_off} cells for certain"
+    if t.perhaps_cut_off:
+        yield f"      the time limit may cut off {t.perhaps_cut_off} cells"
+
+
+def _listed(state: str, cells: Iterable[Planned]) -> Iterator[str]:
+    """Cells in one state by reason, a line each; repeats count once."""
+    key = lambda c: (c.cell.experiment, c.cell.strategy, c.cell.model, c.cell.gpus, c.why)  # noqa: E731
+    for (experiment, strategy, model, gpus, why), found in groupby(sorted(cells, key=key), key):
+        n = len(list(found))
+        times = f" (x{n})" if n > 1 else ""
+        yield f"   {state}: {experiment}, {strategy}, {model}, {gpus} workers{times}: {why}"
+
+
+def _whole_mib(n_bytes: int) -> int:
+    return -(-n_bytes // (1 << 20)) << 20

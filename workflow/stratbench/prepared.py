@@ -1,0 +1,152 @@
+"""A prepared data set on disk: four memory-mappable arrays and `meta.json` in one folder.
+
+`train_images.npy`, `test_images.npy` uint8 [N, C, H, W]; `train_labels.npy`, `test_labels.npy`
+int64 [N]. The folder appears whole or not at all, and its SHA-256 tells damage afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratbench.sources import DataError, Source, progress_bar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: Raised when the layout changes, so that folders of an older one are made again.
+FORMAT = 1
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+META = "meta.json"
+#: What a folder may hold for us to replace it: Snakemake leaves the last one in a directory output.
+OURS = {*(f"{array}.npy" for array in ARRAYS), META, ".snakemake_timestamp"}
+
+
+def write(folder: Path, request: Mapping[str, Any], source: Source, shape: tuple[int, ...]) -> dict:
+    """Write the arrays of `source`, images of `shape` (C, H, W), and their meta data; return it.
+
+    The meta data are `request`, the counts, the source files, the arrays' SHA-256, and the mean
+    and standard deviation of each channel over the training set, for values in 0..1.
+    """
+    import numpy as np
+
+    counts = np.zeros((shape[0], 256), dtype=np.int64)
+    for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
+        images = np.lib.format.open_memmap(
+            folder / f"{split}_images.npy", "w+", np.uint8, (samples, *shape)
+        )
+        labels = np.lib.format.open_memmap(
+            folder / f"{split}_labels.npy", "w+", np.int64, (samples,)
+        )
+        start = 0
+        with progress_bar(samples, " images", f"{request['name']}, {split}") as bar:
+            for chunk_images, chunk_labels in chunks:
+                stop = start + len(chunk_labels)
+                images[start:stop], labels[start:stop] = chunk_images, chunk_labels
+                if split == "train":
+                    counts += [
+                        np.bincount(c.ravel(), minlength=256) for c in _channels(chunk_images)
+                    ]
+                start = stop
+                bar.update(len(chunk_labels))
+        if start != samples:
+            raise DataError(f"{request['name']}, {split}: {start} images instead of {samples}")
+        images.flush()
+        labels.flush()
+    values, share = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
+    mean = share @ values
+    meta = {
+        **request,
+        "shape": list(shape),
+        "train_samples": source.train.samples,
+        "test_samples": source.test.samples,
+        "mean": mean.tolist(),
+        "std": np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1)).tolist(),
+        "sources": source.files,
+        "sha256": _sha256(folder),
+    }
+    (folder / META).write_text(json.dumps(meta, indent=2) + "\n")
+    return meta
+
+
+def _channels(images: np.ndarray) -> np.ndarray:
+    return images.swapaxes(0, 1)
+
+
+def _sha256(folder: Path) -> str:
+    """SHA-256 over the four arrays' files, headers included, in the order of ARRAYS."""
+    digest = hashlib.sha256()
+    for array in ARRAYS:
+        with (folder / f"{array}.npy").open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The meta data of a folder that was made for `request` and is undamaged, else None."""
+    try:
+        meta = json.loads((folder / META).read_text())
+        same = all(meta[key] == value for key, value in request.items())
+        return meta if same and meta["sha256"] == _sha256(folder) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Move `built` to `folder` in one step, and return the meta data of what is there then.
+
+    What another process has put there for the same request stays; a damaged or different data set
+    is first moved next to `built`. A folder that holds anything else is not touched: DataError.
+    """
+    while True:
+        try:
+            os.replace(built, folder)
+            return json.loads((folder / META).read_text())
+        except OSError as error:
+            if not folder.exists():
+                raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
+        if (other := intact(folder, request)) is not None:
+            return other
+        _move_aside(folder, built.parent)
+
+
+def _move_aside(folder: Path, where: Path) -> None:
+    try:
+        foreign = sorted({entry.name for entry in folder.iterdir()} - OURS)
+        if foreign:
+            raise DataError(
+                f"{folder}: holds {foreign[0]!r}, which is no part of a prepared data set; "
+                "name another folder, or empty this one"
+            )
+        os.replace(folder, where / f"replaced-{len(list(where.iterdir()))}")
+    except NotADirectoryError:
+        raise DataError(f"{folder}: is not a folder; name another") from None
+    except FileNotFoundError:
+        return  # Another process was quicker.
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The meta data, and the arrays by name, mapped copy-on-write; DataError if not whole."""
+    import numpy as np
+
+    try:
+        meta = json.loads((folder / META).read_text())
+        # Copy-on-write: torch wants writable arrays, and the files must not change.
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
+        for split in ("train", "test"):
+            samples = meta[f"{split}_samples"]
+            if arrays[f"{split}_images"].shape != (samples, *meta["shape"]):
+                raise ValueError(f"{split}_images.npy is not of the shape that {META} gives")
+            if arrays[f"{split}_labels"].shape != (samples,):
+                raise ValueError(f"{split}_labels.npy has not one label an image")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder}: not a whole prepared data set ({error}); make it again with "
+            f"`python -m stratbench.data prepare NAME --out {folder}`"
+        ) from error
+    return meta, arrays

@@ -1,0 +1,225 @@
+"""Policies that apply every push as it comes: plain, bounded, staleness-weighted and compensated.
+
+Notation: W the shard's weights, g the pushed gradient, W_read the weights it was computed on, tau
+its staleness (updates applied to the shard since it was read), N the number of workers, mu the
+momentum, eta the learning rate of one push (`Hyper.push_lr`).
+
+Weight decay is taken of W, the weights as they are when the push is applied, not of what the worker
+read: decay is then never stale, and no policy must keep the read weights for it. At one worker the
+two are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stratbench.ps.options import (
+    AsyncModifiedOptions,
+    AsyncOptions,
+    DanaOptions,
+    DcAsgdOptions,
+    GapAwareOptions,
+    PolicyOptions,
+    SspOptions,
+    StalenessLrOptions,
+)
+from stratbench.ps.policy import Hyper, Momentum, Outcome, Policy
+
+
+class AsyncPolicy(Policy):
+    """ps-async: every push is a step; nobody waits.
+
+    W -= eta * velocity(g), one momentum on the server. Downpour SGD of Dean et al., "Large scale
+    distributed deep networks", NIPS 2012; the asynchronous server of the paper this project
+    re-implements.
+    """
+
+    name = "ps-async"
+    options_class: type[PolicyOptions] = AsyncOptions
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        super().__init__(weights, hyper, options)
+        self._momentum = Momentum(weights, hyper)
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        lr = self._step_lr(self.version - read_version)
+        self._momentum.step(self.weights, grad, lr)
+        self.version += 1
+        return Outcome.APPLIED
+
+    def _step_lr(self, staleness: int) -> float:
+        return self.hyper.push_lr
+
+
+class StalenessLrPolicy(AsyncPolicy):
+    """ps-staleness-lr: the older the gradient, the shorter the step.
+
+    W -= eta / (1 + tau) * velocity(g). Zhang et al., "Staleness-aware async-SGD for distributed
+    deep learning", IJCAI 2016, with 1 + tau for their tau so that a fresh gradient keeps eta.
+    """
+
+    name = "ps-staleness-lr"
+    options_class = StalenessLrOptions
+
+    def _step_lr(self, staleness: int) -> float:
+        return self.hyper.push_lr / (1 + staleness)
+
+
+class SspPolicy(AsyncPolicy):
+    """ps-ssp: asynchronous, but nobody starts a batch more than `s` pushes ahead of the slowest.
+
+    A worker's clock counts its pushes; it waits while clock > min(clocks of live workers) + s. Each
+    push is a step, as in ps-async. Ho et al., "More effective distributed ML via a stale
+    synchronous parallel parameter server", NIPS 2013. A worker that joins starts at the slowest
+    clock.
+    """
+
+    name = "ps-ssp"
+    options_class: type[PolicyOptions] = SspOptions
+    options: SspOptions
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        super().__init__(weights, hyper, options)
+        self._clock = dict.fromkeys(range(hyper.workers), 0)
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        self._clock[worker] += 1
+        return super().on_push(worker, grad, read_version)
+
+    def on_skip(self, worker: int, read_version: int) -> None:
+        self._clock[worker] += 1
+
+    def on_leave(self, worker: int) -> None:
+        self._clock.pop(worker, None)
+
+    def on_join(self, worker: int) -> None:
+        self._clock[worker] = min(self._clock.values(), default=0)
+
+    def ready(self, worker: int) -> bool:
+        return self._clock[worker] <= min(self._clock.values()) + self.options.staleness_bound
+
+
+class AsyncModifiedPolicy(SspPolicy):
+    """ps-async-modified: the paper's "modified asynchronous" server, section 5.3.
+
+    Its three changes to ps-async: more frequent communication (a worker splits each batch in
+    `pushes_per_batch` = f sub-batches and pushes and pulls for each), bounded staleness (the rule
+    of ps-ssp, its clock counting sub-batches) and staleness-weighted updates (1/(1 + tau), as in
+    ps-staleness-lr). W -= eta / (f (1 + tau)) * velocity(g): f sub-batches together weigh as much
+    as their batch. The paper gives no numbers for the three; the defaults are ours. It is slow for
+    the paper's reason: f times the traffic, and waiting at the bound.
+    """
+
+    name = "ps-async-modified"
+    options_class = AsyncModifiedOptions
+    options: AsyncModifiedOptions
+
+    def _step_lr(self, staleness: int) -> float:
+        return self.hyper.push_lr / (self.options.pushes_per_batch * (1 + staleness))
+
+
+class ViewKeepingPolicy(Policy):
+    """Base of the two policies that compare W with what the worker read."""
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        super().__init__(weights, hyper, options)
+        self._momentum = Momentum(weights, hyper)
+        self._mean_square = torch.zeros_like(weights)
+        self._scratch = torch.empty_like(weights)
+        self._read = [weights.clone() for _ in range(hyper.workers)]
+
+    def view(self, worker: int, out: Tensor) -> int:
+        self._read[worker].copy_(self.weights)
+        return super().view(worker, out)
+
+
+class DcAsgdPolicy(ViewKeepingPolicy):
+    """ps-dcasgd: corrects g for the distance the weights have moved since it was read.
+
+    ms <- m ms + (1 - m) g*g;  g' = g + lambda / sqrt(ms + 1e-7) * g*g*(W - W_read);
+    W -= eta * velocity(g'). DC-ASGD-a of Zheng et al., "Asynchronous stochastic gradient descent
+    with delay compensation", ICML 2017, with server-side momentum added. g*g stands in for the
+    Hessian's diagonal.
+    """
+
+    name = "ps-dcasgd"
+    options_class = DcAsgdOptions
+    options: DcAsgdOptions
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        decay = self.options.dc_decay
+        self._mean_square.mul_(decay).addcmul_(grad, grad, value=1 - decay)
+        if read_version != self.version:
+            # The kept view is not needed after this push: it holds W_read - W from here on.
+            moved_back = self._read[worker].sub_(self.weights)
+            curvature = torch.add(self._mean_square, 1e-7, out=self._scratch).sqrt_()
+            torch.div(grad, curvature, out=curvature).mul_(grad)
+            grad.addcmul_(curvature, moved_back, value=-self.options.dc_lambda)
+        self._momentum.step(self.weights, grad, self.hyper.push_lr)
+        self.version += 1
+        return Outcome.APPLIED
+
+
+class GapAwarePolicy(ViewKeepingPolicy):
+    """ps-gap-aware: divides g, weight by weight, by how many typical steps W has moved since read.
+
+    g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction,
+    RMS its bias-corrected running root mean square. Barkai et al., "Gap-aware mitigation of
+    gradient staleness", ICLR 2020 (the per-parameter form).
+    """
+
+    name = "ps-gap-aware"
+    options_class = GapAwareOptions
+    options: GapAwareOptions
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        decay, lr = self.options.step_decay, self.hyper.push_lr
+        if read_version != self.version:
+            # The kept view is not needed after this push: it holds the gap from here on.
+            seen_share = 1 - decay**self.version
+            typical = torch.div(self._mean_square, seen_share, out=self._scratch).sqrt_()
+            typical.mul_(lr).add_(1e-8)
+            gap = self._read[worker].sub_(self.weights).abs_().div_(typical)
+            grad.div_(gap.add_(1))
+        self._momentum.step(self.weights, grad, lr)
+        self.version += 1
+        direction = grad if self._momentum.value is None else self._momentum.value
+        self._mean_square.mul_(decay).addcmul_(direction, direction, value=1 - decay)
+        return Outcome.APPLIED
+
+
+class DanaPolicy(Policy):
+    """ps-dana: a momentum for each worker, and workers read where the others' will carry W.
+
+    v_i <- mu v_i + g;  W -= eta v_i;  worker i reads W - eta mu sum over j != i of v_j, an estimate
+    of the weights its gradient will meet. After DANA-Zero of Hakimi et al., "Taming momentum in a
+    distributed asynchronous environment", 2019, which also looks ahead along the worker's own
+    momentum. This is the heavy-ball form: without that term one worker is torch.optim.SGD exactly.
+    With `nesterov`, W -= eta (g + mu v_i).
+
+    Costs N momentum buffers, and N - 1 passes over them for each read. A worker that leaves takes
+    its momentum with it.
+    """
+
+    name = "ps-dana"
+    options_class = DanaOptions
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        super().__init__(weights, hyper, options)
+        self._momenta = [Momentum(weights, hyper) for _ in range(hyper.workers)]
+
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        self._momenta[worker].step(self.weights, grad, self.hyper.push_lr)
+        self.version += 1
+        return Outcome.APPLIED
+
+    def view(self, worker: int, out: Tensor) -> int:
+        out.copy_(self.weights)
+        for other, momentum in enumerate(self._momenta):
+            if other != worker and momentum.started:
+                out.add_(momentum.value, alpha=-self.hyper.push_lr * self.hyper.momentum)
+        return self.version
+
+    def on_leave(self, worker: int) -> None:
+        self._momenta[worker].reset()

@@ -1,0 +1,393 @@
+"""A worker's side of the parameter server: it pushes gradients and pulls weights and tickets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratbench.ps.device import Staging
+from stratbench.ps.flat import FlatSpace, as_bytes, cut
+from stratbench.ps.frames import BUFFERS, Frame, Kind, ProtocolError, unpack_ticket
+from stratbench.ps.handshake import Refused, join_handshake
+from stratbench.ps.link import Link, RunEnded, ServerLost
+from stratbench.ps.shm import DTYPES
+from stratbench.ps.tickets import Ticket
+from stratbench.ps.transport import Closed, Connection, Silent, dial
+
+_GRACE_S = 0.5  # how long a failed send waits for the server's own reason to arrive
+_HANDSHAKE_S = 30.0
+
+
+class Channel:
+    """One worker's connections to all servers of the run.
+
+    Use: `channel = Channel.connect(...)`; warm up; `ticket = channel.first()`; for each ticket zero
+    the gradients, run forward and backward on its batch, then `ticket = channel.push_pull()` until
+    that is None; `channel.close()`. All calls come from one thread. Threads of the channel's own
+    receive, send (to the second server and further) and keep the heartbeat, so that a worker that
+    is merely slow is not taken for dead.
+    """
+
+    def __init__(
+        self, flat: FlatSpace, worker: int, wire: str, on_lost: Callable[[str], None] | None
+    ) -> None:
+        """Use `connect`."""
+        self.worker, self.flat = worker, flat
+        self.evaluator: int | None = None  # after the end: the live worker with the lowest number
+        self.version = 0  # updates in the weights now held, as the shard that came last counts them
+        self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
+        self.bytes_out = self.bytes_in = 0
+        self._wire, self._on_lost = wire, on_lost
+        self._links: list[Link] = []
+        self._ticket: int | None = None
+        self._next: Ticket | None = None
+        self._told = threading.Event()  # a TICKET, DONE or the channel's end has come
+        self._was_idle = False
+        self._error: Exception | None = None
+        self._done = False
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def connect(
+        cls,
+        rendezvous: str | Path,
+        worker: int,
+        flat: FlatSpace,
+        secret: bytes,
+        transport: str = "auto",
+        wire: str = "native",
+        deadline_s: float = 60.0,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> Channel:
+        """Join the run whose servers publish `<rendezvous>.<server>`, as worker number `worker`.
+
+        `transport`: "shm" (same host), "tcp", or "auto", which takes shared memory where it can.
+        `wire`: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in
+        which nothing moves, is always native. `on_lost(reason)` is called from another thread at the
+        moment when the run is over for this worker; without it the next call raises.
+
+        Raises ConnectionError (Refused with the server's reason) when that fails by `deadline_s`.
+        """
+        if wire not in ("native", "bfloat16"):
+            raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
+        if flat.host.descriptor is None and transport == "auto":
+            transport = "tcp"
+        channel = cls(flat, worker, wire, on_lost)
+        deadline = time.monotonic() + deadline_s
+        n_servers = 1
+        try:
+            while len(channel._links) < n_servers:
+                link = channel._join(rendezvous, len(channel._links), secret, transport, deadline)
+                channel._links.append(link)
+                n_servers = link.n_servers
+        except BaseException:
+            channel._close_connections()
+            raise
+        channel._begin()
+        return channel
+
+    def _join(
+        self, rendezvous: str | Path, server: int, secret: bytes, transport: str, deadline: float
+    ) -> Link:
+        sock, used = dial(rendezvous, server, transport, deadline)
+        connection = Connection(sock, tick_s=1.0)
+        connection.deadline = time.monotonic() + _HANDSHAKE_S
+        wire = "native" if used == "shm" else self._wire
+        hello = {"worker": self.worker, "layout": asdict(self.flat.layout), "wire": wire}
+        try:
+            welcome = join_handshake(connection, secret, hello)
+            if used == "shm":
+                connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
+        except (ProtocolError, Closed, Silent) as error:
+            connection.close()
+            raise Refused(f"server {server} refuses worker {self.worker}: {error}") from None
+        connection.deadline = None
+        return Link(connection, server, used, welcome)
+
+    def _begin(self) -> None:
+        """Start the threads and find out how shards are cut."""
+        self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
+        self._link_of = {k: link for link in self._links for k in link.shards}
+        self._staging = Staging.make(self.flat, self._bounds, self._push_buffers, self._push_shards)
+        self._weight_bytes = as_bytes(self.flat.host.weights)
+        self._itemsize = self.flat.host.weights.element_size()
+        uses_wire = self._wire != "native" and any(x.transport == "tcp" for x in self._links)
+        self._grads = self.flat.host.grads
+        if uses_wire:
+            self._grads = torch.empty(self.flat.layout.numel, dtype=DTYPES[self._wire])
+        for link in self._links:
+            link.connection.silence_s = link.deadline_s
+            self._thread(self._receive, link)
+            if link.server > 0:
+                self._thread(self._send_queued, link)
+        self._thread(self._keep_heartbeat)
+
+    def _thread(self, target: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=target, args=args, daemon=True).start()
+
+    @property
+    def transports(self) -> list[str]:
+        """What carries the shards to each server: "shm" or "tcp"."""
+        return [link.transport for link in self._links]
+
+    # --- what the worker calls -------------------------------------------------------------------
+
+    def first(self) -> Ticket | None:
+        """Wait until all workers are ready; take the initial weights and the first ticket.
+
+        The initial weights are one worker's own: call it when the model is as training shall begin.
+        """
+        self._expect()
+        for link in reversed(self._links):  # server 0 last: it starts the run
+            self._send(link, Frame(Kind.PULL))
+        return self._await_reply(time.perf_counter())
+
+    def arm(self) -> None:
+        """CUDA: let the next backward's gradients leave while it still runs, bucket by bucket.
+
+        Only for a backward after which the gradients are final (no loss scale to undo, no clipping)
+        and that `push_pull` follows. Does nothing on a CPU.
+        """
+        if self._staging is not None:
+            self._expect()
+            self._staging.arm()
+
+    def push_pull(self) -> Ticket | None:
+        """Push `flat.grads` and the buffers for the ticket at hand; wait for weights and a ticket.
+
+        The gradients' contents are undefined afterwards. Returns None when no tickets are left; the
+        model is then in no state in particular (the servers' is in their snapshots).
+        Raises RunEnded with the server's reason, or ServerLost.
+        """
+        self.flat.check()
+        if self._staging is not None:
+            if not self._staging.armed:
+                self._expect()
+            self._staging.finish_push()
+        else:
+            self._expect()
+            self._push_buffers()
+            self._push_shards(0, len(self._bounds))
+        self._join_senders()
+        return self._await_reply(time.perf_counter())
+
+    def skip(self) -> Ticket | None:
+        """Settle the ticket at hand without gradients (they overflowed); else as `push_pull`."""
+        self._expect()
+        if self._staging is not None:
+            self._staging.finish_delivery()
+        for link in self._links:
+            self._send(link, Frame(Kind.SKIP, ticket=self._ticket))
+        return self._await_reply(time.perf_counter())
+
+    def close(self) -> None:
+        """Leave: say goodbye (if the run is over) and stop the threads."""
+        if self._done and self._error is None:
+            report = json.dumps({"wait_s": self.wait_s}).encode()
+            for link in self._links:
+                with contextlib.suppress(Closed):  # its statistics will lack our wait then
+                    link.connection.send(Frame(Kind.BYE), report)
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        self._closing.set()
+        for link in self._links:
+            link.to_send.put(None)
+            link.connection.close()
+
+    # --- pushing ---------------------------------------------------------------------------------
+
+    def _expect(self) -> None:
+        self._told.clear()
+        if self._error is not None:
+            raise self._error
+        self._next = None
+        for link in self._links:
+            link.expect_all()
+
+    def _push_buffers(self) -> None:
+        """Before the gradients: a server is through with a ticket when it has its last shard."""
+        link = self._links[0]
+        if link.has_buffers:
+            payload = b"" if link.transport == "shm" else as_bytes(self.flat.host.buffers)
+            self._send(link, Frame(Kind.PUSH, BUFFERS, 0, self._ticket), payload)
+            self.bytes_out += self.flat.layout.buffer_bytes
+
+    def _push_shards(self, first: int, stop: int) -> None:
+        """Push shards first..stop-1, ready in the host's gradients, to the servers they belong to."""
+        for link in reversed(self._links):
+            mine = range(max(first, link.shards.start), min(stop, link.shards.stop))
+            if not mine:
+                continue
+            if link.server == 0:
+                self._push_to(link, mine, self._ticket)
+            else:
+                link.to_send.put(lambda x=link, m=mine, t=self._ticket: self._push_to(x, m, t))
+
+    def _push_to(self, link: Link, shards: range, ticket: int) -> None:
+        if link.transport == "shm":
+            self._send(link, Frame(Kind.PUSH, shards.start, len(shards), ticket))
+            start, stop = self._bounds[shards.start][0], self._bounds[shards.stop - 1][1]
+            self.bytes_out += (stop - start) * self._itemsize
+            return
+        for shard in shards:
+            start, stop = self._bounds[shard]
+            if self._grads is not self.flat.host.grads:
+                self._grads[start:stop].copy_(self.flat.host.grads[start:stop])
+            payload = as_bytes(self._grads[start:stop])
+            self._send(link, Frame(Kind.PUSH, shard, 1, ticket), payload)
+            self.bytes_out += len(payload)
+
+    def _send_queued(self, link: Link) -> None:
+        while (job := link.to_send.get()) is not None:
+            try:
+                job()
+            except (ServerLost, RunEnded):
+                return  # noted already; the worker's own thread raises it
+
+    def _join_senders(self) -> None:
+        """Wait until the other servers' shards have left."""
+        sent = []
+        for link in self._links[1:]:
+            event = threading.Event()
+            link.to_send.put(event.set)
+            sent.append(event)
+        for event in sent:
+            while not event.wait(0.1):
+                if self._error is not None:
+                    raise self._error
+
+    def _send(self, link: Link, frame: Frame, payload: Any = b"") -> None:
+        try:
+            link.connection.send(frame, payload)
+        except Closed as error:
+            self._told.wait(_GRACE_S)  # the receiving thread may hold the server's reason
+            self._fail(ServerLost(f"server {link.server} was lost: {error}"))
+            raise self._error from None
+
+    # --- replies ---------------------------------------------------------------------------------
+
+    def _await_reply(self, pushed_at: float) -> Ticket | None:
+        self._told.wait()
+        if self._error is None and not self._done:
+            for link in self._links:
+                link.replied.wait()
+        self.wait_s += time.perf_counter() - pushed_at
+        if self._error is not None:
+            raise self._error
+        if self._done:
+            return None
+        if self._staging is not None:
+            self._staging.deliver_weights()
+        self._ticket = self._next.number
+        return self._next
+
+    def _receive(self, link: Link) -> None:
+        """The receiving thread of one link."""
+        try:
+            while True:
+                self._handle(link, link.connection.receive())
+        except (Closed, Silent, ProtocolError) as error:
+            if not self._closing.is_set() and not self._done:
+                self._fail(ServerLost(f"server {link.server} was lost: {error}"))
+        except RunEnded as error:
+            self._fail(error)
+
+    def _handle(self, link: Link, frame: Frame) -> None:
+        kind = frame.kind
+        if kind is Kind.OK:
+            self._take_weights(link, frame)
+        elif kind is Kind.TICKET:
+            self._take_ticket(Ticket(*unpack_ticket(link.connection.read(frame.length))))
+        elif kind is Kind.ACK:
+            self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
+        elif kind is Kind.WAIT:
+            self._go_idle(link)
+        elif kind is Kind.INIT:
+            self._send_initial(link)
+        elif kind is Kind.DONE:
+            self.evaluator = frame.shard
+            self._done = True
+            self._told.set()
+        elif kind is Kind.ERR:
+            raise RunEnded(link.connection.read(frame.length).decode(errors="replace"))
+        elif kind is not Kind.HEARTBEAT:
+            raise ProtocolError(f"malformed frame: {kind.name} from a server")
+
+    def _take_weights(self, link: Link, frame: Frame) -> None:
+        first, last = frame.shard, frame.shard + frame.count - 1
+        if not link.shards.start <= first <= last < link.shards.stop:
+            raise ProtocolError(f"malformed frame: OK of shards {first}..{last}")
+        start = self._bounds[first][0] * self._itemsize
+        n_bytes = self._bounds[last][1] * self._itemsize - start
+        if link.transport == "tcp":
+            if frame.length != n_bytes:
+                raise ProtocolError(f"malformed frame: OK of {frame.length} bytes, not {n_bytes}")
+            link.connection.receive_into(self._weight_bytes[start : start + n_bytes])
+        self.bytes_in += n_bytes
+        self.version = frame.version
+        link.arrived(range(first, last + 1))
+
+    def _take_ticket(self, ticket: Ticket) -> None:
+        if self._was_idle:
+            self._was_idle = False
+            for link in self._links[1:]:
+                link.connection.send(Frame(Kind.PULL))
+        self._next = ticket
+        self._told.set()
+
+    def _go_idle(self, link: Link) -> None:
+        """No ticket now: weights will come with the next one, from all servers, and all of them.
+
+        Server 0 says so first; the others echo it, after the last weights they had still to send.
+        """
+        link.expect_all()
+        if link.server == 0:
+            self._was_idle = True
+            for other in self._links[1:]:
+                other.expect_all(outdated=True)
+                other.connection.send(Frame(Kind.WAIT))
+
+    def _send_initial(self, link: Link) -> None:
+        """Off the receiving thread's duty only here: nothing else can come before it is done."""
+        host = self.flat.host
+        if self._staging is not None:
+            self._staging.fetch_initial()
+        shared = link.transport == "shm"
+        if link.has_buffers:
+            payload = b"" if shared else as_bytes(host.buffers)
+            link.connection.send(Frame(Kind.INIT, BUFFERS), payload)
+        for shard in link.shards:
+            start, stop = self._bounds[shard]
+            payload = b"" if shared else as_bytes(host.weights[start:stop])
+            link.connection.send(Frame(Kind.INIT, shard, 1), payload)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+        for link in self._links:
+            link.replied.set()
+            link.connection.close()
+        self._told.set()
+        if self._on_lost is not None and not self._closing.is_set():
+            self._on_lost(str(error))
+
+    def _keep_heartbeat(self) -> None:
+        interval_s = min(1.0, min(link.deadline_s for link in self._links) / 4)
+        while not self._closing.wait(interval_s):
+            for link in self._links:
+                try:
+                    link.connection.send_if_free(Frame(Kind.HEARTBEAT))
+                except Closed:
+                    return  # the receiving thread knows why

@@ -1,0 +1,45 @@
+"""What a server process is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One server process of a run; plain values, so that it can travel as JSON.
+
+    `rendezvous`: path of the rendezvous files, without their ending (`.0` for server 0). `hyper`:
+    the fields of `policy.Hyper` but `workers` and `lr_scale`. `bind`: address to listen on; other
+    than loopback only where workers run on other hosts. `advertise`: the name by which those reach
+    it. Server 0 of `n_servers` hands out the tickets: `epochs` x `steps_per_epoch` x `slices`.
+    """
+
+    rendezvous: str
+    workers: int
+    epochs: int
+    steps_per_epoch: int
+    slices: int
+    policy: str
+    hyper: dict[str, Any]
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    server: int = 0
+    n_servers: int = 1
+    bind: str = "127.0.0.1"
+    advertise: str | None = None
+    shard_bytes: int = 1 << 20
+    heartbeat_deadline_s: float = 10.0
+    handshake_deadline_s: float = 5.0
+    start_deadline_s: float = 600.0
+    snapshot_dir: str | None = None
+    stats_path: str | None = None
+    max_model_bytes: int = 64 << 30
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or not 0 <= self.server < self.n_servers:
+            raise ValueError(
+                f"server {self.server} of {self.n_servers} for {self.workers} workers is impossible"
+            )
+        if self.bind in ("0.0.0.0", "::", "") and not self.advertise:
+            raise ValueError(f"bind {self.bind!r} needs `advertise`, the name workers connect to")

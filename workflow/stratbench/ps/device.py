@@ -1,0 +1,177 @@
+"""CUDA workers: gradients to pinned host memory while backward still runs, and weights back.
+
+Parameters' gradients become final in about the reverse order of the forward; as soon as all of a
+bucket's are, a side stream copies the bucket to the host, and its shards leave when it is there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stratbench.ps.flat import FlatSpace
+
+#: Bytes of gradients in one device-to-host copy.
+BUCKET_BYTES = 16 << 20
+
+
+def buckets_of(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int, int]]:
+    """(first shard, one past the last) of each bucket, in ascending order."""
+    numel = bounds[0][1] - bounds[0][0]
+    per_bucket = max(1, BUCKET_BYTES // (numel * itemsize))
+    return [(k, min(k + per_bucket, len(bounds))) for k in range(0, len(bounds), per_bucket)]
+
+
+class Countdown:
+    """Tells which buckets are complete as parameters' gradients become final.
+
+    `spans`: (start, stop) of each parameter in the flat tensor; `edges`: likewise of each bucket.
+    """
+
+    def __init__(self, spans: list[tuple[int, int]], edges: list[tuple[int, int]]) -> None:
+        self._touching = [
+            [b for b, (low, high) in enumerate(edges) if start < high and low < stop]
+            for start, stop in spans
+        ]
+        self._total = [0] * len(edges)
+        for touched in self._touching:
+            for bucket in touched:
+                self._total[bucket] += 1
+        self.reset()
+
+    def reset(self) -> None:
+        """No gradient is final."""
+        self._left = list(self._total)
+
+    def final(self, parameter: int) -> list[int]:
+        """Parameter number `parameter` has its gradient; returns the buckets this completes."""
+        complete = []
+        for bucket in self._touching[parameter]:
+            self._left[bucket] -= 1
+            if self._left[bucket] == 0:
+                complete.append(bucket)
+        return complete
+
+
+class Staging:
+    """Moves a CUDA worker's flat tensors to and from their pinned mirrors on the host."""
+
+    @classmethod
+    def make(
+        cls,
+        flat: FlatSpace,
+        bounds: list[tuple[int, int]],
+        push_buffers: Callable[[], None],
+        push_shards: Callable[[int, int], None],
+    ) -> Staging | None:
+        """A staging for a CUDA model; None for one on the CPU, which needs none."""
+        if flat.device.type != "cuda":
+            return None
+        return cls(flat, bounds, push_buffers, push_shards)
+
+    def __init__(
+        self,
+        flat: FlatSpace,
+        bounds: list[tuple[int, int]],
+        push_buffers: Callable[[], None],
+        push_shards: Callable[[int, int], None],
+    ) -> None:
+        """`push_buffers()` and `push_shards(first, stop)` send what has arrived on the host."""
+        self.armed = False
+        self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
+        self._buckets = buckets_of(bounds, flat.grads.element_size())
+        self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
+        spans = [
+            (start, start + p.numel())
+            for p, start in zip(flat.parameters, flat.starts, strict=True)
+        ]
+        self._countdown = Countdown(spans, self._edges)
+        self._stream = torch.cuda.Stream(flat.device)
+        self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: set[int] = set()  # buckets not yet on their way
+        self._error: Exception | None = None
+        for number, parameter in enumerate(flat.parameters):
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, number=number: self._on_final(number)
+            )
+
+    def arm(self) -> None:
+        """Start copying with the next backward."""
+        self._begin()
+        self.armed = True
+
+    def _begin(self) -> None:
+        self._countdown.reset()
+        self._waiting = set(range(len(self._buckets)))
+        self._error = None
+        self._sender = threading.Thread(target=self._send_copied, daemon=True)
+        self._sender.start()
+        # Running statistics are final after the forward.
+        self._copy(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
+
+    def _on_final(self, parameter: int) -> None:
+        if self.armed:
+            for bucket in self._countdown.final(parameter):
+                self._copy_bucket(bucket)
+
+    def _copy_bucket(self, bucket: int) -> None:
+        low, high = self._edges[bucket]
+        first, stop = self._buckets[bucket]
+        self._waiting.discard(bucket)
+        self._copy(
+            self._flat.grads[low:high],
+            self._flat.host.grads[low:high],
+            lambda: self._push_shards(first, stop),
+        )
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, send: Callable[[], None]) -> None:
+        """Copy behind what the current stream has computed so far; `send` once it has arrived."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._copied.put((arrived, send))
+
+    def _send_copied(self) -> None:
+        try:
+            while (item := self._copied.get()) is not None:
+                arrived, send = item
+                arrived.synchronize()
+                send()
+        except Exception as error:
+            self._error = error  # raised by finish_push
+
+    def finish_push(self) -> None:
+        """Copy what has not been copied yet (all of it, unless armed); wait until all has left."""
+        if not self.armed:
+            self._begin()
+        self.armed = False
+        for bucket in sorted(self._waiting, reverse=True):
+            self._copy_bucket(bucket)
+        self._copied.put(None)
+        self._sender.join()
+        while not self._copied.empty():  # left behind by a failed sender
+            self._copied.get()
+        if self._error is not None:
+            raise self._error
+
+    def fetch_initial(self) -> None:
+        """Bring weights and buffers to the host."""
+        self._flat.host.weights.copy_(self._flat.weights)
+        self._flat.host.buffers.copy_(self._flat.buffers)
+
+    def finish_delivery(self) -> None:
+        """Wait until the device has the weights, so that the mirror may be written again."""
+        torch.cuda.current_stream(self._flat.device).synchronize()
+
+    def deliver_weights(self) -> None:
+        """Bring the pulled weights to the device; the host does not wait.
+
+        The mirror is not written again before the next push, whose gradients depend on this copy.
+        """
+        self._flat.weights.copy_(self._flat.host.weights, non_blocking=True)

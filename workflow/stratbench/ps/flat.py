@@ -1,0 +1,149 @@
+"""A model's parameters, gradients and float buffers as views of three flat tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import nn
+
+from stratbench.ps.shm import DTYPES, FlatTensors, Layout, allocate, dtype_name
+
+#: Tensors start on the boundary torch's own allocations start on: vectorised kernels may round
+#: differently on other ones, and a run must equal one without a server bit for bit.
+ALIGN_BYTES = 64
+
+
+def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
+    """(start, stop) of each shard of a flat tensor; all of `shard_numel` elements but the last."""
+    return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
+
+
+def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype:
+    dtypes = {tensor.dtype for _, tensor in named}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ValueError(f"the model's {what} have several dtypes ({found}); one is needed")
+    return dtypes.pop() if dtypes else torch.float32
+
+
+def _places(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor starts in the flat one, and the flat one's length, in elements."""
+    starts, end = [], 0
+    for tensor in tensors:
+        align = max(1, ALIGN_BYTES // tensor.element_size())
+        starts.append(end)
+        end = -(-(end + tensor.numel()) // align) * align
+    return starts, end
+
+
+class FlatSpace:
+    """Re-homes a model's trainable parameters, gradients and float buffers in flat tensors.
+
+    After construction every `p.data`, `p.grad` and float buffer is a view of `weights`, `grads` or
+    `buffers` (shapes [numel], [numel], [buffer_numel]; the model's own dtype and strides; padding
+    between tensors stays zero). Use `zero_grads()` instead of `zero_grad()`, which would drop the
+    views. Buffers of other dtypes (`num_batches_tracked`) and frozen parameters stay where they
+    are: evaluation does not read the former, and nobody changes the latter.
+
+    On a CUDA model `host` mirrors the three in pinned memory; on a CPU it is the same tensors.
+    `shared` puts `host` in memory that a server on this host can map.
+    """
+
+    def __init__(self, model: nn.Module, shared: bool = True) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        named_buffers = [(n, b) for n, b in model.named_buffers() if b.is_floating_point()]
+        if not named:
+            raise ValueError("the model has no trainable parameters")
+        self.parameters = [p for _, p in named]
+        buffers = [b for _, b in named_buffers]
+        self.starts, numel = _places(self.parameters)
+        buffer_starts, buffer_numel = _places(buffers)
+        described = [
+            (name, list(t.shape), list(t.stride()), start)
+            for (name, t), start in zip(
+                named + named_buffers, self.starts + buffer_starts, strict=True
+            )
+        ]
+        self.layout = Layout(
+            numel,
+            dtype_name(_same_dtype(named, "parameters")),
+            buffer_numel,
+            dtype_name(_same_dtype(named_buffers, "float buffers")),
+            hashlib.sha256(json.dumps(described).encode()).hexdigest(),
+        )
+        self.device = self.parameters[0].device
+        self.host: FlatTensors = allocate(self.layout, shared)
+        self._place_on_device()
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            parameter.data = _moved(parameter.data, self.weights, start)
+            parameter.grad = _strided(parameter, self.grads, start)
+        for buffer, start in zip(buffers, buffer_starts, strict=True):
+            buffer.data = _moved(buffer.data, self.buffers, start)
+        self._grads = [p.grad for p in self.parameters]
+
+    def _place_on_device(self) -> None:
+        host = self.host
+        if self.device.type == "cpu":
+            self.weights, self.grads, self.buffers = host.weights, host.grads, host.buffers
+            return
+        for tensor in (host.weights, host.grads, host.buffers):
+            if tensor.numel():
+                _pin(tensor)
+        self.weights = torch.zeros_like(host.weights, device=self.device)
+        self.grads = torch.zeros_like(host.grads, device=self.device)
+        self.buffers = torch.zeros_like(host.buffers, device=self.device)
+
+    def zero_grads(self) -> None:
+        """Set all gradients to zero, keeping the views; call it before a step's backward."""
+        self.grads.zero_()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a gradient is no longer a view of `grads`."""
+        for parameter, grad in zip(self.parameters, self._grads, strict=True):
+            if parameter.grad is not grad:
+                raise RuntimeError(
+                    "a gradient was replaced: use FlatSpace.zero_grads() in place of zero_grad()"
+                )
+
+    def load(self, weights: torch.Tensor, buffers: torch.Tensor) -> None:
+        """Set the model's parameters and float buffers from flat CPU tensors (a snapshot's)."""
+        self.weights.copy_(weights)
+        self.buffers.copy_(buffers)
+
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return DTYPES[self.layout.dtype]
+
+
+def _strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+    """The view of `flat` at `start` with the shape and strides of `like`."""
+    dense = (
+        like.numel() == 0
+        or 1
+        + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        == like.numel()
+    )
+    if not dense:
+        raise ValueError(f"a tensor of shape {list(like.shape)} is not dense in memory")
+    return torch.as_strided(flat, like.shape, like.stride(), start)
+
+
+def _moved(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+    view = _strided(data, flat, start)
+    view.copy_(data)
+    return view
+
+
+def _pin(tensor: torch.Tensor) -> None:
+    """Page-lock memory that torch did not allocate: copies to the device are then asynchronous."""
+    n_bytes = tensor.numel() * tensor.element_size()
+    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), n_bytes, 0)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostRegister refused to pin {n_bytes} bytes: {status}")
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, writable, without a copy."""
+    return memoryview(tensor.view(torch.uint8).numpy())

@@ -1,0 +1,282 @@
+"""A worker as the server sees it: what it owes and is owed, and how its shards travel."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratbench.ps.flat import as_bytes
+from stratbench.ps.frames import Frame, Kind, ProtocolError
+from stratbench.ps.shm import DTYPES, FlatTensors, Layout, attach
+from stratbench.ps.tickets import Ticket
+from stratbench.ps.transport import Connection
+
+#: Most shards answered by one frame over shared memory; more would make the worker wait for them.
+_RUN_SHARDS = 16
+
+Bounds = list[tuple[int, int]]  # (start, stop) of every shard of the model
+View = Callable[[int, int, Tensor], int]  # (worker, shard, out) -> version
+
+
+class StreamLane:
+    """Shards that travel as payloads, over TCP."""
+
+    def __init__(self, connection: Connection, bounds: Bounds, layout: Layout, wire: str) -> None:
+        self._connection, self._bounds = connection, bounds
+        numel = max(stop - start for start, stop in bounds)
+        self._grad = torch.empty(numel, dtype=DTYPES[layout.dtype])
+        self._out = torch.empty_like(self._grad)
+        self._wire = self._grad if wire == "native" else torch.empty(numel, dtype=DTYPES[wire])
+        self._buffers = torch.empty(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
+        self._wire_bytes, self._out_bytes = as_bytes(self._wire), as_bytes(self._out)
+
+    def _numel(self, shard: int) -> int:
+        start, stop = self._bounds[shard]
+        return stop - start
+
+    def moved_bytes(self, shard: int) -> int:
+        """Bytes that a push of the shard moves."""
+        return self._numel(shard) * self._wire.element_size()
+
+    def payload_bytes(self, moved_bytes: int) -> int:
+        """Length of a frame that moves as many bytes."""
+        return moved_bytes
+
+    def take_grad(self, shard: int) -> Tensor:
+        """The shard's pushed gradient; the tensor is overwritten by the next one."""
+        numel = self._numel(shard)
+        self._connection.receive_into(self._wire_bytes[: self.moved_bytes(shard)])
+        if self._wire is not self._grad:
+            self._grad[:numel].copy_(self._wire[:numel])
+        return self._grad[:numel]
+
+    def take_weights(self, shard: int, out: Tensor) -> None:
+        """Write the shard's initial weights into `out`."""
+        self._connection.receive_into(as_bytes(out))
+
+    def take_buffers(self) -> Tensor:
+        """The float buffers that come now; the tensor is overwritten by the next ones."""
+        self._connection.receive_into(as_bytes(self._buffers))
+        return self._buffers
+
+    def give(self, shards: list[int], view: Callable[[int, Tensor], int]) -> int:
+        """Let the worker have `shards`, which `view(shard, out)` writes; returns their bytes."""
+        given = 0
+        for shard in shards:
+            numel = self._numel(shard)
+            version = view(shard, self._out[:numel])
+            payload = self._out_bytes[: numel * self._out.element_size()]
+            self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
+            given += len(payload)
+        return given
+
+
+class SharedLane:
+    """Shards that stay where they are, in memory shared with the worker; frames only announce.
+
+    The methods are those of StreamLane.
+    """
+
+    def __init__(self, connection: Connection, bounds: Bounds, memory: FlatTensors) -> None:
+        self._connection, self._bounds, self._memory = connection, bounds, memory
+
+    def moved_bytes(self, shard: int) -> int:
+        start, stop = self._bounds[shard]
+        return (stop - start) * self._memory.grads.element_size()
+
+    def payload_bytes(self, moved_bytes: int) -> int:
+        return 0
+
+    def take_grad(self, shard: int) -> Tensor:
+        start, stop = self._bounds[shard]
+        return self._memory.grads[start:stop]
+
+    def take_weights(self, shard: int, out: Tensor) -> None:
+        start, stop = self._bounds[shard]
+        out.copy_(self._memory.weights[start:stop])
+
+    def take_buffers(self) -> Tensor:
+        return self._memory.buffers
+
+    def give(self, shards: list[int], view: Callable[[int, Tensor], int]) -> int:
+        versions = {}
+        for shard in shards:
+            start, stop = self._bounds[shard]
+            versions[shard] = view(shard, self._memory.weights[start:stop])
+        for first, count in _runs(versions):
+            version = min(versions[k] for k in range(first, first + count))
+            self._connection.send(Frame(Kind.OK, first, count, version=version))
+        return sum(self.moved_bytes(shard) for shard in versions)
+
+
+def _runs(numbers: dict[int, int]) -> list[tuple[int, int]]:
+    """(first, length) of each run of consecutive keys."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and sum(runs[-1]) == number:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
+    return runs
+
+
+def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> tuple[int, str, Layout]:
+    """(worker, wire, layout) from what a peer says of itself; raises ProtocolError."""
+    try:
+        worker, wire = hello["worker"], hello["wire"]
+        layout = Layout(**hello["layout"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"malformed HELLO: {error}") from None
+    if type(worker) is not int or not 0 <= worker < workers:
+        raise ProtocolError(f"worker {worker!r} is not one of 0..{workers - 1}")
+    if wire != "native" and (wire != "bfloat16" or transport == "shm"):
+        raise ProtocolError(f"wire format {wire!r} is not known over {transport}")
+    return worker, wire, layout
+
+
+class Member:
+    """One worker of the run."""
+
+    def __init__(self, worker: int, connection: Connection, transport: str, wire: str) -> None:
+        self.worker = worker
+        self.connection = connection
+        self.transport, self.wire = transport, wire
+        self.lane: StreamLane | SharedLane
+        self.reader = threading.current_thread()
+        self.sender: threading.Thread | None = None
+        self.alive = True
+        self.pulled = False  # it is ready to start
+        self.idle = False  # no ticket was left for it
+        self.ticket: int | None = None  # what it works on
+        self.next: Ticket | None = None  # reserved for it
+        self.last_ticket = 0
+        self.todo: set[int] = set()  # shards of that ticket still to come
+        #: What shall be sent: shard numbers, (frame, payload), None at the end.
+        self._outbox: deque[Any] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # as often as something is put
+        self._sending = threading.Lock()  # held by who takes from the outbox
+        self._ended = self._mute = False
+        self.tickets = self.skips = 0
+        self.bytes_in = self.bytes_out = 0
+        self.wait_s: float | None = None  # what it measured itself, from its BYE
+
+    def is_alive(self) -> bool:
+        """Whether it still takes part."""
+        return self.alive
+
+    def open_lane(self, bounds: Bounds, layout: Layout) -> None:
+        """Prepare for its shards to travel; over shared memory, receive and map that memory."""
+        connection = self.connection
+        if self.transport != "shm":
+            self.lane = StreamLane(connection, bounds, layout, self.wire)
+            return
+        frame = connection.receive()
+        if frame.kind is not Kind.MEMORY or frame.length != 1:
+            raise ProtocolError(f"malformed frame: {frame.kind.name}, expected MEMORY")
+        try:
+            memory = attach(connection.read_descriptor(), layout)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(str(error)) from None
+        self.lane = SharedLane(connection, bounds, memory)
+
+    def assign(self, ticket: int, shards: range) -> None:
+        """It works on `ticket` now, and owes all of `shards`."""
+        self.ticket = self.last_ticket = ticket
+        self.todo = set(shards)
+
+    def post(self, item: int | tuple[Frame, bytes] | None) -> None:
+        """Queue a shard, a frame with its payload, or the end (None) for sending, in this order."""
+        self._outbox.append(item)
+        self._wake.put(None)
+
+    def tell(self, frame: Frame, payload: bytes = b"") -> None:
+        """Queue a frame for it."""
+        self.post((frame, payload))
+
+    def end(self) -> None:
+        """Nothing more will be sent than what is queued now."""
+        self.post(None)
+
+    def drop_shards(self) -> None:
+        """Send no more weights, only other frames."""
+        self._mute = True
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether something is queued for it."""
+        return bool(self._outbox)
+
+    def send_replies(self, view: View) -> None:
+        """Send what is queued, and what will be, until the end; `view(worker, shard, out)` writes
+        weights.
+
+        Runs on the member's own thread, so that one worker's slow link holds up nobody else.
+        """
+        while not self._ended:
+            with self._sending:
+                self._send_queued(view)
+            if not self._ended:
+                self._wake.get()
+
+    def send_now(self, view: View) -> None:
+        """Send what is queued at once, unless the member's own thread is at it already.
+
+        For the thread that has just received all of a push: it saves the others' waking up.
+        """
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            self.connection.waiting_since = time.monotonic()  # it is the worker's turn
+            self._send_queued(view)
+        finally:
+            self._sending.release()
+
+    def _send_queued(self, view: View) -> None:
+        while self._outbox and not self._ended:
+            shards = []
+            while self._outbox and type(self._outbox[0]) is int and len(shards) < _RUN_SHARDS:
+                shards.append(self._outbox.popleft())
+            if shards and self._mute:
+                continue
+            if shards:
+                self.bytes_out += self.lane.give(
+                    shards, lambda shard, out: view(self.worker, shard, out)
+                )
+            elif (item := self._outbox.popleft()) is None:
+                self._ended = True
+            else:
+                self.connection.send(*item)
+
+    def silent_s(self, now: float) -> float:
+        """For how many seconds it has said nothing while the server was listening."""
+        since = self.connection.waiting_since
+        return 0.0 if since is None else now - max(since, self.connection.last_heard)
+
+    def check_ticket(self, frame: Frame) -> None:
+        """Raise ProtocolError unless `frame` is about the ticket it works on."""
+        if frame.ticket != self.ticket:
+            raise ProtocolError(
+                f"malformed frame: {frame.kind.name} for ticket {frame.ticket}, "
+                f"which worker {self.worker} does not hold"
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """Its row of the server's statistics."""
+        return {
+            "worker": self.worker,
+            "transport": self.transport,
+            "wire": self.wire,
+            "tickets": self.tickets,
+            "skips": self.skips,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "replayed_frames": self.connection.replays,
+            "wait_s": self.wait_s,
+        }

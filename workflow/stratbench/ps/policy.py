@@ -1,0 +1,145 @@
+"""What a parameter-server policy is: how one shard takes pushes and hands out weights.
+
+A policy object owns one shard. The server and the virtual-clock driver use the same objects, so
+what is tested under the clock is what runs. The rules themselves are in `averaging.py` and
+`asynchronous.py`; `policies.py` lists them by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from stratbench.ps.options import PolicyOptions
+
+
+class Outcome(Enum):
+    """What became of a pushed gradient."""
+
+    APPLIED = "applied"  # the weights changed
+    HELD = "held"  # kept for a later update
+    DROPPED = "dropped"  # settled without effect (it came too late)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The server-side optimiser: SGD as torch.optim.SGD defines it, and how many workers share it.
+
+    `lr` is the learning rate of one global batch. `lr_scale` is what an asynchronous push
+    multiplies it by: 1.0 (`full`, as the paper) or 1/workers (so that `workers` pushes move as far
+    as one averaged update). Policies that average several pushes into an update do not use it.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    workers: int = 1
+    lr_scale: float = 1.0
+
+    @property
+    def push_lr(self) -> float:
+        """Learning rate of one asynchronous push."""
+        return self.lr * self.lr_scale
+
+
+class Momentum:
+    """One heavy-ball buffer of a shard, updated as torch.optim.SGD does (dampening 0)."""
+
+    def __init__(self, like: Tensor, hyper: Hyper) -> None:
+        """`like`: the shard's weights, shape [n]; nothing is kept when the momentum is 0."""
+        self.hyper = hyper
+        self.value = torch.zeros_like(like) if hyper.momentum else None
+        self.started = False  # whether the buffer holds anything yet
+
+    def reset(self) -> None:
+        """Forget what has been pushed."""
+        self.started = False
+
+    def step(self, weights: Tensor, grad: Tensor, lr: float) -> None:
+        """weights -= lr * velocity, all shape [n]; overwrites `grad`.
+
+        Bit-identical to torch.optim.SGD's step: the first gradient becomes the buffer, weight decay
+        is taken of the weights as they are now, Nesterov looks ahead along the new buffer.
+        """
+        if self.hyper.weight_decay:
+            grad.add_(weights, alpha=self.hyper.weight_decay)
+        direction = grad
+        if self.value is not None:
+            if self.started:
+                self.value.mul_(self.hyper.momentum).add_(grad)
+            else:
+                self.value.copy_(grad)
+                self.started = True
+            if self.hyper.nesterov:
+                grad.add_(self.value, alpha=self.hyper.momentum)
+            else:
+                direction = self.value
+        weights.add_(direction, alpha=-lr)
+
+
+class Policy(ABC):
+    """One shard's rule.
+
+    The server calls `on_push` for every gradient (`on_skip` for a step that had none), then asks
+    `ready(worker)` for each worker that waits for a reply; a ready worker gets `view`. Barriers,
+    bounded staleness and free running are all expressed by `ready`. Whatever the server calls may
+    make a worker ready that was not: it asks again after each `on_push`, `on_skip` and `on_leave`.
+
+    Workers are numbered 0 to `hyper.workers` - 1 and all of them are at work from the start. A
+    worker has one push under way at a time: it gets a view before it pushes again.
+    """
+
+    #: The strategy it is the server's side of.
+    name: str
+    #: False: losing a worker ends the run (a barrier can no longer be met honestly).
+    tolerates_loss: bool = True
+    #: The options' class, whose defaults hold where the caller gives none.
+    options_class: type[PolicyOptions] = PolicyOptions
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        """`weights`: the shard's flat parameters, shape [n], updated in place."""
+        self.weights = weights
+        self.hyper = hyper
+        self.options = options if options is not None else self.options_class()
+        self.version = 0  # updates applied to this shard
+
+    @abstractmethod
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        """Take worker's gradient, shape [n], computed on `read_version`.
+
+        `grad` may be overwritten, and is the caller's again when this returns.
+        """
+
+    # The four below are no-ops for a policy that need not know.
+    def on_skip(self, worker: int, read_version: int) -> None:  # noqa: B027
+        """`worker` settles a step without a gradient: it overflowed, or was taken before.
+
+        It counts as arrived and the worker waits for `ready` like one that has pushed.
+        """
+
+    def on_leave(self, worker: int) -> None:  # noqa: B027
+        """`worker` has finished, is idle for want of a batch, or was lost: nobody waits for it.
+
+        Calling this as soon as there is no batch for a worker matters where others may be waiting
+        at a bound with their own batch half pushed.
+        """
+
+    def on_join(self, worker: int) -> None:  # noqa: B027
+        """`worker`, which had left, is at work again; it reads at once."""
+
+    def finish(self) -> None:  # noqa: B027
+        """No push will come any more: apply what is held."""
+
+    def ready(self, worker: int) -> bool:
+        """Whether `worker`, which has pushed or skipped, may read and go on."""
+        return True
+
+    def view(self, worker: int, out: Tensor) -> int:
+        """Write the weights that `worker` shall compute on into `out`; returns their version."""
+        out.copy_(self.weights)
+        return self.version

@@ -1,0 +1,67 @@
+"""The parameter server: `serve(config, secret)` runs one server process until its run is over.
+
+Threads: one accepts, one a worker receives and applies (torch and the kernel release the
+interpreter lock meanwhile), one a worker sends, one writes snapshots; the caller's keeps deadlines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratbench.ps.config import ServerConfig
+from stratbench.ps.gate import Gate
+from stratbench.ps.handshake import load_secret
+from stratbench.ps.policies import make_policy
+from stratbench.ps.run import Run
+from stratbench.ps.store import MakePolicy
+from stratbench.ps.transport import Listeners
+
+__all__ = ["ServerConfig", "serve"]
+
+
+def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -> dict[str, Any]:
+    """Run one server until its run is over; returns its statistics (see `Run.statistics`).
+
+    Their `status` is "lost", and `error` says why, where a lost worker ended the run. Also writes
+    them to `config.stats_path`. Sets torch to one thread: the workers' threads share the cores.
+    """
+    torch.set_num_threads(1)
+    run = Run(config, secret, make)
+    gate = Gate(secret, config.handshake_deadline_s, run.over, run.refusals, run.enter)
+    listeners = Listeners(config.bind, config.advertise)
+    accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)
+    accepting.start()
+    listeners.publish(config.rendezvous, config.server)
+    try:
+        run.watch()
+    finally:
+        run.over.set()
+        run.close()
+        accepting.join()
+        listeners.close()
+    statistics = run.statistics()
+    if config.stats_path:
+        Path(config.stats_path).write_text(json.dumps(statistics, indent=1))
+    return statistics
+
+
+def main() -> int:
+    """`python -m stratbench.ps.server config.json`; the secret comes through the environment."""
+    parser = argparse.ArgumentParser(description="Run one parameter-server process.")
+    parser.add_argument("config", type=Path, help="JSON file with the fields of ServerConfig")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    config = ServerConfig(**json.loads(arguments.config.read_text()))
+    return 0 if serve(config, load_secret())["status"] == "ok" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""One shard on the server: its policy under a lock, who waits for it, what was seen of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from torch import Tensor
+
+from stratbench.ps.policy import Outcome, Policy
+from stratbench.ps.tickets import Once
+
+
+class Shard:
+    """A policy and its lock; every ticket counts here once, whoever pushes it how often.
+
+    `release(worker, index)` is called, under the lock, for each worker that may now read the shard.
+    """
+
+    def __init__(self, index: int, policy: Policy, release: Callable[[int, int], None]) -> None:
+        workers = policy.hyper.workers
+        self.index = index
+        self.policy = policy
+        self.staleness: Counter[int] = Counter()  # updates between a push and what it was read from
+        self.dropped = 0
+        self.apply_s = 0.0
+        self._release = release
+        self._lock = threading.Lock()
+        self._taken = Once()
+        self._waiting: set[int] = set()
+        self._left: set[int] = set()
+        self._read_version = [0] * workers
+        self._snapshots: list[Tensor] = []
+
+    def push(
+        self, worker: int, ticket: int, grad: Tensor | None, alive: Callable[[], bool]
+    ) -> None:
+        """Take `worker`'s gradient, shape [n], for `ticket`; None: the step was skipped.
+
+        A ticket that was taken before (its first holder was lost half-way) changes nothing. Nor
+        does a push whose sender is no longer `alive`, which is looked at under the lock.
+        """
+        with self._lock:
+            if not alive():
+                return
+            if worker in self._left:
+                self._left.discard(worker)
+                self.policy.on_join(worker)
+            if not self._taken.add(ticket):
+                self._release(worker, self.index)
+                return
+            self._save_snapshots()
+            started = time.perf_counter()
+            self._apply(worker, grad)
+            self._waiting.add(worker)
+            self._release_ready()
+            self.apply_s += time.perf_counter() - started
+
+    def _apply(self, worker: int, grad: Tensor | None) -> None:
+        read_version = self._read_version[worker]
+        if grad is None:
+            self.policy.on_skip(worker, read_version)
+            return
+        staleness = self.policy.version - read_version
+        if self.policy.on_push(worker, grad, read_version) is Outcome.DROPPED:
+            self.dropped += 1
+        else:
+            self.staleness[staleness] += 1
+
+    def _release_ready(self) -> None:
+        for worker in [w for w in self._waiting if self.policy.ready(w)]:
+            self._waiting.discard(worker)
+            self._release(worker, self.index)
+
+    def view(self, worker: int, out: Tensor) -> int:
+        """Write what `worker` shall compute on into `out`, shape [n]; returns its version."""
+        with self._lock:
+            version = self._read_version[worker] = self.policy.view(worker, out)
+        return version
+
+    def join(self, worker: int) -> None:
+        """`worker` is (back) at work and shall read at once."""
+        with self._lock:
+            if worker in self._left:
+                self._left.discard(worker)
+                self.policy.on_join(worker)
+            self._release(worker, self.index)
+
+    def leave(self, worker: int) -> None:
+        """`worker` is idle or lost: nobody waits for it, nothing more is released to it."""
+        with self._lock:
+            self._waiting.discard(worker)
+            if worker in self._left:
+                return
+            self._left.add(worker)
+            self._save_snapshots()
+            self.policy.on_leave(worker)
+            self._release_ready()
+
+    def finish(self) -> None:
+        """No push will come any more: all leave, and what is held is applied."""
+        with self._lock:
+            self._save_snapshots()
+            for worker in range(self.policy.hyper.workers):
+                if worker not in self._left:
+                    self._left.add(worker)
+                    self.policy.on_leave(worker)
+            self.policy.finish()
+
+    def snapshot(self, out: Tensor) -> None:
+        """Let `out`, shape [n], become the weights as they are now.
+
+        The copy is made by `save_snapshots`, or by the first change if that is earlier: exact, and
+        no worker waits for a copy of the whole model.
+        """
+        with self._lock:
+            self._snapshots.append(out)
+
+    def save_snapshots(self) -> None:
+        """Make the copies that `snapshot` promised."""
+        with self._lock:
+            self._save_snapshots()
+
+    def _save_snapshots(self) -> None:
+        for out in self._snapshots:
+            out.copy_(self.policy.weights)
+        self._snapshots.clear()

@@ -1,0 +1,129 @@
+"""Memory shared by a worker and the servers on its host: weights, gradients and buffers in place.
+
+An anonymous file (memfd) has no name: nothing is left behind when a process is killed, and only who
+was sent its descriptor over the authenticated local socket can map it. It is sealed against
+shrinking, so that a broken worker cannot take the server down by truncating it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a floating dtype in the protocol; raises ValueError for one it does not know."""
+    for name, known in DTYPES.items():
+        if known is dtype:
+            return name
+    raise ValueError(f"dtype {dtype} cannot be served; expected one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a worker's flat tensors look like; the same for all workers of a run."""
+
+    numel: int  # trainable parameters, padding included
+    dtype: str
+    buffer_numel: int
+    buffer_dtype: str
+    fingerprint: str  # of the tensors' names, shapes, strides and places
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES or self.buffer_dtype not in DTYPES:
+            raise ValueError(f"unknown dtype in {self}")
+        if not (type(self.numel) is type(self.buffer_numel) is int):
+            raise ValueError(f"a size is no whole number in {self}")
+        if self.numel < 1 or self.buffer_numel < 0:
+            raise ValueError(f"impossible size in {self}")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the flat parameters, and as many of the flat gradients."""
+        return self.numel * DTYPES[self.dtype].itemsize
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the flat float buffers."""
+        return self.buffer_numel * DTYPES[self.buffer_dtype].itemsize
+
+
+@dataclass(frozen=True)
+class FlatTensors:
+    """Flat parameters and gradients, shape [numel], and buffers, shape [buffer_numel]."""
+
+    weights: torch.Tensor
+    grads: torch.Tensor
+    buffers: torch.Tensor
+    descriptor: int | None = None  # of the shared file; None: private memory
+
+
+def _page_aligned(n_bytes: int) -> int:
+    return -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _total_bytes(layout: Layout) -> int:
+    return 2 * _page_aligned(layout.weight_bytes) + _page_aligned(max(layout.buffer_bytes, 1))
+
+
+def _view(memory: mmap.mmap, layout: Layout, descriptor: int | None) -> FlatTensors:
+    dtype, buffer_dtype = DTYPES[layout.dtype], DTYPES[layout.buffer_dtype]
+    stride = _page_aligned(layout.weight_bytes)
+    if layout.buffer_numel:
+        buffers = torch.frombuffer(
+            memory, dtype=buffer_dtype, count=layout.buffer_numel, offset=2 * stride
+        )
+    else:
+        buffers = torch.empty(0, dtype=buffer_dtype)
+    return FlatTensors(
+        torch.frombuffer(memory, dtype=dtype, count=layout.numel, offset=0),
+        torch.frombuffer(memory, dtype=dtype, count=layout.numel, offset=stride),
+        buffers,
+        descriptor,
+    )
+
+
+def allocate(layout: Layout, shared: bool) -> FlatTensors:
+    """Zeroed flat tensors; in a sealed anonymous file if `shared` and the system has them."""
+    if not (shared and hasattr(os, "memfd_create")):
+        weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
+        buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
+        return FlatTensors(weights, torch.zeros_like(weights), buffers)
+    descriptor = os.memfd_create("stratbench-ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, _total_bytes(layout))
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return _view(mmap.mmap(descriptor, _total_bytes(layout)), layout, descriptor)
+
+
+def attach(descriptor: int, layout: Layout) -> FlatTensors:
+    """Map a worker's shared memory; takes over `descriptor`.
+
+    Raises ValueError when the file is not what `allocate` makes for this layout.
+    """
+    try:
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        except OSError:
+            sealed = 0
+        if not sealed:
+            raise ValueError("the worker's shared memory is not sealed against shrinking")
+        size_bytes = os.fstat(descriptor).st_size
+        if size_bytes != _total_bytes(layout):
+            raise ValueError(
+                f"the worker's memory has {size_bytes} bytes, expected {_total_bytes(layout)}"
+            )
+        return _view(mmap.mmap(descriptor, size_bytes), layout, None)
+    finally:
+        os.close(descriptor)

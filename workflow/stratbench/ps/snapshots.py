@@ -1,0 +1,132 @@
+"""Snapshots of the server's state at the end of each epoch, as raw .npy files; never pickled.
+
+`<folder>/epoch<e>.weights.<s>.npy` holds what server `s` serves of the flat parameters,
+`epoch<e>.buffers.npy` the averaged float buffers, and `epoch<e>.<s>.json`, written last, says that
+server `s` is through with the epoch, and when it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stratbench.ps.shard import Shard
+from stratbench.ps.shm import DTYPES, dtype_name
+
+log = logging.getLogger(__name__)
+
+
+def _weights_file(folder: Path, epoch: int, server: int) -> Path:
+    return folder / f"epoch{epoch}.weights.{server}.npy"
+
+
+def _buffers_file(folder: Path, epoch: int) -> Path:
+    return folder / f"epoch{epoch}.buffers.npy"
+
+
+def _notice_file(folder: Path, epoch: int, server: int) -> Path:
+    return folder / f"epoch{epoch}.{server}.json"
+
+
+def _save(path: Path, tensor: Tensor) -> None:
+    """numpy has no bfloat16, so the file holds the bytes; the notice names the dtype."""
+    partial = path.with_suffix(".part")
+    with partial.open("wb") as file:
+        np.save(file, tensor.view(torch.uint8).numpy(), allow_pickle=False)
+    os.replace(partial, path)
+
+
+def _load(path: Path, dtype: str) -> Tensor:
+    return torch.from_numpy(np.load(path, allow_pickle=False)).view(DTYPES[dtype])
+
+
+class SnapshotWriter:
+    """Copies and writes snapshots on a thread of its own."""
+
+    def __init__(self, folder: str | Path, server: int, n_servers: int) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._server, self._n_servers = server, n_servers
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
+        self._thread.start()
+
+    def take(self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None) -> None:
+        """Keep the state as it is now; `seconds`: since the first ticket. Returns at once."""
+        numel = sum(shard.policy.weights.numel() for shard in shards)
+        weights = torch.empty(numel, dtype=shards[0].policy.weights.dtype)
+        start = 0
+        for shard in shards:
+            stop = start + shard.policy.weights.numel()
+            shard.snapshot(weights[start:stop])
+            start = stop
+        self._queue.put((epoch, seconds, shards, weights, buffers))
+
+    def close(self) -> None:
+        """Wait until everything is on disk."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            epoch, seconds, shards, weights, buffers = item
+            for shard in shards:
+                shard.save_snapshots()
+            try:
+                self._write(epoch, seconds, weights, buffers)
+            except OSError as error:
+                log.error("could not write the snapshot of epoch %d: %s", epoch, error)
+
+    def _write(self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None) -> None:
+        _save(_weights_file(self.folder, epoch, self._server), weights)
+        notice = {
+            "epoch": epoch,
+            "seconds": seconds,
+            "n_servers": self._n_servers,
+            "dtype": dtype_name(weights.dtype),
+            "buffer_dtype": None,
+        }
+        if buffers is not None:
+            _save(_buffers_file(self.folder, epoch), buffers)
+            notice["buffer_dtype"] = dtype_name(buffers.dtype)
+        path = _notice_file(self.folder, epoch, self._server)
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(notice))
+        os.replace(partial, path)
+
+
+def load_snapshot(
+    folder: str | Path, epoch: int, wait_s: float = 0.0
+) -> tuple[float, Tensor, Tensor | None]:
+    """(seconds since the first ticket, flat weights [numel], flat buffers or None) after `epoch`.
+
+    Waits up to `wait_s` for the servers' writing; raises FileNotFoundError when that is not enough.
+    Counts epochs from 0.
+    """
+    folder, deadline = Path(folder), time.monotonic() + wait_s
+    notices, n_servers = [], 1
+    while len(notices) < n_servers:
+        path = _notice_file(folder, epoch, len(notices))
+        if path.exists():
+            notices.append(json.loads(path.read_text()))
+            n_servers = notices[0]["n_servers"]
+        elif time.monotonic() > deadline:
+            raise FileNotFoundError(f"no snapshot of epoch {epoch}: {path} is missing")
+        else:
+            time.sleep(0.02)
+    first = notices[0]
+    parts = [_load(_weights_file(folder, epoch, s), first["dtype"]) for s in range(n_servers)]
+    buffers = None
+    if first["buffer_dtype"] is not None:
+        buffers = _load(_buffers_file(folder, epoch), first["buffer_dtype"])
+    return first["seconds"], torch.cat(parts), buffers

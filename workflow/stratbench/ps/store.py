@@ -1,0 +1,185 @@
+"""What a server keeps: its shards of the model and their policies, the buffers, the snapshots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratbench.ps.buffers import BufferMean
+from stratbench.ps.flat import cut
+from stratbench.ps.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
+from stratbench.ps.member import Member, SharedLane, StreamLane
+from stratbench.ps.policy import Hyper, Policy
+from stratbench.ps.shard import Shard
+from stratbench.ps.shm import DTYPES, Layout
+from stratbench.ps.snapshots import SnapshotWriter
+from stratbench.ps.tickets import Once, Plan
+
+MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
+
+
+def check_length(frame: Frame, expected: int) -> None:
+    """Raise ProtocolError unless the frame's payload has `expected` bytes."""
+    if frame.length != expected:
+        raise ProtocolError(
+            f"malformed frame: {frame.kind.name} of {frame.length} bytes, expected {expected}"
+        )
+
+
+class Store:
+    """One server's part of the model: shards `mine` of all `bounds`.
+
+    Allocated for the first worker's layout, filled with one worker's initial weights, then served.
+    """
+
+    def __init__(
+        self, layout: Layout, shard_bytes: int, server: int, n_servers: int, most_bytes: int
+    ) -> None:
+        """Raises ProtocolError for a model over `most_bytes`, or too small for so many servers."""
+        if 2 * layout.weight_bytes + layout.buffer_bytes > most_bytes:
+            raise ProtocolError(f"the model needs more than max_model_bytes = {most_bytes}")
+        itemsize = DTYPES[layout.dtype].itemsize
+        numel = min(max(1, shard_bytes // itemsize), -(-layout.numel // n_servers))
+        self.layout = layout
+        self.shard_numel = numel
+        self.bounds = cut(layout.numel, numel)
+        n = len(self.bounds)
+        if n < n_servers:
+            raise ProtocolError(f"the model makes {n} shards, too few for {n_servers} servers")
+        self.mine = range(n * server // n_servers, n * (server + 1) // n_servers)
+        self.limit_bytes = max(SMALL_BYTES, numel * itemsize, layout.buffer_bytes)
+        self.shards: dict[int, Shard] = {}
+        self._origin = self.bounds[self.mine[0]][0]
+        self._weights = torch.zeros(
+            self.bounds[self.mine[-1]][1] - self._origin, dtype=DTYPES[layout.dtype]
+        )
+        buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
+        self._initial_buffers = buffers
+        #: The float buffers are server 0's.
+        self.buffers = BufferMean(buffers) if layout.buffer_numel and server == 0 else None
+        self._to_fill: set[int] = set()
+
+    def begin_filling(self) -> None:
+        """Expect one worker's initial weights."""
+        self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
+
+    def _slice(self, shard: int) -> Tensor:
+        start, stop = self.bounds[shard]
+        return self._weights[start - self._origin : stop - self._origin]
+
+    def fill(self, frame: Frame, lane: StreamLane | SharedLane) -> bool:
+        """Take the initial weights that `frame` brings; says whether all are here."""
+        if frame.shard not in self._to_fill:
+            raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
+        if frame.shard == BUFFERS:
+            check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
+            self._initial_buffers.copy_(lane.take_buffers())
+        else:
+            out = self._slice(frame.shard)
+            check_length(frame, lane.payload_bytes(out.numel() * out.element_size()))
+            lane.take_weights(frame.shard, out)
+        self._to_fill.discard(frame.shard)
+        return not self._to_fill
+
+    def make_shards(
+        self, make: Callable[[Tensor], Policy], release: Callable[[int, int], None]
+    ) -> None:
+        """Give every shard, now filled, its policy."""
+        self.shards = {k: Shard(k, make(self._slice(k)), release) for k in self.mine}
+
+    def push(self, member: Member, frame: Frame) -> None:
+        """Take the shards, or the buffers, that a PUSH brings for the member's ticket."""
+        lane = member.lane
+        if frame.shard == BUFFERS:
+            if self.buffers is None:
+                raise ProtocolError("malformed frame: PUSH of buffers that this server has not")
+            check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
+            self.buffers.push(member.worker, lane.take_buffers(), member.is_alive)
+            member.bytes_in += self.layout.buffer_bytes
+            return
+        first, last = frame.shard, frame.shard + frame.count - 1
+        if not self.mine.start <= first <= last < self.mine.stop:
+            raise ProtocolError(f"malformed frame: PUSH of shards {first}..{last}")
+        moved_bytes = sum(lane.moved_bytes(k) for k in range(first, last + 1))
+        check_length(frame, lane.payload_bytes(moved_bytes))
+        for k in range(first, last + 1):
+            if k not in member.todo:
+                raise ProtocolError(f"malformed frame: shard {k} was pushed already")
+            self.shards[k].push(member.worker, frame.ticket, lane.take_grad(k), member.is_alive)
+            member.todo.discard(k)
+        member.bytes_in += moved_bytes
+
+    def skip(self, member: Member, ticket: int) -> None:
+        """Settle the member's ticket without gradients."""
+        for k in sorted(member.todo):
+            self.shards[k].push(member.worker, ticket, None, member.is_alive)
+        member.todo.clear()
+
+    def view(self, worker: int, shard: int, out: Tensor) -> int:
+        """See Shard.view."""
+        return self.shards[shard].view(worker, out)
+
+    def join(self, worker: int) -> None:
+        """`worker` shall read all shards and take part."""
+        for shard in self.shards.values():
+            shard.join(worker)
+
+    def leave(self, worker: int, lost: bool) -> None:
+        """Nobody waits for `worker` any longer; `lost`: nor do its buffers count."""
+        for shard in self.shards.values():
+            shard.leave(worker)
+        if lost and self.buffers is not None:
+            self.buffers.lose(worker)
+
+    def statistics(self) -> dict[str, Any]:
+        """What happened to the shards; lists have one element a shard of this server."""
+        shards = list(self.shards.values())
+        total: Counter[int] = sum((s.staleness for s in shards), Counter())
+        return {
+            "shard_numel": self.shard_numel,
+            "updates": [s.policy.version for s in shards],
+            "staleness": [_histogram(s.staleness) for s in shards],
+            "staleness_all_shards": _histogram(total),
+            "dropped": [s.dropped for s in shards],
+            "apply_s": sum(s.apply_s for s in shards),
+        }
+
+
+class EpochLog:
+    """Which tickets have been here in full; ends epochs and keeps their snapshots."""
+
+    def __init__(self, plan: Plan, writer: SnapshotWriter | None) -> None:
+        self.ends: list[dict[str, float]] = []
+        self._plan, self._writer = plan, writer
+        self._seen = Once()
+        self._left = [plan.steps_per_epoch * plan.slices] * plan.epochs
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tickets of the plan have been here."""
+        return len(self._seen) == len(self._plan)
+
+    def count(self, number: int, seconds: float, store: Store) -> None:
+        """Ticket `number` is through, `seconds` after the first one was handed out."""
+        if not self._seen.add(number):
+            return
+        if self.complete:
+            for shard in store.shards.values():
+                shard.finish()
+        epoch = self._plan.ticket(number).epoch
+        self._left[epoch] -= 1
+        if self._left[epoch]:
+            return
+        self.ends.append({"epoch": epoch, "end_s": seconds})
+        if self._writer is not None:
+            buffers = None if store.buffers is None else store.buffers.mean()
+            self._writer.take(epoch, seconds, list(store.shards.values()), buffers)
+
+
+def _histogram(counts: Counter[int]) -> list[int]:
+    """`counts` as a list: element i says how often i was seen."""
+    return [counts[value] for value in range(max(counts, default=-1) + 1)]

@@ -1,0 +1,148 @@
+"""Tickets: the batches of a run, handed out on demand and settled exactly once each."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Ticket(NamedTuple):
+    """One slice of one global batch. `step` counts within the epoch; all numbers start at 0."""
+
+    number: int
+    epoch: int
+    step: int
+    slice: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every batch of a run: `epochs` x `steps_per_epoch` global batches x `slices` of each."""
+
+    epochs: int
+    steps_per_epoch: int
+    slices: int
+
+    def __post_init__(self) -> None:
+        if min(self.epochs, self.steps_per_epoch, self.slices) < 1:
+            raise ValueError(f"a plan needs epochs, steps_per_epoch, slices >= 1, got {self}")
+
+    def __len__(self) -> int:
+        return self.epochs * self.steps_per_epoch * self.slices
+
+    def ticket(self, number: int) -> Ticket:
+        """Ticket `number`; raises IndexError outside 0..len-1."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"ticket {number} is outside the plan's 0..{len(self) - 1}")
+        step, slice_ = divmod(number, self.slices)
+        epoch, step = divmod(step, self.steps_per_epoch)
+        return Ticket(number, epoch, step, slice_)
+
+    def global_step(self, number: int) -> int:
+        """Steps of the run before ticket `number`'s, over all epochs."""
+        return number // self.slices
+
+
+class Once:
+    """A set of whole numbers that grows mostly in order, so that it stays small."""
+
+    def __init__(self) -> None:
+        self._floor = 0  # everything below is in the set
+        self._above: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        return number < self._floor or number in self._above
+
+    def __len__(self) -> int:
+        return self._floor + len(self._above)
+
+    def add(self, number: int) -> bool:
+        """Add `number`; False if it was there already."""
+        if number in self:
+            return False
+        self._above.add(number)
+        while self._floor in self._above:
+            self._above.remove(self._floor)
+            self._floor += 1
+        return True
+
+
+class Tickets:
+    """Who holds which ticket. Not thread-safe: the server calls it under its lock.
+
+    A worker is handed its own slice of the step (slice number = worker number) while that is free,
+    so that runs in lockstep give every worker the same slice each time; otherwise the lowest.
+    """
+
+    def __init__(self, plan: Plan, n_servers: int = 1) -> None:
+        """`n_servers`: how many must have all of a ticket's gradients before it is settled."""
+        self.plan = plan
+        self.settled_by = array("i", [-1]) * len(plan)
+        self.n_settled = 0
+        self.reassigned: list[dict[str, int]] = []
+        self._next_step = 0
+        self._fresh: list[int] = []
+        self._returned: deque[tuple[int, int]] = deque()  # (ticket, the worker that lost it)
+        self._held: dict[int, int] = {}  # ticket -> worker
+        self._n_servers = n_servers
+        self._there: dict[int, set[int]] = {}  # ticket -> servers that have all of it
+
+    @property
+    def all_settled(self) -> bool:
+        """Whether every ticket of the plan has been processed."""
+        return self.n_settled == len(self.plan)
+
+    def held_by(self, worker: int) -> list[int]:
+        """Numbers of the tickets that `worker` holds, in order."""
+        return sorted(number for number, holder in self._held.items() if holder == worker)
+
+    def take(self, worker: int) -> Ticket | None:
+        """The next ticket for `worker`, or None while all the others are in flight or settled."""
+        if self._returned:
+            number, loser = self._returned.popleft()
+            self.reassigned.append({"ticket": number, "from": loser, "to": worker})
+        else:
+            number = self._take_fresh(worker)
+            if number is None:
+                return None
+        self._held[number] = worker
+        return self.plan.ticket(number)
+
+    def _take_fresh(self, worker: int) -> int | None:
+        slices = self.plan.slices
+        if not self._fresh:
+            first = self._next_step * slices
+            if first >= len(self.plan):
+                return None
+            self._fresh = list(range(first, first + slices))
+            self._next_step += 1
+        own = self._fresh[0] // slices * slices + worker
+        number = own if own in self._fresh else self._fresh[0]
+        self._fresh.remove(number)
+        return number
+
+    def settle(self, worker: int, number: int, server: int = 0) -> None:
+        """`server` has all of ticket `number` from `worker`; raises KeyError if it holds it not.
+
+        The ticket is settled when that is true of every server.
+        """
+        if self._held.get(number) != worker:
+            raise KeyError(f"worker {worker} does not hold ticket {number}")
+        there = self._there.setdefault(number, set())
+        there.add(server)
+        if len(there) < self._n_servers:
+            return
+        del self._held[number], self._there[number]
+        self.settled_by[number] = worker
+        self.n_settled += 1
+
+    def give_back(self, worker: int) -> list[int]:
+        """Return what a lost worker holds to the pool; the tickets' numbers."""
+        lost = self.held_by(worker)
+        for number in lost:
+            del self._held[number]
+            self._there.pop(number, None)
+            self._returned.append((number, worker))
+        return lost

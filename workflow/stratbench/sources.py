@@ -1,0 +1,366 @@
+"""Where a data set's images come from: files on disk or from a mirror, or computed here.
+
+MNIST and CIFAR-10 are read in torchvision's layout, and no byte of a file is interpreted before
+its MD5 is the published one. numpy is imported inside functions: the Snakefile imports this.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import pickle
+import struct
+import sys
+import tarfile
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: The environment variable that stands in for `data.root`.
+ROOT_VARIABLE = "STRATBENCH_DATA"
+
+NO_ROOT = "No folder to look in was given."
+
+#: Uncompressed file -> (MD5 of its .gz as torchvision publishes it, MD5 of the file itself,
+#: which is that of the uncompressed .gz).
+MNIST_FILES = {
+    "train-images-idx3-ubyte": (
+        "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        "6bbc9ace898e44ae57da46a324031adb",
+    ),
+    "train-labels-idx1-ubyte": (
+        "d53e105ee54ea40749a09fcbcd1e9432",
+        "a25bea736e30d166cdddb491f175f624",
+    ),
+    "t10k-images-idx3-ubyte": (
+        "9fb629c4189551a2d022fa330f9573f3",
+        "2646ac647ad5339dbf082846283269ea",
+    ),
+    "t10k-labels-idx1-ubyte": (
+        "ec29112dd5afa0611ce80d1b7f02629c",
+        "27ae3e4e09519cfbb04c329615203637",
+    ),
+}
+MNIST_FOLDER = "MNIST/raw"
+MNIST_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "http://yann.lecun.com/exdb/mnist/",
+)
+
+#: Batch file -> MD5, in the order of the samples; the last is the test set (torchvision's list).
+CIFAR10_FILES = {
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+}
+CIFAR10_FOLDER = "cifar-10-batches-py"
+CIFAR10_ARCHIVE = ("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a")
+CIFAR10_MIRRORS = ("https://www.cs.toronto.edu/~kriz/",)
+
+#: Seed of the split of the digits into training and test set: part of the data set, never changed.
+DIGITS_SPLIT_SEED = 20240
+DIGITS_TEST_SAMPLES = 360
+
+SYNTHETIC_CHUNK_SAMPLES = 1024
+DOWNLOAD_TIMEOUT_S = 30
+
+
+class DataError(ValueError):
+    """Data that is missing, damaged or wrongly asked for; its message says what to do about it."""
+
+
+class Split(NamedTuple):
+    """One split: its number of samples and its chunks of uint8 images [n, C, H, W], labels [n]."""
+
+    samples: int
+    chunks: Iterator[tuple[np.ndarray, np.ndarray]]
+
+
+class Source(NamedTuple):
+    """A training and a test split, and the files (`file`, `md5`, `bytes`) they were read from."""
+
+    train: Split
+    test: Split
+    files: list[dict[str, Any]]
+
+
+def progress_bar(total: int, unit: str, description: str) -> Any:
+    """A tqdm bar on stderr, shown after two seconds; seldom redrawn where stderr is a log file."""
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total,
+        unit=unit,
+        unit_scale=True,
+        desc=description,
+        delay=2,
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+    )
+
+
+# ---------------------------------------------------------------- files: find, download, verify
+
+
+def read_verified(path: Path, md5: str) -> bytes:
+    """The file's bytes, read once, whose MD5 is `md5`; DataError otherwise."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != md5:
+        raise DataError(
+            f"{path}: corrupt or truncated ({len(content):,} bytes).\n"
+            f"  expected MD5 {md5}\n"
+            f"  found MD5    {found}\n"
+            "  Delete the file and put an intact copy in its place, or point data.root in "
+            f"config.yaml (or the environment variable {ROOT_VARIABLE}) to another folder; "
+            "without one, the files are downloaded."
+        )
+    return content
+
+
+def fetch(
+    name: str, mirrors: Sequence[str], files: Mapping[str, str], scratch: Path | None, missing: str
+) -> Path:
+    """Download `files` (name -> MD5) of data set `name`, verified, into `scratch`; return that.
+
+    `scratch` is None where downloading is not allowed. The error that follows then, or when no
+    mirror delivers, opens with `missing`: what was looked for, and where.
+    """
+    failure = "Downloading was not allowed."
+    try:
+        if scratch is not None:
+            for filename, md5 in files.items():
+                _fetch_one(mirrors, filename, md5, scratch)
+            return scratch
+    except DataError as error:
+        failure = str(error)
+    folder = f"ROOT/{MNIST_FOLDER}/" if name == "mnist" else "ROOT/"
+    sources = "\n".join(f"    {mirrors[0]}{filename}" for filename in files)
+    raise DataError(
+        f"{name}: the data set was not found.\n"
+        f"  {missing}\n"
+        f"  {failure}\n"
+        f"  Remedy: in a folder ROOT of your choice, put into {folder}\n{sources}\n"
+        "  and give ROOT as data.root in config.yaml or in the environment variable "
+        f"{ROOT_VARIABLE}."
+    )
+
+
+def _fetch_one(mirrors: Sequence[str], filename: str, md5: str, folder: Path) -> None:
+    failures = []
+    for mirror in mirrors:
+        try:
+            _fetch(mirror + filename, folder / filename)
+            read_verified(folder / filename, md5)
+            return
+        except (OSError, ValueError, HTTPException) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            failures.append(f"\n    {mirror}{filename}: {reason}")
+    raise DataError("Downloading failed:" + "".join(failures))
+
+
+def _fetch(url: str, target: Path) -> None:
+    with (
+        urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response,
+        target.open("wb") as file,
+        progress_bar(int(response.headers.get("Content-Length", 0)), "B", target.name) as bar,
+    ):
+        while block := response.read(1 << 16):
+            file.write(block)
+            bar.update(len(block))
+
+
+def _file_fact(path: Path, md5: str) -> dict[str, Any]:
+    return {"file": path.name, "md5": md5, "bytes": path.stat().st_size}
+
+
+# ---------------------------------------------------------------- MNIST
+
+
+def mnist(root: Path | None, scratch: Path | None) -> Source:
+    """MNIST from `root`/MNIST/raw, compressed or not, else from torchvision's mirrors.
+
+    Downloads go to the folder `scratch`; None forbids them.
+    """
+    folder = root / MNIST_FOLDER if root else None
+    if folder and all(
+        (folder / name).exists() or (folder / f"{name}.gz").exists() for name in MNIST_FILES
+    ):
+        return mnist_from_folder(folder)
+    compressed = {f"{name}.gz": gz_md5 for name, (gz_md5, _) in MNIST_FILES.items()}
+    looked_for = f"Not all in {folder}: {', '.join(MNIST_FILES)} (or .gz)." if folder else NO_ROOT
+    return mnist_from_folder(fetch("mnist", MNIST_MIRRORS, compressed, scratch, looked_for))
+
+
+def mnist_from_folder(folder: Path) -> Source:
+    """MNIST from a folder that holds each of the four files, its .gz, or both."""
+    arrays, files = {}, []
+    for name, (gz_md5, raw_md5) in MNIST_FILES.items():
+        compressed, plain = folder / f"{name}.gz", folder / name
+        content = b""
+        if compressed.exists():
+            content = gzip.decompress(read_verified(compressed, gz_md5))
+            files.append(_file_fact(compressed, gz_md5))
+        if plain.exists():
+            content = read_verified(plain, raw_md5)
+            files.append(_file_fact(plain, raw_md5))
+        arrays[name] = _parse_idx(content, name)
+    (train_images, train_labels, test_images, test_labels) = arrays.values()
+    return Source(
+        Split(len(train_labels), iter([(train_images[:, None], train_labels)])),
+        Split(len(test_labels), iter([(test_images[:, None], test_labels)])),
+        files,
+    )
+
+
+def _parse_idx(content: bytes, name: str) -> np.ndarray:
+    """An IDX file of bytes: 0, 0, 8 (uint8), number of axes, their big-endian lengths, values."""
+    import numpy as np
+
+    if content[:3] != b"\0\0\x08":
+        raise DataError(f"{name}: not an IDX file of bytes")
+    axes = content[3]
+    shape = struct.unpack(f">{axes}I", content[4 : 4 + 4 * axes])
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
+
+
+# ---------------------------------------------------------------- CIFAR-10
+
+
+def cifar10(root: Path | None, scratch: Path | None) -> Source:
+    """CIFAR-10 from `root`'s batch files or its archive, else from its home page.
+
+    Downloads go to the folder `scratch`; None forbids them.
+    """
+    name, md5 = CIFAR10_ARCHIVE
+    folder = root / CIFAR10_FOLDER if root else None
+    if folder and all((folder / batch).exists() for batch in CIFAR10_FILES):
+        return _cifar10_source(
+            {batch: read_verified(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()},
+            [_file_fact(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()],
+        )
+    if root and (root / name).exists():
+        archive = root / name
+    else:
+        looked_for = (
+            f"Not all in {folder}: {', '.join(CIFAR10_FILES)}; nor {root / name}."
+            if root
+            else NO_ROOT
+        )
+        archive = fetch("cifar10", CIFAR10_MIRRORS, {name: md5}, scratch, looked_for) / name
+    return _cifar10_source(_unpack_cifar10(read_verified(archive, md5)), [_file_fact(archive, md5)])
+
+
+def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
+    """The batches in the archive, in memory: no path of a member is ever written to."""
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
+        return {
+            name: member.read()
+            for name in CIFAR10_FILES
+            if (member := tar.extractfile(f"{CIFAR10_FOLDER}/{name}"))
+        }
+
+
+def _cifar10_source(contents: Mapping[str, bytes], files: list[dict[str, Any]]) -> Source:
+    batches = [_parse_cifar10_batch(content, name) for name, content in contents.items()]
+    *train, test = batches
+    return Source(
+        Split(sum(len(labels) for _, labels in train), iter(train)),
+        Split(len(test[1]), iter([test])),
+        files,
+    )
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Unpickles what a CIFAR-10 batch holds, numpy arrays of numbers, and refuses all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import numpy as np
+
+        if module in {"numpy.core.multiarray", "numpy._core.multiarray"} and name == "_reconstruct":
+            return np.ndarray(0).__reduce__()[0]
+        if module == "numpy" and name in {"ndarray", "dtype"}:
+            return getattr(np, name)
+        raise DataError(f"refused to load {module}.{name}: no part of a CIFAR-10 batch")
+
+
+def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
+    import numpy as np
+
+    try:
+        batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
+    images = batch[b"data"].reshape(-1, 3, 32, 32)
+    return images, np.asarray(batch[b"labels"], dtype=np.uint8)
+
+
+# ---------------------------------------------------------------- computed here
+
+
+def digits() -> Source:
+    """scikit-learn's embedded 8x8 digits, 0..16 scaled to 0..255, in a fixed stratified split."""
+    import numpy as np
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = load_digits()
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]
+    train, test = train_test_split(
+        np.arange(len(images)),
+        test_size=DIGITS_TEST_SAMPLES,
+        random_state=DIGITS_SPLIT_SEED,
+        stratify=bunch.target,
+    )
+    return Source(
+        Split(len(train), iter([(images[train], bunch.target[train])])),
+        Split(len(test), iter([(images[test], bunch.target[test])])),
+        [],
+    )
+
+
+def synthetic(
+    train_samples: int,
+    test_samples: int,
+    classes: int,
+    channels: int,
+    size: int,
+    seed: int,
+) -> Source:
+    """Images [channels, size, size]: a prototype of 4x4 patches for each class, and noise.
+
+    The noise is as strong as the prototypes, so a model has to learn, and can. Sample i has the
+    class i modulo `classes`. Made in chunks: a set larger than memory is no problem.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng([seed, 0])
+    patches = rng.integers(64, 192, (classes, channels, 4, 4), dtype=np.uint8)
+    where = np.arange(size) * 4 // size
+    prototypes = patches[:, :, where][:, :, :, where]
+
+    def chunks(samples: int, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, samples, SYNTHETIC_CHUNK_SAMPLES):
+            labels = np.arange(start, min(start + SYNTHETIC_CHUNK_SAMPLES, samples)) % classes
+            # 64 below to 63 above: with prototypes in 64..191 the sum stays within a byte.
+            noise = np.random.default_rng([seed, stream, start]).integers(
+                0, 128, (len(labels), channels, size, size), dtype=np.uint8
+            )
+            yield prototypes[labels] + noise - np.uint8(64), labels
+
+    return Source(
+        Split(train_samples, chunks(train_samples, 1)),
+        Split(test_samples, chunks(test_samples, 2)),
+        [],
+    )

@@ -1,0 +1,310 @@
+"""What a strategy is: the protocol between the training loop and a way to train with N workers.
+
+The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for
+each epoch `batches`, `step` for each batch, and `evaluating`; at last `report` and `close`. A strategy
+of kind `server` has no epochs in common with the others: see `strategies/ps.py`. Nothing
+in `step` may synchronise the device. This module imports torch inside functions only: the workflow
+reads strategies' names and options on every parse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from stratbench.config import Settings
+
+
+@dataclass(frozen=True)
+class Options:
+    """A strategy's options: a dataclass of plain values with defaults, checked against their types."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            if not _fits(value, hint):
+                allowed = (
+                    get_args(hint)
+                    if get_origin(hint) is Literal
+                    else getattr(hint, "__name__", hint)
+                )
+                raise ValueError(f"{field.name} = {value!r}: must be {_spell(allowed)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_args(hint):  # a union such as `int | None`
+        return any(_fits(value, h) for h in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _spell(allowed: Any) -> str:
+    return " or ".join(repr(a) for a in allowed) if isinstance(allowed, tuple) else str(allowed)
+
+
+@dataclass
+class Worker:
+    """One worker process as the strategy sees it."""
+
+    settings: Settings
+    rank: int
+    world_size: int
+    device: torch.device
+    work_dir: Path
+    #: The model's sharding groups in forward order: (label, modules).
+    wrap_groups: list[tuple[str, list[nn.Module]]]
+    #: Called between forward and backward; sleeps when the study slows this worker.
+    delay: Callable[[], None] = lambda: None
+    #: Called with a phase's name at its end within a step.
+    mark: Callable[[str], None] = lambda phase: None
+
+
+class Strategy:
+    """One way to train with N workers. Subclass, set the class attributes, register in `__init__`."""
+
+    #: `collective`: all workers step together; `server`: workers talk to parameter servers.
+    kind: ClassVar[Literal["collective", "server"]] = "collective"
+    #: One line for documentation and reports.
+    summary: ClassVar[str]
+    #: The most workers it can use; None: no limit.
+    max_workers: ClassVar[int | None] = None
+    #: Whether it needs a torch.distributed process group.
+    needs_group: ClassVar[bool] = True
+    #: Whether it shards the model by its wrap groups, which then stand in the record.
+    uses_wrap_groups: ClassVar[bool] = False
+    #: What the breakdown of a step's time cannot separate, in a sentence; None: nothing is hidden.
+    breakdown_note: ClassVar[str | None] = None
+    Options: ClassVar[type[Options]] = Options
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @classmethod
+    def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
+        """Raise ValueError when options (of the strategy registered as `name`) do not suit a cell."""
+
+    def setup(self, model: nn.Module, worker: Worker) -> None:
+        """Wrap `model` (already on the device) and make the optimizer."""
+        raise NotImplementedError
+
+    def save(self) -> Any:
+        """The state that a warm-up would change."""
+        raise NotImplementedError
+
+    def restore(self, saved: Any) -> None:
+        """Undo everything done since `save`."""
+        raise NotImplementedError
+
+    def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
+        """This worker's sample numbers, shape [per_worker_batch], for each of its steps in `epoch`.
+
+        `order`: the epoch's shuffled sample numbers, shape [train_samples], equal on all workers.
+        """
+        raise NotImplementedError
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One training step; returns the batch's mean loss on the device, unsynchronised."""
+        raise NotImplementedError
+
+    def evaluating(self) -> AbstractContextManager[nn.Module]:
+        """The model in evaluation mode, with the weights and buffers that stand for the whole."""
+        raise NotImplementedError
+
+    def model_states(self) -> dict[str, int]:
+        """Bytes of parameters, gradients, optimizer state and buffers that this rank holds."""
+        raise NotImplementedError
+
+    def report(self) -> dict[str, Any]:
+        """What else belongs in the record: `details`, `evaluated_on`, `updates_applied`."""
+        raise NotImplementedError
+
+    def communication(self) -> dict[str, Any] | None:
+        """What this rank communicates in a training step; None where the strategy cannot say.
+
+        `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`,
+        and mean times a step where they are known: `total_ms` of communication, of which
+        `overlapped_ms` beside computation and `exposed_ms`, or `server_wait_ms`. Called once, after
+        the timed training.
+        """
+        return None
+
+    def close(self) -> None:
+        """Release what `setup` took, after the last measurement."""
+
+
+class Collective(Strategy):
+    """Base of the strategies in which all workers take every step together.
+
+    A subclass wraps the model; forward, backward, precision and the SGD step are the same for all,
+    so that a comparison of two strategies compares nothing else.
+    """
+
+    module: nn.Module  # what is called: the wrapped model
+    model: nn.Module  # what was given to `setup`
+
+    def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
+        """The module whose forward and backward synchronise the workers."""
+        raise NotImplementedError
+
+    def setup(self, model: nn.Module, worker: Worker) -> None:
+        import torch
+
+        self.worker, self.model = worker, model
+        self.module = self.wrap(model, worker)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.local = self.local_tensors()
+        s = worker.settings
+        self.optimizer = torch.optim.SGD(
+            self.local,
+            lr=s.lr,
+            momentum=s.momentum,
+            weight_decay=s.weight_decay,
+            nesterov=s.nesterov,
+            # Fused kernels take the loss scaler's verdict on the device, without a synchronisation.
+            fused=worker.device.type == "cuda",
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        """Step count, momentum and loss scale as before the first step."""
+        import torch
+
+        self.steps = 0
+        self.scaler = make_scaler(self.worker)
+        self.optimizer.state.clear()
+        if self.worker.settings.momentum:
+            # From zero, momentum becomes the first gradient, as in torch. But where the loss scaler
+            # skips the first step, torch's fused SGD goes on with uninitialised memory.
+            for t in self.local:
+                self.optimizer.state[t]["momentum_buffer"] = torch.zeros_like(t)
+
+    def local_tensors(self) -> list[Tensor]:
+        """The tensors that this rank's optimizer updates; SGD is element-wise, so shards will do."""
+        return self.parameters
+
+    def link_gradients(self) -> None:
+        """Hand the gradients to `local_tensors`, where those are not the parameters themselves."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        import torch.nn.functional as F
+
+        with autocast(self.worker):
+            return F.cross_entropy(self.module(x), y)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        mark = self.worker.mark
+        loss = self.forward(x, y)
+        mark("forward")
+        if self.worker.settings.slowdown:
+            self.worker.delay()
+            mark("slowdown")
+        if self.scaler is None:
+            loss.backward()
+            mark("backward")
+            self.link_gradients()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            mark("backward")
+            self.link_gradients()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return loss.detach()
+
+    def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
+        w, s = self.worker, self.worker.settings
+        steps = len(order) // s.global_batch
+        mine = order[: steps * s.global_batch].view(steps, w.world_size, s.per_worker_batch)
+        yield from mine[:, w.rank]
+
+    def save(self) -> Any:
+        import torch
+
+        with torch.no_grad():
+            tensors = [*self.local, *self.model.buffers()]
+            return [t.detach().clone() for t in tensors]
+
+    def restore(self, saved: Any) -> None:
+        import torch
+
+        with torch.no_grad():
+            for t, old in zip([*self.local, *self.model.buffers()], saved, strict=True):
+                t.copy_(old)
+        self.begin()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.train()
+
+    def model_states(self) -> dict[str, int]:
+        from stratbench.telemetry.memory import model_states
+
+        return model_states(self.model, self.optimizer)
+
+    def report(self) -> dict[str, Any]:
+        skipped = self.scaler.skipped_steps() if self.scaler is not None else 0
+        return {
+            "details": {"skipped_steps": skipped} | effective_dtypes(self.worker),
+            "evaluated_on": "the only worker's weights and BatchNorm statistics",
+            "updates_applied": self.steps - skipped,
+        }
+
+
+def ring_traffic(sent_bytes: float) -> dict[str, Any]:
+    """`Strategy.communication` of collectives by the ring algorithms: what is sent is also received.
+
+    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
+    """
+    return {
+        "method": "ring",
+        "sent_bytes_per_step": sent_bytes,
+        "received_bytes_per_step": sent_bytes,
+    }
+
+
+def autocast(worker: Worker) -> AbstractContextManager:
+    """Mixed precision as the settings ask for it; nothing for fp32, tf32 and fp64."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(worker.settings.precision)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(worker.device.type, dtype=dtype)
+
+
+def effective_dtypes(worker: Worker) -> dict[str, str]:
+    """The number formats that are really used."""
+    precision = worker.settings.precision
+    weights = "float64" if precision == "fp64" else "float32"
+    compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
+    if precision == "tf32" and worker.device.type != "cuda":
+        return {"weights_dtype": weights, "compute_dtype": "float32 (no TensorFloat-32 on a CPU)"}
+    return {"weights_dtype": weights, "compute_dtype": compute.get(precision, weights)}
+
+
+def make_scaler(worker: Worker):
+    """A loss scaler for fp16, whose verdict all workers share; None for other precisions."""
+    if worker.settings.precision != "fp16":
+        return None
+    from stratbench.strategies.scaler import SharedScaler
+
+    return SharedScaler(worker.device, shared=worker.world_size > 1)

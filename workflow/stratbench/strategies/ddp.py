@@ -1,0 +1,123 @@
+"""`ddp`: every worker holds the whole model; gradients are averaged by all-reduce during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from stratbench.strategies import base
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+
+#: DDP times ten steps, and then one in so many (its default).
+SAMPLE_EVERY = 100
+
+
+class SampledTimes(NamedTuple):
+    """Sums over the steps that DDP has timed."""
+
+    steps: int
+    communication_ms: float
+    overlap_ms: float
+
+
+def sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
+    """What DDP has logged so far; it keeps means, not sums, and not their count.
+
+    torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
+    """
+    logged = module._get_ddp_logging_data()
+    last = logged.get("iteration", 0)
+    steps = min(last, 10) + max(0, last // every - 10 // every)
+    return SampledTimes(
+        steps,
+        steps * logged.get("avg_backward_comm_time", 0) / 1e6,
+        steps * logged.get("avg_backward_compute_comm_overlap_time", 0) / 1e6,
+    )
+
+
+class DDP(base.Collective):
+    """torch.nn.parallel.DistributedDataParallel.
+
+    BatchNorm normalises with the statistics of each worker's own batch; the running statistics of
+    rank 0 are broadcast before every forward, and those are evaluated.
+    """
+
+    summary: ClassVar[str] = "replicas, gradients averaged by all-reduce"
+    breakdown_note: ClassVar[str] = (
+        "exposed_communication is DDP's own measure of what outlasts the backward computation, "
+        "waiting for slower workers included (on a GPU a mean over the steps that DDP samples); "
+        "the broadcast of BatchNorm's statistics is inside forward"
+    )
+
+    @dataclass(frozen=True)
+    class Options(base.Options):
+        bucket_cap_mb: int = 25  # size of an all-reduce bucket in MiB
+        gradient_as_bucket_view: bool = True  # gradients live in the buckets: one copy less
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.bucket_cap_mb < 1:
+                raise ValueError(f"bucket_cap_mb = {self.bucket_cap_mb}: must be at least 1")
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        module = DistributedDataParallel(
+            model,
+            device_ids=[worker.device] if worker.device.type == "cuda" else None,
+            bucket_cap_mb=self.options.bucket_cap_mb,
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+        )
+        # On a GPU DDP waits for its events when it samples, so there its own rate stays.
+        self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
+        if worker.device.type != "cuda":
+            module._set_ddp_runtime_logging_sample_rate(1)
+        self._warm_up = SampledTimes(0, 0.0, 0.0)
+        return module
+
+    def restore(self, saved: Any) -> None:
+        super().restore(saved)
+        self._warm_up = sampled_times(self.module, self._sample_every)
+
+    def communication(self) -> dict[str, Any]:
+        w = self.worker.world_size
+        gradients = sum(p.numel() * p.element_size() for p in self.parameters)
+        buffers = sum(b.numel() * b.element_size() for b in self.model.buffers())
+        # Buffers are broadcast before every forward; of W ranks, one sends nothing on.
+        traffic = base.ring_traffic((w - 1) / w * (2 * gradients + buffers))
+        before, after = self._warm_up, sampled_times(self.module, self._sample_every)
+        steps = after.steps - before.steps
+        if steps > 0:
+            total_ms = (after.communication_ms - before.communication_ms) / steps
+            overlapped_ms = (after.overlap_ms - before.overlap_ms) / steps
+            traffic |= {
+                "total_ms": total_ms,
+                "overlapped_ms": overlapped_ms,
+                "exposed_ms": max(0.0, total_ms - overlapped_ms),
+                "timed_steps": steps,
+            }
+        return traffic
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        import torch.distributed as dist
+
+        # Overwriting the other ranks' statistics is harmless: the next forward does the same.
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
+        with super().evaluating() as model:
+            yield model
+
+    def report(self) -> dict[str, Any]:
+        report = super().report()
+        logged = self.module._get_ddp_logging_data()
+        sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
+        report["details"]["bucket_bytes"] = [int(n) for n in str(sizes).split(",") if n.strip()]
+        report["evaluated_on"] = "the replicas' weights with rank 0's BatchNorm statistics"
+        return report

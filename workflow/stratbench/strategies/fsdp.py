@@ -1,0 +1,144 @@
+"""`fsdp`: parameters, gradients and optimizer state are sharded over the workers (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stratbench.strategies import base
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class FSDP(base.Collective):
+    """torch.distributed.fsdp.fully_shard, one group for each entry of the model's wrap plan.
+
+    `reshard_after_forward = always` frees a group's gathered parameters after its forward and gathers
+    them again for backward (like ZeRO-3); `never` keeps them (like ZeRO-2: less traffic, more
+    memory). BatchNorm's running statistics are never synchronised by FSDP: their average over the
+    workers is evaluated.
+    """
+
+    summary: ClassVar[str] = "parameters, gradients and optimizer state sharded"
+    breakdown_note: ClassVar[str] = (
+        "gathering parameters is inside forward and backward, reducing gradients inside backward; "
+        "how much of it computation does not hide cannot be separated (`profile: true` shows it)"
+    )
+    uses_wrap_groups = True
+
+    @dataclass(frozen=True)
+    class Options(base.Options):
+        reshard_after_forward: Literal["always", "never"] = "always"
+        # autocast: the same arithmetic as every other strategy; policy: FSDP2's own mixed precision,
+        # which also gathers parameters in 16 bits
+        mixed_precision: Literal["autocast", "policy"] = "autocast"
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        arguments = {
+            "mesh": init_device_mesh(worker.device.type, (worker.world_size,)),
+            "reshard_after_forward": self.options.reshard_after_forward == "always",
+        }
+        policy = self._policy(worker)
+        if policy is not None:
+            # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
+            norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+            if norms:
+                fully_shard(norms, **arguments)
+            arguments["mp_policy"] = policy
+        for _, modules in worker.wrap_groups:
+            fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+        if policy is not None:
+            # Only the whole model's output: between two groups may stand a layer in 16 bits.
+            arguments["mp_policy"] = replace(policy, output_dtype=torch.float32)
+        fully_shard(model, **arguments)
+        return model
+
+    def _policy(self, worker: base.Worker):
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(worker.settings.precision)
+        if dtype is None or self.options.mixed_precision == "autocast":
+            return None
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._policy(self.worker) is None:
+            return super().forward(x, y)
+        import torch.nn.functional as F
+
+        return F.cross_entropy(self.module(x), y)
+
+    def local_tensors(self) -> list[Tensor]:
+        import torch
+
+        # An optimizer over DTensors spends several times as long on dispatch; SGD is element-wise,
+        # so updating each rank's own shard is the same arithmetic.
+        with torch.no_grad():
+            return [p.to_local().detach() for p in self.parameters]
+
+    def link_gradients(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for shard, p in zip(self.local, self.parameters, strict=True):
+                shard.grad = None if p.grad is None else p.grad.to_local()
+                p.grad = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp import FSDPModule
+
+        buffers = [b for b in self.model.buffers() if b.is_floating_point()]
+        own = [b.clone() for b in buffers]
+        if buffers:
+            mean = torch.cat([b.flatten() for b in buffers])
+            dist.all_reduce(mean)
+            mean /= self.worker.world_size
+            for b, average in zip(buffers, mean.split([b.numel() for b in buffers]), strict=True):
+                b.copy_(average.view_as(b))
+        with super().evaluating() as model:
+            yield model
+        for b, saved in zip(buffers, own, strict=True):
+            b.copy_(saved)
+        # `never` keeps the weights gathered after a forward without backward. A later step would
+        # use those copies, whatever happened to the shards since.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def communication(self) -> dict[str, Any]:
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm)]
+        full = {id(p) for m in norms for p in m.parameters()}
+        in_16_bits = self._policy(self.worker) is not None
+        w = self.worker.world_size
+        gathers = 2 if self.options.reshard_after_forward == "always" else 1
+        gathered_bytes = reduced_bytes = 0
+        for p in self.parameters:
+            # The first dimension is what is sharded, padded to a multiple of the workers.
+            padded = -(-p.shape[0] // w) * w * (p.numel() // max(1, p.shape[0]))
+            gathered_bytes += padded * (2 if in_16_bits and id(p) not in full else p.element_size())
+            reduced_bytes += padded * p.element_size()
+        return base.ring_traffic((w - 1) / w * (gathers * gathered_bytes + reduced_bytes))
+
+    def report(self) -> dict[str, Any]:
+        report = super().report()
+        if self._policy(self.worker) is not None:
+            dtype = {"bf16": "bfloat16", "fp16": "float16"}[self.worker.settings.precision]
+            report["details"]["compute_dtype"] = (
+                f"{dtype} (MixedPrecisionPolicy, float32 reduction)"
+            )
+        report["evaluated_on"] = "the gathered weights with the workers' mean BatchNorm statistics"
+        return report

@@ -1,0 +1,362 @@
+"""`ps-*`: workers push gradients to parameter servers, which update the weights by a policy.
+
+One class a policy; what they share is `ParameterServer`. Workers take batches as tickets, so a slow
+worker does fewer, and a lost one's batch is handed on. The servers keep the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, field, fields, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stratbench.ps.config import ServerConfig
+from stratbench.ps.options import OPTIONS, PolicyOptions, parse_options
+from stratbench.strategies import base
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stratbench.config import Settings
+    from stratbench.ps.tickets import Ticket
+
+#: Options of every parameter-server strategy, beside its policy's own.
+TRANSPORT_OPTIONS = (
+    ("servers", int, field(default=1, metadata={"help": "server processes, each with a part"})),
+    (
+        "transport",
+        Literal["auto", "shm", "tcp"],
+        field(default="auto", metadata={"help": "auto: shared memory on one host, TCP between"}),
+    ),
+    (
+        "wire",
+        Literal["native", "bfloat16"],
+        field(default="native", metadata={"help": "bfloat16 halves a push of fp32 over TCP"}),
+    ),
+)
+
+
+def options_of(policy: str) -> type[base.Options]:
+    """The options class of a policy's strategy: the policy's options and the transport's."""
+    own = [
+        (f.name, f.type, field(default=f.default, metadata=f.metadata))
+        for f in fields(OPTIONS[policy])
+    ]
+
+    def check(self: base.Options) -> None:
+        base.Options.__post_init__(self)
+        policy_options(policy, asdict(self))
+        if self.servers < 1:
+            raise ValueError(f"servers = {self.servers}: must be at least 1")
+
+    return make_dataclass(
+        f"{policy}-options",
+        [*own, *TRANSPORT_OPTIONS],
+        bases=(base.Options,),
+        frozen=True,
+        namespace={"__post_init__": check},
+    )
+
+
+def policy_options(policy: str, options: dict[str, Any]) -> PolicyOptions:
+    """The policy's part of a strategy's options; ValueError for a value it does not take."""
+    own = {f.name for f in fields(OPTIONS[policy])}
+    return parse_options(policy, {k: v for k, v in options.items() if k in own})
+
+
+def server_configs(
+    s: Settings, train_samples: int, run_dir: Path, host: str | None
+) -> list[ServerConfig]:
+    """What each server process of a cell is told.
+
+    `host`: the name by which other nodes reach this one; None: there are none, and the servers listen
+    on loopback only.
+    """
+    policy = s.strategy
+    own = policy_options(policy, s.options)
+    return [
+        ServerConfig(
+            rendezvous=str(run_dir / "server"),
+            workers=s.gpus,
+            epochs=s.epochs,
+            steps_per_epoch=train_samples // s.global_batch,
+            slices=s.gpus * own.pushes_per_ticket,
+            policy=policy,
+            hyper={
+                "lr": s.lr,
+                "momentum": s.momentum,
+                "weight_decay": s.weight_decay,
+                "nesterov": s.nesterov,
+            },
+            policy_options=asdict(own),
+            server=k,
+            n_servers=s.options["servers"],
+            bind="127.0.0.1" if host is None else "0.0.0.0",
+            advertise=host,
+            snapshot_dir=str(run_dir / "snapshots"),
+            stats_path=str(run_dir / f"server{k}.json"),
+        )
+        for k in range(s.options["servers"])
+    ]
+
+
+class ParameterServer(base.Strategy):
+    """A worker of a parameter server. The policy is the strategy's name."""
+
+    kind = "server"
+    needs_group = False
+    breakdown_note: ClassVar[str] = (
+        "server_wait is the time from the last byte pushed to the last byte of the reply: the "
+        "server's update, waiting for other workers and the transfer of the weights are one"
+    )
+
+    @classmethod
+    def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
+        pushes = policy_options(name, options).pushes_per_ticket
+        if per_worker_batch % pushes:
+            raise ValueError(
+                f"{name} pushes {pushes} times a batch, which {per_worker_batch} samples for each of "
+                f"{gpus} workers do not divide into; change pushes_per_batch or the batch"
+            )
+
+    def setup(self, model: nn.Module, worker: base.Worker) -> None:
+        from stratbench.ps.client import Channel
+        from stratbench.ps.flat import FlatSpace
+        from stratbench.ps.handshake import load_secret
+
+        s = worker.settings
+        self.worker, self.model = worker, model
+        transport = s.options["transport"]
+        self.flat = FlatSpace(model, shared=transport != "tcp")
+        self.channel = Channel.connect(
+            worker.work_dir / "server",
+            worker.rank,
+            self.flat,
+            load_secret(worker.work_dir / "secret"),
+            transport=transport,
+            wire=s.options["wire"],
+            deadline_s=300.0,
+        )
+        self.ticket: Ticket | None = None
+        self.scale = LossScale() if s.precision == "fp16" else None
+        self.slice_samples = (
+            s.per_worker_batch // policy_options(s.strategy, s.options).pushes_per_ticket
+        )
+        self.pushes = self.skipped = 0
+        self._training = False
+        self._before = (0.0, 0, 0)
+
+    def save(self) -> Any:
+        return [t.clone() for t in (self.flat.weights, *self.model.buffers())]
+
+    def restore(self, saved: Any) -> None:
+        for t, old in zip((self.flat.weights, *self.model.buffers()), saved, strict=True):
+            t.copy_(old)
+        self.flat.zero_grads()
+        if self.scale is not None:
+            self.scale = LossScale()
+
+    def tickets(self) -> Iterator[tuple[int, slice]]:
+        """(epoch, which of the epoch's shuffled samples) of each batch this worker is handed.
+
+        The first waits until all workers are ready. `step` must be called for each.
+        """
+        self._training = True
+        self.ticket = self.channel.first()
+        self._before = self._exchanged()
+        while self.ticket is not None:
+            t = self.ticket
+            start = t.step * self.worker.settings.global_batch + t.slice * self.slice_samples
+            yield t.epoch, slice(start, start + self.slice_samples)
+        self._training = False
+
+    def _exchanged(self) -> tuple[float, int, int]:
+        """Seconds waited, bytes sent and bytes received so far."""
+        return self.channel.wait_s, self.channel.bytes_out, self.channel.bytes_in
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        import torch.nn.functional as F
+
+        mark = self.worker.mark
+        with base.autocast(self.worker):
+            loss = F.cross_entropy(self.model(x), y)
+        mark("forward")
+        if self.worker.settings.slowdown:
+            self.worker.delay()
+            mark("slowdown")
+        self.flat.zero_grads()
+        if self._training and self.scale is None:
+            self.channel.arm()
+        (loss if self.scale is None else loss * self.scale.value).backward()
+        mark("backward")
+        if self._training:
+            self._exchange()
+            mark("server")
+        return loss.detach()
+
+    def _exchange(self) -> None:
+        """Push, and receive weights and the next ticket; an overflowed gradient is not pushed."""
+        if self.scale is not None and not self.scale.unscale(self.flat.grads):
+            self.ticket = self.channel.skip()
+            self.skipped += 1
+            return
+        self.ticket = self.channel.push_pull()
+        self.pushes += 1
+
+    @property
+    def evaluates(self) -> bool:
+        """After the last ticket: whether this worker evaluates for all."""
+        return self.channel.evaluator == self.worker.rank
+
+    def load_epoch(self, epoch: int) -> float:
+        """Put the servers' state after `epoch` (from 0) into the model; seconds from the first ticket."""
+        from stratbench.ps.snapshots import load_snapshot
+
+        seconds, weights, buffers = load_snapshot(
+            self.worker.work_dir / "snapshots", epoch, wait_s=120.0
+        )
+        self.flat.load(weights, self.flat.buffers if buffers is None else buffers)
+        return seconds
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.train()
+
+    def model_states(self) -> dict[str, int]:
+        weights_bytes = sum(p.numel() * p.element_size() for p in self.flat.parameters)
+        return {
+            "parameters_bytes": weights_bytes,
+            "gradients_bytes": weights_bytes,
+            "optimizer_bytes": 0,  # on the servers
+            "buffers_bytes": sum(b.numel() * b.element_size() for b in self.model.buffers()),
+        }
+
+    def report(self) -> dict[str, Any]:
+        s = self.worker.settings
+        own = policy_options(s.strategy, s.options)
+        return {
+            "details": {
+                "transports": self.channel.transports,
+                "skipped_steps": self.skipped,
+                "push_lr": s.lr * own.lr_factor(s.gpus),
+                "samples_per_push": self.slice_samples,
+            }
+            | base.effective_dtypes(self.worker),
+            "evaluated_on": "the servers' weights with the workers' mean BatchNorm statistics",
+            "updates_applied": None,  # the servers count them
+        }
+
+    def communication(self) -> dict[str, Any] | None:
+        steps = self.pushes + self.skipped
+        if not steps:
+            return None
+        wait_s, sent, received = (
+            now - then for now, then in zip(self._exchanged(), self._before, strict=True)
+        )
+        return {
+            "method": "measured",
+            "sent_bytes_per_step": sent / steps,
+            "received_bytes_per_step": received / steps,
+            "server_wait_ms": 1e3 * wait_s / steps,
+        }
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class LossScale:
+    """Dynamic loss scaling of one worker, with torch.amp.GradScaler's defaults.
+
+    A worker decides for itself: its push leaves the device anyway, so looking at it costs nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.value = 65536.0
+        self._good = 0
+
+    def unscale(self, grads: Tensor) -> bool:
+        """Undo the scaling in place; False if a gradient is not finite (then the scale is halved)."""
+        grads.mul_(1 / self.value)
+        if not bool(grads.isfinite().all()):
+            self.value, self._good = self.value / 2, 0
+            return False
+        self._good += 1
+        if self._good == 2000:
+            self.value, self._good = self.value * 2, 0
+        return True
+
+
+class Sync(ParameterServer):
+    """All workers' gradients of a step are averaged into one update."""
+
+    summary: ClassVar[str] = "parameter server, every step waits for all workers"
+    Options = options_of("ps-sync")
+
+
+class Async(ParameterServer):
+    """Every push is an update of its own."""
+
+    summary: ClassVar[str] = "parameter server, nobody waits"
+    Options = options_of("ps-async")
+
+
+class AsyncModified(ParameterServer):
+    """The paper's mitigation: bounded staleness, smaller and more frequent pushes, weighted by age."""
+
+    summary: ClassVar[str] = "parameter server, the paper's staleness mitigation"
+    Options = options_of("ps-async-modified")
+
+
+class Ssp(ParameterServer):
+    """Asynchronous, but nobody may be more than a bound ahead of the slowest."""
+
+    summary: ClassVar[str] = "parameter server, bounded staleness"
+    Options = options_of("ps-ssp")
+
+
+class Backup(ParameterServer):
+    """A step is made of the first workers' gradients; the slowest are dropped."""
+
+    summary: ClassVar[str] = "parameter server, does not wait for the slowest workers"
+    Options = options_of("ps-backup")
+
+
+class KBatch(ParameterServer):
+    """Any K gradients are averaged into one update."""
+
+    summary: ClassVar[str] = "parameter server, averages any K pushes"
+    Options = options_of("ps-kbatch")
+
+
+class DcAsgd(ParameterServer):
+    """Gradients are corrected for the weights' move since they were read."""
+
+    summary: ClassVar[str] = "parameter server, delay-compensated"
+    Options = options_of("ps-dcasgd")
+
+
+class GapAware(ParameterServer):
+    """Gradients are divided by how far the weights have moved since they were read."""
+
+    summary: ClassVar[str] = "parameter server, gap-aware"
+    Options = options_of("ps-gap-aware")
+
+
+class StalenessLr(ParameterServer):
+    """The learning rate of a push falls with its staleness."""
+
+    summary: ClassVar[str] = "parameter server, learning rate by staleness"
+    Options = options_of("ps-staleness-lr")
+
+
+class Dana(ParameterServer):
+    """A momentum for each worker, and a look-ahead over the others': the default mitigation."""
+
+    summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
+    Options = options_of("ps-dana")

@@ -1,0 +1,24 @@
+"""`single`: a bare training loop in one process, the baseline of all overhead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stratbench.strategies.base import Collective, Worker, ring_traffic
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Single(Collective):
+    """No distribution at all: one worker, no process group."""
+
+    summary: ClassVar[str] = "one process, no distribution"
+    max_workers = 1
+    needs_group = False
+
+    def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
+        return model
+
+    def communication(self) -> dict[str, Any]:
+        return ring_traffic(0)

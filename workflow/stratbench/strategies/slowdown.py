@@ -1,0 +1,102 @@
+"""Stragglers on purpose: makes chosen workers slower, the same way under every strategy."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stratbench.config import Settings
+
+
+class Slowdown:
+    """Sleeps between forward and backward of each step.
+
+    A worker with factor f takes f times as long for a step as the same computation without the
+    slowdown, measured before training. A GPU is waited for first: asleep while it computes, the host
+    would hide one time behind the other. `sigma` multiplies each step's time by a log-normal factor
+    (of at least 1, since a worker cannot be made faster) from a generator seeded by the cell's seed
+    and the rank.
+    """
+
+    def __init__(
+        self, compute_s: float, factor: float, sigma: float, seed: int, device: torch.device
+    ) -> None:
+        import random
+
+        self.device = device
+        self.compute_s = compute_s
+        self.factor = factor
+        self.sigma = sigma
+        self.factors: list[float] = []
+        self._random = random.Random(seed)
+        self._active = factor > 1 or sigma > 0
+
+    @classmethod
+    def of(
+        cls,
+        s: Settings,
+        rank: int,
+        model: nn.Module,
+        shape: tuple[int, int, int],
+        classes: int,
+        device: torch.device,
+    ) -> Slowdown:
+        """The slowdown that the settings give to `rank`; none costs nothing."""
+        block = s.slowdown or {}
+        factor = float(block.get("factor", 1)) if rank in block.get("workers", []) else 1.0
+        sigma = float(block.get("sigma", 0))
+        active = factor > 1 or sigma > 0
+        compute_s = measure_step_s(s, model, shape, classes, device) if active else 0.0
+        return cls(compute_s, factor, sigma, s.seed * 1009 + rank, device)
+
+    def wait(self) -> None:
+        if not self._active:
+            return
+        from stratbench.telemetry.clock import synchronise
+
+        jitter = max(self._random.lognormvariate(0.0, self.sigma), 1.0) if self.sigma else 1.0
+        self.factors.append(self.factor * jitter)
+        synchronise(self.device)
+        time.sleep((self.factors[-1] - 1) * self.compute_s)
+
+    def summary(self) -> dict[str, Any]:
+        """What was done to this worker, for the record."""
+        return {
+            "factor": self.factor,
+            "sigma": self.sigma,
+            "step_without_ms": self.compute_s * 1e3,
+            "mean_factor": sum(self.factors) / len(self.factors),
+        }
+
+
+def measure_step_s(
+    s: Settings, model: nn.Module, shape: tuple[int, int, int], classes: int, device: torch.device
+) -> float:
+    """Median seconds of a forward and backward of the bare model; its state is left as it was."""
+    import statistics
+
+    import torch
+
+    from stratbench.telemetry.clock import synchronise
+
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    dtype = next(model.parameters()).dtype
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(s.precision)
+    x = torch.zeros(s.per_worker_batch, *shape, device=device, dtype=dtype)
+    y = torch.arange(s.per_worker_batch, device=device) % classes
+    times = []
+    for _ in range(4):
+        synchronise(device)
+        begun = time.perf_counter()
+        with torch.autocast(device.type, dtype=half, enabled=half is not None):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        synchronise(device)
+        times.append(time.perf_counter() - begun)
+        model.zero_grad(set_to_none=True)
+    model.load_state_dict(state)
+    return statistics.median(times[1:])

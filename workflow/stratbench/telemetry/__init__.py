@@ -1,0 +1,5 @@
+"""What is measured beside the training itself: clocks, memory, counters, provenance.
+
+Nothing is imported here: `sampler`, `timeline`, `nvml` and `hardware` must stay importable
+without torch.
+"""

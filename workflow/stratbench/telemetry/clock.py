@@ -1,0 +1,208 @@
+"""Clocks of a training cell: the time of the training steps, and of everything around them.
+
+`StepClock` times epochs and steps without synchronising the device between steps; `Phases`
+times what a cell does outside training (set-up, warm-up, evaluation).
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+_STEP = 0  # index of a tick among the stamps; named phases count from 1
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until `device` has done all work queued on it (at once on a CPU)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def summarise_ms(values_ms: Sequence[float]) -> dict[str, float | int]:
+    """count, mean, std, min, p10, p50, p90, p99 and max of `values_ms`, in ms.
+
+    `std` is the sample standard deviation (n - 1). A figure that the values cannot give is
+    absent: all but `count` without a value, `std` with a single one. Percentiles interpolate
+    linearly.
+    """
+    figures: dict[str, float | int] = {"count": len(values_ms)}
+    if not figures["count"]:
+        return figures
+    x = np.asarray(values_ms, dtype=np.float64)
+    figures["mean"] = float(x.mean())
+    if x.size > 1:
+        figures["std"] = float(x.std(ddof=1))
+    quantiles = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    found = np.percentile(x, list(quantiles.values()))
+    return figures | dict(zip(quantiles, found.tolist(), strict=True))
+
+
+class StepClock:
+    """Times training epochs on one device: `begin()`, a `tick()` after each step, `end()`.
+
+    Only `begin` and `end` synchronise the device. On a CPU a tick reads the monotonic clock;
+    on CUDA it records an event in the current stream, which `end` reads: a step's time is then
+    the time between two events on the device, waiting for the host included.
+
+    With `phase_marks`, `mark(name)` says that the phase `name` of the current step ends here:
+    the time since the mark or tick before it belongs to that phase. What lies between a step's
+    last mark and its tick is `other`. On CUDA these are spans of the current stream: a
+    collective that runs on a stream of its own counts only as far as the current stream waited
+    for it. Without `phase_marks`, `mark` does nothing.
+    """
+
+    def __init__(self, device: torch.device | str, *, phase_marks: bool = False) -> None:
+        """Raise ValueError for a device other than a CPU or a CUDA device."""
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"StepClock: device {str(device)!r}, expected 'cpu' or 'cuda'")
+        self._on_cuda = self.device.type == "cuda"
+        self._phase_marks = phase_marks
+        self._running = False
+        self._begun_ns = 0
+        self._stamps: Any = [] if self._on_cuda else array("q")
+        self._labels = array("B")
+        self._spare_events: list[torch.cuda.Event] = []
+        self._label_of: dict[str, int] = {}
+        self._epoch_times_s: list[float] = []
+        self._step_ms = array("d")
+        self._phase_ms: dict[str, array[float]] = {}
+
+    def begin(self) -> None:
+        """Start an epoch: wait for the device, then start the clock."""
+        if self._running:
+            raise RuntimeError("StepClock.begin: the epoch before has not been ended")
+        self._running = True
+        synchronise(self.device)
+        self._begun_ns = time.perf_counter_ns()
+        self._stamps.append(self._event() if self._on_cuda else self._begun_ns)
+
+    def tick(self) -> None:
+        """Mark the end of a training step."""
+        self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
+        self._labels.append(_STEP)
+
+    def mark(self, phase: str) -> None:
+        """Mark the end of `phase` within the current step (a no-op without `phase_marks`)."""
+        if not self._phase_marks:
+            return
+        self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
+        self._labels.append(self._label_of.get(phase) or self._new_label(phase))
+
+    def end(self) -> None:
+        """End the epoch: wait for the device, stop the clock, read the stamps."""
+        if not self._running:
+            raise RuntimeError("StepClock.end: no epoch has been begun")
+        synchronise(self.device)
+        elapsed_ns = time.perf_counter_ns() - self._begun_ns
+        self._running = False
+        self._epoch_times_s.append(elapsed_ns / 1e9)
+        self._collect()
+
+    @property
+    def epoch_times_s(self) -> list[float]:
+        """Wall clock of each ended epoch."""
+        return list(self._epoch_times_s)
+
+    @property
+    def train_time_s(self) -> float:
+        """Wall clock of all ended epochs; what happened between them is not in it."""
+        return sum(self._epoch_times_s)
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Time of every step of the ended epochs, in order."""
+        return self._step_ms.tolist()
+
+    def summary(self) -> dict[str, float | int]:
+        """`summarise_ms` of the step times."""
+        return summarise_ms(self._step_ms)
+
+    def phase_summary(self) -> dict[str, dict[str, float | int]]:
+        """`summarise_ms` of each phase's time a step, over the steps in which it was marked."""
+        return {phase: summarise_ms(values) for phase, values in self._phase_ms.items()}
+
+    def _event(self) -> torch.cuda.Event:
+        event = (
+            self._spare_events.pop() if self._spare_events else torch.cuda.Event(enable_timing=True)
+        )
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _new_label(self, phase: str) -> int:
+        label = len(self._label_of) + 1
+        if label > 255:
+            raise ValueError(f"StepClock.mark: {phase!r} is the 256th phase; names must recur")
+        self._label_of[phase] = label
+        return label
+
+    def _span_ms(self, start: Any, stop: Any) -> float:
+        return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
+
+    def _collect(self) -> None:
+        name_of = {label: phase for phase, label in self._label_of.items()}
+        step_start = before = self._stamps[0]
+        in_step: dict[str, float] = {}
+        for label, stamp in zip(self._labels, self._stamps[1:], strict=True):
+            span_ms = self._span_ms(before, stamp)
+            before = stamp
+            if label != _STEP:
+                phase = name_of[label]
+                in_step[phase] = in_step.get(phase, 0.0) + span_ms
+                continue
+            self._step_ms.append(self._span_ms(step_start, stamp))
+            step_start = stamp
+            if in_step:
+                in_step["other"] = in_step.get("other", 0.0) + span_ms
+            for phase, total_ms in in_step.items():
+                self._phase_ms.setdefault(phase, array("d")).append(total_ms)
+            in_step = {}
+        if self._on_cuda:
+            self._spare_events.extend(self._stamps)
+        del self._stamps[:], self._labels[:]
+
+
+class PhaseSink(Protocol):
+    """Where `Phases` reports the start and end of a phase (`timeline.PhaseLog` is one)."""
+
+    def write(self, phase: str, event: str) -> None: ...
+
+
+class Phases:
+    """Wall clock of named phases outside the timed training: `with phases("setup"): ...`.
+
+    The device is synchronised at both ends, so a phase's time holds the work it queued. A
+    phase that happens several times is summed. With `log`, each start and end is written there.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", log: PhaseSink | None = None) -> None:
+        self.device = torch.device(device)
+        self._log = log
+        self._total_ns: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        synchronise(self.device)
+        self._write(name, "start")
+        begun_ns = time.perf_counter_ns()
+        try:
+            yield
+            synchronise(self.device)
+        finally:
+            elapsed_ns = time.perf_counter_ns() - begun_ns
+            self._total_ns[name] = self._total_ns.get(name, 0) + elapsed_ns
+            self._write(name, "end")
+
+    def as_dict(self) -> dict[str, float]:
+        """Seconds of each phase so far, `setup` under the key `setup_s`."""
+        return {f"{name}_s": ns / 1e9 for name, ns in self._total_ns.items()}
+
+    def _write(self, name: str, event: str) -> None:
+        if self._log is not None:
+            self._log.write(name, event)

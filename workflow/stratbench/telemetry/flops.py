@@ -1,0 +1,25 @@
+"""Floating-point operations of a model's forward pass, counted without computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def forward_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> int:
+    """Operations of one sample's forward through the model that `build` makes.
+
+    `input_shape`: one sample's, without the batch. Convolutions, matrix products and attention are
+    counted, a multiplication with its addition as two; element-wise operations, normalisation and
+    pooling are not (torch.utils.flop_counter). The model is built on the meta device: neither
+    memory nor time is spent on weights, and no random number is drawn.
+    """
+    with torch.device("meta"):
+        model = build().eval()  # in training, BatchNorm refuses a single sample
+        x = torch.empty(1, *input_shape)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(x)
+    return counter.get_total_flops()

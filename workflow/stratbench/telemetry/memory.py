@@ -1,0 +1,197 @@
+"""Memory of one rank: the peak while training, and the exact bytes of its model states.
+
+On a CPU the peak is the kernel's high-water mark of resident memory since a reset; on CUDA it
+is the caching allocator's, beside what NVML sees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from stratbench.telemetry.nvml import Nvml
+
+METHOD_RESET = "vmhwm"
+# Without the reset, a peak before start() can hide the one asked for: upper bounds.
+METHOD_LIFETIME = "vmhwm-since-process-start"
+METHOD_MAXRSS = "maxrss-since-process-start"
+METHOD_CUDA = "cuda-allocator"
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class MemoryMeter:
+    """Peak memory of this process on one device between `start()` and `read()`.
+
+    Start it after the warm-up: the base then holds libraries, weights, optimizer state and
+    allocator pools, and the peak over the base is what a training step adds. Make it before the
+    model: on a CPU, what the process holds then is no part of the training.
+    """
+
+    def __init__(self, device: torch.device | str, nvml: Nvml | None = None) -> None:
+        self.device = torch.device(device)
+        self._nvml = nvml
+        self._method = ""
+        self._base_bytes = 0
+        self._idle_bytes = _resident_bytes() if self.device.type == "cpu" else None
+
+    def start(self) -> None:
+        """Forget earlier peaks and take the present use as the base. Synchronises the device."""
+        if self.device.type == "cuda":
+            self._nvml = self._nvml or Nvml()
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._method = METHOD_CUDA
+            self._base_bytes = torch.cuda.memory_allocated(self.device)
+            return
+        gc.collect()
+        _trim_heap()
+        self._method = _reset_high_water_mark()
+        self._base_bytes = _resident_bytes()
+
+    def read(self) -> dict[str, int | str]:
+        """The figures since `start()`; one that this machine cannot give is absent.
+
+        `method` says how the peak was found; `base_bytes`, `peak_bytes`,
+        `peak_over_base_bytes`. On a CPU also `idle_bytes`, resident when the meter was made, which is
+        in the peak. On CUDA also `allocated_peak_bytes` and `reserved_peak_bytes` of
+        the allocator, and `nvml_used_bytes` (the whole device, now) and
+        `nvml_process_used_bytes` (this process, now). Raises RuntimeError before `start()`.
+        """
+        if not self._method:
+            raise RuntimeError("MemoryMeter.read: call start() first")
+        on_cuda = self.device.type == "cuda"
+        peak_bytes = (
+            torch.cuda.max_memory_allocated(self.device)
+            if on_cuda
+            else _peak_resident_bytes(self._method)
+        )
+        figures: dict[str, int | str] = {
+            "method": self._method,
+            "base_bytes": self._base_bytes,
+            "peak_bytes": peak_bytes,
+            "peak_over_base_bytes": max(peak_bytes - self._base_bytes, 0),
+        }
+        if self._idle_bytes is not None:
+            figures["idle_bytes"] = self._idle_bytes
+        if on_cuda:
+            figures["allocated_peak_bytes"] = peak_bytes
+            figures["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(self.device)
+            figures |= self._nvml_figures()
+        return figures
+
+    def _nvml_figures(self) -> dict[str, int]:
+        gpu = self._nvml.gpu_of(cuda_uuid(self.device)) if self._nvml else None
+        if gpu is None:
+            return {}
+        found = {
+            "nvml_used_bytes": gpu.memory_used_bytes(),
+            "nvml_process_used_bytes": gpu.process_used_bytes(),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def cuda_uuid(device: torch.device) -> str | None:
+    """NVML's name of a CUDA device (`GPU-...`), None where torch does not know it."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is None:
+        return None
+    text = str(uuid)
+    return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
+
+
+def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes of the model states that this rank holds between two training steps.
+
+    `parameters_bytes`, `gradients_bytes`, `optimizer_bytes`, `buffers_bytes`. A DTensor counts
+    as its local shard, without padding. Gradients are counted as the trainable parameters'
+    local size in their own dtype, whether or not they exist now. The optimizer's bytes are the
+    tensors in its state: momentum appears with the first step. FSDP2 modules are resharded
+    first, since one left gathered by a forward pass would count in full.
+    """
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)) and _is_fsdp2(module):
+            reshard()
+    parameters = list(model.parameters())
+    # ZeroRedundancyOptimizer keeps its own share in the optimizer that it wraps.
+    holder = getattr(optimizer, "optim", optimizer)
+    state = holder.state.values() if holder is not None else ()
+    return {
+        "parameters_bytes": _local_bytes(parameters),
+        "gradients_bytes": _local_bytes(p for p in parameters if p.requires_grad),
+        "optimizer_bytes": _local_bytes(
+            value for entry in state for value in entry.values() if torch.is_tensor(value)
+        ),
+        "buffers_bytes": _local_bytes(model.buffers()),
+    }
+
+
+def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+def _is_fsdp2(module: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _trim_heap() -> None:
+    """Give freed heap back to the kernel, so that it is not part of the base (glibc only)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return
+
+
+def _reset_high_water_mark() -> str:
+    """Set VmHWM to the present resident size; the method that a reading then has.
+
+    Writing 5 to clear_refs does it (proc(5)). Containers may mount /proc read-only, and other
+    systems have none.
+    """
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        return METHOD_LIFETIME if _status_bytes("VmHWM") is not None else METHOD_MAXRSS
+    return METHOD_RESET
+
+
+def _resident_bytes() -> int:
+    status_bytes = _status_bytes("VmRSS")
+    return psutil.Process().memory_info().rss if status_bytes is None else status_bytes
+
+
+def _peak_resident_bytes(method: str) -> int:
+    peak_bytes = None if method == METHOD_MAXRSS else _status_bytes("VmHWM")
+    if peak_bytes is not None:
+        return peak_bytes
+    # ru_maxrss survives exec, so a small program started by a large one inherits its peak:
+    # the reason why VmHWM comes first. The unit is KiB on Linux, bytes on macOS.
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+def _status_bytes(field: str) -> int | None:
+    """A size field of /proc/self/status in bytes, None where there is none."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return None

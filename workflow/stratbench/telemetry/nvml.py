@@ -1,0 +1,249 @@
+"""NVIDIA's management library (NVML), asked so that no answer of it can fail a cell.
+
+What the driver, the GPU or the library does not offer is absent from every answer: never zero,
+never an exception.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+# Bits of nvmlClocksEventReasons (nvml.h), by the names that nvidia-smi gives them.
+THROTTLE_REASONS = {
+    0x001: "gpu_idle",
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+    0x200: "board_limit",
+    0x400: "reliability",
+}
+
+# nvmlGpuTopologyLevel, by the names of `nvidia-smi topo -m`.
+_PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+# Field identifiers and constants of nvml.h: stable numbers, so that they need no library.
+_FIELD_NVLINK_TX_KIB, _FIELD_NVLINK_RX_KIB = 138, 139
+_FIELD_PCIE_TX_BYTES, _FIELD_PCIE_RX_BYTES = 197, 198
+_ALL_LINKS = 0xFFFFFFFF
+_MAX_LINKS = 36
+_VALUE_TYPE_UINT64 = 3
+_TEMPERATURE_GPU = 0
+_CLOCK_SM, _CLOCK_MEMORY = 1, 2
+_PCIE_TX, _PCIE_RX = 0, 1
+
+
+class Nvml:
+    """The library, initialised; with no library, driver or GPU it lists no GPUs.
+
+    `library` stands in for the `pynvml` module (package nvidia-ml-py). `reason` says why there
+    is nothing, None when NVML answers.
+    """
+
+    def __init__(self, library: Any | None = None) -> None:
+        self.reason: str | None = None
+        self._library = library
+        try:
+            if library is None:
+                self._library = importlib.import_module("pynvml")
+            self._library.nvmlInit()
+        except Exception as error:
+            self._library = None
+            self.reason = f"{type(error).__name__}: {error}"
+
+    def gpus(self) -> list[Gpu]:
+        """The GPUs of this node in NVML's (PCI) order, whatever CUDA_VISIBLE_DEVICES says."""
+        count = self.ask("nvmlDeviceGetCount") or 0
+        found = ((i, self.ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count))
+        return [Gpu(self, index, handle) for index, handle in found if handle is not None]
+
+    def gpu_of(self, uuid: str | None) -> Gpu | None:
+        """The GPU or MIG instance of that UUID (`GPU-...`, `MIG-...`), None if not found."""
+        handle = self.ask("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
+        if handle is None:
+            return None
+        return Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
+
+    def driver(self) -> dict[str, str]:
+        """`driver_version`, and `cuda_driver_version` as major.minor."""
+        cuda = self.ask("nvmlSystemGetCudaDriverVersion_v2")
+        return _present(
+            driver_version=_text(self.ask("nvmlSystemGetDriverVersion")),
+            cuda_driver_version=cuda and f"{cuda // 1000}.{cuda % 1000 // 10}",
+        )
+
+    def topology(self) -> list[dict[str, Any]]:
+        """The PCI path of every pair of GPUs: `{"gpus": [0, 1], "path": "PIX"}`.
+
+        The paths are those of `nvidia-smi topo -m`; NVLink is in `Gpu.static()`.
+        """
+        gpus = self.gpus()
+        pairs = []
+        for position, one in enumerate(gpus):
+            for other in gpus[position + 1 :]:
+                level = self.ask("nvmlDeviceGetTopologyCommonAncestor", one.handle, other.handle)
+                if level is not None:
+                    path = _PATHS.get(level, str(level))
+                    pairs.append({"gpus": [one.index, other.index], "path": path})
+        return pairs
+
+    def close(self) -> None:
+        """Release the library; afterwards it lists no GPUs."""
+        self.ask("nvmlShutdown")
+        self._library = None
+        self.reason = "closed"
+
+    def ask(self, function: str, *arguments: Any) -> Any | None:
+        """Call `function` of the library; None when it is missing or fails, however it fails."""
+        if self._library is None:
+            return None
+        try:
+            return getattr(self._library, function)(*arguments)
+        except Exception:
+            return None
+
+
+class Gpu:
+    """One GPU; every answer lacks what the GPU does not offer."""
+
+    def __init__(self, nvml: Nvml, index: int | None, handle: Any) -> None:
+        self.index = index
+        self.handle = handle
+        self._nvml = nvml
+
+    def counters(self, *, pcie_snapshot: bool = True) -> dict[str, float | int | str]:
+        """What changes while a cell trains.
+
+        `gpu_util_pct` (time with a kernel running), `mem_bus_util_pct`, `mem_used_bytes`,
+        `power_w` (averaged by the driver over about a second on recent GPUs), `energy_j`
+        (cumulative since the driver was loaded), `temperature_c`, `sm_clock_mhz`,
+        `mem_clock_mhz`, `throttle` (names joined by `;`, empty when the clocks are free),
+        `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes` (cumulative).
+        Where PCIe has no cumulative 64-bit counter and `pcie_snapshot` is set,
+        `pcie_tx_bytes_per_s` and `pcie_rx_bytes_per_s` over 20 ms each, for which the driver
+        blocks the caller.
+        """
+        utilisation = self._ask("nvmlDeviceGetUtilizationRates")
+        traffic = self._traffic()
+        if pcie_snapshot and "pcie_tx_bytes" not in traffic:
+            traffic |= self._pcie_snapshot()
+        return traffic | _present(
+            gpu_util_pct=getattr(utilisation, "gpu", None),
+            mem_bus_util_pct=getattr(utilisation, "memory", None),
+            mem_used_bytes=self.memory_used_bytes(),
+            power_w=_scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
+            energy_j=_scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3),
+            temperature_c=self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
+            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
+            mem_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
+            throttle=self._throttle(),
+        )
+
+    def static(self) -> dict[str, Any]:
+        """What identifies the GPU and its settings, for a record's provenance."""
+        memory = self._memory_info()
+        return _present(
+            index=self.index,
+            name=_text(self._ask("nvmlDeviceGetName")),
+            uuid=_text(self._ask("nvmlDeviceGetUUID")),
+            pci_bus_id=_text(getattr(self._ask("nvmlDeviceGetPciInfo"), "busId", None)),
+            memory_bytes=getattr(memory, "total", None),
+            power_limit_w=_scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+            max_sm_clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", _CLOCK_SM),
+            max_mem_clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", _CLOCK_MEMORY),
+            application_sm_clock_mhz=self._ask("nvmlDeviceGetApplicationsClock", _CLOCK_SM),
+            pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+            pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
+            nvlinks_active=self._active_links(),
+        )
+
+    def memory_used_bytes(self) -> int | None:
+        """Memory in use on the whole device, by anyone."""
+        return getattr(self._memory_info(), "used", None)
+
+    def process_used_bytes(self, pid: int | None = None) -> int | None:
+        """Memory that process `pid` (default: this one) uses on the GPU.
+
+        None in a container with process ids of its own, which NVML does not know.
+        """
+        wanted = os.getpid() if pid is None else pid
+        for process in self._ask("nvmlDeviceGetComputeRunningProcesses") or ():
+            if process.pid == wanted:
+                return process.usedGpuMemory
+        return None
+
+    def process_ids(self) -> list[int]:
+        """Processes with a compute context on the GPU, as the host numbers them."""
+        return [p.pid for p in self._ask("nvmlDeviceGetComputeRunningProcesses") or ()]
+
+    def _ask(self, function: str, *arguments: Any) -> Any | None:
+        return self._nvml.ask(function, self.handle, *arguments)
+
+    def _memory_info(self) -> Any | None:
+        # The first version counts the driver's own reserve as used; the second does not.
+        version_2 = 0x02000000 | 40
+        info = self._ask("nvmlDeviceGetMemoryInfo", version_2)
+        return self._ask("nvmlDeviceGetMemoryInfo") if info is None else info
+
+    def _throttle(self) -> str | None:
+        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:  # drivers before R535 know the older name only
+            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        if bits is None:
+            return None
+        return ";".join(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
+
+    def _traffic(self) -> dict[str, int]:
+        fields = [
+            (_FIELD_NVLINK_TX_KIB, _ALL_LINKS),
+            (_FIELD_NVLINK_RX_KIB, _ALL_LINKS),
+            _FIELD_PCIE_TX_BYTES,
+            _FIELD_PCIE_RX_BYTES,
+        ]
+        answers = self._ask("nvmlDeviceGetFieldValues", fields)
+        if answers is None or len(answers) != len(fields):
+            return {}
+        # A 32-bit byte counter wraps within a sampling period: worthless.
+        nv_tx, nv_rx, pcie_tx, pcie_rx = (
+            int(a.value.ullVal) if a.nvmlReturn == 0 and a.valueType == _VALUE_TYPE_UINT64 else None
+            for a in answers
+        )
+        return _present(
+            nvlink_tx_bytes=_scaled(nv_tx, 1024),
+            nvlink_rx_bytes=_scaled(nv_rx, 1024),
+            pcie_tx_bytes=pcie_tx,
+            pcie_rx_bytes=pcie_rx,
+        )
+
+    def _pcie_snapshot(self) -> dict[str, int]:
+        return _present(
+            pcie_tx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000),
+            pcie_rx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000),
+        )
+
+    def _active_links(self) -> int | None:
+        states = []
+        for link in range(_MAX_LINKS):
+            state = self._ask("nvmlDeviceGetNvLinkState", link)
+            if state is None:
+                break
+            states.append(state)
+        return sum(states) if states else None
+
+
+def _present(**figures: Any) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

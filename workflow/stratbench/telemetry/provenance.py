@@ -1,0 +1,199 @@
+"""Where and with what a rank ran: everything that could make two records incomparable.
+
+Collected inside each rank, on the node that trains. Facts that this machine does not offer are
+absent. Secrets never enter: environment variables are taken by an allow-list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from stratbench.telemetry.memory import cuda_uuid
+from stratbench.telemetry.nvml import Nvml
+
+_ENVIRONMENT = re.compile(
+    r"(OMP|KMP|MKL|GOMP|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUDNN|TORCH|TORCHINDUCTOR|PYTORCH)_\w+"
+    r"|NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)|MALLOC_\w+|LD_PRELOAD|PYTHONHASHSEED"
+)
+_SLURM = re.compile(
+    r"SLURM_(CLUSTER_NAME|JOB_ID|JOB_PARTITION|JOB_NODELIST|JOB_NUM_NODES|JOB_GPUS|STEP_ID"
+    r"|ARRAY_(JOB|TASK)_ID|NNODES|NODEID|NTASKS|PROCID|LOCALID|CPUS_PER_TASK|CPUS_ON_NODE"
+    r"|CPU_BIND|GPUS\w*|MEM_PER_\w+|RESTART_COUNT)|SLURMD_NODENAME"
+)
+_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|AUTH|(^|_)KEY", re.IGNORECASE)
+_PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
+
+
+def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> dict[str, Any]:
+    """Host, libraries, flags, environment and device of this rank, ready for JSON.
+
+    Keys: `host`, `load_1m` (at the call), `software`, `flags`, `environment`, `slurm` (inside a
+    SLURM job), and `gpu`, `driver`, `topology` where `device` is a CUDA device.
+    """
+    device = torch.device(device)
+    facts: dict[str, Any] = {
+        "device": str(device),
+        "host": host_facts(),
+        "load_1m": os.getloadavg()[0],
+        "software": _software(),
+        "flags": _flags(),
+        "environment": _variables(_ENVIRONMENT),
+    }
+    if slurm := _variables(_SLURM):
+        facts["slurm"] = slurm
+    if device.type == "cuda":
+        facts |= _gpu_facts(device, nvml or Nvml())
+    return facts
+
+
+def host_facts() -> dict[str, Any]:
+    """Name, CPU, cores, affinity and memory of this node as this process may use them."""
+    cores = {
+        "cores_logical": os.cpu_count(),
+        "cores_physical": psutil.cpu_count(logical=False),
+        "cpu_quota_cores": _cgroup_cpu_quota_cores(),
+    }
+    return {
+        "name": socket.gethostname(),
+        "os": platform.platform(),
+        "cpu_model": _cpu_model(),
+        **{name: value for name, value in cores.items() if value is not None},
+        "affinity": sorted(_affinity()),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+
+
+def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of named weights: name, dtype, shape and bytes of each, in the order of names.
+
+    Equal for equal values, whatever the device, the memory layout, the sharding and the wrapper
+    (the prefixes of DDP and torch.compile are taken off). With DTensors it is a collective:
+    every rank must call it. Raises TypeError for an entry that is not a tensor.
+    """
+    wrapped = all(name.startswith("module.") for name in state_dict)
+    bare = {
+        (name.removeprefix("module.") if wrapped else name).replace("_orig_mod.", ""): tensor
+        for name, tensor in state_dict.items()
+    }
+    digest = hashlib.sha256()
+    for name in sorted(bare):
+        tensor = bare[name]
+        if not torch.is_tensor(tensor):
+            raise TypeError(f"sha256_of_state: {name!r} is {type(tensor).__name__}, not a tensor")
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().reshape(-1)
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _software() -> dict[str, Any]:
+    versions: dict[str, Any] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    # The distribution's version can lack the build's suffix (+cpu, +cu130).
+    versions["torch"] = torch.__version__
+    backends = torch.distributed if torch.distributed.is_available() else None
+    # gloo has no version of its own: torch carries its source.
+    found = {
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": _attempt(torch.backends.cudnn.version),
+        "nccl": _attempt(lambda: ".".join(str(part) for part in torch.cuda.nccl.version())),
+        "gloo": f"bundled with torch {torch.__version__}"
+        if backends and backends.is_gloo_available()
+        else None,
+    }
+    return versions | {name: value for name, value in found.items() if value is not None}
+
+
+def _flags() -> dict[str, Any]:
+    # Reading a legacy TF32 flag fails once the newer precision settings were used.
+    found = {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_enabled": torch.backends.cudnn.enabled,
+        "float32_matmul_precision": _attempt(torch.get_float32_matmul_precision),
+        "matmul_tf32": _attempt(lambda: torch.backends.cuda.matmul.allow_tf32),
+        "cudnn_tf32": _attempt(lambda: torch.backends.cudnn.allow_tf32),
+        "default_dtype": str(torch.get_default_dtype()),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _attempt(ask: Callable[[], Any]) -> Any | None:
+    """What `ask` answers, None where this build of torch refuses or lacks it."""
+    try:
+        return ask()
+    except (AttributeError, RuntimeError, ImportError):
+        return None
+
+
+def _variables(pattern: re.Pattern[str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if pattern.fullmatch(name) and not _SECRET.search(name)
+    }
+
+
+def _gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    gpu: dict[str, Any] = {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+    if uuid := cuda_uuid(device):
+        gpu["uuid"] = uuid
+    if found := nvml.gpu_of(uuid):
+        gpu |= found.static()
+    facts: dict[str, Any] = {"gpu": gpu}
+    if driver := nvml.driver():
+        facts["driver"] = driver
+    if topology := nvml.topology():
+        facts["topology"] = topology
+    return facts
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def _cgroup_cpu_quota_cores() -> float | None:
+    """Cores that the container's CPU quota amounts to (cgroup v2), None without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)

@@ -1,0 +1,356 @@
+"""One light process a node that samples the machine while a cell trains.
+
+    python -m stratbench.telemetry.sampler --out samples.csv --origin-s 1700000000.0
+
+`Sampler` starts and stops it from a launcher. It imports no torch, runs at the lowest priority
+and keeps off the cores that the watched processes are bound to. Columns: `timeline.COLUMNS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.timeline import COLUMNS
+
+# Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
+_SAMPLES_PER_PCIE_SNAPSHOT = 10
+# The kernel counts CPU time in ticks of 10 ms: a share over less than this says nothing.
+_SHORTEST_SHARE_S = 0.05
+
+
+class Sampler:
+    """A sampler process of this node, started by a launcher.
+
+    It ends by itself when the launcher dies. That it cannot start or dies early never fails a
+    cell: its file then has fewer rows.
+    """
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        origin_s: float,
+        period_s: float = 0.5,
+    ) -> None:
+        """Start sampling into `out`; `origin_s` is the `time.time()` that t_s counts from."""
+        self.out = Path(out)
+        self._pids_file = self.out.with_suffix(".pids")
+        self._pids_file.write_text("")
+        package_root = str(Path(__file__).resolve().parents[2])
+        search_path = [package_root, os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
+        command = [sys.executable, "-m", "stratbench.telemetry.sampler"]
+        command += ["--out", os.fspath(self.out), "--pids-file", os.fspath(self._pids_file)]
+        command += ["--period-s", str(period_s), "--origin-s", repr(origin_s)]
+        command += ["--parent-pid", str(os.getpid())]
+        # A session of its own: a signal to the cell's process group must not reach it, or the
+        # end of the timeline would be lost.
+        try:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            print(f"sampler: not started, no timeline: {error}", file=sys.stderr)
+            self._process = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, None where it could not be started."""
+        return self._process.pid if self._process else None
+
+    def watch(self, label: str, pid: int) -> None:
+        """Sample process `pid` too, under `label` (rank0, server1)."""
+        with self._pids_file.open("a") as file:
+            file.write(f"{label} {pid}\n")
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """Have it take a last sample and end; whether it ended cleanly within `timeout_s`."""
+        self._pids_file.unlink(missing_ok=True)
+        if self._process is None:
+            return False
+        self._process.terminate()
+        try:
+            clean = self._process.wait(timeout_s) == 0
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            clean = False
+        return clean
+
+
+class Watched:
+    """The processes of the cell on this node, as the launcher lists them in a file.
+
+    Lines `label pid`, appended while the cell starts; a process that ended drops out.
+    """
+
+    def __init__(self, pids_file: Path | None) -> None:
+        self._pids_file = pids_file
+        self._lines_read = 0
+        self._processes: dict[str, psutil.Process] = {}
+        self._before: dict[str, tuple[float, float]] = {}
+
+    def refresh(self) -> bool:
+        """Read new lines of the file; whether there were any."""
+        if self._pids_file is None:
+            return False
+        try:
+            lines = self._pids_file.read_text().split("\n")[:-1]  # the last may be half written
+        except OSError:
+            return False
+        new, self._lines_read = lines[self._lines_read :], len(lines)
+        for line in new:
+            label, _, pid = line.rpartition(" ")
+            try:
+                self._processes[label] = psutil.Process(int(pid))
+            except (ValueError, psutil.Error):
+                continue
+        return bool(new)
+
+    def sample(self) -> list[dict[str, Any]]:
+        """A row for each process that lives; its first has no `cpu_pct`."""
+        rows = []
+        for label, process in list(self._processes.items()):
+            try:
+                with process.oneshot():
+                    if process.status() == psutil.STATUS_ZOMBIE:  # its memory would read as 0
+                        raise psutil.ZombieProcess(process.pid)
+                    times = process.cpu_times()
+                    rss_bytes = process.memory_info().rss
+            except psutil.Error:
+                del self._processes[label]
+                continue
+            cpu_time_s = round(times.user + times.system, 2)
+            row = {"kind": "process", "id": label, "cpu_time_s": cpu_time_s, "rss_bytes": rss_bytes}
+            rows.append(row | self._share(label, cpu_time_s))
+        return rows
+
+    def _share(self, label: str, cpu_time_s: float) -> dict[str, float]:
+        now_s = time.monotonic()
+        then_s, cpu_time_then_s = self._before.setdefault(label, (now_s, cpu_time_s))
+        if now_s - then_s < _SHORTEST_SHARE_S:
+            return {}
+        self._before[label] = (now_s, cpu_time_s)
+        return {"cpu_pct": round(100 * (cpu_time_s - cpu_time_then_s) / (now_s - then_s), 1)}
+
+    def cores(self) -> set[int]:
+        """The cores that any of them may run on."""
+        cores: set[int] = set()
+        for process in self._processes.values():
+            try:
+                cores.update(process.cpu_affinity())
+            except (psutil.Error, AttributeError):
+                continue
+        return cores
+
+
+class Host:
+    """The node as a whole; the share of its cores is since the sample before."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        psutil.cpu_percent(percpu=True)  # the first answer is since boot
+        self._asked_s = time.monotonic()
+
+    def sample(self) -> dict[str, Any]:
+        """A row, without the shares when the sample before has only just been taken."""
+        memory = psutil.virtual_memory()
+        row: dict[str, Any] = {
+            "kind": "host",
+            "id": self._node,
+            "load_1m": round(os.getloadavg()[0], 2),
+            "mem_available_bytes": memory.available,
+            "mem_used_bytes": memory.used,
+        }
+        if time.monotonic() - self._asked_s >= _SHORTEST_SHARE_S:
+            self._asked_s = time.monotonic()
+            by_core = psutil.cpu_percent(percpu=True)
+            row["cpu_pct"] = round(sum(by_core) / len(by_core), 1)
+            row["cores_pct"] = " ".join(f"{percent:.0f}" for percent in by_core)
+        return row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Sample until SIGTERM or SIGINT, or until the parent has died."""
+    parser = argparse.ArgumentParser(prog="stratbench.telemetry.sampler", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
+    parser.add_argument("--period-s", type=float, default=0.5)
+    parser.add_argument("--origin-s", type=float, default=None, help="time.time() of t_s = 0")
+    parser.add_argument("--pids-file", type=Path, default=None, help="lines `label pid`")
+    parser.add_argument(
+        "--parent-pid", type=int, default=os.getppid(), help="end when this is not the parent"
+    )
+    options = parser.parse_args(arguments)
+    if not options.period_s > 0:
+        parser.error(f"--period-s {options.period_s}, expected more than 0")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    _lowest_priority()
+    # One write a sample: a kill leaves whole rows.
+    with options.out.open("w", newline="", encoding="utf-8") as file:
+        sample_until(
+            stop,
+            file,
+            Nvml(),
+            Watched(options.pids_file),
+            parent_pid=options.parent_pid,
+            period_s=options.period_s,
+            origin_s=time.time() if options.origin_s is None else options.origin_s,
+        )
+    return 0
+
+
+def sample_until(
+    stop: threading.Event,
+    file: TextIO,
+    nvml: Nvml,
+    watched: Watched,
+    *,
+    parent_pid: int,
+    period_s: float,
+    origin_s: float,
+) -> None:
+    """Write a sample to `file` every `period_s`, and a last one when `stop` is set."""
+    gpus = nvml.gpus()
+    node = socket.gethostname()
+    host = Host(node)
+    allowed_cores = _affinity()
+    offset_s = time.time() - origin_s - time.monotonic()
+    begun_s = time.monotonic()
+    file.write(",".join(COLUMNS) + "\n")
+    count = 0
+    while True:
+        ending = stop.is_set() or os.getppid() != parent_pid
+        if watched.refresh():
+            _move_to(allowed_cores - watched.cores())
+        t_s = round(time.monotonic() + offset_s, 3)
+        rows = [host.sample(), *watched.sample()]
+        pcie_snapshot = count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
+        rows += [
+            {"kind": "gpu", "id": gpu.index, **gpu.counters(pcie_snapshot=pcie_snapshot)}
+            for gpu in gpus
+        ]
+        file.write(_as_csv({"t_s": t_s, "node": node} | row for row in rows))
+        file.flush()
+        if ending:
+            return
+        count += 1
+        stop.wait(max(0.0, begun_s + count * period_s - time.monotonic()))
+
+
+def busy_check(
+    own_pids: set[int] | None = None, window_s: float = 0.5, nvml: Nvml | None = None
+) -> dict[str, Any]:
+    """What else uses this machine: call it before a cell starts. Takes `window_s`.
+
+    `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process, its
+    ancestors and descendants, nor `own_pids`), those of other containers included;
+    `load_1m`; `other_processes`: the visible ones above a tenth of a core, busiest first, at
+    most five; `other_gpu_processes` per GPU that has some (a process in a container is not
+    recognised as ours, NVML knows it by another number).
+    """
+    ours = _family() | (own_pids or set())
+    before, total_before = _cpu_times(), _busy_s()
+    begun_s = time.monotonic()
+    time.sleep(window_s)
+    after, total_after = _cpu_times(), _busy_s()
+    ours |= _family()  # workers may have been started meanwhile
+    elapsed_s = time.monotonic() - begun_s
+    cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}
+    own_cores = sum(used for pid, used in cores.items() if pid in ours)
+    busiest = sorted((p for p in cores if p not in ours), key=cores.__getitem__, reverse=True)
+    facts: dict[str, Any] = {
+        "other_cpu_cores": round(max(0.0, (total_after - total_before) / elapsed_s - own_cores), 3),
+        "load_1m": os.getloadavg()[0],
+        "other_processes": [
+            {"pid": pid, "name": _name(pid), "cores": round(cores[pid], 3)}
+            for pid in busiest[:5]
+            if cores[pid] > 0.1
+        ],
+    }
+    strangers = {
+        gpu.index: [pid for pid in gpu.process_ids() if pid not in ours]
+        for gpu in (nvml or Nvml()).gpus()
+    }
+    if any(strangers.values()):
+        facts["other_gpu_processes"] = {gpu: pids for gpu, pids in strangers.items() if pids}
+    return facts
+
+
+def _as_csv(rows: Any) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _lowest_priority() -> None:
+    try:
+        os.nice(19)
+    except OSError:
+        return
+
+
+def _affinity() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def _move_to(cores: set[int]) -> None:
+    """Run on `cores` from now on; stay where none is given."""
+    if not cores:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError:
+        return
+
+
+def _family() -> set[int]:
+    here = psutil.Process()
+    relatives = [here, *here.parents(), *here.children(recursive=True)]
+    return {process.pid for process in relatives}
+
+
+def _cpu_times() -> dict[int, float]:
+    """CPU seconds of every visible process by pid."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        found[process.pid] = times.user + times.system
+    return found
+
+
+def _busy_s() -> float:
+    """CPU seconds that all cores together have been busy since boot."""
+    times = psutil.cpu_times()
+    # Guests are counted in user and nice already; time stolen by a hypervisor is not ours.
+    idle = ("idle", "iowait", "steal", "guest", "guest_nice")
+    return sum(value for name, value in times._asdict().items() if name not in idle)
+
+
+def _name(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "?"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The timeline of a cell: samples of the machine, phases of the ranks, and energy from both.
+
+Times are seconds since the launcher's origin. A sample file has one row an entity a sample,
+with an empty field where a counter was not offered; `merge_timeline` adds the phase. No torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Columns of a sample file. `kind` is host, process or gpu; `id` is the node's name, the label
+# the launcher gave the process (rank0, server1), or the GPU's index.
+COLUMNS = (
+    "t_s",
+    "node",
+    "kind",
+    "id",
+    # host: share of all cores in use; process: of one core, so 200 is two cores
+    "cpu_pct",
+    "cores_pct",  # host: share of each core in use, separated by blanks
+    "cpu_time_s",  # process: CPU time so far
+    "rss_bytes",  # process
+    "load_1m",  # host
+    "mem_available_bytes",  # host
+    # host: physical memory in use; gpu: memory in use on the device
+    "mem_used_bytes",
+    # gpu; see nvml.Gpu.counters
+    "gpu_util_pct",
+    "mem_bus_util_pct",
+    "power_w",
+    "energy_j",
+    "temperature_c",
+    "sm_clock_mhz",
+    "mem_clock_mhz",
+    "throttle",
+    "pcie_tx_bytes",
+    "pcie_rx_bytes",
+    "pcie_tx_bytes_per_s",
+    "pcie_rx_bytes_per_s",
+    "nvlink_tx_bytes",
+    "nvlink_rx_bytes",
+)
+
+
+class PhaseLog:
+    """Append-only log of a rank's phases, one JSON object a line: t_s, rank, phase, event.
+
+    `event` is `start` or `end`. Each line is written through at once, so a killed rank leaves
+    all but the line it was writing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int, origin_s: float) -> None:
+        """`origin_s`: the launcher's `time.time()`, from which every rank counts."""
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._rank = rank
+        self._offset_s = time.time() - origin_s - time.monotonic()
+
+    def write(self, phase: str, event: str) -> None:
+        """Note that `phase` starts or ends now."""
+        t_s = round(time.monotonic() + self._offset_s, 4)
+        line = {"t_s": t_s, "rank": self._rank, "phase": phase, "event": event}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Interval(NamedTuple):
+    """A phase of one rank, from `start_s` to `end_s`."""
+
+    rank: int
+    phase: str
+    start_s: float
+    end_s: float
+
+
+def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[Interval]:
+    """The phases in those logs, by start; one that never ended ends at infinity.
+
+    A line cut short by a kill is left out.
+    """
+    intervals: list[Interval] = []
+    for path in paths:
+        open_phases: dict[tuple[int, str], list[float]] = {}
+        for entry in _entries(Path(path)):
+            key = (entry["rank"], entry["phase"])
+            if entry["event"] == "start":
+                open_phases.setdefault(key, []).append(entry["t_s"])
+            elif open_phases.get(key):
+                intervals.append(Interval(*key, open_phases[key].pop(), entry["t_s"]))
+        for key, starts in open_phases.items():
+            intervals += [Interval(*key, start_s, float("inf")) for start_s in starts]
+    return sorted(intervals, key=lambda interval: interval.start_s)
+
+
+def merge_timeline(
+    sample_csvs: Iterable[str | os.PathLike[str]],
+    phase_logs: Iterable[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+) -> None:
+    """Write the samples of all nodes to `out`, by time, with a `phase` column.
+
+    A row of process `rank3` gets rank 3's phase, every other row the phase of the lowest rank
+    that kept a log; of nested phases the one that started last. Files that are not there and
+    rows cut short count for nothing.
+    """
+    intervals = read_phases(path for path in phase_logs if Path(path).is_file())
+    by_rank: dict[int, list[Interval]] = {}
+    for interval in intervals:
+        by_rank.setdefault(interval.rank, []).append(interval)
+    lowest = min(by_rank, default=0)
+    rows = sorted(
+        (row for path in sample_csvs for row in read_samples(path)), key=lambda row: row["t_s"]
+    )
+    temporary = Path(f"{os.fspath(out)}.tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, "phase"), extrasaction="ignore", restval="")
+        writer.writeheader()
+        for row in rows:
+            rank = _rank_of(row)
+            mine = by_rank.get(lowest if rank is None else rank, [])
+            writer.writerow(row | {"phase": _phase_at(mine, row["t_s"])})
+    os.replace(temporary, out)
+
+
+def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Rows of a sample file or timeline, `t_s` as a number, the rest as text.
+
+    A missing file has no rows; a row cut short by a kill is left out.
+    """
+    if not Path(path).is_file():
+        return
+    with open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if None in row.values():
+                continue
+            try:
+                t_s = float(row["t_s"])
+            except ValueError:
+                continue
+            yield row | {"t_s": t_s}
+
+
+def energy_joules(
+    timeline: str | os.PathLike[str], t0_s: float, t1_s: float
+) -> dict[tuple[str, str], float]:
+    """Energy of each GPU, by (node, id), between two times of a timeline.
+
+    From the energy counter, interpolated at both ends, where the GPU has one that only grows;
+    otherwise from the power by the trapezoidal rule. A GPU whose samples do not reach from
+    `t0_s` to `t1_s` is absent: nothing is extrapolated. Raises ValueError if t1_s < t0_s.
+    """
+    if t1_s < t0_s:
+        raise ValueError(f"energy_joules: from {t0_s} s to {t1_s} s, expected ascending times")
+    found = {}
+    for gpu, series in sorted(_energy_series([timeline]).items()):
+        joules = series.joules(t0_s, t1_s)
+        if joules is not None:
+            found[gpu] = joules
+    return found
+
+
+def energy_within(
+    sample_csvs: Iterable[str | os.PathLike[str]],
+    intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
+) -> float | None:
+    """Joules of some GPUs, each within its own intervals of time, all together.
+
+    `intervals`: (start_s, end_s) by (node, id), as `energy_joules` names GPUs and by its method.
+    None if the samples cannot tell it for any of the intervals, or there are none.
+    """
+    of_gpu = _energy_series(sample_csvs)
+    parts = [
+        of_gpu[gpu].joules(*interval) if gpu in of_gpu else None
+        for gpu, its in intervals.items()
+        for interval in its
+    ]
+    return None if not parts or None in parts else sum(parts)
+
+
+class _EnergySeries:
+    """A GPU's samples by time: (t_s, joules since the driver was loaded) and (t_s, watts)."""
+
+    def __init__(self) -> None:
+        self.counter: list[tuple[float, float]] = []
+        self.power: list[tuple[float, float]] = []
+
+    def joules(self, t0_s: float, t1_s: float) -> float | None:
+        counted = _counted(self.counter, t0_s, t1_s)
+        return _integrated(self.power, t0_s, t1_s) if counted is None else counted
+
+
+def _energy_series(
+    sample_csvs: Iterable[str | os.PathLike[str]],
+) -> dict[tuple[str, str], _EnergySeries]:
+    found: dict[tuple[str, str], _EnergySeries] = {}
+    for row in (row for path in sample_csvs for row in read_samples(path)):
+        if row["kind"] != "gpu":
+            continue
+        series = found.setdefault((row["node"], row["id"]), _EnergySeries())
+        if row["energy_j"]:
+            series.counter.append((row["t_s"], float(row["energy_j"])))
+        if row["power_w"]:
+            series.power.append((row["t_s"], float(row["power_w"])))
+    return found
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and {"t_s", "rank", "phase", "event"} <= entry.keys():
+            yield entry
+
+
+def _rank_of(row: dict[str, Any]) -> int | None:
+    number = row["id"].removeprefix("rank")
+    return int(number) if row["kind"] == "process" and number.isdecimal() else None
+
+
+def _phase_at(intervals: list[Interval], t_s: float) -> str:
+    last = bisect.bisect_right(intervals, t_s, key=lambda interval: interval.start_s)
+    for interval in reversed(intervals[:last]):
+        if t_s < interval.end_s:
+            return interval.phase
+    return ""
+
+
+def _counted(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+    values = [value for _, value in series]
+    if values != sorted(values):  # the driver was reloaded in between
+        return None
+    at_start, at_end = _interpolated(series, t0_s), _interpolated(series, t1_s)
+    return None if at_start is None or at_end is None else at_end - at_start
+
+
+def _integrated(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+    at_start, at_end = _interpolated(series, t0_s), _interpolated(series, t1_s)
+    if at_start is None or at_end is None:
+        return None
+    inside = [(t, watts) for t, watts in series if t0_s < t < t1_s]
+    points = [(t0_s, at_start), *inside, (t1_s, at_end)]
+    return sum(
+        (t - before) * (watts + watts_before) / 2
+        for (before, watts_before), (t, watts) in itertools.pairwise(points)
+    )
+
+
+def _interpolated(series: list[tuple[float, float]], t_s: float) -> float | None:
+    after = bisect.bisect_left(series, t_s, key=lambda point: point[0])
+    if after == len(series):
+        return None
+    t_after, value_after = series[after]
+    if t_after == t_s:
+        return value_after
+    if after == 0:
+        return None
+    t_before, value_before = series[after - 1]
+    share = (t_s - t_before) / (t_after - t_before)
+    return value_before + share * (value_after - value_before)

@@ -1,0 +1,236 @@
+"""The agent of one node: starts the node's worker processes, watches them, and ends them.
+
+On one node the launcher is the agent; on several, `srun` starts one on each. Workers are forked from
+a server process that has imported torch once. The agent itself never imports torch, so that it stays
+able to act whatever the workers do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import psutil
+
+from stratbench.ps.config import ServerConfig
+from stratbench.record import write_atomic
+from stratbench.telemetry.sampler import Sampler, busy_check
+from stratbench.train.job import Job
+
+#: How long the peers of a failed worker may take to report before they are ended, in seconds.
+GRACE_S = 3.0
+
+
+class Stopped(BaseException):
+    """The agent was told to stop by a signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """How one process of a cell ended. `exit_code` is negative for a signal; None: ended by us."""
+
+    name: str
+    exit_code: int | None
+
+    def __str__(self) -> str:
+        if self.exit_code is None:
+            return f"{self.name}: ended by the launcher"
+        if self.exit_code < 0:
+            return f"{self.name}: killed by {signal.Signals(-self.exit_code).name}"
+        return f"{self.name}: exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class End:
+    """How the processes of a node ended, and whether the cell's time limit did it."""
+
+    processes: list[ProcessEnd]
+    timed_out: bool
+
+
+def run_node(job: Job, node: int) -> End:
+    """Start this node's processes and wait for their end or the deadline."""
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # before anything imports torch
+    if job.n_nodes == 1 and not job.use_cuda:
+        # gloo would look up this host's name, which not every machine can resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["stratbench.train.worker"])
+    text = job.to_json()
+    servers = [
+        context.Process(
+            target=_start_server,
+            args=(json.dumps(asdict(config)), str(job.run_dir)),
+            name=f"server{config.server}",
+            daemon=True,
+        )
+        for config in servers_of(job, node)
+    ]
+    workers = [
+        context.Process(
+            target=_start_worker, args=(text, rank, local_rank), name=f"rank{rank}", daemon=True
+        )
+        for local_rank, rank in enumerate(job.ranks_of(node))
+    ]
+    processes = [*servers, *workers]
+    sampler = Sampler(job.run_dir / f"samples{node}.csv", job.origin_unix_s)
+    try:
+        for p in processes:
+            p.start()
+            sampler.watch(p.name, p.pid)
+        busy = busy_check()
+        write_atomic(job.run_dir / f"busy{node}.json", json.dumps(busy))
+        return supervise(job, servers, workers)
+    finally:
+        end_all(processes)
+        end_fork_server()
+        sampler.stop()
+
+
+def servers_of(job: Job, node: int) -> list[ServerConfig]:
+    """The parameter servers that run on this node; none for a collective strategy."""
+    if not job.has_servers:
+        return []
+    from stratbench.strategies.ps import server_configs
+
+    host = socket.gethostname() if job.n_nodes > 1 else None
+    configs = server_configs(job.settings, job.train_samples, job.run_dir, host)
+    return [c for c in configs if c.server % job.n_nodes == node]
+
+
+def _start_worker(job_json: str, rank: int, local_rank: int) -> None:
+    from stratbench.train import worker
+
+    worker.main(job_json, rank, local_rank)
+
+
+def _start_server(config_json: str, run_dir: str) -> None:
+    from stratbench.train import worker
+
+    worker.serve_parameters(config_json, Path(run_dir))
+
+
+def supervise(
+    job: Job,
+    servers: list[multiprocessing.Process],
+    workers: list[multiprocessing.Process],
+) -> End:
+    """Wait until all have ended, what is left cannot go on (after a grace), or the deadline.
+
+    Workers of a collective cannot go on without each other. A parameter server's can, as long as its
+    servers live; one that the servers have given up is ended, since it may be stopped for good.
+    """
+    processes = [*servers, *workers]
+    ended: dict[str, int] = {}
+    grace_ends: float | None = None
+    while len(ended) < len(processes):
+        now = time.time()
+        if job.deadline_unix_s is not None and now >= job.deadline_unix_s:
+            return End(_ends(processes, ended), timed_out=True)
+        if grace_ends is not None and now >= grace_ends:
+            break
+        poll_s = 0.5 if job.has_servers else 3600
+        until = min(t for t in (job.deadline_unix_s, grace_ends, now + poll_s) if t is not None)
+        running = {p.sentinel: p for p in processes if p.name not in ended}
+        for sentinel in wait(list(running), timeout=max(until - now, 0)):
+            process = running[sentinel]
+            process.join()
+            ended[process.name] = process.exitcode
+        for p in running.values():
+            if p.name not in ended and p.name in lost_workers(job):
+                p.kill()
+        if grace_ends is None and stuck(job, servers, workers, ended):
+            grace_ends = time.time() + GRACE_S
+    return End(_ends(processes, ended), timed_out=False)
+
+
+def stuck(
+    job: Job,
+    servers: list[multiprocessing.Process],
+    workers: list[multiprocessing.Process],
+    ended: dict[str, int],
+) -> bool:
+    """Whether the processes that still run can no longer reach an orderly end."""
+    if not job.has_servers:
+        return any(code != 0 for code in ended.values())
+    server_failed = any(ended.get(p.name) not in (0, None) for p in servers)
+    return server_failed or all(p.name in ended for p in workers)
+
+
+def lost_workers(job: Job) -> set[str]:
+    """Names of the workers that server 0, now at its end, had given up."""
+    path = job.run_dir / "server0.json"
+    if not job.has_servers or not path.exists():
+        return set()
+    return {f"rank{w['worker']}" for w in json.loads(path.read_text())["lost"]}
+
+
+def _ends(processes: list[multiprocessing.Process], ended: dict[str, int]) -> list[ProcessEnd]:
+    return [ProcessEnd(p.name, ended.get(p.name)) for p in processes]
+
+
+def end_all(processes: list[multiprocessing.Process]) -> None:
+    """Kill what still runs; training processes have nothing to save."""
+    for p in processes:
+        if p.pid is not None and p.is_alive():
+            p.kill()
+    for p in processes:
+        if p.pid is not None:
+            p.join(timeout=5)
+
+
+def end_fork_server() -> None:
+    """Kill the fork server. While it imports torch it would not notice that nobody needs it."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any("multiprocessing.forkserver" in part for part in child.cmdline()):
+                child.kill()
+
+
+def on_signals(action: Callable[[int], None]) -> None:
+    """Call `action` when the process is asked to stop."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda number, frame: action(number))
+
+
+def raise_stopped(signum: int) -> None:
+    """Signal action: unwind, once; later signals must not interrupt the clean-up."""
+    on_signals(lambda _: None)
+    raise Stopped(signum)
+
+
+def main() -> None:
+    """Agent of one node of several; started by `srun` with the job's file as argument."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("job", type=Path, help="JSON file written by the launcher")
+    job = Job.from_json(parser.parse_args().job.read_text())
+    on_signals(raise_stopped)
+    node = int(os.environ["SLURM_NODEID"])
+    try:
+        end = run_node(job, node)
+    except Stopped as stopped:
+        sys.exit(128 + stopped.signum)
+    for p in end.processes:
+        print(f"node {node}: {p}", flush=True)
+    # A worker lost to a parameter server ends nobody else's node.
+    codes = [p.exit_code for p in end.processes if not job.has_servers or "server" in p.name]
+    sys.exit(1 if end.timed_out or any(code != 0 for code in codes) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which devices a cell may use: GPUs are taken under a file lock, so that no two cells share one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+
+class DeviceError(RuntimeError):
+    """The machine does not have what a cell needs; the message says what to change."""
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; empty without any."""
+    from stratbench.telemetry.nvml import Nvml
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in map(str.strip, given.split(",")) if name not in ("", "-1")]
+    return [str(gpu.index) for gpu in Nvml().gpus()]
+
+
+def wants_cuda(device: str, gpus: list[str]) -> bool:
+    """Resolve the `device` setting (auto, cpu, cuda) against the GPUs that are there."""
+    if device == "cuda" and not gpus:
+        raise DeviceError(
+            "device = 'cuda', but no GPU is visible here; use device: auto or cpu, or check "
+            "CUDA_VISIBLE_DEVICES and the driver"
+        )
+    return device != "cpu" and bool(gpus)
+
+
+@contextmanager
+def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
+    """Hold `wanted` of `gpus` until the block ends, waiting for other cells on this node.
+
+    The locks lie in the temporary folder of the node and vanish with the process, so a killed cell
+    leaves nothing behind. Raises DeviceError when the node has too few.
+    """
+    if wanted > len(gpus):
+        raise DeviceError(
+            f"the cell needs {wanted} GPUs on this node, but {len(gpus)} are visible "
+            f"({', '.join(gpus) or 'none'}); lower `gpus` in the experiment, use device: cpu, or "
+            "raise cluster.gpus_per_node to what a node has"
+        )
+    folder = Path(tempfile.gettempdir()) / f"stratbench-gpus-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    locks = {gpu: folder / name for gpu, name in lock_names(gpus).items()}
+    with ExitStack() as held:
+        mine: list[str] = []
+        told = False
+        while len(mine) < wanted:
+            for gpu in gpus:
+                if gpu not in mine and len(mine) < wanted and _lock(locks[gpu], held):
+                    mine.append(gpu)
+            if len(mine) < wanted:
+                # Give back what was taken: two cells that each hold half would wait for ever.
+                held.close()
+                mine.clear()
+                if not told:
+                    print(f"waiting for {wanted} free GPUs (another cell holds some)", flush=True)
+                    told = True
+                time.sleep(0.5)
+        yield mine
+
+
+def lock_names(gpus: list[str]) -> dict[str, str]:
+    """A file name for each GPU: its UUID where NVML knows it.
+
+    A scheduler may show every job its own GPU as number 0; the numbers of two jobs say nothing.
+    """
+    from stratbench.telemetry.nvml import Nvml
+
+    uuids = {str(gpu.index): gpu.static().get("uuid") for gpu in Nvml().gpus()}
+    return {gpu: (uuids.get(gpu) or gpu).replace("/", "_") for gpu in gpus}
+
+
+def _lock(path: Path, held: ExitStack) -> bool:
+    f = path.open("w")
+    try:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        f.close()
+        return False
+    held.enter_context(f)
+    return True
+
+
+def show_only(gpus: list[str]) -> None:
+    """Make `gpus` the only ones that this process's children see, as devices 0, 1, …"""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
+def threads_per_worker(workers: int) -> int:
+    """CPU threads for each of `workers` on this node, sharing out the cores we may use."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(1, cores // workers)

@@ -1,0 +1,133 @@
+"""Throughput in context: operations against the device's peak, traffic, energy, time to an accuracy.
+
+Derived from what the workers, the servers and the sampler of a finished cell left. What these cannot
+tell is absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratbench.telemetry.hardware import peak_of
+from stratbench.telemetry.timeline import energy_within, read_phases
+from stratbench.train.job import PROFILE_TRACE, Job
+
+#: Operations of a training step in those of its forward: backward computes two gradients.
+TRAINING_FLOPS = 3
+_RATES = ("sent_bytes_per_step", "received_bytes_per_step")
+_TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_steps")
+
+
+def compute(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any] | None:
+    """Operations a second of all workers together, and their share of the devices' peak (MFU).
+
+    Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B.
+    """
+    forward = next((n for w in workers if (n := w.get("forward_flops_per_sample"))), None)
+    if forward is None:
+        return None
+    found: dict[str, Any] = {"forward_flops_per_sample": forward}
+    samples, train_time_s = run.get("samples_seen"), run.get("train_time_s")
+    if not samples or not train_time_s:
+        return found
+    found["achieved_flops_per_s"] = TRAINING_FLOPS * forward * samples / train_time_s
+    peak = peak_flops_per_s(job, workers)
+    if peak is not None:
+        found["peak_flops_per_s"] = peak
+        found["mfu"] = found["achieved_flops_per_s"] / peak
+    return found
+
+
+def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
+    """Datasheet peak of all workers' GPUs in the cell's precision; None if any is unknown."""
+    if job.settings.precision == "fp64" or len(workers) < job.world_size:
+        return None
+    peaks = [peak_of(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
+    tflops = [peak and peak.tflops(job.settings.precision) for peak in peaks]
+    return None if None in tflops else 1e12 * sum(tflops)
+
+
+def communication(
+    workers: list[dict[str, Any]], servers: list[dict[str, Any]], run: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Bytes a step of a worker, the bandwidth that these imply, and times where they are known."""
+    stated = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
+    steps = sum(n for _, n in stated)
+    if not steps:
+        return None
+    found: dict[str, Any] = {"method": stated[0][0]["method"]}
+    for key in _RATES:
+        found[key] = sum(c[key] * n for c, n in stated) / steps
+    for key in _TIMES:
+        if all(key in c for c, _ in stated):
+            found[key] = sum(c[key] * n for c, n in stated) / steps
+    if train_time_s := run.get("train_time_s"):
+        steps_per_s = steps / len(stated) / train_time_s
+        found["implied_bytes_per_s"] = max(found[key] for key in _RATES) * steps_per_s
+        if servers:
+            moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in servers]
+            found["busiest_server_bytes_per_s"] = max(moved) / train_time_s
+    return found
+
+
+def breakdown(workers: list[dict[str, Any]], found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Mean ms a step of each phase, over all workers; `found`: the cell's communication.
+
+    Exposed communication is taken out of backward, the wait out of the exchange with the server.
+    """
+    found = found or {}
+    names = dict.fromkeys(name for w in workers for name in w["breakdown_ms"])
+    phases: dict[str, float] = {}
+    for name in names:
+        mean_ms = sum(w["breakdown_ms"].get(name, 0.0) for w in workers) / len(workers)
+        match name:
+            case "backward" if "exposed_ms" in found:
+                exposed_ms = min(found["exposed_ms"], mean_ms)
+                phases["backward"] = mean_ms - exposed_ms
+                phases["exposed_communication"] = exposed_ms
+            case "server" if "server_wait_ms" in found:
+                wait_ms = min(found["server_wait_ms"], mean_ms)
+                phases["push"] = mean_ms - wait_ms
+                phases["server_wait"] = wait_ms
+            case "other" if "server" not in names:  # what follows the last mark of a step
+                phases["optimizer"] = mean_ms
+            case _:
+                phases[name] = mean_ms
+    return phases or None
+
+
+def energy(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, float] | None:
+    """Joules of the cell's GPUs during their workers' training steps, and for each sample.
+
+    The processors, the memory and the rest of the machine are not in it.
+    """
+    if not run.get("samples_seen") or len(workers) < job.world_size:
+        return None
+    intervals = {}
+    for w in workers:
+        index = w["provenance"].get("gpu", {}).get("index")
+        if index is None:
+            return None
+        log = job.run_dir / f"phases{w['rank']}.jsonl"
+        intervals[w["provenance"]["host"]["name"], str(index)] = [
+            (i.start_s, i.end_s) for i in read_phases([log]) if i.phase == "train"
+        ]
+    joules = energy_within(sorted(job.run_dir.glob("samples*.csv")), intervals)
+    if joules is None:
+        return None
+    return {"train_joules": joules, "joules_per_sample": joules / run["samples_seen"]}
+
+
+def time_to_accuracy_s(per_epoch: list[dict[str, Any]], target: float | None) -> float | None:
+    """Training time at the end of the first epoch that reached `target`; None if none did."""
+    if target is None:
+        return None
+    return next((e["train_time_s"] for e in per_epoch if e["accuracy"] >= target), None)
+
+
+def profile(job: Job) -> dict[str, Any] | None:
+    """Where the profiler's trace is, below the cell's log folder; None where there is none."""
+    if not (job.run_dir / PROFILE_TRACE).exists():
+        return None
+    note = "the servers had ended: the exchange with them is not in it" if job.has_servers else None
+    return {"trace": f"{job.run_dir.name}/{PROFILE_TRACE}", "note": note}

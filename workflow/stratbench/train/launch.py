@@ -1,0 +1,184 @@
+"""The launcher: runs one cell and writes its record, or leaves the evidence of its failure.
+
+    python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
+
+Exit code 0: the record is written (ok, oom, timeout and diverged are results). Exit code 1: the cell
+failed; the end of every process's log is printed and kept, with exit codes, in the cell's log folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stratbench.cells import Cell
+from stratbench.config import Settings
+from stratbench.ps.handshake import new_secret, write_secret
+from stratbench.record import write, write_atomic
+from stratbench.sources import DataError
+from stratbench.train import agent, assemble, devices
+from stratbench.train.job import Job
+
+EVIDENCE_LINES = 20
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    cell = Cell(**json.loads(args.cell))
+    settings = Settings.from_json(args.settings)
+    run_dir = args.logs / "run"
+    failure = args.logs / "failure.json"
+    for old in (failure, args.record, args.timeline):
+        old.unlink(missing_ok=True)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir(parents=True)
+    print(f"cell {cell}", flush=True)
+    try:
+        agent.on_signals(agent.raise_stopped)
+        with job_of(args, cell, settings, run_dir.resolve()) as job:
+            end = launch(job, args.cpus_per_node)
+            outcome = assemble.classify(job, end)
+            if outcome.status == "error":
+                return fail(failure, run_dir, cell, outcome.reason, end)
+            assemble.timeline(job, args.timeline)
+            write(args.record, assemble.record(job, outcome))
+    except (devices.DeviceError, DataError) as e:
+        return fail(failure, run_dir, cell, str(e), None)
+    except agent.Stopped as stopped:
+        print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
+        return 128 + stopped.signum
+    print(f"cell {cell}: {outcome.status}" + (f" ({outcome.reason})" if outcome.reason else ""))
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cell", required=True, help="the cell's seven coordinates, as JSON")
+    parser.add_argument("--settings", required=True, help="its resolved settings, as JSON")
+    parser.add_argument("--data", required=True, type=Path, help="folder of the prepared data set")
+    parser.add_argument("--record", required=True, type=Path, help="where the record goes")
+    parser.add_argument("--timeline", required=True, type=Path, help="where the timeline goes")
+    parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
+    parser.add_argument("--time-limit-s", type=float, default=0, help="the cell's limit; 0: none")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes the cell spans")
+    parser.add_argument(
+        "--cpus-per-node", type=int, default=1, help="CPU cores it has on each node"
+    )
+    return parser.parse_args(argv)
+
+
+@contextmanager
+def job_of(
+    args: argparse.Namespace, cell: Cell, settings: Settings, run_dir: Path
+) -> Iterator[Job]:
+    """The job, holding the node's GPUs for it; the clock of the time limit starts with it."""
+    meta = assemble.data_meta(args.data)
+    gpus = devices.visible_gpus()
+    cuda = devices.wants_cuda(settings.device, gpus)
+    per_node = -(-cell.gpus // args.nodes)
+    with (
+        devices.reserve(gpus, per_node if cuda and args.nodes == 1 else 0) as mine,
+        tempfile.TemporaryDirectory(prefix="stratbench-") as local,
+    ):
+        if mine:
+            devices.show_only(mine)
+        yield Job(
+            cell=cell,
+            settings=settings,
+            data_dir=args.data.resolve(),
+            data_shape=tuple(meta["shape"]),
+            train_samples=meta["train_samples"],
+            run_dir=run_dir,
+            store_path=Path(local) / "store",
+            n_nodes=args.nodes,
+            workers_per_node=per_node,
+            use_cuda=cuda,
+            threads=settings.threads or devices.threads_per_worker(per_node),
+            origin_unix_s=time.time(),
+            time_limit_s=args.time_limit_s or None,
+        )
+
+
+def launch(job: Job, cpus_per_node: int) -> agent.End:
+    """Run the job's processes on all its nodes."""
+    secret = job.run_dir / "secret"
+    if job.has_servers:
+        write_secret(secret, new_secret())
+    try:
+        return agent.run_node(job, 0) if job.n_nodes == 1 else launch_with_srun(job, cpus_per_node)
+    finally:
+        secret.unlink(missing_ok=True)
+
+
+def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:
+    """One agent on each node of the SLURM job; the cell's limit is kept by every agent and here."""
+    path = job.run_dir / "job.json"
+    write_atomic(path, job.to_json())
+    command = [
+        "srun", f"--nodes={job.n_nodes}", f"--ntasks={job.n_nodes}", "--ntasks-per-node=1",
+        f"--cpus-per-task={cpus_per_node}",  # srun does not take it from the job: 1 core otherwise
+        "--kill-on-bad-exit=1", "--wait=0", sys.executable, "-m", "stratbench.train.agent", str(path),
+    ]  # fmt: skip
+    limit_s = None if job.deadline_unix_s is None else job.deadline_unix_s - time.time() + 15
+    # Snakemake's SLURM plugin has taken SLURM_CONF away; the Snakefile kept a copy.
+    conf = os.environ.get("STRATBENCH_SLURM_CONF")
+    env = os.environ | ({"SLURM_CONF": conf} if conf else {})
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+    try:
+        process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=30)
+    late = job.deadline_unix_s is not None and time.time() >= job.deadline_unix_s
+    ends = [agent.ProcessEnd(f"rank{r}", _exit_code(job, r)) for r in range(job.world_size)]
+    return agent.End(ends, timed_out=late and process.returncode != 0)
+
+
+def _exit_code(job: Job, rank: int) -> int | None:
+    """What the worker's own file says: srun does not pass on the exit codes of each process."""
+    path = job.run_dir / f"rank{rank}.json"
+    if not path.exists():
+        return None
+    return 0 if json.loads(path.read_text())["status"] in ("ok", "diverged") else 1
+
+
+def fail(path: Path, run_dir: Path, cell: Cell, reason: str, end: agent.End | None) -> int:
+    """Keep and print the evidence of a failure; returns the exit code."""
+    logs = {p.name: tail(p, EVIDENCE_LINES) for p in sorted(run_dir.glob("*.log"))}
+    processes = [str(p) for p in end.processes] if end else []
+    evidence = {"cell": cell.as_dict(), "reason": reason, "processes": processes, "logs": logs}
+    write_atomic(path, json.dumps(evidence, indent=1) + "\n")
+    print(f"\ncell {cell} FAILED: {reason}")
+    for line in processes:
+        print(f"  {line}")
+    for name, lines in logs.items():
+        print(f"--- end of {run_dir / name}")
+        print("\n".join(lines) or "(empty)")
+    print(f"--- kept in {path}", flush=True)
+    return 1
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a log, read from its end."""
+    with path.open("rb") as f:
+        f.seek(0, 2)
+        f.seek(max(0, f.tell() - 64 * 1024))
+        return f.read().decode(errors="replace").splitlines()[-lines:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

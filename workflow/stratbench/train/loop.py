@@ -1,0 +1,322 @@
+"""The training loop of one worker: warm-up, timed epochs, evaluation between them.
+
+The loop is the same for every strategy; only what `strategy.step` does differs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from stratbench.data import EVAL_BATCH, Augmentation, DeviceData, epoch_order
+from stratbench.strategies.base import Strategy, Worker
+from stratbench.strategies.ps import ParameterServer
+from stratbench.telemetry.clock import Phases, StepClock
+from stratbench.telemetry.memory import MemoryMeter
+from stratbench.telemetry.timeline import PhaseLog
+
+
+@dataclass
+class Progress:
+    """What the finished epochs gave; rank 0 keeps a copy on disk, so that a timeout loses nothing."""
+
+    path: Path | None
+    per_epoch: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        self.per_epoch.append(entry)
+        if self.path is not None:
+            with self.path.open("a") as f:
+                f.write(json.dumps(entry) + "\n")
+
+
+@dataclass
+class Result:
+    """What one worker measured."""
+
+    status: str
+    reason: str | None
+    clock: StepClock
+    progress: Progress
+    steps: int
+    samples: int
+    memory: dict[str, Any]
+    #: Parameter server: sum and number of this worker's batch losses in each epoch.
+    losses: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+
+def train(
+    strategy: Strategy,
+    data: DeviceData,
+    worker: Worker,
+    phases: Phases,
+    log: PhaseLog,
+    memory: MemoryMeter,
+    progress: Progress,
+) -> Result:
+    """Warm up, then train and evaluate all epochs; `strategy.setup` has been called.
+
+    A loss that is not finite, in training or on the test set, ends the run after its epoch with
+    status `diverged`.
+    """
+    s = worker.settings
+    with phases("warmup"):
+        warm_up(strategy, data, worker)
+    memory.start()
+    clock = StepClock(worker.device, phase_marks=True)
+    worker.mark = clock.mark
+    status, reason = "ok", None
+    steps = 0
+    for epoch in range(s.epochs):
+        log.write("train", "start")
+        losses = train_epoch(strategy, data, worker, clock, epoch)
+        log.write("train", "end")
+        if epoch == 0:  # before an evaluation, whose batches may need more than training's
+            used = memory.read()
+        steps += len(losses)
+        loss = mean_over_workers(torch.stack(losses).double().mean(), worker)
+        with phases("eval"):
+            test_loss, accuracy = evaluate(strategy, data, worker.rank, worker.world_size)
+        entry = {
+            "epoch": epoch + 1,
+            "train_time_s": clock.train_time_s,
+            "train_loss": finite(loss),
+            "test_loss": finite(test_loss),
+            "accuracy": accuracy,
+        }
+        progress.add(entry)
+        report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
+        for name, value in (("training", loss), ("test", test_loss)):
+            if status == "ok" and not isfinite(value):
+                status = "diverged"
+                reason = f"the {name} loss became {value} in epoch {epoch + 1} of {s.epochs}"
+        if status == "diverged":
+            break
+    return Result(status, reason, clock, progress, steps, steps * s.per_worker_batch, used)
+
+
+def train_with_server(
+    strategy: ParameterServer,
+    data: DeviceData,
+    worker: Worker,
+    phases: Phases,
+    log: PhaseLog,
+    memory: MemoryMeter,
+    progress: Progress,
+) -> Result:
+    """Warm up, then train on the tickets that the servers hand out until none are left.
+
+    No epoch is waited for: the servers keep their state at the end of each, and after the training
+    one worker evaluates these. That worker's result holds the epochs.
+    """
+    s = worker.settings
+    with phases("warmup"):
+        warm_up(strategy, data, worker)
+    memory.start()
+    clock = StepClock(worker.device, phase_marks=True)
+    worker.mark = clock.mark
+
+    @lru_cache(maxsize=2)  # a ticket of a lost worker may be from the epoch before
+    def epoch_tables(epoch: int) -> tuple[torch.Tensor, Augmentation | None]:
+        order = epoch_order(data.train_samples, s.seed, epoch, worker.device)
+        return order, data.augmentation(s.seed, epoch) if s.augment else None
+
+    losses: dict[int, list[torch.Tensor]] = {}
+    samples = 0
+    for epoch, where in strategy.tickets():
+        if not samples:
+            log.write("train", "start")
+            clock.begin()
+        if epoch not in losses:
+            announce_epoch(epoch, worker)
+        order, augmentation = epoch_tables(epoch)
+        x, y = data.batch(order[where], augmentation)
+        clock.mark("data")
+        losses.setdefault(epoch, []).append(strategy.step(x, y))
+        clock.tick()
+        samples += len(y)
+    if samples:
+        clock.end()
+        log.write("train", "end")
+    used = memory.read()
+    sums = {e: (float(torch.stack(v).double().sum()), len(v)) for e, v in losses.items()}
+    diverged = [f"training loss of epoch {e + 1}" for e, (x, _) in sums.items() if not isfinite(x)]
+    if strategy.evaluates:
+        with phases("eval"):
+            diverged += evaluate_epochs(strategy, data, worker, progress)
+    status = "diverged" if diverged else "ok"
+    reason = f"the {diverged[0]} is not a finite number" if diverged else None
+    finite_sums = {e: (finite(x), n) for e, (x, n) in sums.items()}
+    steps = sum(n for _, n in sums.values())
+    return Result(status, reason, clock, progress, steps, samples, used, finite_sums)
+
+
+def evaluate_epochs(
+    strategy: ParameterServer, data: DeviceData, worker: Worker, progress: Progress
+) -> list[str]:
+    """Evaluate the servers' state after each epoch; returns what was not a finite number."""
+    diverged = []
+    for epoch in range(worker.settings.epochs):
+        train_time_s = strategy.load_epoch(epoch)
+        test_loss, accuracy = evaluate(strategy, data, rank=0, world_size=1)
+        if not isfinite(test_loss):
+            diverged.append(f"test loss after epoch {epoch + 1}")
+        progress.add(
+            {
+                "epoch": epoch + 1,
+                "train_time_s": train_time_s,
+                "train_loss": None,  # the launcher has all workers' losses
+                "test_loss": finite(test_loss),
+                "accuracy": accuracy,
+            }
+        )
+        print(
+            f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
+            f"{train_time_s:.2f} s: accuracy {accuracy:.2%}",
+            flush=True,
+        )
+    return diverged
+
+
+def announce_epoch(epoch: int, worker: Worker) -> None:
+    """A line of progress from every worker: they reach an epoch at their own time."""
+    print(f"epoch {epoch + 1}/{worker.settings.epochs} begun", flush=True)
+
+
+def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
+    """A few steps on real batches that leave no trace: weights, buffers, optimizer and RNG restored."""
+    s = worker.settings
+    saved = strategy.save()
+    rng = torch.get_rng_state()
+    on_cuda = worker.device.type == "cuda"
+    cuda_rng = torch.cuda.get_rng_state(worker.device) if on_cuda else None
+    indices = torch.arange(s.per_worker_batch, device=worker.device) % data.train_samples
+    augmentation = data.augmentation(s.seed, 0) if s.augment else None
+    for _ in range(s.warmup_steps):
+        strategy.step(*data.batch(indices, augmentation))
+    with strategy.evaluating() as model, torch.no_grad():
+        model(data.test_batch(0, EVAL_BATCH)[0])
+    strategy.restore(saved)
+    torch.set_rng_state(rng)
+    if cuda_rng is not None:
+        torch.cuda.set_rng_state(cuda_rng, worker.device)
+
+
+#: Steps of the profiler before and while it records.
+PROFILE_WARM_UP, PROFILED_STEPS = 2, 3
+
+
+def profile(strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None) -> None:
+    """A few steps after everything has been measured, recorded by torch's profiler in `trace`.
+
+    Every worker of a collective must call it; those without `trace` step along. The training state is
+    not restored. A worker of a server computes only: the servers have ended.
+    """
+    from torch.profiler import ProfilerActivity, schedule
+    from torch.profiler import profile as profiler
+
+    s = worker.settings
+    worker.mark = lambda phase: None
+    indices = torch.arange(s.per_worker_batch, device=worker.device) % data.train_samples
+    augmentation = data.augmentation(s.seed, 0) if s.augment else None
+    activities = [ProfilerActivity.CPU]
+    if worker.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    recording = (
+        profiler(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=PROFILE_WARM_UP, active=PROFILED_STEPS),
+            on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
+        )
+        if trace is not None
+        else nullcontext()
+    )
+    with recording:
+        for _ in range(PROFILE_WARM_UP + PROFILED_STEPS):
+            strategy.step(*data.batch(indices, augmentation))
+            if trace is not None:
+                recording.step()
+
+
+def train_epoch(
+    strategy: Strategy, data: DeviceData, worker: Worker, clock: StepClock, epoch: int
+) -> list[torch.Tensor]:
+    """One timed epoch; returns the loss of each step, still on the device."""
+    s = worker.settings
+    order = epoch_order(data.train_samples, s.seed, epoch, worker.device)
+    augmentation = data.augmentation(s.seed, epoch) if s.augment else None
+    losses = []
+    clock.begin()
+    for indices in strategy.batches(order, epoch):
+        x, y = data.batch(indices, augmentation)
+        clock.mark("data")
+        losses.append(strategy.step(x, y))
+        clock.tick()
+    clock.end()
+    return losses
+
+
+def evaluate(
+    strategy: Strategy, data: DeviceData, rank: int, world_size: int
+) -> tuple[float, float]:
+    """Mean loss and share of correct answers on the whole test set.
+
+    `world_size` workers share the test set out among them. Each calls the model equally often, since
+    a sharded forward is a collective; batches beyond the end count nothing.
+    """
+    total, batch = data.test_samples, EVAL_BATCH
+    rounds = math.ceil(total / (batch * world_size))
+    sums = torch.zeros(2, dtype=torch.float64, device=data.test_labels.device)
+    with strategy.evaluating() as model, torch.no_grad():
+        for i in range(rounds):
+            start = (i * world_size + rank) * batch
+            if start < total:
+                x, y = data.test_batch(start, start + batch)
+                weight = 1.0
+            else:
+                x, y = data.test_batch(0, 1)
+                weight = 0.0
+            logits = model(x).double()
+            sums[0] += weight * F.cross_entropy(logits, y, reduction="sum")
+            sums[1] += weight * (logits.argmax(1) == y).sum()
+    if world_size > 1:
+        dist.all_reduce(sums)
+    loss, correct = (sums / total).tolist()
+    return loss, correct
+
+
+def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
+    """The mean of a scalar over all workers (synchronises; between epochs only)."""
+    if worker.world_size > 1:
+        dist.all_reduce(value)
+    return float(value) / worker.world_size
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN: None stands for a loss that is not a number."""
+    return value if isfinite(value) else None
+
+
+def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int) -> None:
+    """One line of progress, from rank 0."""
+    if worker.rank:
+        return
+    epochs, done = worker.settings.epochs, entry["epoch"]
+    epoch_s = clock.epoch_times_s[-1]
+    left_s = clock.train_time_s / done * (epochs - done)
+    loss = "not finite" if entry["train_loss"] is None else f"{entry['train_loss']:.4f}"
+    print(
+        f"epoch {done}/{epochs}: loss {loss}, accuracy {entry['accuracy']:.2%}, "
+        f"{samples / epoch_s:,.0f} samples/s, {epoch_s:.2f} s, about {left_s:.0f} s of training left",
+        flush=True,
+    )

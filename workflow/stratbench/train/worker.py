@@ -1,0 +1,250 @@
+"""One worker process of a cell: joins the others, trains, and writes what it measured as JSON.
+
+The launcher's fork server imports this module once, so the workers of a cell share the cost of
+importing torch; nothing here may allocate a tensor or start a thread at import.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # else every optimizer's constructor would, for 1.5 s of every worker
+import torch.distributed as dist
+
+from stratbench import models
+from stratbench.config import Settings
+from stratbench.data import DeviceData
+from stratbench.ps.config import ServerConfig
+from stratbench.ps.handshake import load_secret
+from stratbench.ps.server import serve
+from stratbench.record import write_atomic
+from stratbench.strategies import strategy_class
+from stratbench.strategies.base import Strategy, Worker
+from stratbench.strategies.slowdown import Slowdown
+from stratbench.telemetry.clock import Phases
+from stratbench.telemetry.flops import forward_flops
+from stratbench.telemetry.memory import MemoryMeter
+from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
+from stratbench.telemetry.timeline import PhaseLog
+from stratbench.train import loop
+from stratbench.train.job import PROFILE_TRACE, Job
+
+models.import_torchvision()
+import torchvision.models  # noqa: E402, F401
+
+EXIT_ERROR, EXIT_OOM = 1, 3
+
+
+def main(job_json: str, rank: int, local_rank: int) -> None:
+    """Entry point of the process. Exits 0 with a result, 3 out of memory, 1 on any other error."""
+    job = Job.from_json(job_json)
+    attach_to_launcher(job.run_dir / f"rank{rank}.log")
+    out = job.run_dir / f"rank{rank}.json"
+    try:
+        result = run(job, rank, local_rank)
+    except Exception as e:
+        traceback.print_exc()
+        status = "oom" if is_out_of_memory(e) else "error"
+        write_atomic(out, json.dumps({"status": status, "reason": first_line(e)}))
+        leave(EXIT_OOM if status == "oom" else EXIT_ERROR)
+    write_atomic(out, json.dumps(result))
+    leave(0)
+
+
+def serve_parameters(config_json: str, run_dir: Path) -> None:
+    """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
+    config = ServerConfig(**json.loads(config_json))
+    attach_to_launcher(run_dir / f"server{config.server}.log")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        status = serve(config, load_secret(run_dir / "secret"))["status"]
+    except Exception:
+        traceback.print_exc()
+        leave(EXIT_ERROR)
+    leave(0 if status == "ok" else EXIT_ERROR)
+
+
+def attach_to_launcher(log: Path) -> None:
+    """Send output to `log`, die with the launcher, and leave Ctrl-C to it."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=die_with_launcher, daemon=True).start()
+
+
+def die_with_launcher() -> None:
+    """Wait for the launcher's end, however it ends. Its fork server would outlive it."""
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(code: int) -> None:
+    """End at once: after an error a peer may be gone, and an orderly shutdown would wait for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
+    """Train the cell as worker `rank`; returns the worker's part of the record."""
+    s = job.settings
+    device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
+    configure_torch(s, device, job.threads)
+    memory = MemoryMeter(device)  # before anything of the training is in memory
+    log = PhaseLog(job.run_dir / f"phases{rank}.jsonl", rank, job.origin_unix_s)
+    phases = Phases(device, log)
+    started_s = time.time() - job.origin_unix_s
+    cls = strategy_class(s.strategy)
+    strategy = cls(cls.Options(**s.options))
+    with phases("rendezvous"):
+        if strategy.needs_group:
+            join_group(job, rank, device)
+    with phases("data"):
+        shape = models.input_shape(s.model, job.data_shape)
+        dtype = torch.float64 if s.precision == "fp64" else torch.float32
+        data = DeviceData.load(job.data_dir, device, shape, dtype=dtype)
+    with phases("build"):
+        model = build_model(s, shape, data.meta["classes"], device, dtype)
+        initial = sha256_of_state(model.state_dict())
+        facts = {
+            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "initial_weights_sha256": initial,
+            "input_shape": list(shape),
+            "classes": data.meta["classes"],
+            "batchnorm": models.has_batchnorm(model),
+            "dropout": models.has_dropout(model),
+        }
+        groups = models.wrap_groups(s.model, model)
+        group_sizes = [
+            {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}
+            for label, ms in groups
+        ]
+        slowdown = Slowdown.of(s, rank, model, shape, data.meta["classes"], device)
+        worker = Worker(s, rank, job.world_size, device, job.run_dir, groups, slowdown.wait)
+        strategy.setup(model, worker)
+        # From here on only what is random per worker (dropout) draws from the global generator.
+        torch.manual_seed(s.seed + 1 + rank)
+    keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
+    progress = loop.Progress(job.run_dir / "progress.jsonl" if keeps else None)
+    train = loop.train_with_server if strategy.kind == "server" else loop.train
+    result = train(strategy, data, worker, phases, log, memory, progress)
+    measured = as_dict(result, strategy, phases, rank)
+    # Of a server's workers, the one that has evaluated; the others are through, or lost.
+    chosen = bool(result.progress.per_epoch) if strategy.kind == "server" else rank == 0
+    if s.profile and result.status == "ok" and (chosen or strategy.kind == "collective"):
+        with phases("profile"):
+            trace = job.run_dir / PROFILE_TRACE if chosen else None
+            loop.profile(strategy, data, worker, trace)
+    if chosen:
+        build = partial(models.build, s.model, data.meta["classes"], shape[0])
+        measured["forward_flops_per_sample"] = forward_flops(build, shape)
+    measured["model"] = facts
+    measured["wrap_groups"] = group_sizes if strategy.uses_wrap_groups else []
+    measured["started_s"] = started_s
+    measured["provenance"] = worker_provenance(device)
+    if slowdown.factors:
+        measured["strategy"]["details"]["slowdown"] = slowdown.summary()
+    strategy.close()
+    return measured
+
+
+def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
+    """Threads, TensorFloat-32 and seeds, set the same way for every strategy."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(s.seed)
+    tf32 = s.precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = True
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def join_group(job: Job, rank: int, device: torch.device) -> None:
+    """Join the process group: through a file on one node, through rank 0's port on several."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    alone = job.n_nodes == 1
+    store = dist.FileStore(str(job.store_path), job.world_size) if alone else tcp_store(job, rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size)
+
+
+def tcp_store(job: Job, rank: int) -> dist.TCPStore:
+    """A store on a port that rank 0's kernel chooses; the others read where it is from the run folder."""
+    endpoint = job.run_dir / "endpoint.json"
+    if rank == 0:
+        host = os.uname().nodename
+        store = dist.TCPStore(host, 0, job.world_size, is_master=True, wait_for_workers=False)
+        write_atomic(endpoint, json.dumps({"host": host, "port": store.port}))
+        return store
+    deadline = time.monotonic() + 120
+    while not endpoint.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 did not write {endpoint} within 120 s")
+        time.sleep(0.05)
+    where = json.loads(endpoint.read_text())
+    return dist.TCPStore(where["host"], where["port"], job.world_size, wait_for_workers=False)
+
+
+def build_model(
+    s: Settings, shape: tuple[int, int, int], classes: int, device: torch.device, dtype: torch.dtype
+) -> torch.nn.Module:
+    """The model with the repeat's initial weights, equal for all strategies and ranks."""
+    torch.manual_seed(s.seed)
+    model = models.build(s.model, classes, shape[0]).to(device=device, dtype=dtype)
+    if device.type == "cuda" and s.precision in ("fp16", "bf16", "tf32"):
+        model = model.to(memory_format=torch.channels_last)  # what tensor cores want
+    return model.train()
+
+
+def as_dict(result: loop.Result, strategy: Strategy, phases: Phases, rank: int) -> dict[str, Any]:
+    clock = result.clock
+    times = phases.as_dict()
+    return {
+        "status": result.status,
+        "reason": result.reason,
+        "rank": rank,
+        "steps": result.steps,
+        "samples": result.samples,
+        "train_time_s": clock.train_time_s,
+        "epoch_times_s": clock.epoch_times_s,
+        "step_ms": clock.step_ms,
+        "breakdown_ms": {name: f["mean"] for name, f in clock.phase_summary().items()},
+        "phases_s": times,
+        "per_epoch": result.progress.per_epoch,
+        "losses": result.losses,
+        "memory": result.memory,
+        "model_states": strategy.model_states(),
+        "strategy": strategy.report(),
+        "communication": strategy.communication(),
+    }
+
+
+def is_out_of_memory(e: BaseException) -> bool:
+    """Whether an exception means that the device or the host had no memory left."""
+    if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(e, OSError):
+        return e.errno == errno.ENOMEM
+    # The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.
+    signs = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
+    return isinstance(e, RuntimeError) and any(sign in str(e) for sign in signs)
+
+
+def first_line(e: BaseException) -> str:
+    text = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {text[0] if text else ''}".rstrip(": ")
