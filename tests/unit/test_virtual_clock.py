@@ -236,5 +236,5 @@ def test_backup_drops_the_late_ones_and_no_others(schedule, backups):
     trace = simulate(policies, plan, ones, timing, changes)
     late = sum(n for shard in trace.staleness for tau, n in shard.items() if tau > 0)
     assert sum(trace.dropped) == late
-    if backups == 0:
-        assert late == 0
+    if backups == 0 and not any(what == "join" for _, _, what in changes):
+        assert late == 0  # one who comes back within a step has pushed twice: the second is late

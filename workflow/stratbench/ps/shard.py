@@ -39,8 +39,8 @@ class Shard:
     ) -> None:
         """Take `worker`'s gradient, shape [n], for `ticket`; None: the step was skipped.
 
-        A ticket that was taken before (its first holder was lost half-way) changes nothing. Nor
-        does a push whose sender is no longer `alive`, which is looked at under the lock.
+        A ticket that was taken before (its first holder was lost half-way) is a skipped step. A
+        push whose sender is no longer `alive`, which is looked at under the lock, changes nothing.
         """
         with self._lock:
             if not alive():
@@ -49,8 +49,7 @@ class Shard:
                 self._left.discard(worker)
                 self.policy.on_join(worker)
             if not self._taken.add(ticket):
-                self._release(worker, self.index)
-                return
+                grad = None
             self._save_snapshots()
             started = time.perf_counter()
             self._apply(worker, grad)

@@ -53,6 +53,8 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     job = Job.from_json(job_json)
     attach_to_launcher(job.run_dir / f"rank{rank}.log")
     out = job.run_dir / f"rank{rank}.json"
+    if job.deadline_unix_s is not None and time.time() >= job.deadline_unix_s:
+        leave(EXIT_ERROR)  # the agent knows that the time is up
     try:
         result = run(job, rank, local_rank)
     except Exception as e:
