@@ -87,6 +87,23 @@ def server_statistics(cell: Cell, pushes: int, parameter_bytes: int) -> dict[str
     return {"servers": [{"workers": workers, "lost": [], "staleness_all_shards": counts}]}
 
 
+def communication(
+    server: bool, workers: int, parameter_bytes: int, step_ms: float
+) -> dict[str, Any]:
+    """What a worker sends and receives in a step."""
+    share = 1.0 if server else 2 * (workers - 1) / workers
+    sent = share * parameter_bytes
+    found = {
+        "method": "counted" if server else "ring",
+        "sent_bytes_per_step": sent,
+        "received_bytes_per_step": sent,
+        "implied_bytes_per_s": sent * 1000 / step_ms,
+    }
+    if server:
+        found["busiest_server_bytes_per_s"] = 2 * workers * sent * 1000 / step_ms
+    return found
+
+
 def write_timeline(path: Path, cell: Cell) -> None:
     """Constructed samples of every GPU: 90 % busy while training."""
     lines = ["t_s,kind,id,gpu_util_pct,mem_used_bytes,throttle,phase"]
@@ -211,6 +228,21 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "total_s": 12.0 + sum(epoch_times_s),
             "time_limit_s": TIME_LIMIT_S,
         },
+        "compute": {
+            "forward_flops_per_sample": 2e6 * millions,
+            "achieved_flops_per_s": 6e6 * millions * samples / train_time_s,
+            "peak_flops_per_s": 1e14 * cell.gpus,
+            "mfu": 6e6 * millions * samples / train_time_s / (1e14 * cell.gpus),
+        }
+        if ok
+        else None,
+        "communication": communication(server, cell.gpus, parameter_bytes, step_ms) if ok else None,
+        "energy": {
+            "train_joules": 300.0 * train_time_s,
+            "joules_per_sample": 300.0 * train_time_s / samples,
+        }
+        if ok and device == "cuda"
+        else None,
         "memory": {
             "method": "cuda-allocator" if device == "cuda" else "vmhwm",
             "peak_bytes": (peak if device == "cuda" else peak + 300 * MIB) if ok else None,

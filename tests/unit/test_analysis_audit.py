@@ -223,6 +223,19 @@ def test_cells_without_a_result_trip_nothing(tmp_path):
     assert audit.audit(read_cells(study_dir / "cells.csv")) == []
 
 
+def test_the_bandwidth_that_a_record_counted_is_judged(tmp_path):
+    """More than the parameters need: a strategy that sends too much is found too."""
+    cells = fixture.expand(strategies=("single", "ddp", "ps-sync"), models=("vgg16",))
+    for column, strategy in (
+        ("implied_bytes_per_s", "ddp"),
+        ("busiest_server_bytes_per_s", "ps-sync"),
+    ):
+        change = only(put("communication", column, value=1e12), strategy, 4)
+        found = findings(tmp_path / strategy, change, cells=cells)
+        tripped = {(f["strategy"], f["gpus"]) for f in found if f["rule"] == "bandwidth-impossible"}
+        assert tripped == {(strategy, 4)}
+
+
 def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     cells = fixture.expand(strategies=("single", "ddp"), models=MODELS)
     change = only(put("accuracy", "final", value=0.2), "ddp", 2)

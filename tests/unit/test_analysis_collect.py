@@ -12,6 +12,7 @@ from pathlib import Path
 import fixture_records as fixture
 import pytest
 
+from stratbench import config
 from stratbench.analysis import collect
 
 WORKFLOW = Path(collect.__file__).parents[2]
@@ -159,3 +160,70 @@ def test_ten_thousand_records_take_less_than_30_s_and_1_gb(tmp_path):
     assert process.returncode == 0
     assert used.ru_utime + used.ru_stime < 30  # CPU time: others may use the machine
     assert used.ru_maxrss < 2**20  # KiB
+
+
+def test_time_to_an_accuracy():
+    epochs = [
+        {"train_time_s": t, "accuracy": a}
+        for t, a in ((1.0, 0.5), (2.0, 0.8), (3.0, 0.7), (4.0, 0.9))
+    ]
+    assert collect.time_to_accuracy_s(epochs, 0.8) == 2.0
+    assert collect.time_to_accuracy_s(epochs, 0.85) == 4.0
+    assert collect.time_to_accuracy_s(epochs, 0.95) is None
+    assert collect.time_to_accuracy_s(epochs, None) is None
+
+
+def study_of(lr: float) -> config.Study:
+    block = {
+        "dataset": "cifar10", "strategies": ["single", "ddp"], "models": ["vgg16"],
+        "gpus": [1, 2, 4], "epochs": 6, "global_batch": 64, "lr": lr, "time_limit_s": 9,
+    }  # fmt: skip
+    experiments = {"main": block}
+    raw = {"study": "constructed", "studies": {"constructed": {"experiments": experiments}}}
+    return config.load(raw)[1]
+
+
+def test_a_record_trained_with_other_settings_is_refused_and_told(tmp_path):
+    cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",))
+    trained, asked = study_of(0.01), study_of(0.5)
+
+    def train(cell, record):
+        study = asked if cell.gpus == 4 else trained
+        return record | {"settings": json.loads(study.settings(cell).as_json())}
+
+    study_dir = fixture.write_study(tmp_path, cells, change=train)
+    assert run(study_dir, "--study", json.dumps(trained.as_trained())) == 1
+    rows = read(study_dir / "cells.csv")
+    assert [r["status"] for r in rows] == ["ok", "ok", "ok", "error"]
+    assert "was trained with lr 0.5 (config: 0.01); delete it" in rows[-1]["reason"]
+
+
+def test_what_trains_nothing_is_no_part_of_how_cells_are_trained():
+    changed = study_of(0.01)
+    changed.experiments["main"].values["time_limit_s"] = 10
+    changed.experiments["main"].values["target_accuracy"] = 0.5
+    assert changed.as_trained() == study_of(0.01).as_trained()
+
+
+def test_a_skipped_cell_is_infeasible_and_a_missing_one_is_missing(tmp_path):
+    cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",))
+    gone = {("ddp", "vgg16", 2): "missing", ("ddp", "vgg16", 4): "missing"}
+    study_dir = fixture.write_study(tmp_path, cells, gone)
+    skipped = json.dumps({cells[-1].path: "needs 93.0 GiB"})
+    assert run(study_dir, "--skipped", skipped) == 1
+    rows = read(study_dir / "cells.csv")
+    assert [r["status"] for r in rows] == ["ok", "ok", "missing", "infeasible"]
+    assert rows[-1]["reason"] == "needs 93.0 GiB"
+    skipped = json.dumps({c.path: "needs 93.0 GiB" for c in cells})
+    assert run(study_dir, "--skipped", skipped) == 0  # a record that is there counts
+    assert [r["status"] for r in read(study_dir / "cells.csv")] == ["ok", "ok", *["infeasible"] * 2]
+
+
+def test_time_to_the_target_of_an_experiment(tmp_path, cells):
+    study_dir = fixture.write_study(tmp_path, cells)
+    assert run(study_dir, "--targets", json.dumps({"main": 0.7, "other": 0.1})) == 0
+    row = read(study_dir / "cells.csv")[0]
+    epochs = json.loads((study_dir / row["record_path"]).read_text())["accuracy"]["per_epoch"]
+    expected = next(e["train_time_s"] for e in epochs if e["accuracy"] >= 0.7)
+    assert float(row["time_to_target_s"]) == expected
+    assert float(row["target_accuracy"]) == 0.7

@@ -54,6 +54,27 @@ def verdicts(decision):
     return {(row["strategy"], row["gpus"]): row["verdict"] for row in decision.matrix}
 
 
+@pytest.mark.parametrize(
+    ("test_samples", "verdict"), [(None, "loses accuracy"), (10_000, "loses accuracy"), (360, "")]
+)
+def test_accuracy_is_lost_only_beyond_what_chance_makes_of_the_test_set(test_samples, verdict):
+    """90 % against 88 %: the 95 % interval of the difference is 4.5 points at 360 samples."""
+    rows = [
+        cell("ddp", 10.0, accuracy_final=0.88, test_samples=test_samples),
+        cell("fsdp", 20.0, accuracy_final=0.90, test_samples=test_samples),
+    ]
+    found = decided(rows)
+    assert found.headline == ("fsdp on 4 GPUs." if verdict else "ddp on 4 GPUs.")
+    assert verdict in verdicts(found)["ddp", 4]
+
+
+def test_what_the_plan_calls_infeasible_does_not_fit():
+    rows = [cell("ddp", 10.0), failed("single", "infeasible", 1, reason="needs 93.0 GiB")]
+    found = decided(rows)
+    assert verdicts(found)["single", 1] == "does not fit"
+    assert any("needs 93.0 GiB by the plan" in why for _, why in found.excluded)
+
+
 def test_the_fastest_is_chosen_by_how_much_and_how_sure():
     rows = repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15])
     found = decided(rows)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import base64
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import yaml
 
 from stratbench import config
-from stratbench.analysis import audit, collect, decide, plots, report, tables
+from stratbench.analysis import audit, collect, decide, plots, report, sections, tables
 from stratbench.analysis.measures import MEASURES, PLOTS
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +57,8 @@ def write_page(root, cells, statuses=None, device="cuda", options=(), change=Non
         log.write_text("constructed\n")
     out = study_dir / "partial" if "--partial" in options else study_dir
     out.mkdir(exist_ok=True)
-    collect.collect(cells, study_dir, out / "cells.csv", out / "epochs.csv")
+    asked = collect.Asked(targets={cell.experiment: 0.6 for cell in cells})
+    collect.collect(cells, study_dir, out / "cells.csv", out / "epochs.csv", asked)
     common = ["--cells", str(out / "cells.csv")]
     audit.main([*common, "--out", str(out / "audit.csv")])
     decide.main([*common, "--audit", str(out / "audit.csv"), "--out", str(out / "decision.csv")])
@@ -195,54 +195,51 @@ def test_mixed_machines_are_pointed_out(tmp_path):
     assert "The records come from different devices" in text
 
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-SORT_TWICE = """<script>
-addEventListener("load", function () {
-  var table = document.querySelector("#t-main-training_time table");
-  var seen = [];
-  for (var turn = 0; turn < 2; turn++) {
-    table.querySelectorAll("th button")[4].click();
-    var rows = Array.from(table.tBodies[0].rows);
-    seen.push(rows.map(function (row) { return row.cells[4].dataset.sort; }).join());
-  }
-  document.title = "sorted:" + seen.join("|") + ":" + table.querySelector("[aria-sort]").ariaSort;
-});
-</script></body>"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.timeout(120)
-def test_in_a_browser_tables_sort_and_nothing_complains(page_path, tmp_path):
-    trial = page_path.with_name("trial.html")
-    trial.write_text(page_path.read_text().replace("</body>", SORT_TWICE))
-    done = subprocess.run(
-        [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-            *(
-                "--enable-logging=stderr",
-                f"--user-data-dir={tmp_path}",
-                "--dump-dom",
-                f"file://{trial}",
-            ),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
+def test_predictions_are_told_by_strategy_with_their_worst(tmp_path):
+    path = tmp_path / "prediction.csv"
+    path.write_text(
+        "experiment,strategy,peak_error_percent,states_error_percent,sent_error_percent,"
+        "train_s_in_range\n"
+        "e,ddp,1.0,0.0,,True\ne,ddp,-7.5,0.0,,False\ne,ddp,2.0,0.0,,\ne,fsdp,,0.0,3.0,\n"
     )
-    assert "CONSOLE" not in done.stderr
-    title = re.search(r"<title>sorted:(.*)</title>", done.stdout)
-    up, down, state = re.split(r"[|:]", title[1])
-    assert state == "descending"
-    for text, is_reversed in ((up, False), (down, True)):
-        values = [float(value) for value in text.split(",") if value]
-        assert len(values) > 4
-        assert values == sorted(values, reverse=is_reversed)
-        assert text.endswith(",")  # cells without a number stay last either way
+    first, second = sections.predictions(path)
+    assert (first["cells"], first["peak_mib"]) == (3, "2.0 %, worst -7.5 %")
+    assert (first["states_bytes"], first["sent_bytes"], first["time"]) == ("exact", "", "1 of 2")
+    assert (second["peak_mib"], second["sent_bytes"]) == ("", "3.0 %, worst +3.0 %")
+    page = Page(
+        write_page(
+            tmp_path,
+            fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",)),
+            options=("--prediction", str(path)),
+        ).read_text()
+    )
+    assert page.wrong == []
+    assert "2.0 %, worst -7.5 %" in " ".join(page.text)
+    path.write_text("study,experiment,strategy\n")  # no cell was predicted
+    assert sections.predictions(path) == []
+
+
+def test_a_glyphs_scale_is_not_cut(tmp_path):
+    """Cut to two digits, letters would be smaller than the room between them."""
+    (tmp_path / "f.svg").write_text(
+        '<svg width="300pt"><g transform="scale(0.015625)"/>1.23456</svg>'
+    )
+    uri = report.data_uri(tmp_path / "f.svg")
+    svg = base64.b64decode(uri.partition(",")[2]).decode()
+    assert "scale(0.015625)" in svg
+    assert "1.23<" in svg
+    assert report.width_pt(tmp_path / "f.svg") == 300
+
+
+def test_experiments_stand_in_the_order_of_the_config(tmp_path):
+    cells = [
+        cell
+        for name in ("zebra", "ant")
+        for cell in fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",), experiment=name)
+    ]
+    text = write_page(tmp_path, cells).read_text()
+    answer = text[text.index('id="decision"') : text.index('id="e-zebra"')]
+    assert answer.index("<h3>zebra") < answer.index("<h3>ant")
 
 
 PAPER_STATUSES = {

@@ -174,18 +174,7 @@ def test_no_energy_where_samples_lack(tmp_path, sampled, end_s, gpu):
     assert efficiency.energy(job(tmp_path), [worker(0), worker(1, gpu)], RUN) is None
 
 
-# ---------------------------------------------------------------- accuracy and profile
-
-
-def test_time_to_an_accuracy():
-    epochs = [
-        {"train_time_s": t, "accuracy": a}
-        for t, a in ((1.0, 0.5), (2.0, 0.8), (3.0, 0.7), (4.0, 0.9))
-    ]
-    assert efficiency.time_to_accuracy_s(epochs, 0.8) == 2.0
-    assert efficiency.time_to_accuracy_s(epochs, 0.85) == 4.0
-    assert efficiency.time_to_accuracy_s(epochs, 0.95) is None
-    assert efficiency.time_to_accuracy_s(epochs, None) is None
+# ---------------------------------------------------------------- profile
 
 
 def test_the_trace_is_named_where_it_is(tmp_path):

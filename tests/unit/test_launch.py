@@ -103,7 +103,7 @@ def test_a_cell_that_finishes(start_cell):
 @pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
 def test_a_profiled_cell(start_cell, strategy):
     """The trace is beside the logs and in no figure; the rest of the record has its context."""
-    launched = start_cell(settings(strategy, epochs=2, profile=True, target_accuracy=0.01))
+    launched = start_cell(settings(strategy, epochs=2, profile=True))
     launched.record.parent.mkdir(parents=True)
     code, output = launched.finish()
     assert code == 0, output
@@ -115,9 +115,6 @@ def test_a_profiled_cell(start_cell, strategy):
     steps = {name for name in names if name.startswith("ProfilerStep#")}
     assert len(steps) == loop.PROFILED_STEPS
     assert any("allreduce" in name for name in names) == (strategy == "ddp")
-    assert (
-        found["accuracy"]["time_to_target_s"] == found["accuracy"]["per_epoch"][0]["train_time_s"]
-    )
     assert found["energy"] is None  # no GPU
     compute, communication = found["compute"], found["communication"]
     assert "mfu" not in compute

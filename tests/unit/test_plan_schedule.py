@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,32 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     assert planned.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
     assert planned.asked["mem_mib"] == -(-planned.host_bytes // (1 << 20))
     rows.write_json(plan, tmp_path / "plan.json")
-    needed = resources.read_needed_mib(tmp_path / "plan.json")
-    assert needed[planned.cell.path] == planned.asked["mem_mib"]
+    kept = resources.StudyPlan(tmp_path / "plan.json")
+    assert kept.host_mem_mib(planned.cell) == planned.asked["mem_mib"]
+    assert kept.longest_s(planned.cell) == round(planned.verdict.total.high_s)
     assert resources.mem_mib(planned.cell, plan.cluster, True, 0) < planned.asked["mem_mib"]
-    assert resources.read_needed_mib(tmp_path / "missing.json") == {}
+    assert resources.StudyPlan(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
+
+
+def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_path: Path):
+    plan = plan_of(made_up(500))
+    planned = cell(plan, "ddp", 8)
+    rows.write_json(plan, tmp_path / "plan.json")
+    kept = resources.StudyPlan(tmp_path / "plan.json")
+    settings = planned.subject.settings.as_json()
+    assert plan.gpu is not None
+    assert kept.infeasible(planned.cell, settings, plan.cluster) == planned.why
+    other = replace(planned.subject.settings, lr=0.5).as_json()
+    assert kept.infeasible(planned.cell, other, plan.cluster) is None
+    for change in ({"gpu": "H100"}, {"memory_margin": 0.0}):
+        assert kept.infeasible(planned.cell, settings, plan.cluster | change) is None
+
+
+def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says():
+    cluster = {"startup_allowance_s": 60}
+    assert resources.runtime_min(None, cluster) == 24 * 60
+    assert resources.runtime_min(None, cluster, planned_s=600.0) == 11
+    assert resources.runtime_min(120.0, cluster, planned_s=600.0) == 3
 
 
 def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):

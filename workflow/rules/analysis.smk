@@ -1,6 +1,15 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
 from stratbench.analysis.measures import MEASURES, NUMBERED_TABLES, PLOTS
 
+# What `collect` is told of the config beside the cells.
+ASKED = [
+    "--skipped",
+    json.dumps(SKIPPED),
+    "--targets",
+    json.dumps(STUDY.target_accuracies()),
+    "--study",
+    json.dumps(STUDY.as_trained(), sort_keys=True),
+]
 CONSTRAINTS = json.dumps(CONFIG["decide"])
 
 TABLES = f"{RESULTS}/{{study}}/tables"
@@ -24,8 +33,9 @@ rule merge_records:
         ENV
     params:
         records=lambda w: f"{RESULTS}/{w.study}/cells",
+        asked=ASKED,
     shell:
-        "python -m stratbench.analysis.collect --expected {input.cells:q}"
+        "python -m stratbench.analysis.collect --expected {input.cells:q} {params.asked:q}"
         " --records-root {params.records:q} --out {output.cells:q} --epochs-out {output.epochs:q}"
         " > {log:q} 2>&1"
 
@@ -152,6 +162,7 @@ rule write_report:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
         summary=f"{RESULTS}/{{study}}/summary.csv",
+        prediction=f"{RESULTS}/{{study}}/prediction.csv",
         svg=[
             f"{FIGURES}/{experiment}/{plot}.svg"
             for experiment in STUDY.experiments
@@ -176,8 +187,8 @@ rule write_report:
         constraints=CONSTRAINTS,
     shell:
         "python -m stratbench.analysis.report --cells {input.cells:q} --audit {input.audit:q}"
-        " --summary {input.summary:q} --plots-dir {params.plots:q} --study-dir {params.study:q}"
-        " --constraints {params.constraints:q} --description={params.description:q}"
+        " --summary {input.summary:q} --prediction {input.prediction:q}"
+        " --plots-dir {params.plots:q} --study-dir {params.study:q} --constraints {params.constraints:q} --description={params.description:q}"
         " --out {output:q} > {log:q} 2>&1"
 
 
@@ -194,10 +205,11 @@ rule partial:
     params:
         study=lambda w, input: str(Path(input[0]).parent),
         out=lambda w, input: str(Path(input[0]).parent / "partial"),
+        asked=ASKED,
         description=STUDY.description,
         constraints=CONSTRAINTS,
     shell:
-        "(python -m stratbench.analysis.collect --partial --expected {input:q}"
+        "(python -m stratbench.analysis.collect --partial --expected {input:q} {params.asked:q}"
         " --records-root {params.study:q}/cells"
         " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv"
         " && python -m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
@@ -235,10 +247,11 @@ rule decide:
     params:
         study=lambda w, input: str(Path(input[0]).parent),
         out=lambda w, input: str(Path(input[0]).parent / "decision"),
+        asked=ASKED,
         constraints=CONSTRAINTS,
     shell:
         "(mkdir -p {params.out:q}"
-        " && python -m stratbench.analysis.collect --partial --expected {input:q}"
+        " && python -m stratbench.analysis.collect --partial --expected {input:q} {params.asked:q}"
         " --records-root {params.study:q}/cells"
         " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv"
         " > {params.out:q}/records.txt"

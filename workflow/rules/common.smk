@@ -40,12 +40,29 @@ wildcard_constraints:
     repeat=r"\d+",
 
 
-def record_paths(experiment=None):
-    """The record of every cell of the study, or of one experiment."""
+PLAN = cell_resources.StudyPlan(f"{RESULTS}/{STUDY.name}/plan.json")
+
+
+def skipped_cells():
+    """Why cells are not trained, by path: the plan says so, and the config lets it."""
+    if not CLUSTER["skip_infeasible"]:
+        return {}
+    found = {
+        cell.path: PLAN.infeasible(cell, STUDY.settings(cell).as_json(), CLUSTER)
+        for cell in STUDY.cells
+    }
+    return {path: why for path, why in found.items() if why}
+
+
+SKIPPED = skipped_cells()
+
+
+def record_paths():
+    """The record of every cell of the study that is not skipped."""
     return [
         str(cell.record_path(RESULTS))
         for cell in STUDY.cells
-        if experiment in (None, cell.experiment)
+        if cell.path not in SKIPPED
     ]
 
 
@@ -84,16 +101,15 @@ def gres_of(cell):
     return cell_resources.gres(cell, CLUSTER, STUDY.settings(cell).device)
 
 
-NEEDED_MIB = cell_resources.read_needed_mib(f"{RESULTS}/{STUDY.name}/plan.json")
-
-
 def mem_mib_of(cell):
     """Host memory asked for on each node, in MiB; more than the config says where the plan does."""
     return cell_resources.mem_mib(
-        cell, CLUSTER, is_served(cell), NEEDED_MIB.get(cell.path, 0)
+        cell, CLUSTER, is_served(cell), PLAN.host_mem_mib(cell)
     )
 
 
 def runtime_min_of(cell):
     """The scheduler's limit in minutes: the cell's own and an allowance, so that the cell's comes first."""
-    return cell_resources.runtime_min(STUDY.time_limit_s(cell), CLUSTER)
+    return cell_resources.runtime_min(
+        STUDY.time_limit_s(cell), CLUSTER, PLAN.longest_s(cell)
+    )

@@ -60,7 +60,6 @@ class Settings:
     device: str
     threads: int | None
     slowdown: dict[str, Any] | None
-    target_accuracy: float | None = None
     profile: bool = False
 
     def as_json(self) -> str:
@@ -132,13 +131,28 @@ class Study:
                 key: values[key]
                 for key in (
                     "epochs", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
-                    "warmup_steps", "device", "threads", "slowdown", "target_accuracy", "profile",
+                    "warmup_steps", "device", "threads", "slowdown", "profile",
                 )
             },
         )  # fmt: skip
 
     def time_limit_s(self, cell: Cell) -> float | None:
         return self.experiments[cell.experiment].values["time_limit_s"]
+
+    def as_trained(self) -> dict[str, Any]:
+        """A config of this study alone, without what no cell is trained with: `Study` reads it."""
+        apart = ("time_limit_s", "target_accuracy")
+        experiments = {
+            name: {key: value for key, value in e.values.items() if key not in apart}
+            for name, e in self.experiments.items()
+        }
+        study = {key: value for key, value in self._study.items() if key != "description"}
+        return {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
+
+    def target_accuracies(self) -> dict[str, float]:
+        """Experiments with a target accuracy, and the target; changing one retrains nothing."""
+        targets = {e: x.values["target_accuracy"] for e, x in self.experiments.items()}
+        return {e: target for e, target in targets.items() if target is not None}
 
     def _matrix(self, experiment: str, values: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is co
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from stratbench.cells import Cell
 
-#: Asked for where a cell has no time limit of its own, in minutes.
+#: Asked for where neither a limit of the cell's own nor a plan says how long it takes, in minutes.
 UNLIMITED_MIN = 24 * 60
 
 
@@ -46,17 +47,50 @@ def mem_mib(cell: Cell, cluster: Mapping[str, Any], served: bool, needed_mib: in
     )
 
 
-def read_needed_mib(plan: str | Path) -> dict[str, int]:
-    """Host memory that cells need on a node by the study's plan.json, by path; empty without one."""
-    try:
-        cells = json.loads(Path(plan).read_text())["cells"]
-        return {path: int(planned["host_mem_mib"]) for path, planned in cells.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # not planned, or not by this version
+class StudyPlan:
+    """What a study's plan.json says of its cells: nothing where there is none that can be read."""
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            plan = json.loads(Path(path).read_text())
+            self.gpu = plan["gpu"]
+            self.memory_margin = plan["memory_margin"]
+            self.cells = {key: dict(planned) for key, planned in plan["cells"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self.gpu, self.memory_margin, self.cells = None, None, {}
+
+    def host_mem_mib(self, cell: Cell) -> int:
+        """Host memory that the cell needs on a node; 0 where that is not known."""
+        return self.cells.get(cell.path, {}).get("host_mem_mib", 0)
+
+    def longest_s(self, cell: Cell) -> float | None:
+        """The longest that the cell is expected to take, in seconds; None where that is not known."""
+        return self.cells.get(cell.path, {}).get("cell_time_high_s")
+
+    def infeasible(self, cell: Cell, settings_json: str, cluster: Mapping[str, Any]) -> str | None:
+        """Why the cell cannot run, in words; None too where it was planned for anything else."""
+        planned = self.cells.get(cell.path, {})
+        same = (
+            self.gpu == cluster["gpu"]
+            and self.memory_margin == cluster["memory_margin"]
+            and planned.get("settings") == sha256_of_text(settings_json)
+        )
+        return planned.get("infeasible") if same else None
 
 
-def runtime_min(time_limit_s: float | None, cluster: Mapping[str, Any]) -> int:
-    """The scheduler's limit in minutes: the cell's own and an allowance, so that its own comes first."""
+def sha256_of_text(text: str) -> str:
+    """To see whether settings are those that were planned."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def runtime_min(
+    time_limit_s: float | None, cluster: Mapping[str, Any], planned_s: float | None = None
+) -> int:
+    """The scheduler's limit in minutes: the cell's own and an allowance, so that its own comes first.
+
+    Without a limit of its own, the longest time of the plan instead, where there is one.
+    """
+    time_limit_s = planned_s if time_limit_s is None else time_limit_s
     if time_limit_s is None:
         return UNLIMITED_MIN
     return -(-int(time_limit_s + cluster["startup_allowance_s"]) // 60)

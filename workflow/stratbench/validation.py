@@ -45,14 +45,18 @@ def schema() -> dict[str, Any]:
 def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The config with defaults filled in; ConfigError on the first mistake."""
     _check_plain(raw, ())
-    if isinstance(raw, Mapping) and "decide" in raw:
-        raw = {**raw, "decide": _typed(raw["decide"])}
+    if isinstance(raw, Mapping):
+        raw = {**raw, **{name: _typed(raw[name]) for name in ("decide", "cluster") if name in raw}}
     faults = sorted(_validator().iter_errors(raw), key=lambda e: (len(e.path), str(e.path)))
     if faults:
         raise ConfigError(_explain(faults[0]))
     config = _with_defaults(json.loads(json.dumps(raw)))
     if config["study"] not in config["studies"]:
         raise ConfigError(wrong("study", config["study"], "is not a study", config["studies"]))
+    if config["cluster"]["skip_infeasible"] and config["cluster"]["gpu"] is None:
+        raise ConfigError(
+            "config: cluster.skip_infeasible = true: needs cluster.gpu, the GPU that cells shall fit"
+        )
     for name in config["datasets"]:
         if name in DATASETS:
             raise ConfigError(f"config: datasets.{name}: {name!r} is built in; choose another name")
@@ -68,7 +72,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(block: Any) -> Any:
-    """`decide` with text read as YAML: Snakemake hands over what is nested in --config as text."""
+    """A block with text read as YAML: Snakemake hands over what is nested in --config as text."""
     import yaml
 
     if not isinstance(block, Mapping):

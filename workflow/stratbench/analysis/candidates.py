@@ -35,6 +35,7 @@ class Candidate:
     accuracy_percent: float | None = None
     memory_bytes: float | None = None
     states_bytes: float | None = None
+    test_samples: float | None = None
     on_cpu: bool = False
     price_per_gpu_hour: float | None = None
     kind: str = ""
@@ -104,6 +105,7 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
         times=times,
         time_s=float(times.median()) if len(times) else None,
         accuracy_percent=median("accuracy_final", 100),
+        test_samples=median("test_samples"),
         memory_bytes=median("peak_over_base_bytes" if on_cpu else "peak_memory_bytes"),
         states_bytes=median("model_states_bytes"),
         on_cpu=on_cpu,
@@ -125,6 +127,8 @@ def judge(
         match status:
             case "oom":
                 candidate.exclude("does not fit", f"{share}out of memory")
+            case "infeasible":
+                candidate.exclude("does not fit", f"{share}{reason} by the plan")
             case "timeout":
                 over = "its time limit" if pd.isna(limit) else f"{limit:g} s"
                 candidate.exclude("too slow", f"{share}not done after {over}")
@@ -189,12 +193,30 @@ def check_accuracy(found: list[Candidate], given: Constraints) -> None:
         if best is None or candidate.accuracy_percent is None:
             continue
         lost = (best.accuracy_percent or 0.0) - candidate.accuracy_percent
-        if lost > given.accuracy_tolerance:
+        chance = chance_points(best, candidate)
+        if lost > given.accuracy_tolerance + chance:
             why = (
                 f"{candidate.accuracy_percent:.2f} %, {lost:.2f} points less than {best.strategy} "
-                f"on {best.gpus} ({given.accuracy_tolerance:g} allowed)"
+                f"on {best.gpus} ({given.accuracy_tolerance:g} allowed"
+                f"{f', {chance:.2f} may be chance' if chance else ''})"
             )
             candidate.exclude("loses accuracy", why)
+
+
+def chance_points(one: Candidate, other: Candidate) -> float:
+    """By how many points of accuracy two equally good models may differ on a finite test set.
+
+    Half the 95 % interval of the difference of two binomial proportions, in points. Repeats test on
+    the same samples, so they narrow it not at all; that both test on the same narrows it, so this
+    is the cautious side. 0 where the number of samples is not known.
+    """
+    if not one.test_samples or not other.test_samples:
+        return 0.0
+    shares = [(c.accuracy_percent or 0.0) / 100 for c in (one, other)]
+    variances = (
+        share * (1 - share) / c.test_samples for share, c in zip(shares, (one, other), strict=True)
+    )
+    return 100 * 1.96 * sum(variances) ** 0.5
 
 
 def extrapolated(found: list[Candidate], given: Constraints) -> Iterator[Candidate]:
@@ -225,6 +247,7 @@ def extrapolated(found: list[Candidate], given: Constraints) -> Iterator[Candida
             f"{fixed_s:.3g} s + {shared_s:.3g} s / N, which misses the measured by {off:.0%} at most",
             time_s=float(fixed_s + shared_s / given.gpus),
             accuracy_percent=nearest.accuracy_percent,
+            test_samples=nearest.test_samples,
             memory_bytes=nearest.memory_bytes,
             states_bytes=nearest.states_bytes,
             on_cpu=nearest.on_cpu,

@@ -108,8 +108,20 @@ def memory_reduced_too_much(study: Study, limit: float) -> Iterator[Found]:
                 yield Found(at(key), f"{figures}: {whole / held:.2f} times on {gpus}")
 
 
-def wire_bytes_per_s(row: Any) -> float | None:
-    """The least traffic that a cell's training implies, in bytes a second.
+def implied_bytes_per_s(row: Any) -> float | None:
+    """The traffic that a cell's training implies, in bytes a second: what it counted, or the least.
+
+    Collectives: of a rank; servers: of the busiest one. The least counts where it is more, and for
+    records that count nothing, such as the paper's.
+    """
+    is_served = row.strategy_kind == "server"
+    counted = getattr(row, "busiest_server_bytes_per_s" if is_served else "implied_bytes_per_s")
+    known = [v for v in (counted, least_bytes_per_s(row)) if v is not None and not pd.isna(v)]
+    return max(known, default=None)
+
+
+def least_bytes_per_s(row: Any) -> float | None:
+    """The least traffic that a cell's training needs, in bytes a second.
 
     Collectives, what one rank sends: a ring moves 2(W-1)/W of the parameters to all-reduce, 3(W-1)/W
     to gather twice and reduce-scatter. Servers, all workers together: the gradients in and the
@@ -130,7 +142,7 @@ def wire_bytes_per_s(row: Any) -> float | None:
 
 def bandwidth_impossible(study: Study, limit: float) -> Iterator[Found]:
     for row in study.ok.itertuples():
-        implied = wire_bytes_per_s(row)
+        implied = implied_bytes_per_s(row)
         most = MOST_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > limit * most:
             where = {name: getattr(row, name) for name in (*GROUP, "repeat")}

@@ -13,11 +13,14 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as field_of
 from pathlib import Path
 from typing import Any
 
 from stratbench import record
 from stratbench.cells import Cell
+from stratbench.config import Settings, Study
 
 #: Statuses that records do not have: no record yet, or a failure or an unreadable record in its
 #: place.
@@ -52,6 +55,16 @@ FIELDS = {
     "eval_s": "time.eval_s",
     "total_s": "time.total_s",
     "time_limit_s": "time.time_limit_s",
+    "achieved_flops_per_s": "compute.achieved_flops_per_s",
+    "mfu": "compute.mfu",
+    "sent_bytes_per_step": "communication.sent_bytes_per_step",
+    "received_bytes_per_step": "communication.received_bytes_per_step",
+    "exposed_communication_ms": "communication.exposed_ms",
+    "implied_bytes_per_s": "communication.implied_bytes_per_s",
+    "busiest_server_bytes_per_s": "communication.busiest_server_bytes_per_s",
+    "train_joules": "energy.train_joules",
+    "joules_per_sample": "energy.joules_per_sample",
+    "profile_trace": "profile.trace",
     "samples_seen": "batch.samples_seen",
     "updates_applied": "batch.updates_applied",
     "global_batch": "batch.global_batch",
@@ -64,11 +77,14 @@ FIELDS = {
     "initial_weights_sha256": "model.initial_weights_sha256",
     "data_sha256": "data.sha256",
     "synthetic_data": "data.synthetic",
+    "test_samples": "data.test_samples",
 }
 STATE_COLUMNS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes")
 #: Columns worked out from several fields, in `derived`.
 DERIVED = (
     "model_states_bytes",
+    "target_accuracy",
+    "time_to_target_s",
     "device_kind",
     "device_name",
     "host",
@@ -98,6 +114,19 @@ FAILURE_FILE = "failure.json"
 SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the config says beside the cells.
+
+    Why some are skipped (by path), accuracies to reach (by experiment), and the study, by whose
+    settings every record must have been trained; None: they are not looked at.
+    """
+
+    skipped: Mapping[str, str] = field_of(default_factory=dict)
+    targets: Mapping[str, float] = field_of(default_factory=dict)
+    study: Study | None = None
 
 
 def field(value: Any, path: str) -> Any:
@@ -237,6 +266,23 @@ def timeline_facts(timeline: Path, device_kind: str) -> Row:
     return facts | ({"utilisation_pct": busy_pct / busy} if busy else {})
 
 
+def time_to_accuracy_s(per_epoch: list[Row], target: float | None) -> float | None:
+    """Training time at the end of the first epoch that reached `target`; None if none did."""
+    if target is None:
+        return None
+    return next((e["train_time_s"] for e in per_epoch if e["accuracy"] >= target), None)
+
+
+def other_settings(rec: record.Record, settings: Settings) -> str | None:
+    """In words, how a record's settings differ from those that the config gives its cell."""
+    wanted = json.loads(settings.as_json())
+    differing = [key for key in wanted if rec["settings"].get(key) != wanted[key]]
+    if not differing:
+        return None
+    told = (f"{key} {rec['settings'].get(key)} (config: {wanted[key]})" for key in differing)
+    return f"was trained with {', '.join(told)}; delete it to train its cell again"
+
+
 def failure(log_dir: Path) -> Row:
     """Status and reason of a cell without a record: `error` where a failure left evidence."""
     try:
@@ -248,8 +294,11 @@ def failure(log_dir: Path) -> Row:
     return {"status": "error", "reason": reason or "failed; see its log"}
 
 
-def read_cell(cell: Cell, study_dir: Path) -> tuple[Row, list[Row]]:
-    """The row of a cell and its epochs' rows; faults of the record become status `error`."""
+def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]]:
+    """The row of a cell and its epochs' rows; faults of the record become status `error`.
+
+    A skipped cell without a record is `infeasible`.
+    """
     path = study_dir / "cells" / cell.path / "record.json"
     log_dir = study_dir / "logs" / cell.path
     log = log_dir.with_name(log_dir.name + ".log")
@@ -257,7 +306,8 @@ def read_cell(cell: Cell, study_dir: Path) -> tuple[Row, list[Row]]:
     row: Row = dict.fromkeys(COLUMNS) | coordinates
     row["log_path"] = str(log.relative_to(study_dir))
     if not path.exists():
-        return row | failure(log_dir), []
+        why = asked.skipped.get(cell.path)
+        return row | ({"status": "infeasible", "reason": why} if why else failure(log_dir)), []
     row["record_path"] = str(path.relative_to(study_dir))
     try:
         rec = record.read(path)
@@ -266,20 +316,26 @@ def read_cell(cell: Cell, study_dir: Path) -> tuple[Row, list[Row]]:
     if rec["cell"] != coordinates:
         reason = f"{path} holds the record of another cell: {record.cell_of(rec)}"
         return row | {"status": "error", "reason": reason}, []
+    if asked.study is not None and (reason := other_settings(rec, asked.study.settings(cell))):
+        return row | {"status": "error", "reason": f"{path} {reason}"}, []
     row |= {column: field(rec, where) for column, where in FIELDS.items()} | derived(rec)
     row |= timeline_facts(path.with_name("timeline.csv"), row["device_kind"])
+    row["target_accuracy"] = target = asked.targets.get(cell.experiment)
+    row["time_to_target_s"] = time_to_accuracy_s(rec["accuracy"]["per_epoch"], target)
     epochs = [coordinates | epoch for epoch in rec["accuracy"]["per_epoch"]]
     return row, epochs
 
 
-def read_cells(cells: Sequence[Cell], study_dir: Path) -> Iterator[tuple[Row, list[Row]]]:
+def read_cells(
+    cells: Sequence[Cell], study_dir: Path, asked: Asked
+) -> Iterator[tuple[Row, list[Row]]]:
     """`read_cell` of each, with a progress line every few seconds."""
     next_line_s = time.monotonic() + 3
     for done, cell in enumerate(cells):
         if time.monotonic() > next_line_s:
             print(f"read {done} of {len(cells)} records", file=sys.stderr, flush=True)
             next_line_s += 3
-        yield read_cell(cell, study_dir)
+        yield read_cell(cell, study_dir, asked)
 
 
 def read_expected(path: Path) -> list[Cell]:
@@ -290,8 +346,14 @@ def read_expected(path: Path) -> list[Cell]:
     return cells
 
 
-def collect(cells: Sequence[Cell], study_dir: Path, out: Path, epochs_out: Path) -> list[Row]:
-    """Write both files; returns the rows of cells that have no usable record."""
+def collect(
+    cells: Sequence[Cell],
+    study_dir: Path,
+    out: Path,
+    epochs_out: Path,
+    asked: Asked | None = None,
+) -> list[Row]:
+    """Write both files; returns the rows of cells that should have a usable record and have none."""
     without: list[Row] = []
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "w", newline="") as cells_file, open(epochs_out, "w", newline="") as epochs_file:
@@ -299,7 +361,7 @@ def collect(cells: Sequence[Cell], study_dir: Path, out: Path, epochs_out: Path)
         epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
         cells_csv.writeheader()
         epochs_csv.writeheader()
-        for row, epochs in read_cells(cells, study_dir):
+        for row, epochs in read_cells(cells, study_dir, asked or Asked()):
             cells_csv.writerow(row)
             epochs_csv.writerows(epochs)
             if row["status"] in WITHOUT_RECORD:
@@ -326,9 +388,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--partial", action="store_true", help="accept missing records, and list them"
     )
+    parser.add_argument("--skipped", default="{}", help="JSON: cells not trained, and why")
+    parser.add_argument("--study", default="null", help="JSON: the config of the study alone")
+    parser.add_argument("--targets", default="{}", help="JSON: accuracy to reach, by experiment")
     args = parser.parse_args(argv)
     cells = read_expected(args.expected)
-    without = collect(cells, args.records_root.parent, args.out, args.epochs_out)
+    config = json.loads(args.study)
+    study = Study(config, config["study"]) if config else None
+    asked = Asked(json.loads(args.skipped), json.loads(args.targets), study)
+    without = collect(cells, args.records_root.parent, args.out, args.epochs_out, asked)
     if without:
         print(listed(without, len(cells)), file=sys.stdout if args.partial else sys.stderr)
     else:

@@ -18,7 +18,7 @@ class Measure:
     column: str
     definition: str
     scale: float = 1.0
-    better: Literal["lower", "higher"] = "lower"
+    better: Literal["lower", "higher"] | None = "lower"  # None: neither
     #: `self`: divided by the same strategy at one worker; `single`: by strategy `single`; another
     #: name: by that strategy on as many workers.
     baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
@@ -30,6 +30,8 @@ class Measure:
     concerns: Literal["time", "memory", "accuracy"] = "time"
     #: Digits after the point; None: three significant digits.
     decimals: int | None = None
+    #: The report leaves it out where no cell of an experiment has it.
+    optional: bool = False
 
     @property
     def heading(self) -> str:
@@ -62,6 +64,28 @@ MEASURES: dict[str, Measure] = {
             _THROUGHPUT,
             "Training samples processed by all workers together, divided by the training time.",
             better="higher",
+        ),
+        Measure(
+            "achieved",
+            "Achieved arithmetic rate",
+            "GFLOP/s",
+            "achieved_flops_per_s",
+            "Three times the operations of the forward pass (backward computes two gradients) for "
+            "every sample, divided by the training time; all workers together.",
+            scale=1e-9,
+            better="higher",
+            optional=True,
+        ),
+        Measure(
+            "mfu",
+            "Model FLOPs utilisation (MFU)",
+            "%",
+            "mfu",
+            "The achieved arithmetic rate in percent of the datasheet peak of all workers' GPUs in "
+            "the precision of the training.",
+            scale=100,
+            better="higher",
+            optional=True,
         ),
         Measure(
             "speedup",
@@ -158,6 +182,46 @@ MEASURES: dict[str, Measure] = {
             inverted=True,
             concerns="memory",
             decimals=2,
+        ),
+        Measure(
+            "sent_per_step",
+            "Sent by a worker in a step",
+            "MiB",
+            "sent_bytes_per_step",
+            "Counted, not measured on a wire. Collectives: of every tensor that is reduced, gathered "
+            "or broadcast, what a ring sends, whatever algorithm the backend chose. Parameter "
+            "servers: what the worker pushes.",
+            scale=1 / MIB,
+            optional=True,
+        ),
+        Measure(
+            "bandwidth",
+            "Implied bandwidth of a worker",
+            "GB/s",
+            "implied_bytes_per_s",
+            "The larger of what a worker sends and receives in a step, times its steps in a second: "
+            "its link moves no less while it trains.",
+            scale=1e-9,
+            better=None,
+            optional=True,
+        ),
+        Measure(
+            "energy",
+            "Energy of the GPUs per sample",
+            "J",
+            "joules_per_sample",
+            "Of the GPUs' energy counters during the training steps; the processors, the memory and "
+            "the rest of the machine are not in it.",
+            optional=True,
+        ),
+        Measure(
+            "time_to_target",
+            "Training time to the target accuracy",
+            "s",
+            "time_to_target_s",
+            "Training time at the end of the first epoch whose test accuracy reached the target of "
+            "the configuration (target_accuracy).",
+            optional=True,
         ),
         Measure(
             "accuracy",
@@ -281,8 +345,10 @@ def number(value: float, decimals: int | None) -> str:
     return f"{value:.{decimals}f}"
 
 
-def status_label(status: str, time_limit_s: float | None) -> str:
+def status_label(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
     """What a table prints in place of a number, for a cell that is not `ok`."""
+    if status == "infeasible":
+        return f"infeasible ({reason})"
     if status == "timeout":
         return f">{time_limit_s:g} s" if time_limit_s else "timeout"
     return {"oom": "OOM", "diverged": "div."}.get(status, status)

@@ -18,6 +18,8 @@ from matplotlib.ticker import ScalarFormatter
 from stratbench.analysis.style import Style
 
 PANEL_IN = (3.3, 2.45)
+NARROWEST_IN = 4.8
+LEGEND_ROW_IN = 0.17
 MOST_COLUMNS = 3
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
@@ -30,7 +32,7 @@ def panels(titles: Sequence[str], columns: int = MOST_COLUMNS) -> tuple[Figure, 
     """A figure with one titled panel for each of `titles`."""
     columns = min(columns, len(titles))
     rows = -(-len(titles) // columns)
-    size = (max(4.2, PANEL_IN[0] * columns), PANEL_IN[1] * rows + 0.75)
+    size = (max(NARROWEST_IN, PANEL_IN[0] * columns), PANEL_IN[1] * rows + 0.75)
     figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     axes = list(grid.flat)
     for extra in axes[len(titles) :]:
@@ -49,8 +51,10 @@ def finish(figure: Figure, handles: Iterable[Line2D | Patch], note: str) -> None
 
 
 def add_legend(figure: Figure, handles: list[Line2D | Patch]) -> None:
-    """The legend above the panels, its entries in rows."""
+    """The legend above the panels, its entries in rows, which make the figure higher."""
     columns = legend_columns([str(h.get_label()) for h in handles], figure.get_figwidth())
+    further_rows = -(-len(handles) // columns) - 1
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW_IN * further_rows)
     # Matplotlib fills column by column; the config's order shall read row by row.
     by_row = [handle for start in range(columns) for handle in handles[start::columns]]
     figure.legend(handles=by_row, loc="outside upper center", ncols=columns, handlelength=2.2)

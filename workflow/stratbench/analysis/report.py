@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,10 +20,10 @@ from PIL import Image
 
 from stratbench.analysis.audit import read_audit
 from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.decide import across, decisions
+from stratbench.analysis.decide import Decision, across, decisions
 from stratbench.analysis.measures import MEASURES, PLOTS, Measure
 from stratbench.analysis.numbered import titled
-from stratbench.analysis.sections import against_paper, machines, servers
+from stratbench.analysis.sections import against_paper, machines, predictions, servers
 from stratbench.analysis.summary import read_cells, read_summary
 from stratbench.analysis.tables import (
     NO_CELL,
@@ -39,11 +40,14 @@ from stratbench.analysis.tables import (
 TEMPLATES = Path(__file__).parent / "templates"
 #: A figure whose SVG is larger goes into the page as PNG.
 MOST_SVG_BYTES = 90_000
+#: Up to this width, two figures stand side by side.
+MOST_NARROW_PT = 400
 STATUS_WORDS = {
     "ok": "finished",
     "oom": "out of memory (OOM)",
     "timeout": "stopped at their time limit",
     "diverged": "diverged (div.)",
+    "infeasible": "skipped, since the plan says that they do not fit",
     "error": "failed",
     "missing": "have no record yet",
 }
@@ -105,9 +109,10 @@ def notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
             yield f"The records come from different {name}: {listed}. Compare with care."
 
 
-def figure(plots_dir: Path, experiment: str, rows: pd.DataFrame, name: str) -> dict[str, str]:
+def figure(plots_dir: Path, experiment: str, rows: pd.DataFrame, name: str) -> dict[str, Any]:
     """A figure as a data URI, with its caption and a text for who cannot see it."""
-    uri = data_uri(plots_dir / experiment / f"{name}.svg")
+    svg_path = plots_dir / experiment / f"{name}.svg"
+    shown = {"uri": data_uri(svg_path), "wide": width_pt(svg_path) > MOST_NARROW_PT}
     plot, measure = PLOTS[name], MEASURES.get(name)
     alt = (
         f"{plot.chart}: {plot.title} of {setting(rows, 'strategy')} for {setting(rows, 'model')} on "
@@ -115,13 +120,17 @@ def figure(plots_dir: Path, experiment: str, rows: pd.DataFrame, name: str) -> d
     )
     if measure is None:
         title = f"{plot.title}, experiment {experiment} on {setting(rows, 'dataset')}."
-        return {"title": title, "caption": plot.reading, "alt": alt, "uri": uri}
+        return {"title": title, "caption": plot.reading, "alt": alt} | shown
     return {
         "title": heading(rows, measure),
         "caption": f"{explanation(rows, measure)} {plot.reading}",
         "alt": f"{alt} The table below has the numbers.",
-        "uri": uri,
-    }
+    } | shown
+
+
+def width_pt(svg_path: Path) -> float:
+    """The width of an SVG as Matplotlib writes it."""
+    return float(re.search(r'<svg [^>]*?width="([\d.]+)pt"', svg_path.read_text())[1])
 
 
 def data_uri(svg_path: Path) -> str:
@@ -130,7 +139,9 @@ def data_uri(svg_path: Path) -> str:
     A crowded one is the PNG with 256 colours instead, so that a page of many figures stays small.
     """
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg_path.read_text(), flags=re.DOTALL)
-    svg = re.sub(r"\s+", " ", re.sub(r"(\d\.\d\d)\d+", r"\1", svg))
+    # A glyph's scale is small: cut to two digits it would no longer match the glyphs' distances.
+    svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
+    svg = re.sub(r"\s+", " ", svg)
     if len(svg) < MOST_SVG_BYTES:
         return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
     png = io.BytesIO()
@@ -143,7 +154,7 @@ def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[s
     """A table, each text split in number and remainder, the best of each model marked."""
     counts, lines = wide_rows(rows, summary, measure)
     best: dict[tuple[str, int], float] = {}
-    pick = min if measure.better == "lower" else max
+    pick = {"lower": min, "higher": max, None: lambda *_: None}[measure.better]
     for model, _, found in lines:
         for count, row in found.items():
             if pd.notna(row["median"]):
@@ -183,10 +194,10 @@ def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[s
 
 
 def has_numbers(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
-    """Whether a ratio has a baseline in this experiment; what is no ratio is always shown."""
+    """Whether a measure is to be shown: a ratio that has a baseline in this experiment, and so on."""
     here = summary["experiment"] == rows["experiment"].iloc[0]
     found = summary.loc[here & (summary["measure"] == measure.name), "median"]
-    return measure.baseline is None or bool(found.notna().any())
+    return not (measure.baseline or measure.optional) or bool(found.notna().any())
 
 
 def cell_list(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
@@ -235,6 +246,11 @@ def audit_rules(findings: pd.DataFrame) -> list[dict[str, Any]]:
             }
         )
     return rules
+
+
+def by_experiment(found: list[Decision]) -> list[tuple[str, list[Decision]]]:
+    """Decisions of an experiment together, in the order of the config."""
+    return [(name, list(group)) for name, group in groupby(found, key=lambda d: d.experiment)]
 
 
 def context(
@@ -295,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
+    parser.add_argument("--prediction", type=Path, help="prediction.csv")
     parser.add_argument("--plots-dir", type=Path, required=True, help="folder of the figures")
     parser.add_argument("--study-dir", type=Path, required=True, help="results/<study>, for links")
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
@@ -306,8 +323,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = context(cells, summary, args.plots_dir, args.study_dir, args.out.parent)
     findings, given = read_audit(args.audit), Constraints.from_json(args.constraints)
     values["audit"] = audit_rules(findings)
-    values["decisions"] = decisions(cells, findings, given)
+    values["decisions"] = by_experiment(decisions(cells, findings, given))
     values["paper"] = against_paper(cells, findings)
+    values["predictions"] = predictions(args.prediction) if args.prediction else []
     values |= {"constraints": list(given.sentences()), "across": across(findings)}
     values |= {"description": args.description, "notices": list(notices(cells, args.partial))}
     args.out.parent.mkdir(parents=True, exist_ok=True)

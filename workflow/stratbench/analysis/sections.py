@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -102,6 +103,30 @@ def servers(cells: pd.DataFrame) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def predictions(path: Path) -> list[dict[str, Any]]:
+    """How far off the plan was, a line for each experiment and strategy, from prediction.csv."""
+    rows = pd.read_csv(path)
+    found = []
+    for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):
+        line = {"experiment": experiment, "strategy": strategy, "cells": len(held)}
+        for what in ("peak_mib", "states_bytes", "sent_bytes"):
+            errors = held[f"{what.rpartition('_')[0]}_error_percent"].dropna()
+            line[what] = error_range(errors)
+        timed = held["train_s_in_range"].dropna().astype(bool)
+        line["time"] = f"{timed.sum()} of {len(timed)}" if len(timed) else ""
+        found.append(line)
+    return found
+
+
+def error_range(percent: pd.Series) -> str:
+    """Median of the sizes and the worst of the errors; empty where there are none."""
+    if percent.empty:
+        return ""
+    if (percent == 0).all():
+        return "exact"
+    return f"{percent.abs().median():.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
 
 
 def rounded(value: float) -> str:

@@ -41,7 +41,7 @@ TEXT = dict.fromkeys(
         *("study", "experiment", "strategy", "model", "dataset", "status", "reason"),
         *("strategy_base", "strategy_kind", "evaluated_on", "memory_method", "precision"),
         *("device_kind", "device_name", "host", "cpu_model", "torch"),
-        *("driver", "revision", "slowdown", "breakdown_ms", "staleness"),
+        *("driver", "revision", "slowdown", "breakdown_ms", "staleness", "profile_trace"),
         *("record_path", "log_path", "measure", "unit", "outcome", "text", "flags"),
     ),
     str,
@@ -59,8 +59,10 @@ def read_cells(path: Path) -> pd.DataFrame:
 def outcome(frame: pd.DataFrame) -> str:
     """How the cells that are not `ok` ended: `2 × OOM, >3000 s`; empty when all are."""
     labels = (
-        status_label(status, limit if limit == limit else None)
-        for status, limit in zip(frame["status"], frame["time_limit_s"], strict=True)
+        status_label(status, limit if limit == limit else None, reason)
+        for status, limit, reason in zip(
+            frame["status"], frame["time_limit_s"], frame["reason"], strict=True
+        )
         if status != "ok"
     )
     counts = Counter(labels)

@@ -14,8 +14,7 @@ from typing import Any
 
 from stratbench import config as configuration
 from stratbench.plan import rows
-from stratbench.plan.compare import prediction_rows, write_prediction_csv
-from stratbench.plan.schedule import make_plan, read_records
+from stratbench.plan.schedule import make_plan
 from stratbench.plan.text import summary
 
 
@@ -34,11 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
     write_html(plan, table, out / "plan.html")
     print(summary(plan))
-    written = [out / "plan.csv", out / "plan.html"]
-    if held := prediction_rows(plan, read_records(study, config["results"])):
-        write_prediction_csv(held, out / "prediction.csv")
-        written.append(out / "prediction.csv")
-    print(f"Written: {', '.join(map(str, written))}")
+    print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
     return 0
 
 

@@ -1,17 +1,25 @@
-"""Predictions held against the records that are there: memory, bytes sent, time."""
+"""Predictions held against the records that are there: memory, bytes sent, time.
+
+python -m stratbench.plan.compare --config JSON --out prediction.csv
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
+import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from stratbench import config as configuration
 from stratbench.cells import Cell
 from stratbench.plan import servers
 from stratbench.plan.footprint import Footprint, Peak
-from stratbench.plan.schedule import MIB, Plan, Planned, Subject, sent_bytes
+from stratbench.plan.schedule import MIB, Plan, Planned, make_plan, read_records
+from stratbench.plan.subject import Subject, sent_bytes
 from stratbench.plan.traffic import wire_bytes
 from stratbench.record import write_atomic
 
@@ -113,9 +121,10 @@ _FLAG_BYTES = 4
 
 
 def write_prediction_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """prediction.csv, from the rows of finished cells."""
+    """prediction.csv, from the rows of finished cells; without any, it has only a header."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    header = list(rows[0]) if rows else [f.name for f in fields(Cell)]
+    writer = csv.DictWriter(text, header, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_atomic(path, text.getvalue())
@@ -135,3 +144,20 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
     if not measured:
         return 0.0 if not predicted else None
     return round(100 * (predicted / measured - 1), 2)
+
+
+def main() -> None:
+    """Command line; makes the footprints that are not kept, as `snakemake plan` does."""
+    parser = argparse.ArgumentParser(prog="stratbench.plan.compare", description=__doc__)
+    parser.add_argument("--config", required=True, help="the whole config, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="one row a finished cell (CSV)")
+    args = parser.parse_args()
+    config, study = configuration.load(json.loads(args.config))
+    records = read_records(study, config["results"])
+    rows = prediction_rows(make_plan(config, study), records)
+    write_prediction_csv(rows, args.out)
+    print(f"{len(rows)} of {len(records)} records held against their prediction")
+
+
+if __name__ == "__main__":
+    main()

@@ -62,6 +62,7 @@ class Work:
     epochs: int
     workers: int
     nodes: int
+    slowdown: float = 1.0  # how many times slower the slowest worker is made on purpose
 
 
 def from_device(work: Work, device: Device) -> Span | None:
@@ -83,7 +84,8 @@ def _step_s(work: Work, device: Device, slow: int) -> float:
         rate = device.memory_bytes_per_s * MEMORY_UTILISATION[slow]
         parts_s.append(f.touched_bytes.at(work.batch) / rate)
     parts_s.append(f.operations_per_step * launch_s[slow])
-    compute_s = (sum(parts_s) if slow else max(parts_s)) * work.pushes
+    # All may wait for the slowed worker, or none.
+    compute_s = (sum(parts_s) * work.slowdown if slow else max(parts_s)) * work.pushes
     sent_s = communication_s(work, device, slow)
     return compute_s + sent_s if slow else max(compute_s, sent_s)
 

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stratbench.plan.schedule import Plan, Planned
+from stratbench import resources
+from stratbench.plan.schedule import Plan, Planned, longest_s
 from stratbench.plan.traffic import PARTS
 from stratbench.record import write_atomic
 
@@ -94,11 +95,13 @@ def write_json(plan: Plan, path: Path) -> None:
     """plan.json: by a cell's path, what the workflow may want to know of it."""
     cells = {
         c.cell.path: {
+            "settings": resources.sha256_of_text(c.subject.settings.as_json()),
             "infeasible": None if c.state != "infeasible" else c.why,
             "host_mem_mib": -(-c.host_bytes // MIB),
-            "cell_time_high_s": round(c.verdict.total.high_s) if c.verdict.total else None,
+            "cell_time_high_s": longest_s(c.verdict),
         }
         for c in plan.cells
         if c.footprint is not None
     }
-    write_atomic(path, json.dumps({"device": plan.device, "cells": cells}, indent=1) + "\n")
+    whole = {"gpu": plan.gpu, "memory_margin": plan.cluster["memory_margin"], "cells": cells}
+    write_atomic(path, json.dumps(whole, indent=1) + "\n")

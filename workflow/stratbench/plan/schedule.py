@@ -11,46 +11,26 @@ from typing import Any
 
 from stratbench import record, resources
 from stratbench.cells import Cell
-from stratbench.config import Settings, Study
-from stratbench.data import Dataset, describe
-from stratbench.plan import projection, servers
+from stratbench.config import Study
+from stratbench.plan import projection
 from stratbench.plan.cache import footprints
-from stratbench.plan.devices import (
-    CPU_PROCESS_BYTES,
-    GPU_HOST_PROCESS_BYTES,
-    Device,
-    cpu_device,
-    find_gpu,
-    fits,
-    gpu_device,
-)
+from stratbench.plan.devices import Device, cpu_device, find_gpu, fits, gpu_device
 from stratbench.plan.footprint import Footprint, Peak
 from stratbench.plan.projection import Span, Work
-from stratbench.plan.request import Request, data_bytes
-from stratbench.plan.traffic import wire_bytes
+from stratbench.plan.request import Request
+from stratbench.plan.subject import (
+    Subject,
+    data_bytes_of,
+    host_bytes_of,
+    sent_bytes,
+    server_bytes_of,
+    subject_of,
+    with_data,
+    work_of,
+)
 from stratbench.telemetry.hardware import Peak as Gpu
 
 MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A cell with what is known of it before anything is predicted."""
-
-    cell: Cell
-    settings: Settings
-    data: Dataset
-    served: bool
-    time_limit_s: float | None
-    request: Request
-
-    @property
-    def push_batch(self) -> int:
-        """Samples that a worker computes on at once, in training."""
-        if not self.served:
-            return self.settings.per_worker_batch
-        pushes = servers.pushes_per_batch(self.settings.strategy, self.settings.options)
-        return self.settings.per_worker_batch // pushes
 
 
 @dataclass(frozen=True)
@@ -97,13 +77,18 @@ class Plan:
     study: str
     cluster: Mapping[str, Any]
     device: str
-    named: bool  # in the config; else chosen for comparison
+    gpu: str | None  # as the config or the command line names it; None: chosen for comparison
     others: list[str]
     cells: list[Planned]
     #: What a worker may use of the device's memory, the margin taken off.
     room_bytes: float
     #: FSDP with and without resharding: (experiment, model, gpus) -> option -> footprint.
     resharding: dict[tuple[str, str, int], dict[str, Footprint]]
+
+    @property
+    def named(self) -> bool:
+        """Whether `device` is what the cells will run on, as far as the config says."""
+        return self.gpu is not None or self.device == "CPU"
 
 
 def make_plan(config: Mapping[str, Any], study: Study, gpu: str | None = None) -> Plan:
@@ -132,7 +117,7 @@ def make_plan(config: Mapping[str, Any], study: Study, gpu: str | None = None) -
         study=study.name,
         cluster=cluster,
         device=primary.name if on_gpu else "CPU",
-        named=bool(named) or not on_gpu,
+        gpu=named,
         others=_others(subjects, gpus, primary),
         cells=planned,
         room_bytes=(
@@ -149,19 +134,6 @@ def _others(subjects: list[Subject], gpus: list[Gpu], primary: Gpu) -> list[str]
         return []
     on_cpu = any(not s.request.on_cuda for s in subjects)
     return [g.name for g in gpus if g is not primary] + ["CPU"] * on_cpu
-
-
-def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
-    settings = study.settings(cell)
-    data = describe(cell.dataset, config["datasets"].get(cell.dataset))
-    return Subject(
-        cell=cell,
-        settings=settings,
-        data=data,
-        served=study.strategy_kind(cell.strategy) == "server",
-        time_limit_s=study.time_limit_s(cell),
-        request=Request.of(settings, data, on_cuda=settings.device != "cpu"),
-    )
 
 
 def read_records(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
@@ -192,11 +164,11 @@ def _plan_cell(
     verdicts: dict[str, Verdict] = {}
     if footprint is not None:
         peak = with_data(footprint.training_peak(s.push_batch), s)
-        needed_bytes = footprint.needed_bytes(s.settings.per_worker_batch) + _data_bytes(s)
+        needed_bytes = footprint.needed_bytes(s.settings.per_worker_batch) + data_bytes_of(s)
         wire = sent_bytes(s, footprint)
-        server_bytes = _server_bytes(s, footprint)
-        host_bytes = _host_bytes(s, footprint, needed_bytes, server_bytes, nodes)
-        work = _work(s, footprint, wire, nodes)
+        server_bytes = server_bytes_of(s, footprint)
+        host_bytes = host_bytes_of(s, footprint, needed_bytes, server_bytes, nodes)
+        work = work_of(s, footprint, wire, nodes)
         devices = (
             {g.name: gpu_device(g, s.settings.precision, cluster) for g in gpus}
             if s.request.on_cuda
@@ -221,7 +193,7 @@ def _plan_cell(
         host_bytes=host_bytes,
         verdict=verdict,
         verdicts=verdicts,
-        asked=asked_of(s, cluster, -(-host_bytes // MIB)),
+        asked=asked_of(s, cluster, -(-host_bytes // MIB), longest_s(verdict)),
     )
 
 
@@ -234,7 +206,7 @@ def _verdict(
     cluster: Mapping[str, Any],
 ) -> Verdict:
     margin = cluster["memory_margin"]
-    needed_bytes = footprint.needed_bytes(s.settings.per_worker_batch) + _data_bytes(s)
+    needed_bytes = footprint.needed_bytes(s.settings.per_worker_batch) + data_bytes_of(s)
     by_device = projection.from_device(work, device)
     train = measured or by_device
     total = None if train is None else train + projection.overhead(work, device)
@@ -244,7 +216,9 @@ def _verdict(
     return Verdict(
         device=device.name,
         fits=fits(needed_bytes, device, margin),
-        largest_batch=footprint.largest_batch(device.memory_bytes / (1 + margin) - _data_bytes(s)),
+        largest_batch=footprint.largest_batch(
+            device.memory_bytes / (1 + margin) - data_bytes_of(s)
+        ),
         by_device=by_device,
         train=train,
         total=total,
@@ -282,14 +256,21 @@ def _state(
     return "to do", ""
 
 
-def asked_of(s: Subject, cluster: Mapping[str, Any], needed_mib: int = 0) -> dict[str, Any]:
+def longest_s(verdict: Verdict | None) -> int | None:
+    """The longest that a cell is expected to take, in whole seconds."""
+    return None if verdict is None or verdict.total is None else round(verdict.total.high_s)
+
+
+def asked_of(
+    s: Subject, cluster: Mapping[str, Any], needed_mib: int, planned_s: float | None
+) -> dict[str, Any]:
     """What a scheduler is asked for, as the rules ask, and the sbatch line that says so."""
     asked = {
         "nodes": resources.nodes(s.cell, cluster),
         "gres": resources.gres(s.cell, cluster, s.settings.device),
         "cpus": resources.cpus(s.cell, cluster, s.served),
         "mem_mib": resources.mem_mib(s.cell, cluster, s.served, needed_mib),
-        "runtime_min": resources.runtime_min(s.time_limit_s, cluster),
+        "runtime_min": resources.runtime_min(s.time_limit_s, cluster, planned_s),
     }
     line = ["sbatch", f"--nodes={asked['nodes']}", f"--ntasks={asked['nodes']}"]
     line += [f"--gres={asked['gres']}"] if asked["gres"] else []
@@ -300,79 +281,6 @@ def asked_of(s: Subject, cluster: Mapping[str, Any], needed_mib: int = 0) -> dic
     ]
     asked["sbatch"] = shlex.join(line)
     return asked
-
-
-def sent_bytes(s: Subject, footprint: Footprint) -> float:
-    """Bytes that a rank sends in a step, as it takes one batch."""
-    if s.served:
-        over_tcp = s.settings.options["transport"] == "tcp"
-        sent, _ = servers.worker_traffic_bytes(
-            s.settings.strategy, s.settings.options, footprint.flat_bytes, over_tcp
-        )
-        return sent
-    return wire_bytes(footprint.collectives, s.cell.gpus, on_gloo=not s.request.on_cuda)
-
-
-def with_data(peak: Peak, s: Subject) -> Peak:
-    """The peak with the data set, which lies on the device."""
-    n_bytes = _data_bytes(s)
-    return Peak(peak.n_bytes + n_bytes, peak.phase, peak.parts_bytes | {"data": n_bytes})
-
-
-def _data_bytes(s: Subject) -> int:
-    return data_bytes(s.data, s.cell.model, s.settings.augment)
-
-
-def _work(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
-    steps_per_epoch = s.data.train_samples // s.settings.global_batch
-    through_server = 0.0
-    if s.served:
-        options = s.settings.options
-        sent, received = servers.worker_traffic_bytes(
-            s.settings.strategy, options, footprint.flat_bytes, options["transport"] == "tcp"
-        )
-        through_server = s.cell.gpus * (sent + received) / options["servers"]
-    return Work(
-        footprint=footprint,
-        batch=s.push_batch,
-        pushes=s.settings.per_worker_batch // s.push_batch,
-        wire_bytes=wire,
-        server_bytes=through_server,
-        steps=steps_per_epoch * s.settings.epochs,
-        test_samples=s.data.test_samples,
-        epochs=s.settings.epochs,
-        workers=s.cell.gpus,
-        nodes=nodes,
-    )
-
-
-def _server_bytes(s: Subject, footprint: Footprint) -> int:
-    if not s.served:
-        return 0
-    return servers.server_needs(
-        s.settings.strategy,
-        s.settings.options,
-        s.cell.gpus,
-        footprint.flat_bytes,
-        momentum=s.settings.momentum > 0,
-        shared_memory=s.settings.options["transport"] != "tcp",
-    ).total_bytes
-
-
-def _host_bytes(
-    s: Subject, footprint: Footprint, needed_bytes: int, server_bytes: int, nodes: int
-) -> int:
-    """Host memory of the processes on the fullest node."""
-    worker_bytes = CPU_PROCESS_BYTES + needed_bytes
-    if s.request.on_cuda:
-        flat = footprint.flat_bytes
-        mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
-        worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes
-    servers_bytes = 0
-    if s.served:
-        on_this_node = -(-s.settings.options["servers"] // nodes)
-        servers_bytes = on_this_node * (CPU_PROCESS_BYTES + server_bytes)
-    return -(-s.cell.gpus // nodes) * worker_bytes + servers_bytes
 
 
 def _other_resharding(request: Request) -> Request:

@@ -196,8 +196,6 @@ def record(job: Job, outcome: Outcome) -> Record:
             "best": max(accuracies, default=None),
             "per_epoch": per_epoch,
             "evaluated_on": reported.get("evaluated_on"),
-            "target_accuracy": s.target_accuracy,
-            "time_to_target_s": efficiency.time_to_accuracy_s(per_epoch, s.target_accuracy),
         },
         "server": {"servers": servers} if servers else None,
         "workers": [

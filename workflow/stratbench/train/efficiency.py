@@ -1,4 +1,4 @@
-"""Throughput in context: operations against the device's peak, traffic, energy, time to an accuracy.
+"""Throughput in context: operations against the device's peak, traffic, energy.
 
 Derived from what the workers, the servers and the sampler of a finished cell left. What these cannot
 tell is absent.
@@ -116,13 +116,6 @@ def energy(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict
     if joules is None:
         return None
     return {"train_joules": joules, "joules_per_sample": joules / run["samples_seen"]}
-
-
-def time_to_accuracy_s(per_epoch: list[dict[str, Any]], target: float | None) -> float | None:
-    """Training time at the end of the first epoch that reached `target`; None if none did."""
-    if target is None:
-        return None
-    return next((e["train_time_s"] for e in per_epoch if e["accuracy"] >= target), None)
 
 
 def profile(job: Job) -> dict[str, Any] | None:

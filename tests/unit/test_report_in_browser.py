@@ -1,0 +1,117 @@
+"""The report in a real browser: nothing complains, anchors lead somewhere, every table sorts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import fixture_records as fixture
+import pytest
+from test_analysis_report import write_page
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+
+#: Leaves what it saw as JSON in the page's title.
+VISIT = """<script>
+addEventListener("load", function () {
+  var seen = { tables: 0, columns: 0, numeric: 0, unsorted: [], lost: [], dangling: [], broken: [] };
+  document.querySelectorAll("table.sortable").forEach(function (table, t) {
+    seen.tables++;
+    var before = table.tBodies[0].rows.length;
+    table.querySelectorAll("thead th").forEach(function (th, column) {
+      var button = th.querySelector("button");
+      if (!button) return;
+      seen.columns++;
+      ["ascending", "descending"].forEach(function (wanted) {
+        button.click();
+        var texts = Array.from(table.tBodies[0].rows).map(function (row) {
+          var cell = row.cells[column], given = cell.dataset.sort;
+          return given === undefined ? cell.textContent.trim() : given;
+        });
+        var filled = texts.filter(function (x) { return x !== ""; });
+        var emptyLast = texts.slice(filled.length).every(function (x) { return x === ""; });
+        var numbers = filled.map(Number);
+        var ordered = numbers.some(isNaN) || numbers.every(function (x, i) {
+          return i === 0 || (wanted === "ascending" ? numbers[i - 1] <= x : numbers[i - 1] >= x);
+        });
+        if (filled.length > 1 && !numbers.some(isNaN)) seen.numeric++;
+        if (!ordered || !emptyLast || th.getAttribute("aria-sort") !== wanted)
+          seen.unsorted.push(t + ":" + th.textContent + ":" + wanted);
+        if (texts.length !== before) seen.lost.push(t + ":" + th.textContent);
+      });
+    });
+  });
+  document.querySelectorAll("a[href^='#']").forEach(function (a) {
+    if (!document.getElementById(a.getAttribute("href").slice(1))) seen.dangling.push(a.href);
+  });
+  document.querySelectorAll("img").forEach(function (image) {
+    if (!image.complete || image.naturalWidth === 0) seen.broken.push(image.alt);
+  });
+  seen.images = document.querySelectorAll("img").length;
+  seen.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  document.title = "seen:" + JSON.stringify(seen) + ":end";
+});
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    """A browser; on a bare machine, where root runs the tests, from Debian's packages."""
+    if not any(map(shutil.which, PROGRAMS)) and os.geteuid() == 0 and shutil.which("apt-get"):
+        apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120"]
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for arguments in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
+            subprocess.run(
+                [*apt, *arguments], env=environment, capture_output=True, check=False, timeout=240
+            )
+    found = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if found is None:
+        pytest.skip("no chromium, and it cannot be installed here")
+    return found
+
+
+@pytest.fixture(scope="module")
+def visited_page(tmp_path_factory) -> Path:
+    """A report with every section, whose script visits all of it."""
+    folder = tmp_path_factory.mktemp("browser")
+    prediction = folder / "prediction.csv"
+    prediction.write_text(
+        "experiment,strategy,peak_error_percent,states_error_percent,sent_error_percent,"
+        "train_s_in_range\nmain,ddp,1.0,0.0,0.0,True\nmain,ps-dana,-2.0,0.0,0.0,False\n"
+    )
+    names = ("single", "ddp", "fsdp", "ps-sync", "ps-async", "ps-dana")
+    cells = fixture.expand(strategies=names, models=("vgg16", "convnext_large"), repeats=2)
+    options = ("--partial", "--prediction", str(prediction))
+    path = write_page(folder, cells, fixture.DEMO_STATUSES, options=options, timelines=True)
+    trial = path.with_name("trial.html")
+    trial.write_text(path.read_text().replace("</body>", VISIT))
+    return trial
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_everything_works_at_desktop_and_phone_width(chromium, visited_page, tmp_path, width):
+    done = subprocess.run(
+        [
+            *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
+            *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
+            *("--disable-sync", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"),
+            *(f"--window-size={width},900", "--dump-dom", f"file://{visited_page}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "CONSOLE" not in done.stderr
+    seen = json.loads(re.search(r"<title>seen:(.*):end</title>", done.stdout, re.DOTALL)[1])
+    for fault in ("unsorted", "lost", "dangling", "broken"):
+        assert seen[fault] == [], fault
+    assert seen["tables"] > 20
+    assert seen["numeric"] > 40
+    assert seen["images"] == 13
+    assert seen["overflow"] <= 0  # the page itself never scrolls sideways

@@ -1,0 +1,124 @@
+"""A cell before it is planned, and what follows for it from its footprint: bytes, work, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stratbench.cells import Cell
+from stratbench.config import Settings, Study
+from stratbench.data import Dataset, describe
+from stratbench.plan import servers
+from stratbench.plan.devices import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
+from stratbench.plan.footprint import Footprint, Peak
+from stratbench.plan.projection import Work
+from stratbench.plan.request import Request, data_bytes
+from stratbench.plan.traffic import wire_bytes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A cell with what is known of it before anything is predicted."""
+
+    cell: Cell
+    settings: Settings
+    data: Dataset
+    served: bool
+    time_limit_s: float | None
+    request: Request
+
+    @property
+    def push_batch(self) -> int:
+        """Samples that a worker computes on at once, in training."""
+        if not self.served:
+            return self.settings.per_worker_batch
+        pushes = servers.pushes_per_batch(self.settings.strategy, self.settings.options)
+        return self.settings.per_worker_batch // pushes
+
+
+def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
+    settings = study.settings(cell)
+    data = describe(cell.dataset, config["datasets"].get(cell.dataset))
+    return Subject(
+        cell=cell,
+        settings=settings,
+        data=data,
+        served=study.strategy_kind(cell.strategy) == "server",
+        time_limit_s=study.time_limit_s(cell),
+        request=Request.of(settings, data, on_cuda=settings.device != "cpu"),
+    )
+
+
+def sent_bytes(s: Subject, footprint: Footprint) -> float:
+    """Bytes that a rank sends in a step, as it takes one batch."""
+    if s.served:
+        over_tcp = s.settings.options["transport"] == "tcp"
+        sent, _ = servers.worker_traffic_bytes(
+            s.settings.strategy, s.settings.options, footprint.flat_bytes, over_tcp
+        )
+        return sent
+    return wire_bytes(footprint.collectives, s.cell.gpus, on_gloo=not s.request.on_cuda)
+
+
+def with_data(peak: Peak, s: Subject) -> Peak:
+    """The peak with the data set, which lies on the device."""
+    n_bytes = data_bytes_of(s)
+    return Peak(peak.n_bytes + n_bytes, peak.phase, peak.parts_bytes | {"data": n_bytes})
+
+
+def data_bytes_of(s: Subject) -> int:
+    return data_bytes(s.data, s.cell.model, s.settings.augment)
+
+
+def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
+    steps_per_epoch = s.data.train_samples // s.settings.global_batch
+    through_server = 0.0
+    if s.served:
+        options = s.settings.options
+        sent, received = servers.worker_traffic_bytes(
+            s.settings.strategy, options, footprint.flat_bytes, options["transport"] == "tcp"
+        )
+        through_server = s.cell.gpus * (sent + received) / options["servers"]
+    return Work(
+        footprint=footprint,
+        batch=s.push_batch,
+        pushes=s.settings.per_worker_batch // s.push_batch,
+        wire_bytes=wire,
+        server_bytes=through_server,
+        steps=steps_per_epoch * s.settings.epochs,
+        test_samples=s.data.test_samples,
+        epochs=s.settings.epochs,
+        workers=s.cell.gpus,
+        nodes=nodes,
+        slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
+    )
+
+
+def server_bytes_of(s: Subject, footprint: Footprint) -> int:
+    if not s.served:
+        return 0
+    return servers.server_needs(
+        s.settings.strategy,
+        s.settings.options,
+        s.cell.gpus,
+        footprint.flat_bytes,
+        momentum=s.settings.momentum > 0,
+        shared_memory=s.settings.options["transport"] != "tcp",
+    ).total_bytes
+
+
+def host_bytes_of(
+    s: Subject, footprint: Footprint, needed_bytes: int, server_bytes: int, nodes: int
+) -> int:
+    """Host memory of the processes on the fullest node."""
+    worker_bytes = CPU_PROCESS_BYTES + needed_bytes
+    if s.request.on_cuda:
+        flat = footprint.flat_bytes
+        mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
+        worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes
+    servers_bytes = 0
+    if s.served:
+        on_this_node = -(-s.settings.options["servers"] // nodes)
+        servers_bytes = on_this_node * (CPU_PROCESS_BYTES + server_bytes)
+    return -(-s.cell.gpus // nodes) * worker_bytes + servers_bytes
