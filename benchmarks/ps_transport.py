@@ -37,14 +37,14 @@ from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.server import ServerConfig, serve
 
-WARMUP = 2
+WARMUP = 3
 CONTENDERS = ("rpc", "tcp", "tcp again", "shm")
 LR = 1e-3
 
 
 def operations(mb: float) -> int:
     """Timed pushes per worker: enough to last, few enough to end."""
-    return max(5, min(300, int(1500 / mb)))
+    return max(5, min(2000, int(2000 / mb)))
 
 
 class RpcServer:

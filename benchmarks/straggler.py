@@ -124,15 +124,23 @@ def table(rows: list[dict], args: argparse.Namespace) -> str:
         f"{args.model}, {args.epochs} epochs, global batch {args.batch}, lr {args.lr}, {args.rounds} "
         f"interleaved rounds; real processes on {os.cpu_count()} cores. Medians of ratios paired by round.",
         "",
-        "| strategy | throughput / ps-sync | throughput / ps-async | accuracy, mean | train time, median s |",
+        "| strategy | throughput / ps-sync | throughput / ps-async | accuracy, mean | time, median s |",
         "|---|---|---|---|---|",
     ]
     for s in STRATEGIES:
         lines.append(
             f"| {s} | {ratio(s, 'ps-sync'):.2f} | {ratio(s, 'ps-async'):.2f} | "
-            f"{statistics.mean(of(s, 'accuracy')):.2%} | {statistics.median(of(s, 'train_time_s')):.1f} |"
+            f"{accuracies(of(s, 'accuracy'))} | {statistics.median(of(s, 'train_time_s')):.1f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def accuracies(values: list[float | None]) -> str:
+    """The mean, and how many runs diverged."""
+    known = [value for value in values if value is not None]
+    mean = f"{statistics.mean(known):.2%}" if known else "–"
+    diverged = len(values) - len(known)
+    return f"{mean} ({diverged} of {len(values)} diverged)" if diverged else mean
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def communication(
     share = 1.0 if server else 2 * (workers - 1) / workers
     sent = share * parameter_bytes
     found = {
-        "method": "counted" if server else "ring",
+        "method": "measured" if server else "ring",
         "sent_bytes_per_step": sent,
         "received_bytes_per_step": sent,
         "implied_bytes_per_s": sent * 1000 / step_ms,

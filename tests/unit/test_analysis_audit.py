@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis import audit, collect, paper, tables
-from stratbench.analysis.checks import wire_bytes_per_s
+from stratbench.analysis.checks import least_bytes_per_s
 from stratbench.analysis.measures import MEASURES
 from stratbench.analysis.rules import RULES, SEVERITIES
 from stratbench.analysis.summary import read_cells, summarise
@@ -163,9 +163,9 @@ def test_implied_traffic_is_that_of_the_algorithm(strategy, kind, gpus, precisio
         global_batch=64,
         train_time_s=10.0,
     )
-    assert wire_bytes_per_s(row) == pytest.approx(expected)
+    assert least_bytes_per_s(row) == pytest.approx(expected)
     row.train_time_s = None
-    assert wire_bytes_per_s(row) is None
+    assert least_bytes_per_s(row) is None
 
 
 def test_a_throttled_gpu_is_found_in_the_timeline(tmp_path):

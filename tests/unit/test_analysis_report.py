@@ -281,5 +281,5 @@ def test_the_whole_paper_study_renders(tmp_path):
             assert (study / "cells" / where / "rep0" / "record.json").exists()
     table = pd.read_csv(study / "tables" / "paper" / "table_6.csv")
     modified = table[table["strategy"] == "ps-async-modified"].set_index(["experiment", "model"])
-    for experiment in ("parameter-server", "modified-async"):
+    for experiment in ("modified-async", "common"):
         assert modified.loc[(experiment, "resnet50"), "1 workers"] == ">3000"

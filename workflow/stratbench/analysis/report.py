@@ -39,7 +39,7 @@ from stratbench.analysis.tables import (
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: A figure whose SVG is larger goes into the page as PNG.
-MOST_SVG_BYTES = 90_000
+MOST_SVG_BYTES = 60_000
 #: Up to this width, two figures stand side by side.
 MOST_NARROW_PT = 400
 STATUS_WORDS = {

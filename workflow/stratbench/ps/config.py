@@ -28,7 +28,7 @@ class ServerConfig:
     n_servers: int = 1
     bind: str = "127.0.0.1"
     advertise: str | None = None
-    shard_bytes: int = 1 << 20
+    shard_bytes: int = 4 << 20
     heartbeat_deadline_s: float = 10.0
     handshake_deadline_s: float = 5.0
     start_deadline_s: float = 600.0
