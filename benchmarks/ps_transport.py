@@ -176,6 +176,28 @@ def spread(values: list[float]) -> str:
     return f"{median(values):5.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
+def markdown(results: list[dict[str, Any]]) -> str:
+    """The table of medians and ranges."""
+    rounds = len(results[0]["ratios"]["null"])
+    lines = [
+        "# Push + apply + pull, against torch's RPC",
+        "",
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {rounds} interleaved "
+        "rounds, ratios paired by round: median (lowest to highest). `tcp again / tcp` is the null.",
+        "",
+        "| MB | workers | rpc, GB/s | tcp, GB/s | shm, GB/s | tcp / rpc | shm / rpc | tcp again / tcp |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        rates = [f"{median(r['gb_per_s'][name]):.2f}" for name in ("rpc", "tcp", "shm")]
+        ratios = [
+            f"{median(v):.2f} ({min(v):.2f} to {max(v):.2f})"
+            for v in (r["ratios"][name] for name in ("tcp/rpc", "shm/rpc", "null"))
+        ]
+        lines.append(f"| {r['mb']:g} | {r['workers']} | {' | '.join([*rates, *ratios])} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=float, nargs="+", default=[1, 100, 550])
@@ -183,6 +205,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shard-kib", type=int, default=ServerConfig.shard_bytes >> 10)
     parser.add_argument("--json", type=Path, help="write every measurement here")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results", help="folder of the table"
+    )
     arguments = parser.parse_args()
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
     results = []
@@ -195,6 +220,8 @@ def main() -> None:
             print(f"{mb:g} MB, {n_workers} workers: {rates} GB/s; {ratios}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
+    arguments.out.mkdir(exist_ok=True)
+    (arguments.out / "ps_transport.md").write_text(markdown(results))
 
 
 if __name__ == "__main__":

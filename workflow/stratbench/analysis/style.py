@@ -107,6 +107,6 @@ RC: dict[str, Any] = {
     "lines.linewidth": 1.4,
     "lines.markersize": 4.5,
     "hatch.linewidth": 0.5,
-    "figure.dpi": 100,
+    "figure.dpi": 160,  # as saved: text is not exactly as wide at another resolution
     "savefig.dpi": 160,
 }
