@@ -114,7 +114,7 @@ def test_what_the_plan_calls_infeasible_is_skipped_and_told(finished):
     results = finished.folder / "results/tiny"
     assert "infeasible (needs " in (results / "tables/second/training_time.md").read_text()
     assert "infeasible (needs " in (results / "report.html").read_text()
-    assert ",does not fit,needs " in (results / "decision.csv").read_text()
+    assert ",does not fit,,needs " in (results / "decision.csv").read_text()
     assert finished.run().returncode == 0  # leaves it as the other tests expect it
 
 

@@ -1,10 +1,5 @@
 # Planning: what the study will need, take and cost, told before anything runs: `snakemake plan`. It trains
 # nothing and needs no GPU; it has no output, so that it always runs.
-PLANNED_CONFIG = json.dumps(
-    CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}}, sort_keys=True
-)
-
-
 rule plan:
     log:
         f"{RESULTS}/{STUDY.name}/logs/plan.log",
@@ -12,7 +7,10 @@ rule plan:
     conda:
         ENV
     params:
-        config=PLANNED_CONFIG,
+        config=json.dumps(
+            CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}},
+            sort_keys=True,
+        ),
     shell:
         "python -m stratbench.plan --config {params.config:q} 2>&1 | tee {log:q}"
 
@@ -29,7 +27,12 @@ rule compare_with_prediction:
     conda:
         ENV
     params:
-        config=PLANNED_CONFIG,
+        # Only what a prediction depends on: a changed time limit makes nothing again.
+        config=json.dumps(
+            {key: CONFIG[key] for key in ("results", "datasets", "cluster")}
+            | STUDY.as_trained(),
+            sort_keys=True,
+        ),
     shell:
         "python -m stratbench.plan.compare --config {params.config:q} --out {output:q}"
         " > {log:q} 2>&1"
