@@ -6,14 +6,20 @@ Several seeds (initial weights and sample order) run side by side in one flat ve
 works weight by weight, so they do not see each other.
 
     nice python benchmarks/staleness.py            writes benchmarks/results/staleness.{csv,md}
+
+One process a core; the whole takes half an hour of a core.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import multiprocessing
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -272,6 +278,19 @@ def verdicts(rows: list[dict]) -> list[str]:
     return lines
 
 
+def prepare(seeds: int, epochs: int) -> None:
+    """Make this process ready for `train_key`."""
+    global task
+    torch.set_num_threads(1)
+    task = Digits(seeds, epochs)
+
+
+def train_key(clocks: int, key: tuple[str, str, float, float]) -> Result:
+    """All runs of one policy, lr_scale, learning rate and straggler."""
+    name, scale, lr, straggler = key
+    return train(task, name, {"lr_scale": scale} if scale else {}, lr, straggler, clocks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5, help="seeds of weights and sample order")
@@ -279,19 +298,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    task = Digits(arguments.seeds, arguments.epochs)
     variants = [
         (name, scale)
         for name, options in OPTIONS.items()
         for scale in (("full", "1/N") if hasattr(options(), "lr_scale") else ("",))
     ]
     keys = [(*v, lr, s) for s in STRAGGLERS for lr in LEARNING_RATES for v in variants]
-    results: dict[tuple, Result] = {}
-    for key in tqdm(keys, unit="run"):
-        name, scale, lr, straggler = key
-        options = {"lr_scale": scale} if scale else {}
-        results[key] = train(task, name, options, lr, straggler, arguments.clocks)
+    context = multiprocessing.get_context("spawn")
+    prepared = (arguments.seeds, arguments.epochs)
+    with ProcessPoolExecutor(os.cpu_count(), context, prepare, prepared) as pool:
+        trained = pool.map(partial(train_key, arguments.clocks), keys)
+        results = dict(zip(keys, tqdm(trained, total=len(keys), unit="run"), strict=True))
     rows = [
         row(k, r, results["ps-sync", "", *k[2:]], results["ps-async", "full", *k[2:]])
         for k, r in results.items()
