@@ -78,7 +78,7 @@ def test_it_sees_a_process_burn_cpu_and_takes_a_last_sample(tmp_path):
     hosts = samples(out, "host")
     host_times = [row["t_s"] for row in hosts]
     assert host_times == sorted(host_times)
-    assert 50 <= host_times[0] <= ended_s <= host_times[-1]
+    assert 50 <= host_times[0] <= ended_s <= host_times[-1] + 0.001  # written to the ms
     assert max(float(row["cpu_pct"] or 0) for row in hosts) > 100 * 0.2 / os.cpu_count()
     by_core = [row["cores_pct"].split() for row in hosts if row["cores_pct"]]
     assert {len(cores) for cores in by_core} == {os.cpu_count()}

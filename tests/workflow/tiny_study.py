@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,10 @@ class Workflow:
         )
 
     def start(self, *args: str) -> subprocess.Popen[str]:
-        """Start Snakemake in a session of its own."""
+        """Start Snakemake in a session of its own, and with Ctrl-C working.
+
+        Where the tests run in a shell's background, it would inherit that SIGINT is ignored.
+        """
         return subprocess.Popen(
             self.command(*args),
             cwd=self.folder,
@@ -94,6 +98,7 @@ class Workflow:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def jobs(self, *args: str) -> dict[str, int]:
