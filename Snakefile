@@ -3,8 +3,9 @@
 #   snakemake --profile profiles/local                       the study named in config.yaml
 #   snakemake --profile profiles/slurm --config study=paper  another one, on a cluster
 #   snakemake -n                                             what would be trained
-#   snakemake decide                                         what to choose, from the records that are there
-#   snakemake partial                                        merge what is there, list what is missing
+#   snakemake -c1 plan                                       what fits, how long it takes, what it costs
+#   snakemake -c1 decide                                     what to choose, from the records that are there
+#   snakemake -c1 partial                                    merge what is there, list what is missing
 from snakemake.utils import min_version
 
 min_version("9.0")

@@ -235,7 +235,7 @@ rule partial:
 
 
 # Ranks the strategies from the records that are there, under the constraints `decide` of the config:
-# `snakemake decide --config 'decide={gpus: 2}'`. Like `partial` it trains nothing and always runs.
+# `snakemake -c1 decide --config 'decide={gpus: 2}'`. Like `partial` it trains nothing and always runs.
 rule decide:
     input:
         f"{RESULTS}/{STUDY.name}/cells.json",
