@@ -7,44 +7,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launching import TINY, WORKFLOW, LaunchedCell
 from stratbench import data
 from stratbench.cells import Cell
-from stratbench.config import Settings, option_defaults
-
-WORKFLOW = Path(__file__).parents[1] / "workflow"
-TINY = {
-    "source": "synthetic", "train_samples": 64, "test_samples": 40, "classes": 3, "channels": 1,
-    "size": 16,
-}  # fmt: skip
-
-
-@dataclass
-class LaunchedCell:
-    """A launcher at work, and where it leaves what."""
-
-    cell: Cell
-    process: subprocess.Popen[str]
-    record: Path
-    timeline: Path
-    logs: Path
-
-    @property
-    def run_dir(self) -> Path:
-        return self.logs / "run"
-
-    def finish(self, timeout_s: float = 120) -> tuple[int, str]:
-        """Exit code, and what was printed (stdout and stderr)."""
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
-
-    def read_record(self) -> dict[str, Any]:
-        return json.loads(self.record.read_text())
+from stratbench.config import Settings
 
 
 @pytest.fixture(scope="session")
@@ -53,19 +25,6 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "tiny"
     data.prepare("tiny", folder, spec=TINY)
     return folder
-
-
-def settings(strategy: str = "ddp", **changes: Any) -> Settings:
-    """Settings of a short cell on 2 CPU workers; `options` are the strategy's defaults."""
-    base = Settings(
-        strategy=strategy, options={}, model="vgg-compact", dataset="tiny", gpus=2, seed=7,
-        epochs=1, global_batch=16, per_worker_batch=8, lr=0.05, momentum=0.9, weight_decay=0.0,
-        nesterov=False, precision="fp32", augment=False, warmup_steps=2, device="cpu", threads=1,
-        slowdown=None,
-    )  # fmt: skip
-    if "options" not in changes:
-        changes["options"] = option_defaults(strategy)
-    return replace(base, **changes)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import WORKFLOW, settings
+from launching import WORKFLOW, settings
 from stratbench import record
 
 PAGE = WORKFLOW.parent / "docs/adding-a-strategy.md"

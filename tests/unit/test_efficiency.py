@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conftest import settings
+from launching import settings
 from stratbench.cells import Cell
 from stratbench.telemetry.timeline import COLUMNS
 from stratbench.train import efficiency

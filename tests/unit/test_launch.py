@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import LaunchedCell, settings
+from launching import LaunchedCell, settings
 from stratbench import record
 from stratbench.cells import Cell
 from stratbench.train import agent, assemble, loop

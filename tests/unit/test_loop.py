@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import settings
+from launching import settings
 from stratbench.data import DeviceData
 from stratbench.strategies.base import Worker
 from stratbench.strategies.single import Single
