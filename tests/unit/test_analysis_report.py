@@ -198,14 +198,17 @@ def test_mixed_machines_are_pointed_out(tmp_path):
 def test_predictions_are_told_by_strategy_with_their_worst(tmp_path):
     path = tmp_path / "prediction.csv"
     path.write_text(
-        "experiment,strategy,peak_error_percent,states_error_percent,sent_error_percent,"
-        "train_s_in_range\n"
-        "e,ddp,1.0,0.0,,True\ne,ddp,-7.5,0.0,,False\ne,ddp,2.0,0.0,,\ne,fsdp,,0.0,3.0,\n"
+        "experiment,strategy,peak_mib_predicted,peak_mib_measured,peak_error_percent,"
+        "states_bytes_predicted,states_bytes_measured,states_error_percent,"
+        "sent_bytes_predicted,sent_bytes_measured,sent_error_percent,train_s_in_range\n"
+        "e,ddp,101,100,1.0,8,8,0.0,5,,,True\ne,ddp,92.5,100,-7.5,8,8,0.0,5,,,False\n"
+        "e,ddp,102,100,2.0,8,8,0.0,5,,,\ne,fsdp,3,,,100001,100000,0.0,103,100,3.0,\n"
     )
     first, second = sections.predictions(path)
     assert (first["cells"], first["peak_mib"]) == (3, "2.0 %, worst -7.5 %")
     assert (first["states_bytes"], first["sent_bytes"], first["time"]) == ("exact", "", "1 of 2")
     assert (second["peak_mib"], second["sent_bytes"]) == ("", "3.0 %, worst +3.0 %")
+    assert second["states_bytes"] == "0.0 %, worst +0.0 %"  # not exact, only close
     page = Page(
         write_page(
             tmp_path,
@@ -221,14 +224,12 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path):
 
 def test_a_glyphs_scale_is_not_cut(tmp_path):
     """Cut to two digits, letters would be smaller than the room between them."""
-    (tmp_path / "f.svg").write_text(
-        '<svg width="300pt"><g transform="scale(0.015625)"/>1.23456</svg>'
-    )
-    uri = report.data_uri(tmp_path / "f.svg")
+    text = '<svg width="300pt"><g transform="scale(0.015625)"/>1.23456</svg>'
+    uri = report.data_uri(text, tmp_path / "f.svg")
     svg = base64.b64decode(uri.partition(",")[2]).decode()
     assert "scale(0.015625)" in svg
     assert "1.23<" in svg
-    assert report.width_pt(tmp_path / "f.svg") == 300
+    assert report.width_pt(text) == 300
 
 
 def test_experiments_stand_in_the_order_of_the_config(tmp_path):

@@ -81,8 +81,10 @@ def visited_page(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
     prediction = folder / "prediction.csv"
     prediction.write_text(
-        "experiment,strategy,peak_error_percent,states_error_percent,sent_error_percent,"
-        "train_s_in_range\nmain,ddp,1.0,0.0,0.0,True\nmain,ps-dana,-2.0,0.0,0.0,False\n"
+        "experiment,strategy,peak_mib_predicted,peak_mib_measured,peak_error_percent,"
+        "states_bytes_predicted,states_bytes_measured,states_error_percent,"
+        "sent_bytes_predicted,sent_bytes_measured,sent_error_percent,train_s_in_range\n"
+        "main,ddp,101,100,1.0,8,8,0.0,5,5,0.0,True\nmain,ps-dana,98,100,-2.0,8,8,0.0,5,5,0.0,False\n"
     )
     names = ("single", "ddp", "fsdp", "ps-sync", "ps-async", "ps-dana")
     cells = fixture.expand(strategies=names, models=("vgg16", "convnext_large"), repeats=2)

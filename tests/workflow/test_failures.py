@@ -90,6 +90,16 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     assert workflow.jobs()["train_cell"] >= 1
 
 
+def test_an_unknown_gpu_is_told_before_any_job(workflow):
+    """The report needs it, which is made when everything has been trained."""
+    workflow.write_config(tiny_config() | {"cluster": {"gpu": "A1000000"}})
+    result = workflow.run()
+    assert result.returncode != 0
+    assert "config: cluster.gpu = 'A1000000': is not in the table of GPUs" in result.stdout
+    assert "Traceback" not in result.stdout
+    assert not (workflow.folder / "results").exists()
+
+
 def test_outcomes_are_results_and_are_printed_as_such(workflow):
     config = tiny_config()
     experiments = config["studies"]["tiny"]["experiments"]

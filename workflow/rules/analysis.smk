@@ -188,7 +188,8 @@ rule write_report:
     shell:
         "python -m stratbench.analysis.report --cells {input.cells:q} --audit {input.audit:q}"
         " --summary {input.summary:q} --prediction {input.prediction:q}"
-        " --plots-dir {params.plots:q} --study-dir {params.study:q} --constraints {params.constraints:q} --description={params.description:q}"
+        " --plots-dir {params.plots:q} --study-dir {params.study:q}"
+        " --constraints {params.constraints:q} --description={params.description:q}"
         " --out {output:q} > {log:q} 2>&1"
 
 

@@ -13,11 +13,13 @@ if PACKAGE_ROOT not in sys.path:
 from stratbench import config as stratbench_config
 from stratbench import resources as cell_resources
 from stratbench.cells import CELL_PATTERN
+from stratbench.plan.devices import known_gpus
 
 try:
     for _file in workflow.configfiles:
         stratbench_config.check_duplicate_keys(_file)
     CONFIG, STUDY = stratbench_config.load(config)
+    known_gpus(CONFIG["cluster"])
 except stratbench_config.ConfigError as error:
     raise WorkflowError(str(error)) from None
 

@@ -112,7 +112,8 @@ def notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
 def figure(plots_dir: Path, experiment: str, rows: pd.DataFrame, name: str) -> dict[str, Any]:
     """A figure as a data URI, with its caption and a text for who cannot see it."""
     svg_path = plots_dir / experiment / f"{name}.svg"
-    shown = {"uri": data_uri(svg_path), "wide": width_pt(svg_path) > MOST_NARROW_PT}
+    svg = svg_path.read_text()
+    shown = {"uri": data_uri(svg, svg_path), "wide": width_pt(svg) > MOST_NARROW_PT}
     plot, measure = PLOTS[name], MEASURES.get(name)
     alt = (
         f"{plot.chart}: {plot.title} of {setting(rows, 'strategy')} for {setting(rows, 'model')} on "
@@ -128,17 +129,17 @@ def figure(plots_dir: Path, experiment: str, rows: pd.DataFrame, name: str) -> d
     } | shown
 
 
-def width_pt(svg_path: Path) -> float:
+def width_pt(svg: str) -> float:
     """The width of an SVG as Matplotlib writes it."""
-    return float(re.search(r'<svg [^>]*?width="([\d.]+)pt"', svg_path.read_text())[1])
+    return float(re.search(r'<svg [^>]*?width="([\d.]+)pt"', svg)[1])
 
 
-def data_uri(svg_path: Path) -> str:
+def data_uri(svg: str, svg_path: Path) -> str:
     """The figure inside the page: the SVG with its numbers cut to what can be seen.
 
     A crowded one is the PNG with 256 colours instead, so that a page of many figures stays small.
     """
-    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg_path.read_text(), flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # A glyph's scale is small: cut to two digits it would no longer match the glyphs' distances.
     svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
     svg = re.sub(r"\s+", " ", svg)

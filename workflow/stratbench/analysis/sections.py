@@ -112,8 +112,9 @@ def predictions(path: Path) -> list[dict[str, Any]]:
     for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):
         line = {"experiment": experiment, "strategy": strategy, "cells": len(held)}
         for what in ("peak_mib", "states_bytes", "sent_bytes"):
+            same = held[f"{what}_predicted"] == held[f"{what}_measured"]
             errors = held[f"{what.rpartition('_')[0]}_error_percent"].dropna()
-            line[what] = error_range(errors)
+            line[what] = "exact" if same.all() else error_range(errors)
         timed = held["train_s_in_range"].dropna().astype(bool)
         line["time"] = f"{timed.sum()} of {len(timed)}" if len(timed) else ""
         found.append(line)
@@ -124,8 +125,6 @@ def error_range(percent: pd.Series) -> str:
     """Median of the sizes and the worst of the errors; empty where there are none."""
     if percent.empty:
         return ""
-    if (percent == 0).all():
-        return "exact"
     return f"{percent.abs().median():.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
 
 

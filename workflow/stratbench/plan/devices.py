@@ -70,6 +70,12 @@ def find_gpu(text: str) -> Peak:
     raise ConfigError(f"config: cluster.gpu = {text!r}: is not in the table of GPUs: {names}")
 
 
+def known_gpus(cluster: Mapping[str, Any]) -> list[Peak]:
+    """The GPUs that the config names, the nodes' own first; ConfigError for an unknown one."""
+    own = [cluster["gpu"]] if cluster["gpu"] else []
+    return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
+
+
 def gpu_device(peak: Peak, precision: str, cluster: Mapping[str, Any]) -> Device:
     """A GPU of the cluster; the link is the config's or the datasheet's."""
     known = precision in ("fp32", "tf32", "fp16", "bf16")

@@ -14,7 +14,7 @@ from stratbench.cells import Cell
 from stratbench.config import Study
 from stratbench.plan import projection
 from stratbench.plan.cache import footprints
-from stratbench.plan.devices import Device, cpu_device, find_gpu, fits, gpu_device
+from stratbench.plan.devices import Device, cpu_device, fits, gpu_device, known_gpus
 from stratbench.plan.footprint import Footprint, Peak
 from stratbench.plan.projection import Span, Work
 from stratbench.plan.request import Request
@@ -95,8 +95,7 @@ def make_plan(config: Mapping[str, Any], study: Study, gpu: str | None = None) -
     """Plan a study. `gpu` stands in for `cluster.gpu`. Makes missing footprints, which takes minutes."""
     cluster = config["cluster"]
     named = gpu or cluster["gpu"]
-    gpus = [find_gpu(name) for name in ([named] if named else []) + cluster["compare_gpus"]]
-    gpus = list(dict.fromkeys(gpus))
+    gpus = known_gpus({**cluster, "gpu": named})
     primary = gpus[0] if named else gpus[-1]
     subjects = [subject_of(config, study, cell) for cell in study.cells]
     twins = {
