@@ -4,7 +4,9 @@
 
 The peer is torch's RPC parameter server ported to CPU tensors: one flat tensor, plain SGD under a
 lock, `rpc_sync` from each worker. It is spared a copy that it would need to be right: what it
-returns is sent while other workers' updates go on. Each round runs every contender once, in
+returns is sent while other workers' updates go on. Within a host TensorPipe, which carries it,
+takes shared memory where it can; it therefore runs twice, as it comes (`rpc`) and with TCP alone
+(`rpc tcp`). Each round runs every contender once, in
 alternating order, in fresh processes; a ratio compares runs of the same round. The server's own TCP
 runs twice a round (`tcp`, `tcp again`): the ratio of those two is what noise alone makes of 1.
 
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +41,9 @@ from stratbench.ps.flat import FlatSpace
 from stratbench.ps.server import ServerConfig, serve
 
 WARMUP = 3
-CONTENDERS = ("rpc", "tcp", "tcp again", "shm")
+#: What carries the peer's messages: what it chooses on one host, and TCP alone.
+RPC_WIRES = {"rpc": {}, "rpc tcp": {"_transports": ["uv"], "_channels": ["basic"]}}
+CONTENDERS = ("rpc", "rpc tcp", "tcp", "tcp again", "shm")
 LR = 1e-3
 
 
@@ -65,13 +70,18 @@ class RpcServer:
         return self.weights
 
 
-def rpc_process(rank: int, n_workers: int, numel: int, ops: int, folder: Path) -> None:
-    """Rank 0 is the server, 1..n_workers are workers."""
+def rpc_process(
+    rank: int, n_workers: int, numel: int, ops: int, folder: Path, wire: dict[str, list[str]]
+) -> None:
+    """Rank 0 is the server, 1..n_workers are workers; `wire`: see RPC_WIRES."""
+    warnings.filterwarnings("ignore", category=UserWarning)  # RPC's use of c10d is deprecated
     if rank == 0:
         RpcServer.instance = RpcServer(numel)
     else:
         torch.set_num_threads(1)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store", rpc_timeout=120)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{folder}/store", rpc_timeout=120, **wire
+    )
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=n_workers + 1, rpc_backend_options=options)
     if rank:
         grad = torch.ones(numel)
@@ -110,9 +120,10 @@ def processes(
     """The processes of one run, not yet started."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.rpc"])
-    if contender == "rpc":
+    if contender in RPC_WIRES:
+        wire = RPC_WIRES[contender]
         return [
-            context.Process(target=rpc_process, args=(rank, n_workers, numel, ops, folder))
+            context.Process(target=rpc_process, args=(rank, n_workers, numel, ops, folder, wire))
             for rank in range(n_workers + 1)
         ]
     secret = os.urandom(32)
@@ -163,7 +174,12 @@ def compare(mb: float, n_workers: int, rounds: int, shard_bytes: int) -> dict[st
     for number in range(rounds):
         for contender in CONTENDERS if number % 2 == 0 else reversed(CONTENDERS):
             rates[contender].append(throughput(contender, mb, n_workers, shard_bytes))
-    pairs = {"tcp/rpc": ("tcp", "rpc"), "shm/rpc": ("shm", "rpc"), "null": ("tcp again", "tcp")}
+    pairs = {
+        "tcp/rpc tcp": ("tcp", "rpc tcp"),
+        "tcp/rpc": ("tcp", "rpc"),
+        "shm/rpc": ("shm", "rpc"),
+        "null": ("tcp again", "tcp"),
+    }
     ratios = {
         name: [x / y for x, y in zip(rates[a], rates[b], strict=True)]
         for name, (a, b) in pairs.items()
@@ -185,15 +201,15 @@ def markdown(results: list[dict[str, Any]]) -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {rounds} interleaved "
         "rounds, ratios paired by round: median (lowest to highest). `tcp again / tcp` is the null.",
         "",
-        "| MB | workers | rpc, GB/s | tcp, GB/s | shm, GB/s | tcp / rpc | shm / rpc | tcp again / tcp |",
-        "|---|---|---|---|---|---|---|---|",
+        "`rpc`: what the peer chooses by itself, shared memory included; `rpc tcp`: the peer over TCP alone.",
+        "",
+        "| MB | workers | rpc, GB/s | rpc tcp | tcp | shm | tcp / rpc tcp | tcp / rpc | shm / rpc "
+        "| tcp again / tcp |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
-        rates = [f"{median(r['gb_per_s'][name]):.2f}" for name in ("rpc", "tcp", "shm")]
-        ratios = [
-            f"{median(v):.2f} ({min(v):.2f} to {max(v):.2f})"
-            for v in (r["ratios"][name] for name in ("tcp/rpc", "shm/rpc", "null"))
-        ]
+        rates = [f"{median(r['gb_per_s'][name]):.2f}" for name in ("rpc", "rpc tcp", "tcp", "shm")]
+        ratios = [f"{median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in r["ratios"].values()]
         lines.append(f"| {r['mb']:g} | {r['workers']} | {' | '.join([*rates, *ratios])} |")
     return "\n".join(lines) + "\n"
 

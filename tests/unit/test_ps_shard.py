@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -50,6 +52,71 @@ def test_staleness_is_what_others_did_since_the_read():
         assert shard.view(0, out) == number + 1
     shard.push(1, 3, torch.ones(4), ALIVE)
     assert dict(shard.staleness) == {0: 3, 3: 1}
+
+
+def test_what_was_lent_stays_while_others_push():
+    shard, weights, _ = make_shard()
+    with shard.lend(0, torch.empty(4)) as (lent, version):
+        assert lent.data_ptr() == weights.data_ptr()  # nothing was copied
+        shard.push(1, 0, torch.ones(4), ALIVE)
+        with shard.lend(1, torch.empty(4)) as (later, later_version):
+            shard.push(0, 1, torch.ones(4), ALIVE)
+            assert (lent.tolist(), version) == ([0.0] * 4, 0)
+            assert (later.tolist(), later_version) == ([-1.0] * 4, 1)
+    assert shard.policy.weights.tolist() == [-2.0] * 4
+    assert dict(shard.staleness) == {0: 1, 1: 1}
+    now = shard.policy.weights.data_ptr()
+    with shard.lend(0, torch.empty(4)):
+        pass
+    shard.push(0, 2, torch.ones(4), ALIVE)
+    assert shard.policy.weights.data_ptr() == now  # nobody was reading: changed in place
+
+
+def test_a_barrier_that_opens_when_a_worker_leaves_changes_nothing_lent():
+    shard, _, _ = make_shard("ps-ssp", workers=3, staleness_bound=0)
+    shard.push(0, 0, torch.ones(4), ALIVE)
+    with shard.lend(1, torch.empty(4)) as (lent, _):
+        before = lent.clone()
+        shard.leave(2)
+        shard.finish()
+        assert torch.equal(lent, before)
+
+
+def test_a_policy_with_its_own_view_lends_that():
+    shard, weights, _ = make_shard("ps-dana")
+    spare = torch.empty(4)
+    with shard.lend(0, spare) as (lent, _):
+        assert lent is spare
+        shard.push(1, 0, torch.ones(4), ALIVE)
+        assert lent.tolist() == [0.0] * 4
+    assert shard.policy.weights is weights  # so no copy was made of them
+
+
+def test_nothing_lent_is_ever_torn():
+    shard, _, _ = make_shard(workers=3, weights=torch.zeros(100_000))
+    done, torn = threading.Event(), []
+
+    def push():
+        for ticket in range(300):
+            shard.push(2, ticket, torch.ones(100_000), ALIVE)
+        done.set()
+
+    def read(worker):
+        spare = torch.empty(100_000)
+        while not done.is_set():
+            with shard.lend(worker, spare) as (lent, version):
+                for _ in range(3):
+                    if not bool((lent == -version).all()):
+                        torn.append(version)
+
+    threads = [threading.Thread(target=read, args=(w,)) for w in (0, 1)]
+    for thread in [*threads, pusher := threading.Thread(target=push)]:
+        thread.start()
+    for thread in [*threads, pusher]:
+        thread.join(60)
+    assert done.is_set()
+    assert not torn
+    assert bool((shard.policy.weights == -300).all())
 
 
 def test_a_barrier_answers_all_with_the_last():

@@ -6,8 +6,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,16 @@ from stratbench.ps.transport import Connection
 _RUN_SHARDS = 16
 
 Bounds = list[tuple[int, int]]  # (start, stop) of every shard of the model
-View = Callable[[int, int, Tensor], int]  # (worker, shard, out) -> version
+
+
+class Weights(Protocol):
+    """Where lanes take from what they send; see Shard.view and Shard.lend."""
+
+    def view(self, worker: int, shard: int, out: Tensor) -> int: ...
+
+    def lend(
+        self, worker: int, shard: int, spare: Tensor
+    ) -> AbstractContextManager[tuple[Tensor, int]]: ...
 
 
 class StreamLane:
@@ -35,7 +44,7 @@ class StreamLane:
         self._out = torch.empty_like(self._grad)
         self._wire = self._grad if wire == "native" else torch.empty(numel, dtype=DTYPES[wire])
         self._buffers = torch.empty(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
-        self._wire_bytes, self._out_bytes = as_bytes(self._wire), as_bytes(self._out)
+        self._wire_bytes = as_bytes(self._wire)
 
     def _numel(self, shard: int) -> int:
         start, stop = self._bounds[shard]
@@ -66,14 +75,14 @@ class StreamLane:
         self._connection.receive_into(as_bytes(self._buffers))
         return self._buffers
 
-    def give(self, shards: list[int], view: Callable[[int, Tensor], int]) -> int:
-        """Let the worker have `shards`, which `view(shard, out)` writes; returns their bytes."""
+    def give(self, worker: int, shards: list[int], weights: Weights) -> int:
+        """Let the worker have `shards` of `weights`; returns their bytes."""
         given = 0
         for shard in shards:
-            numel = self._numel(shard)
-            version = view(shard, self._out[:numel])
-            payload = self._out_bytes[: numel * self._out.element_size()]
-            self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
+            spare = self._out[: self._numel(shard)]
+            with weights.lend(worker, shard, spare) as (lent, version):
+                payload = as_bytes(lent)
+                self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
             given += len(payload)
         return given
 
@@ -105,11 +114,11 @@ class SharedLane:
     def take_buffers(self) -> Tensor:
         return self._memory.buffers
 
-    def give(self, shards: list[int], view: Callable[[int, Tensor], int]) -> int:
+    def give(self, worker: int, shards: list[int], weights: Weights) -> int:
         versions = {}
         for shard in shards:
             start, stop = self._bounds[shard]
-            versions[shard] = view(shard, self._memory.weights[start:stop])
+            versions[shard] = weights.view(worker, shard, self._memory.weights[start:stop])
         for first, count in _runs(versions):
             version = min(versions[k] for k in range(first, first + count))
             self._connection.send(Frame(Kind.OK, first, count, version=version))
@@ -213,19 +222,18 @@ class Member:
         """Whether something is queued for it."""
         return bool(self._outbox)
 
-    def send_replies(self, view: View) -> None:
-        """Send what is queued, and what will be, until the end; `view(worker, shard, out)` writes
-        weights.
+    def send_replies(self, weights: Weights) -> None:
+        """Send what is queued, and what will be, until the end.
 
         Runs on the member's own thread, so that one worker's slow link holds up nobody else.
         """
         while not self._ended:
             with self._sending:
-                self._send_queued(view)
+                self._send_queued(weights)
             if not self._ended:
                 self._wake.get()
 
-    def send_now(self, view: View) -> None:
+    def send_now(self, weights: Weights) -> None:
         """Send what is queued at once, unless the member's own thread is at it already.
 
         For the thread that has just received all of a push: it saves the others' waking up.
@@ -234,11 +242,11 @@ class Member:
             return
         try:
             self.connection.waiting_since = time.monotonic()  # it is the worker's turn
-            self._send_queued(view)
+            self._send_queued(weights)
         finally:
             self._sending.release()
 
-    def _send_queued(self, view: View) -> None:
+    def _send_queued(self, weights: Weights) -> None:
         while self._outbox and not self._ended:
             shards = []
             while self._outbox and type(self._outbox[0]) is int and len(shards) < _RUN_SHARDS:
@@ -246,9 +254,7 @@ class Member:
             if shards and self._mute:
                 continue
             if shards:
-                self.bytes_out += self.lane.give(
-                    shards, lambda shard, out: view(self.worker, shard, out)
-                )
+                self.bytes_out += self.lane.give(self.worker, shards, weights)
             elif (item := self._outbox.popleft()) is None:
                 self._ended = True
             else:

@@ -102,7 +102,11 @@ class Policy(ABC):
     options_class: type[PolicyOptions] = PolicyOptions
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
-        """`weights`: the shard's flat parameters, shape [n], updated in place."""
+        """`weights`: the shard's flat parameters, shape [n], updated in place.
+
+        The server may put a copy in the place of `self.weights` between two calls: keep no other
+        reference to them.
+        """
         self.weights = weights
         self.hyper = hyper
         self.options = options if options is not None else self.options_class()

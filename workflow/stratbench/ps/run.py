@@ -101,13 +101,13 @@ class Run:
 
     def _answer(self, member: Member) -> None:
         try:
-            member.send_replies(self._store.view)
+            member.send_replies(self._store)
         except Closed as error:
             self._lose(member, str(error))
         except Exception as error:
             self._break_down(error)
             member.drop_shards()
-            member.send_replies(self._store.view)  # the reason
+            member.send_replies(self._store)  # the reason
 
     def _listen(self, member: Member) -> None:
         connection = member.connection
@@ -234,7 +234,7 @@ class Run:
         self._store.push(member, frame)
         if not member.todo:
             self._complete(member)
-            member.send_now(self._store.view)
+            member.send_now(self._store)
 
     def _on_skip(self, member: Member, frame: Frame) -> None:
         self._check_ticket(member, frame)

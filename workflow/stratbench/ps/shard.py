@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -33,6 +34,9 @@ class Shard:
         self._left: set[int] = set()
         self._read_version = [0] * workers
         self._snapshots: list[Tensor] = []
+        #: The policy shows every worker the weights themselves: they can be lent without a copy.
+        self._shows_weights = type(policy).view is Policy.view
+        self._borrowers = 0  # of the tensor that holds the weights now
 
     def push(
         self, worker: int, ticket: int, grad: Tensor | None, alive: Callable[[], bool]
@@ -50,7 +54,7 @@ class Shard:
                 self.policy.on_join(worker)
             if not self._taken.add(ticket):
                 grad = None
-            self._save_snapshots()
+            self._before_change()
             started = time.perf_counter()
             self._apply(worker, grad)
             self._waiting.add(worker)
@@ -79,6 +83,27 @@ class Shard:
             version = self._read_version[worker] = self.policy.view(worker, out)
         return version
 
+    @contextmanager
+    def lend(self, worker: int, spare: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """What `worker` shall compute on, shape [n], and its version; it stays so in the context.
+
+        The weights themselves where that is what the policy shows, for a send can take long and
+        needs no copy: if they change meanwhile, the change is made to a copy. Else `spare`, written.
+        """
+        with self._lock:
+            if self._shows_weights:
+                lent, version = self.policy.weights, self.policy.version
+                self._borrowers += 1
+            else:
+                lent, version = spare, self.policy.view(worker, spare)
+            self._read_version[worker] = version
+        try:
+            yield lent, version
+        finally:
+            with self._lock:
+                if lent is self.policy.weights:
+                    self._borrowers -= 1
+
     def join(self, worker: int) -> None:
         """`worker` is (back) at work and shall read at once."""
         with self._lock:
@@ -94,14 +119,14 @@ class Shard:
             if worker in self._left:
                 return
             self._left.add(worker)
-            self._save_snapshots()
+            self._before_change()
             self.policy.on_leave(worker)
             self._release_ready()
 
     def finish(self) -> None:
         """No push will come any more: all leave, and what is held is applied."""
         with self._lock:
-            self._save_snapshots()
+            self._before_change()
             for worker in range(self.policy.hyper.workers):
                 if worker not in self._left:
                     self._left.add(worker)
@@ -121,6 +146,13 @@ class Shard:
         """Make the copies that `snapshot` promised."""
         with self._lock:
             self._save_snapshots()
+
+    def _before_change(self) -> None:
+        """Keep what others are still to read; `_lock` is held."""
+        self._save_snapshots()
+        if self._borrowers:
+            self.policy.weights = self.policy.weights.clone()
+            self._borrowers = 0
 
     def _save_snapshots(self) -> None:
         for out in self._snapshots:

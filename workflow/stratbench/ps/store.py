@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,10 +54,11 @@ class Store:
         self.mine = range(n * server // n_servers, n * (server + 1) // n_servers)
         self.limit_bytes = max(SMALL_BYTES, numel * itemsize, layout.buffer_bytes)
         self.shards: dict[int, Shard] = {}
-        self._origin = self.bounds[self.mine[0]][0]
-        self._weights = torch.zeros(
-            self.bounds[self.mine[-1]][1] - self._origin, dtype=DTYPES[layout.dtype]
-        )
+        # One tensor a shard: a shard's can be replaced, and its memory used again.
+        self._initial = {
+            k: torch.zeros(stop - start, dtype=DTYPES[layout.dtype])
+            for k, (start, stop) in ((k, self.bounds[k]) for k in self.mine)
+        }
         buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
         self._initial_buffers = buffers
         #: The float buffers are server 0's.
@@ -67,10 +69,6 @@ class Store:
         """Expect one worker's initial weights."""
         self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
 
-    def _slice(self, shard: int) -> Tensor:
-        start, stop = self.bounds[shard]
-        return self._weights[start - self._origin : stop - self._origin]
-
     def fill(self, frame: Frame, lane: StreamLane | SharedLane) -> bool:
         """Take the initial weights that `frame` brings; says whether all are here."""
         if frame.shard not in self._to_fill:
@@ -79,7 +77,7 @@ class Store:
             check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
             self._initial_buffers.copy_(lane.take_buffers())
         else:
-            out = self._slice(frame.shard)
+            out = self._initial[frame.shard]
             check_length(frame, lane.payload_bytes(out.numel() * out.element_size()))
             lane.take_weights(frame.shard, out)
         self._to_fill.discard(frame.shard)
@@ -89,7 +87,7 @@ class Store:
         self, make: Callable[[Tensor], Policy], release: Callable[[int, int], None]
     ) -> None:
         """Give every shard, now filled, its policy."""
-        self.shards = {k: Shard(k, make(self._slice(k)), release) for k in self.mine}
+        self.shards = {k: Shard(k, make(self._initial.pop(k)), release) for k in self.mine}
 
     def push(self, member: Member, frame: Frame) -> None:
         """Take the shards, or the buffers, that a PUSH brings for the member's ticket."""
@@ -122,6 +120,12 @@ class Store:
     def view(self, worker: int, shard: int, out: Tensor) -> int:
         """See Shard.view."""
         return self.shards[shard].view(worker, out)
+
+    def lend(
+        self, worker: int, shard: int, spare: Tensor
+    ) -> AbstractContextManager[tuple[Tensor, int]]:
+        """See Shard.lend."""
+        return self.shards[shard].lend(worker, spare)
 
     def join(self, worker: int) -> None:
         """`worker` shall read all shards and take part."""
