@@ -141,22 +141,27 @@ def test_a_planted_fault_is_found_where_it_is(tmp_path, rule):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "gpus", "precision", "expected"),
+    ("strategy", "kind", "gpus", "servers", "precision", "expected"),
     [
         # 1e6 parameters, 100 batches in 10 s: one copy a batch is 40 MB/s in fp32.
-        ("ddp", "collective", 4, "fp32", 2 * 3 / 4 * 40e6),
-        ("fsdp", "collective", 4, "fp32", 3 * 3 / 4 * 40e6),
-        ("fsdp", "collective", 2, "bf16", 3 * 1 / 2 * 20e6),
-        ("ddp", "collective", 1, "fp32", 0),
-        ("single", "collective", 1, "fp32", 0),
-        ("ps-async", "server", 4, "fp32", 2 * 4 * 40e6),
+        ("ddp", "collective", 4, None, "fp32", 2 * 3 / 4 * 40e6),
+        ("fsdp", "collective", 4, None, "fp32", 3 * 3 / 4 * 40e6),
+        ("fsdp", "collective", 2, None, "bf16", 3 * 1 / 2 * 20e6),
+        ("ddp", "collective", 1, None, "fp32", 0),
+        ("single", "collective", 1, None, "fp32", 0),
+        ("ps-async", "server", 4, 1, "fp32", 2 * 4 * 40e6),
+        ("ps-async", "server", 4, 2, "fp32", 4 * 40e6),
+        ("ps-async", "server", 4, None, "fp32", 2 * 4 * 40e6),  # the paper's: not said
     ],
 )
-def test_implied_traffic_is_that_of_the_algorithm(strategy, kind, gpus, precision, expected):
+def test_implied_traffic_is_that_of_the_algorithm(
+    strategy, kind, gpus, servers, precision, expected
+):
     row = SimpleNamespace(
         strategy_base=strategy,
         strategy_kind=kind,
         gpus=gpus,
+        servers=servers,
         precision=precision,
         model_parameters=1_000_000,
         samples_seen=6400,

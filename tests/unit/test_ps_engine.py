@@ -29,12 +29,14 @@ import stratbench
 from stratbench.ps.asynchronous import AsyncPolicy
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
+from stratbench.ps.frames import Frame, Kind
+from stratbench.ps.member import Member
 from stratbench.ps.policies import POLICIES
 from stratbench.ps.run import Run
 from stratbench.ps.server import ServerConfig
 from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.tickets import Plan
-from stratbench.ps.transport import Listeners
+from stratbench.ps.transport import Closed, Connection, Listeners
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -324,6 +326,27 @@ def test_statistics_are_plain_and_add_up(tmp_path, transport):
     for histogram, dropped in zip(stats["staleness"], stats["dropped"], strict=True):
         assert sum(histogram) + dropped == 12
         assert len(histogram) <= 12
+
+
+def test_a_worker_that_leaves_while_the_server_still_sends_was_not_lost(tmp_path, monkeypatch):
+    """A heartbeat behind DONE meets a closed connection; the worker's BYE is still to be read."""
+    tell, send = Member.tell, Connection.send
+
+    def tell_more(member, frame, payload=b""):
+        tell(member, frame, payload)
+        if frame.kind is Kind.DONE:
+            tell(member, Frame(Kind.HEARTBEAT))
+
+    def fail_at_heartbeat(connection, frame, payload=b""):
+        if frame.kind is Kind.HEARTBEAT:
+            raise Closed("could not send: Broken pipe")
+        send(connection, frame, payload)
+
+    monkeypatch.setattr(Member, "tell", tell_more)
+    monkeypatch.setattr(Connection, "send", fail_at_heartbeat)
+    stats, _ = run_all(config(tmp_path, workers=2, slices=2))
+    assert (stats["status"], stats["refused"], stats["lost"]) == ("ok", 0, [])
+    assert all(row["wait_s"] is not None for row in stats["workers"])
 
 
 def test_the_clock_starts_with_the_first_ticket_not_with_the_first_worker(tmp_path):

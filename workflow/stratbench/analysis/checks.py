@@ -124,8 +124,8 @@ def least_bytes_per_s(row: Any) -> float | None:
     """The least traffic that a cell's training needs, in bytes a second.
 
     Collectives, what one rank sends: a ring moves 2(W-1)/W of the parameters to all-reduce, 3(W-1)/W
-    to gather twice and reduce-scatter. Servers, all workers together: the gradients in and the
-    parameters out for every batch. Two bytes a parameter in mixed precision, else four.
+    to gather twice and reduce-scatter. Servers, an equal share of all workers' traffic: the gradients
+    in and the parameters out for every batch. Two bytes a parameter in mixed precision, else four.
     """
     needed = (row.model_parameters, row.samples_seen, row.global_batch, row.train_time_s)
     if any(pd.isna(value) for value in needed) or not row.train_time_s:
@@ -133,7 +133,8 @@ def least_bytes_per_s(row: Any) -> float | None:
     width = 2 if row.precision in ("fp16", "bf16") else 4
     one_copy = row.model_parameters * width * row.samples_seen / row.global_batch
     if row.strategy_kind == "server":
-        return float(2 * row.gpus * one_copy / row.train_time_s)
+        servers = 1 if pd.isna(row.servers) else row.servers
+        return float(2 * row.gpus * one_copy / servers / row.train_time_s)
     share = (row.gpus - 1) / row.gpus
     return float(
         {"ddp": 2, "fsdp": 3}.get(row.strategy_base, 0) * share * one_copy / row.train_time_s

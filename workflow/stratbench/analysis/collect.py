@@ -99,6 +99,7 @@ DERIVED = (
     "utilisation_pct",
     "breakdown_ms",
     "staleness",
+    "servers",
     "server_bytes",
     "server_wait_s",
     "server_lost",
@@ -187,13 +188,14 @@ def as_json(value: Any) -> str | None:
 
 
 def server_facts(rec: record.Record) -> Row:
-    """What all servers together received and sent, how long they held workers back, whom they lost."""
+    """How many servers, what they moved together, how long they held workers back, whom they lost."""
     servers = field(rec, "server.servers")
     if not servers:
         return {}
     links = [link for server in servers for link in server.get("workers") or ()]
     lost = {str(worker) for server in servers for worker in server.get("lost") or ()}
     return {
+        "servers": len(servers),
         "server_bytes": sum(link["bytes_in"] + link["bytes_out"] for link in links),
         "server_wait_s": sum(link.get("wait_s") or 0.0 for link in links),
         "server_lost": len(lost),

@@ -103,7 +103,8 @@ class Run:
         try:
             member.send_replies(self._store)
         except Closed as error:
-            self._lose(member, str(error))
+            if not self.done:  # else it may have left in order, its BYE still to be read
+                self._lose(member, str(error))
         except Exception as error:
             self._break_down(error)
             member.drop_shards()
@@ -234,7 +235,14 @@ class Run:
         self._store.push(member, frame)
         if not member.todo:
             self._complete(member)
+            self._send_now(member)
+
+    def _send_now(self, member: Member) -> None:
+        try:
             member.send_now(self._store)
+        except Closed:
+            if not self.done:  # as in `_answer`
+                raise
 
     def _on_skip(self, member: Member, frame: Frame) -> None:
         self._check_ticket(member, frame)
