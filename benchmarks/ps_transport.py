@@ -4,11 +4,11 @@
 
 The peer is torch's RPC parameter server ported to CPU tensors: one flat tensor, plain SGD under a
 lock, `rpc_sync` from each worker. It is spared a copy that it would need to be right: what it
-returns is sent while other workers' updates go on. Within a host TensorPipe, which carries it,
-takes shared memory where it can; it therefore runs twice, as it comes (`rpc`) and with TCP alone
-(`rpc tcp`). Each round runs every contender once, in
-alternating order, in fresh processes; a ratio compares runs of the same round. The server's own TCP
-runs twice a round (`tcp`, `tcp again`): the ratio of those two is what noise alone makes of 1.
+returns is sent while other workers' updates go on. TensorPipe, which carries it, has faster ways than
+TCP within a host; it therefore runs twice, as it comes (`rpc`) and held to TCP (`rpc tcp`). Each round
+runs every contender once, in alternating order, in fresh processes; a ratio compares runs of the same
+round. The server's own TCP runs twice a round (`tcp`, `tcp again`): the ratio of those two is what
+noise alone makes of 1.
 
 Throughput is bytes both ways, of all workers, between the moment when the last worker has done its
 warm-up and the moment when the first one runs out of work.
@@ -201,7 +201,7 @@ def markdown(results: list[dict[str, Any]]) -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {rounds} interleaved "
         "rounds, ratios paired by round: median (lowest to highest). `tcp again / tcp` is the null.",
         "",
-        "`rpc`: what the peer chooses by itself, shared memory included; `rpc tcp`: the peer over TCP alone.",
+        "`rpc`: the peer by what it chooses within a host; `rpc tcp`: the peer held to TCP.",
         "",
         "| MB | workers | rpc, GB/s | rpc tcp | tcp | shm | tcp / rpc tcp | tcp / rpc | shm / rpc "
         "| tcp again / tcp |",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -102,9 +103,8 @@ class Run:
     def _answer(self, member: Member) -> None:
         try:
             member.send_replies(self._store)
-        except Closed as error:
-            if not self.done:  # else it may have left in order, its BYE still to be read
-                self._lose(member, str(error))
+        except Closed:
+            pass  # its reader will notice, once it has read what the worker still said (its BYE)
         except Exception as error:
             self._break_down(error)
             member.drop_shards()
@@ -235,14 +235,8 @@ class Run:
         self._store.push(member, frame)
         if not member.todo:
             self._complete(member)
-            self._send_now(member)
-
-    def _send_now(self, member: Member) -> None:
-        try:
-            member.send_now(self._store)
-        except Closed:
-            if not self.done:  # as in `_answer`
-                raise
+            with contextlib.suppress(Closed):  # as in `_answer`
+                member.send_now(self._store)
 
     def _on_skip(self, member: Member, frame: Frame) -> None:
         self._check_ticket(member, frame)
