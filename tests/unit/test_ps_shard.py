@@ -72,14 +72,16 @@ def test_what_was_lent_stays_while_others_push():
     assert shard.policy.weights.data_ptr() == now  # nobody was reading: changed in place
 
 
-def test_a_barrier_that_opens_when_a_worker_leaves_changes_nothing_lent():
-    shard, _, _ = make_shard("ps-ssp", workers=3, staleness_bound=0)
+@pytest.mark.parametrize(
+    "end", [lambda shard: shard.leave(1), lambda shard: shard.finish()], ids=["leave", "finish"]
+)
+def test_what_was_lent_stays_when_a_held_push_is_applied_because_workers_leave(end):
+    shard, _, _ = make_shard("ps-sync")
     shard.push(0, 0, torch.ones(4), ALIVE)
     with shard.lend(1, torch.empty(4)) as (lent, _):
-        before = lent.clone()
-        shard.leave(2)
-        shard.finish()
-        assert torch.equal(lent, before)
+        end(shard)
+        assert lent.tolist() == [0.0] * 4
+    assert shard.policy.weights.tolist() == [-1.0] * 4
 
 
 def test_a_policy_with_its_own_view_lends_that():

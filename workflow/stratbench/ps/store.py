@@ -56,8 +56,8 @@ class Store:
         self.shards: dict[int, Shard] = {}
         # One tensor a shard: a shard's can be replaced, and its memory used again.
         self._initial = {
-            k: torch.zeros(stop - start, dtype=DTYPES[layout.dtype])
-            for k, (start, stop) in ((k, self.bounds[k]) for k in self.mine)
+            k: torch.zeros(self.bounds[k][1] - self.bounds[k][0], dtype=DTYPES[layout.dtype])
+            for k in self.mine
         }
         buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
         self._initial_buffers = buffers
