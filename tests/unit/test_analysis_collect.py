@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import fixture_records as fixture
@@ -146,7 +147,8 @@ def test_the_analysis_never_imports_torch():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ten_thousand_records_take_less_than_30_s_and_1_gb(tmp_path):
+def test_ten_thousand_records_are_collected_about_as_fast_as_read_and_within_1_gb(tmp_path):
+    """Seconds would judge the machine: the CPU time is held against parsing the same files."""
     cells = fixture.expand(gpus=(1, 2, 4, 8, 16), repeats=93)
     assert len(cells) > 10_000
     study_dir = fixture.write_study(tmp_path, cells)
@@ -154,11 +156,15 @@ def test_ten_thousand_records_take_less_than_30_s_and_1_gb(tmp_path):
     command += ["--expected", str(study_dir / "cells.json")]
     command += ["--records-root", str(study_dir / "cells")]
     command += ["--out", str(tmp_path / "cells.csv"), "--epochs-out", str(tmp_path / "e.csv")]
+    begun = time.process_time()
+    for path in (study_dir / "cells").rglob("record.json"):
+        json.loads(path.read_text())
+    parsing_s = time.process_time() - begun
     process = subprocess.Popen(command, env={"PYTHONPATH": str(WORKFLOW)})
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
-    assert used.ru_utime + used.ru_stime < 30  # CPU time: others may use the machine
+    assert used.ru_utime + used.ru_stime < 8 * parsing_s  # 2.5 when written
     assert used.ru_maxrss < 2**20  # KiB
 
 

@@ -134,7 +134,7 @@ def test_a_damaged_record_is_named(results, capsys, content):
 
 
 @pytest.mark.slow
-def test_ten_thousand_records_are_listed_in_seconds(tmp_path, capsys):
+def test_ten_thousand_records_are_listed_about_as_fast_as_read(tmp_path, capsys):
     many = matrix(models=[f"m{i}" for i in range(50)], gpus=[1, 2, 4, 8], repeats=50)
     many = [c for c in many if c.strategy == "ddp"]
     assert len(many) == 10_000
@@ -144,5 +144,9 @@ def test_ten_thousand_records_are_listed_in_seconds(tmp_path, capsys):
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(padding))
     begun = time.process_time()
+    for cell in many:
+        json.loads(cell.record_path(tmp_path).read_text())
+    parsing_s = time.process_time() - begun
+    begun = time.process_time()
     assert len(listed(capsys, "--status", "ok", "--results", str(tmp_path))) == 10_000
-    assert time.process_time() - begun < 5
+    assert time.process_time() - begun < 5 * parsing_s  # 1.5 when written

@@ -9,6 +9,7 @@ import stat
 import threading
 
 import fixture_records as fixture
+import jsonschema
 import pytest
 
 from stratbench import record
@@ -50,6 +51,39 @@ def test_a_wrong_record_is_refused_with_file_and_field(tmp_path, good, change, p
     path.write_text(json.dumps(bad))
     with pytest.raises(record.RecordError):
         record.read(path)
+
+
+def test_the_quick_check_passes_what_the_full_one_passes(good):
+    """Every field with every kind of value, and left out, and one too many."""
+    full = jsonschema.Draft202012Validator(json.loads(record.SCHEMA_PATH.read_text()))
+    agreed = {True: 0, False: 0}
+
+    def compare(where: tuple) -> None:
+        passes = full.is_valid(good)
+        assert record._passes(good) is passes, where
+        agreed[passes] += 1
+
+    def walk(inner: dict | list, where: tuple) -> None:
+        for key in list(inner) if isinstance(inner, dict) else range(len(inner)):
+            kept = inner[key]
+            for other in (None, True, 1, 0, -1, 1.0, 1.5, "", "ok", [], [1], {}, {"a": 1}):
+                inner[key] = other
+                compare((*where, key, other))
+            inner[key] = kept
+            if isinstance(kept, dict | list):
+                walk(kept, (*where, key))
+            if isinstance(inner, dict):
+                del inner[key]
+                compare((*where, key, "left out"))
+                inner[key] = kept
+        if isinstance(inner, dict):
+            inner["extra"] = 1
+            compare((*where, "extra"))
+            del inner["extra"]
+
+    compare(())
+    walk(good, ())
+    assert min(agreed.values()) > 100
 
 
 @pytest.mark.parametrize("content", [b"", b'{"status": ', b"\xff\xfe"])

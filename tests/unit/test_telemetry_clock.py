@@ -151,8 +151,10 @@ def test_real_steps_on_a_cpu_are_within_the_epoch():
 
 
 @pytest.mark.timeout(60)
-def test_five_marks_and_a_tick_cost_less_than_ten_microseconds():
-    def cpu_us_per_step(steps: int = 3000) -> float:
+def test_five_marks_and_a_tick_cost_little_more_than_noting_six_times():
+    """benchmarks/telemetry_cost.py says what that is in microseconds, and of a step."""
+
+    def cpu_of_a_step(steps: int = 3000) -> float:
         clock = StepClock("cpu", phase_marks=True)
         clock.begin()
         begun = time.process_time()
@@ -160,9 +162,23 @@ def test_five_marks_and_a_tick_cost_less_than_ten_microseconds():
             for phase in ("data", "forward", "backward", "optimizer", "server_wait"):
                 clock.mark(phase)
             clock.tick()
-        return (time.process_time() - begun) / steps * 1e6
+        return (time.process_time() - begun) / steps
 
-    assert min(cpu_us_per_step() for _ in range(5)) < 10
+    def cpu_of_a_note(count: int = 18_000) -> float:
+        notes = []
+
+        def note() -> None:
+            notes.append(time.perf_counter_ns())
+
+        begun = time.process_time()
+        for _ in range(count):
+            note()
+        return (time.process_time() - begun) / count
+
+    pairs = [(cpu_of_a_step(), cpu_of_a_note()) for _ in range(7)]
+    step_s, note_s = (min(of) for of in zip(*pairs, strict=True))
+    print(f"{step_s * 1e6:.2f} us a step, {note_s * 1e9:.0f} ns a note")
+    assert step_s < 5 * 6 * note_s
 
 
 class FakeGpu:

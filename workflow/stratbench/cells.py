@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 #: Path of a cell below its study's folder, with the names Snakemake uses as wildcards.
@@ -46,12 +46,12 @@ class Cell:
 
     def as_dict(self) -> dict[str, str | int]:
         """The cell's seven coordinates, as a record and a table row carry them."""
-        return asdict(self)
+        return dict(vars(self))
 
     @property
     def path(self) -> str:
         """The cell's path below `cells/` and `logs/` of its study."""
-        return CELL_PATTERN.format(**asdict(self))
+        return CELL_PATTERN.format(**vars(self))
 
     def record_path(self, results: str | Path) -> Path:
         """Where the cell's record lies below the results folder."""

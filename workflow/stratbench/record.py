@@ -20,15 +20,39 @@ class RecordError(ValueError):
 
 
 @cache
+def _schema() -> dict[str, Any]:
+    return json.loads(SCHEMA_PATH.read_text())
+
+
+@cache
 def _validator():
     import jsonschema
 
-    schema = json.loads(SCHEMA_PATH.read_text())
-    return jsonschema.Draft202012Validator(schema)
+    return jsonschema.Draft202012Validator(_schema())
+
+
+@cache
+def _compiled():
+    import fastjsonschema
+
+    return fastjsonschema.compile(_schema())
+
+
+def _passes(record: Record) -> bool:
+    """Whether the compiled schema finds no fault: 20 times as fast, but it names only one."""
+    import fastjsonschema
+
+    try:
+        _compiled()(record)
+    except fastjsonschema.JsonSchemaValueException:
+        return False
+    return True
 
 
 def validate(record: Record, source: str | Path = "record") -> None:
     """Raise RecordError with the first few faults of `record`, if any."""
+    if _passes(record):
+        return
     faults = sorted(_validator().iter_errors(record), key=lambda e: list(map(str, e.path)))
     if faults:
         listed = "; ".join(

@@ -131,9 +131,9 @@ class Asked:
 
 
 def field(value: Any, path: str) -> Any:
-    """The value at a dotted path of nested mappings, or None where any part of it is absent."""
+    """The value at a dotted path of nested dicts, or None where any part of it is absent."""
     for key in path.split("."):
-        if not isinstance(value, Mapping):
+        if not isinstance(value, dict):
             return None
         value = value.get(key)
     return value
