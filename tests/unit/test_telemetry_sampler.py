@@ -114,6 +114,33 @@ def test_sigterm_leaves_whole_rows_and_the_last_sample(tmp_path):
     assert out.read_text().endswith("\n")
 
 
+def processes(path: Path) -> list[str]:
+    return [row["id"] for row in samples(path, "process")]
+
+
+def test_a_process_is_sampled_when_it_is_named_and_not_at_the_next_period_only(tmp_path):
+    out = tmp_path / "samples.csv"
+    sampler = Sampler(out, time.time(), period_s=30)
+    try:
+        wait_for(lambda: samples(out, "host"))
+        sampler.watch("rank0", os.getpid())
+        wait_for(lambda: processes(out) == ["rank0"])
+        sampler.watch("rank1", os.getpid())
+        wait_for(lambda: processes(out) == ["rank0", "rank0", "rank1"])
+    finally:
+        sampler.stop()
+
+
+def test_naming_processes_does_not_disturb_a_sampler_that_is_starting(tmp_path):
+    for i in range(5):
+        out = tmp_path / f"samples{i}.csv"
+        sampler = Sampler(out, time.time(), period_s=30)
+        for rank in range(3):
+            sampler.watch(f"rank{rank}", os.getpid())
+        wait_for(lambda out=out: set(processes(out)) == {"rank0", "rank1", "rank2"})
+        assert sampler.stop() is True
+
+
 def test_a_killed_sampler_leaves_what_it_had_and_stop_says_so(tmp_path):
     out = tmp_path / "samples.csv"
     sampler = Sampler(out, time.time(), period_s=0.05)
@@ -160,7 +187,7 @@ def sampled_with(
     library: FakeNvml, count: int, sleep=lambda seconds: None, period_s: float = 0.001
 ) -> list[dict]:
     """Rows of `count` samples and the last one, taken in this process."""
-    stop = threading.Event()
+    stop, wake = threading.Event(), threading.Event()
     text = io.StringIO()
     waits = iter(range(count))
 
@@ -169,9 +196,10 @@ def sampled_with(
         if next(waits) == count - 1:
             stop.set()
 
-    stop.wait = wait
+    wake.wait = wait
     sample_until(
         stop,
+        wake,
         text,
         Nvml(library),
         Watched(None),

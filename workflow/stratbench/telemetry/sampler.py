@@ -28,6 +28,8 @@ from stratbench.telemetry.timeline import COLUMNS
 
 # Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
+# Has the sampler take a sample before its time; one that is still starting is not disturbed by it.
+_WAKE = signal.SIGCONT
 # The kernel counts CPU time in ticks of 10 ms: a share over less than this says nothing.
 _SHORTEST_SHARE_S = 0.05
 
@@ -72,9 +74,11 @@ class Sampler:
         return self._process.pid if self._process else None
 
     def watch(self, label: str, pid: int) -> None:
-        """Sample process `pid` too, under `label` (rank0, server1)."""
+        """Sample process `pid` too, under `label` (rank0, server1): now, and with all others."""
         with self._pids_file.open("a") as file:
             file.write(f"{label} {pid}\n")
+        if self._process is not None:
+            self._process.send_signal(_WAKE)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Have it take a last sample and end; whether it ended cleanly within `timeout_s`."""
@@ -196,14 +200,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.period_s > 0:
         parser.error(f"--period-s {options.period_s}, expected more than 0")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop, wake = threading.Event(), threading.Event()
+
+    def on_signal(number: int, frame: object) -> None:
+        if number != _WAKE:
+            stop.set()
+        wake.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, _WAKE):
+        signal.signal(number, on_signal)
     _lowest_priority()
     # One write a sample: a kill leaves whole rows.
     with options.out.open("w", newline="", encoding="utf-8") as file:
         sample_until(
             stop,
+            wake,
             file,
             Nvml(),
             Watched(options.pids_file),
@@ -216,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def sample_until(
     stop: threading.Event,
+    wake: threading.Event,
     file: TextIO,
     nvml: Nvml,
     watched: Watched,
@@ -224,7 +236,10 @@ def sample_until(
     period_s: float,
     origin_s: float,
 ) -> None:
-    """Write a sample to `file` every `period_s`, and a last one when `stop` is set."""
+    """Write a sample to `file` every `period_s`, one when `wake` is set, and a last one on `stop`.
+
+    Whoever sets `stop` sets `wake` too.
+    """
     gpus = nvml.gpus()
     node = socket.gethostname()
     host = Host(node)
@@ -232,14 +247,14 @@ def sample_until(
     offset_s = time.time() - origin_s - time.monotonic()
     begun_s = time.monotonic()
     file.write(",".join(COLUMNS) + "\n")
-    count = 0
+    count, in_time = 0, True
     while True:
         ending = stop.is_set() or os.getppid() != parent_pid
         if watched.refresh():
             _move_to(allowed_cores - watched.cores())
         t_s = round(time.monotonic() + offset_s, 3)
         rows = [host.sample(), *watched.sample()]
-        pcie_snapshot = count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
+        pcie_snapshot = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
         rows += [
             {"kind": "gpu", "id": gpu.index, **gpu.counters(pcie_snapshot=pcie_snapshot)}
             for gpu in gpus
@@ -248,8 +263,9 @@ def sample_until(
         file.flush()
         if ending:
             return
-        count += 1
-        stop.wait(max(0.0, begun_s + count * period_s - time.monotonic()))
+        count += in_time
+        in_time = not wake.wait(max(0.0, begun_s + count * period_s - time.monotonic()))
+        wake.clear()
 
 
 def busy_check(
