@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis import audit, decide, paper, theory
-from stratbench.analysis.collect import COLUMNS
+from stratbench.analysis.columns import COLUMNS
 from stratbench.analysis.constraints import Constraints
 
 MIB = 2**20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stratbench.analysis.collect import COLUMNS
+from stratbench.analysis.columns import COLUMNS
 
 REFERENCE = Path(__file__).parents[2] / "reference"
 #: Parameters at 1000 classes, as the paper gives them.
