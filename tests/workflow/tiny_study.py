@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -50,6 +51,12 @@ def tiny_config() -> dict:
     return json.loads(json.dumps(config))  # no list is shared between experiments
 
 
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a Snakemake that still runs, and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 class Workflow:
     """The workflow in a folder of its own."""
 
@@ -88,9 +95,10 @@ class Workflow:
     def start(self, *args: str) -> subprocess.Popen[str]:
         """Start Snakemake in a session of its own, and with Ctrl-C working.
 
-        Where the tests run in a shell's background, it would inherit that SIGINT is ignored.
+        Where the tests run in a shell's background, it would inherit that SIGINT is ignored. What a
+        failed test leaves running is ended with the tests.
         """
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.command(*args),
             cwd=self.folder,
             env=self.environment(),
@@ -100,6 +108,8 @@ class Workflow:
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+        atexit.register(end, process)
+        return process
 
     def jobs(self, *args: str) -> dict[str, int]:
         """The jobs of a dry run, by rule."""
