@@ -1,6 +1,7 @@
 """The cell: one point of a study's matrix, how a matrix expands into cells, and where their files live.
 
-    snakemake --forcerun $(python -m stratbench.cells --status oom,timeout)
+    snakemake --profile profiles/local --forcerun \
+        $(python -m stratbench.cells --study demo --status oom,timeout)
 
 Nothing here imports anything heavy: the Snakefile uses it on every parse.
 """
