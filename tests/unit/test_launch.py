@@ -13,6 +13,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -239,6 +240,19 @@ def test_a_killed_worker(start_cell):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ps-sync", "ps-async"])
+def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, strategy):
+    launched = start_cell(settings(strategy, epochs=FOREVER))
+    pids = launched.run_dir / "samples0.pids"
+    until(lambda: pids.exists() and "rank1 " in pids.read_text())
+    psutil.Process(worker_pids(launched)["rank1"]).kill()
+    code, output = launched.finish()  # the servers would wait 600 s
+    assert code == 1
+    assert "rank1: killed by SIGKILL" in output
+    assert not launched.record.exists()
+
+
+@pytest.mark.slow
 def test_a_worker_that_raises(start_cell):
     """An error in Python: the traceback's end is in the evidence."""
     launched = start_cell(settings("ddp", model="no-such-model"))
@@ -393,6 +407,36 @@ class FakeProcess:
 
         self.name = name
         self.sentinel, self._other_end = multiprocessing.Pipe()
+
+
+def joined(folder: Path, rank: int) -> None:
+    """Worker `rank` has connected to its servers."""
+    events = [{"phase": "build", "event": event} for event in ("start", "end")]
+    text = "".join(json.dumps(e) + "\n" for e in events)
+    (folder / f"phases{rank}.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "ended", "expected"),
+    [
+        (1, {"rank0": 0}, False),
+        (1, {"rank0": 0, "rank1": 0}, True),  # the servers have nobody left
+        (2, {"rank0": 0, "rank1": 0}, False),  # workers of another node may be at it still
+        (1, {"rank0": -9}, False),  # the servers know
+        (2, {"rank0": -9, "rank1": 0}, False),
+        (1, {"rank1": -9}, True),  # the servers would wait for it
+        (2, {"rank1": 1}, True),
+        (1, {"server0": 1}, True),
+        (2, {"server0": 0}, False),
+    ],
+)
+def test_what_a_servers_cell_cannot_go_on_without(tmp_path, n_nodes, ended, expected):
+    job = replace(job_with(tmp_path, [None, None]), settings=settings("ps-async"), n_nodes=n_nodes)
+    joined(tmp_path, 0)
+    if ended.get("rank1") == 0:
+        joined(tmp_path, 1)
+    workers = [FakeProcess("rank0"), FakeProcess("rank1")]
+    assert agent.stuck(job, [FakeProcess("server0")], workers, ended) is expected
 
 
 def test_supervise_ends_at_the_deadline(tmp_path):

@@ -26,6 +26,9 @@ SECRET = b"s" * 32
 
 
 class Event:
+    def __init__(self, blocking):
+        assert blocking
+
     def record(self):
         pass
 
@@ -49,6 +52,7 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(FlatSpace, "_place_on_device", place_apart)
     monkeypatch.setattr(Staging, "make", classmethod(lambda cls, *args: cls(*args)))
     monkeypatch.setattr(device, "BUCKET_BYTES", 600)

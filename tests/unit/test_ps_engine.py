@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,12 +32,13 @@ from stratbench.ps.asynchronous import AsyncPolicy
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.frames import Frame, Kind
+from stratbench.ps.link import Link
 from stratbench.ps.member import Member
 from stratbench.ps.policies import POLICIES
 from stratbench.ps.run import Run
 from stratbench.ps.server import ServerConfig
 from stratbench.ps.snapshots import load_snapshot
-from stratbench.ps.tickets import Plan
+from stratbench.ps.tickets import Plan, Ticket
 from stratbench.ps.transport import Closed, Connection, Listeners
 
 pytestmark = pytest.mark.timeout(60)
@@ -453,3 +456,27 @@ def test_a_server_runs_as_a_command_with_its_secret_in_the_environment(tmp_path)
         server.kill()
     assert equal_parameters(worker.model, single_run(plan))
     assert json.loads((tmp_path / "stats.json").read_text())["tickets_settled"] == 4
+
+
+def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent():
+    """Else the shards would bring an idle worker back, and their weights come when it is at work."""
+    said, hold = [], threading.Event()
+    channel = Channel(None, 0, "native", None)
+    for server in range(2):
+        connection = SimpleNamespace(
+            send=lambda frame, payload, s=server: said.append((s, frame.kind))
+        )
+        welcome = {"first": server, "stop": server + 1, "shard_numel": 1, "n_servers": 2,
+                   "buffers": False, "heartbeat_deadline_s": 10}  # fmt: skip
+        channel._links.append(Link(connection, server, "tcp", welcome))
+    first, other = channel._links
+    other.to_send.put(lambda: (hold.wait(10), said.append("shards")))
+    sender = threading.Thread(target=channel._send_queued, args=(other,))
+    sender.start()
+    channel._go_idle(first)
+    channel._take_ticket(Ticket(7, 0, 0, 0))
+    assert said == []
+    hold.set()
+    other.to_send.put(None)
+    sender.join()
+    assert said == ["shards", (1, Kind.WAIT), (1, Kind.PULL)]

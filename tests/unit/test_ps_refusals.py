@@ -19,7 +19,7 @@ from ps_harness import Served, Worked, config, single_run, small_model
 
 from stratbench.ps.client import Channel, RunEnded, ServerLost
 from stratbench.ps.flat import FlatSpace
-from stratbench.ps.frames import HEADER_BYTES, Frame, Header, Kind, ProtocolError
+from stratbench.ps.frames import BUFFERS, HEADER_BYTES, Frame, Header, Kind, ProtocolError
 from stratbench.ps.handshake import Refused, join_handshake, load_secret, write_secret
 from stratbench.ps.transport import Connection, dial, rendezvous_file
 
@@ -342,18 +342,21 @@ class Insider:
         self.welcome = join_handshake(self.connection, SECRET, hello(worker))
         self.connection.send(Frame(Kind.PULL))
 
+    def until(self, kind):
+        """The next frame of that kind; its payload is still to be read."""
+        while (frame := self.connection.receive()).kind is not kind:
+            self.connection.discard(frame.length)
+        return frame
+
     def ticket(self):
         """Number of the ticket it is handed."""
-        while (frame := self.connection.receive()).kind is not Kind.TICKET:
-            self.connection.discard(frame.length)
+        frame = self.until(Kind.TICKET)
         self.connection.discard(frame.length)
         return frame.ticket
 
     def reason(self):
         """Why the server has let it go."""
-        while (frame := self.connection.receive()).kind is not Kind.ERR:
-            self.connection.discard(frame.length)
-        return self.connection.read(frame.length).decode()
+        return self.connection.read(self.until(Kind.ERR).length).decode()
 
 
 @pytest.mark.parametrize(
@@ -412,6 +415,38 @@ def test_a_shard_pushed_twice_for_one_ticket_is_refused(tmp_path):
     assert "shard 0 was pushed already" in insider.reason()
     other.join()
     assert set(server.result()["updates"]) == {8}
+
+
+def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(tmp_path):
+    plan = config(tmp_path, workers=2, shard_bytes=1 << 20, heartbeat_deadline_s=0.6)
+    server = Served(plan, SECRET)
+    while not rendezvous_file(plan.rendezvous, 0).exists():
+        time.sleep(0.01)
+    insider = Insider(plan, 0)
+    insider.until(Kind.INIT)
+    layout = FlatSpace(small_model()).layout
+    connection, n_bytes = insider.connection, layout.weight_bytes
+    connection.send(Frame(Kind.INIT, BUFFERS), bytes(layout.buffer_bytes))
+    head = connection._out.pack(Frame(Kind.INIT, 0, 1, length=n_bytes))
+    connection.sock.sendall(head + bytes(n_bytes // 2))
+    reached, go = threading.Event(), threading.Event()
+
+    def pause(worker, ticket, channel):
+        if ticket.number == 1:
+            reached.set()
+            go.wait(20)
+
+    other = Worked(plan, SECRET, 1, before_push=pause)  # it starts when the insider is given up
+    assert reached.wait(20)
+    connection.sock.sendall(bytes(n_bytes - n_bytes // 2))
+    time.sleep(0.3)
+    go.set()
+    other.join()
+    stats = server.result()
+    assert stats["status"] == "ok"
+    assert [lost["worker"] for lost in stats["lost"]] == [0]
+    for ours, theirs in zip(other.model.parameters(), single_run(plan).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # --- headers -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from stratbench.ps.policies import make_policy
 from stratbench.ps.server import serve
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Worker
-from stratbench.strategies.ps import server_configs
+from stratbench.strategies.ps import LossScale, server_configs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -329,6 +329,20 @@ def test_a_stopped_worker_is_given_up_and_ended(tmp_path):
     os.kill(stopped, signal.SIGSTOP)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
-    [server] = json.loads(record.read_text())["server"]["servers"]
+    found = json.loads(record.read_text())
+    assert min(found["time"]["epoch_times_s"]) >= 0
+    ends = [e["train_time_s"] for e in found["accuracy"]["per_epoch"]]
+    assert ends == sorted(ends)
+    [server] = found["server"]["servers"]
     assert "no heartbeat" in server["lost"][0]["reason"]
     assert not psutil.pid_exists(stopped)
+
+
+def test_a_loss_scale_halved_for_ever_stays_one():
+    """A run that diverges in fp16 has no finite gradient ever again."""
+    scale = LossScale()
+    for _ in range(2000):
+        assert not scale.unscale(torch.full((3,), float("nan")))
+    grads = torch.ones(3) * scale.value
+    assert scale.unscale(grads)
+    assert torch.equal(grads, torch.ones(3))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratbench.ps.store import EpochLog
 from stratbench.ps.tickets import Once, Plan, Ticket, Tickets
 
 
@@ -84,3 +87,32 @@ def test_every_ticket_is_settled_once_under_any_schedule_of_losses(data):
             holding[worker] = ticket.number
     assert sorted(n for n, _ in settled) == list(range(len(plan)))
     assert list(tickets.settled_by) == [w for _, w in sorted(settled)]
+
+
+class Taken:
+    """A snapshot writer that only notes."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def take(self, epoch, seconds, shards, buffers):
+        self.epochs.append((epoch, seconds))
+
+
+def test_epochs_end_in_order_whenever_their_last_ticket_comes():
+    """Ticket 1 comes late: its worker was lost when the others were two epochs ahead."""
+    finished = []
+    shards = {0: SimpleNamespace(finish=lambda: finished.append(True))}
+    store, writer = SimpleNamespace(shards=shards, buffers=None), Taken()
+    log = EpochLog(Plan(epochs=4, steps_per_epoch=2, slices=1), writer)
+    for second, number in enumerate((0, 2, 3, 4, 5, 1, 1, 6, 7)):
+        log.count(number, float(second), store)
+    assert log.ends == [
+        {"epoch": 0, "end_s": 5.0},
+        {"epoch": 1, "end_s": 5.0},
+        {"epoch": 2, "end_s": 5.0},
+        {"epoch": 3, "end_s": 8.0},
+    ]
+    assert writer.epochs == [(e["epoch"], e["end_s"]) for e in log.ends]
+    assert finished == [True]
+    assert log.complete

@@ -247,6 +247,10 @@ class Channel:
             self._send(link, Frame(Kind.PUSH, shard, 1, ticket), payload)
             self.bytes_out += len(payload)
 
+    def _queue(self, link: Link, frame: Frame) -> None:
+        """Send a frame to another server than the first, behind the shards queued for it."""
+        link.to_send.put(lambda: self._send(link, frame))
+
     def _send_queued(self, link: Link) -> None:
         while (job := link.to_send.get()) is not None:
             try:
@@ -341,7 +345,7 @@ class Channel:
         if self._was_idle:
             self._was_idle = False
             for link in self._links[1:]:
-                link.connection.send(Frame(Kind.PULL))
+                self._queue(link, Frame(Kind.PULL))
         self._next = ticket
         self._told.set()
 
@@ -355,7 +359,7 @@ class Channel:
             self._was_idle = True
             for other in self._links[1:]:
                 other.expect_all(outdated=True)
-                other.connection.send(Frame(Kind.WAIT))
+                self._queue(other, Frame(Kind.WAIT))
 
     def _send_initial(self, link: Link) -> None:
         """Off the receiving thread's duty only here: nothing else can come before it is done."""

@@ -133,12 +133,13 @@ class Staging:
         self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event(blocking=True)  # who waits for it leaves its core to others
             arrived.record()
         self._copied.put((arrived, send))
 
     def _send_copied(self) -> None:
         try:
+            torch.cuda.set_device(self._flat.device)  # a thread starts on device 0
             while (item := self._copied.get()) is not None:
                 arrived, send = item
                 arrived.synchronize()

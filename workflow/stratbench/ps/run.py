@@ -180,10 +180,13 @@ class Run:
     def _on_init(self, member: Member, frame: Frame) -> None:
         if member is not self._initialiser or self._initialised:
             raise ProtocolError("malformed frame: INIT that was not asked for")
-        if not self._store.fill(frame, member.lane):
-            return
-        self._store.make_shards(self._make, self._release)
+        initial = self._store.receive_initial(frame, member.lane)
         with self._lock:
+            if not member.alive:  # given up meanwhile: another one's weights are asked for
+                raise ProtocolError("INIT of a worker that was given up")
+            if not self._store.fill(frame.shard, initial):
+                return
+            self._store.make_shards(self._make, self._release)
             self._initialised = True
             for entry in self.lost:
                 self._store.leave(entry["worker"], lost=True)

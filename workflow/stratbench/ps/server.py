@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import threading
 from pathlib import Path
@@ -49,7 +50,10 @@ def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -
         listeners.close()
     statistics = run.statistics()
     if config.stats_path:
-        Path(config.stats_path).write_text(json.dumps(statistics, indent=1))
+        path = Path(config.stats_path)
+        partial = path.with_suffix(".part")  # who reads it while it appears sees all of it
+        partial.write_text(json.dumps(statistics, indent=1))
+        os.replace(partial, path)
     return statistics
 
 

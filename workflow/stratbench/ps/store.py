@@ -55,10 +55,7 @@ class Store:
         self.limit_bytes = max(SMALL_BYTES, numel * itemsize, layout.buffer_bytes)
         self.shards: dict[int, Shard] = {}
         # One tensor a shard: a shard's can be replaced, and its memory used again.
-        self._initial = {
-            k: torch.zeros(self.bounds[k][1] - self.bounds[k][0], dtype=DTYPES[layout.dtype])
-            for k in self.mine
-        }
+        self._initial: dict[int, Tensor] = {}
         buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
         self._initial_buffers = buffers
         #: The float buffers are server 0's.
@@ -69,18 +66,26 @@ class Store:
         """Expect one worker's initial weights."""
         self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
 
-    def fill(self, frame: Frame, lane: StreamLane | SharedLane) -> bool:
-        """Take the initial weights that `frame` brings; says whether all are here."""
+    def receive_initial(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
+        """The initial weights, or buffers, that `frame` brings; `fill` takes them in."""
         if frame.shard not in self._to_fill:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
         if frame.shard == BUFFERS:
             check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
-            self._initial_buffers.copy_(lane.take_buffers())
+            return lane.take_buffers()
+        start, stop = self.bounds[frame.shard]
+        weights = torch.empty(stop - start, dtype=DTYPES[self.layout.dtype])
+        check_length(frame, lane.payload_bytes(weights.numel() * weights.element_size()))
+        lane.take_weights(frame.shard, weights)
+        return weights
+
+    def fill(self, shard: int, initial: Tensor) -> bool:
+        """Begin with what `receive_initial` brought; says whether all is here."""
+        if shard == BUFFERS:
+            self._initial_buffers.copy_(initial)
         else:
-            out = self._initial[frame.shard]
-            check_length(frame, lane.payload_bytes(out.numel() * out.element_size()))
-            lane.take_weights(frame.shard, out)
-        self._to_fill.discard(frame.shard)
+            self._initial[shard] = initial
+        self._to_fill.discard(shard)
         return not self._to_fill
 
     def make_shards(
@@ -154,7 +159,11 @@ class Store:
 
 
 class EpochLog:
-    """Which tickets have been here in full; ends epochs and keeps their snapshots."""
+    """Which tickets have been here in full; ends epochs and keeps their snapshots.
+
+    An epoch ends when its tickets and those of all epochs before it are through: a ticket whose worker
+    was lost is handed on late, while others are epochs ahead.
+    """
 
     def __init__(self, plan: Plan, writer: SnapshotWriter | None) -> None:
         self.ends: list[dict[str, float]] = []
@@ -174,10 +183,11 @@ class EpochLog:
         if self.complete:
             for shard in store.shards.values():
                 shard.finish()
-        epoch = self._plan.ticket(number).epoch
-        self._left[epoch] -= 1
-        if self._left[epoch]:
-            return
+        self._left[self._plan.ticket(number).epoch] -= 1
+        while len(self.ends) < self._plan.epochs and not self._left[len(self.ends)]:
+            self._end(len(self.ends), seconds, store)
+
+    def _end(self, epoch: int, seconds: float, store: Store) -> None:
         self.ends.append({"epoch": epoch, "end_s": seconds})
         if self._writer is not None:
             buffers = None if store.buffers is None else store.buffers.mean()

@@ -274,7 +274,10 @@ class LossScale:
     """Dynamic loss scaling of one worker, with torch.amp.GradScaler's defaults.
 
     A worker decides for itself: its push leaves the device anyway, so looking at it costs nothing more.
+    The scale has a least value: halved for ever, in a run that diverges, it would end as 0.
     """
+
+    LEAST: ClassVar[float] = 2.0**-24
 
     def __init__(self) -> None:
         self.value = 65536.0
@@ -284,7 +287,7 @@ class LossScale:
         """Undo the scaling in place; False if a gradient is not finite (then the scale is halved)."""
         grads.mul_(1 / self.value)
         if not bool(grads.isfinite().all()):
-            self.value, self._good = self.value / 2, 0
+            self.value, self._good = max(self.value / 2, self.LEAST), 0
             return False
         self._good += 1
         if self._good == 2000:

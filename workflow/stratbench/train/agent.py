@@ -165,11 +165,25 @@ def stuck(
     workers: list[multiprocessing.Process],
     ended: dict[str, int],
 ) -> bool:
-    """Whether the processes that still run can no longer reach an orderly end."""
+    """Whether the processes that still run can no longer reach an orderly end.
+
+    This node's servers may still have the workers of other nodes.
+    """
     if not job.has_servers:
         return any(code != 0 for code in ended.values())
-    server_failed = any(ended.get(p.name) not in (0, None) for p in servers)
-    return server_failed or all(p.name in ended for p in workers)
+    failed = {p.name for p in (*servers, *workers) if ended.get(p.name) not in (0, None)}
+    if any(p.name in failed for p in servers) or any(not joined(job, name) for name in failed):
+        return True
+    return job.n_nodes == 1 and all(p.name in ended for p in workers)
+
+
+def joined(job: Job, worker: str) -> bool:
+    """Whether the servers knew a worker that has ended; for one that they do not, they wait."""
+    phases = job.run_dir / f"phases{worker.removeprefix('rank')}.jsonl"
+    if not phases.exists():
+        return False
+    events = (json.loads(line) for line in phases.read_text().split("\n")[:-1])
+    return any(e["phase"] == "build" and e["event"] == "end" for e in events)
 
 
 def lost_workers(job: Job) -> set[str]:
@@ -227,9 +241,11 @@ def main() -> None:
         sys.exit(128 + stopped.signum)
     for p in end.processes:
         print(f"node {node}: {p}", flush=True)
-    # A worker lost to a parameter server ends nobody else's node.
-    codes = [p.exit_code for p in end.processes if not job.has_servers or "server" in p.name]
-    sys.exit(1 if end.timed_out or any(code != 0 for code in codes) else 0)
+    # A worker lost to a parameter server ends nobody else's node; one that it never had does.
+    failed = [p.name for p in end.processes if p.exit_code != 0]
+    if job.has_servers:
+        failed = [name for name in failed if "server" in name or not joined(job, name)]
+    sys.exit(1 if end.timed_out or failed else 0)
 
 
 if __name__ == "__main__":
