@@ -464,7 +464,7 @@ def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent(
     channel = Channel(None, 0, "native", None)
     for server in range(2):
         connection = SimpleNamespace(
-            send=lambda frame, payload, s=server: said.append((s, frame.kind))
+            send=lambda frame, payload=b"", s=server: said.append((s, frame.kind))
         )
         welcome = {"first": server, "stop": server + 1, "shard_numel": 1, "n_servers": 2,
                    "buffers": False, "heartbeat_deadline_s": 10}  # fmt: skip
