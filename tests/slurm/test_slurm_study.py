@@ -12,15 +12,18 @@ from cluster_workflow import ClusterWorkflow, study, wait_for
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
-STRATEGIES = ("ddp", "fsdp", "ps-async")
+STRATEGIES = ("ddp", "fsdp", "ps-async", "two-servers")
 
 
 @pytest.fixture
 def finished(slurm: SlurmCluster, tmp_path: Path) -> ClusterWorkflow:
-    """A study with a cell on one node and one on two, for three strategies, after its run."""
+    """A study with a cell on one node and one on two, for each strategy, after its run."""
     # Nodes of 16 CPUs with one GPU each: the cells of two workers span both.
     experiments = {"spread": {"strategies": list(STRATEGIES), "gpus": [1, 2]}}
-    workflow = ClusterWorkflow(tmp_path, study(experiments, cpus_per_gpu=4), slurm)
+    config = study(experiments, cpus_per_gpu=4)
+    # Of two servers, each node has one, and workers on both.
+    config["studies"]["tiny"]["variants"] = {"two-servers": {"strategy": "ps-async", "servers": 2}}
+    workflow = ClusterWorkflow(tmp_path, config, slurm)
     output = workflow.finish(workflow.start(), limit_s=400)
     assert (tmp_path / "results/tiny/report.html").exists(), output
     return workflow
@@ -39,9 +42,10 @@ def test_a_study_with_cells_on_one_and_two_nodes_reaches_its_report(
             nodes = [w["provenance"]["slurm"]["SLURMD_NODENAME"] for w in record["workers"]]
             assert len(set(nodes)) == gpus, nodes
     jobs = finished.slurm_jobs()
-    assert len(jobs) == 6  # one a cell, and nothing but cells
+    assert len(jobs) == 2 * len(STRATEGIES)  # one a cell, and nothing but cells
     assert {job["state"] for job in jobs} == {"COMPLETED"}
-    assert sorted(job["nodes"] for job in jobs if "_2_0" in job["comment"]) == ["node[1-2]"] * 3
+    spanning = [job["nodes"] for job in jobs if "_2_0" in job["comment"]]
+    assert spanning == ["node[1-2]"] * len(STRATEGIES)
     assert finished.jobs() == {}
 
 
