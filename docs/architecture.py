@@ -23,7 +23,7 @@ LAYERS = [
     ),
     (
         "what everything rests on",
-        ["ps", "telemetry", "data", "prepared", "sources", "models", "compact", "cells"],
+        ["ps", "telemetry", "data", "prepared", "sources", "models", "compact", "cells", "files"],
     ),
 ]
 

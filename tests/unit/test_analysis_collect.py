@@ -164,7 +164,9 @@ def test_ten_thousand_records_are_collected_about_as_fast_as_read_and_within_1_g
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
-    assert used.ru_utime + used.ru_stime < 8 * parsing_s  # 2.5 when written
+    cpu_s = used.ru_utime + used.ru_stime
+    print(f"{cpu_s:.1f} s of CPU, {cpu_s / parsing_s:.1f} times what parsing takes")
+    assert cpu_s < 8 * parsing_s
     assert used.ru_maxrss < 2**20  # KiB
 
 

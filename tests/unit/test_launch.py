@@ -22,6 +22,7 @@ import pytest
 from launching import LaunchedCell, settings
 from stratbench import record
 from stratbench.cells import Cell
+from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, assemble, loop
 from stratbench.train.agent import End, ProcessEnd
 from stratbench.train.job import Job
@@ -411,9 +412,10 @@ class FakeProcess:
 
 def joined(folder: Path, rank: int) -> None:
     """Worker `rank` has connected to its servers."""
-    events = [{"phase": "build", "event": event} for event in ("start", "end")]
-    text = "".join(json.dumps(e) + "\n" for e in events)
-    (folder / f"phases{rank}.jsonl").write_text(text)
+    log = PhaseLog(folder / f"phases{rank}.jsonl", rank, time.time())
+    for event in ("start", "end"):
+        log.write("build", event)
+    log.close()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from stratbench.cells import expand
-from stratbench.record import write_atomic
+from stratbench.files import write_atomic
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from stratbench.files import write_atomic
 from stratbench.plan.footprint import BATCHES, Footprint, footprint
 from stratbench.plan.request import Request
-from stratbench.record import write_atomic
 
 PACKAGE = Path(__file__).parents[1]
 #: The package's files that decide what a training process allocates and sends.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench import resources
+from stratbench.files import write_atomic
 from stratbench.plan.schedule import Plan, Planned, longest_s
 from stratbench.plan.traffic import PARTS
-from stratbench.record import write_atomic
 
 MIB = 1 << 20
 

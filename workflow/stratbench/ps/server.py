@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stratbench.files import write_atomic
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.gate import Gate
 from stratbench.ps.handshake import load_secret
@@ -50,10 +50,7 @@ def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -
         listeners.close()
     statistics = run.statistics()
     if config.stats_path:
-        path = Path(config.stats_path)
-        partial = path.with_suffix(".part")  # who reads it while it appears sees all of it
-        partial.write_text(json.dumps(statistics, indent=1))
-        os.replace(partial, path)
+        write_atomic(config.stats_path, json.dumps(statistics, indent=1))
     return statistics
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stratbench.files import write_atomic
 from stratbench.ps.shard import Shard
 from stratbench.ps.shm import DTYPES, dtype_name
 
@@ -99,10 +100,7 @@ class SnapshotWriter:
         if buffers is not None:
             _save(_buffers_file(self.folder, epoch), buffers)
             notice["buffer_dtype"] = dtype_name(buffers.dtype)
-        path = _notice_file(self.folder, epoch, self._server)
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(notice))
-        os.replace(partial, path)
+        write_atomic(_notice_file(self.folder, epoch, self._server), json.dumps(notice))
 
 
 def load_snapshot(

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stratbench.files import write_atomic
 from stratbench.ps.frames import HEADER_BYTES, PROTOCOL, Frame, Header, ProtocolError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -224,11 +225,7 @@ class Listeners:
             "boot_id": _boot_id(),
             "pid": os.getpid(),
         }
-        target = rendezvous_file(path, server)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(endpoint))
-        os.replace(partial, target)
+        write_atomic(rendezvous_file(path, server), json.dumps(endpoint))
 
     def close(self) -> None:
         """Stop listening."""

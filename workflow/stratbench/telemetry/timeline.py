@@ -86,7 +86,7 @@ class Interval(NamedTuple):
 def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[Interval]:
     """The phases in those logs, by start; one that never ended ends at infinity.
 
-    A line cut short by a kill is left out.
+    A log that is not there has none; a line cut short by a kill is left out.
     """
     intervals: list[Interval] = []
     for path in paths:
@@ -113,7 +113,7 @@ def merge_timeline(
     that kept a log; of nested phases the one that started last. Files that are not there and
     rows cut short count for nothing.
     """
-    intervals = read_phases(path for path in phase_logs if Path(path).is_file())
+    intervals = read_phases(phase_logs)
     by_rank: dict[int, list[Interval]] = {}
     for interval in intervals:
         by_rank.setdefault(interval.rank, []).append(interval)
@@ -215,6 +215,8 @@ def _energy_series(
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)

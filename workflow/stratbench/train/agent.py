@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -23,9 +24,10 @@ from pathlib import Path
 
 import psutil
 
+from stratbench.files import write_atomic
 from stratbench.ps.config import ServerConfig
-from stratbench.record import write_atomic
 from stratbench.telemetry.sampler import Sampler, busy_check
+from stratbench.telemetry.timeline import read_phases
 from stratbench.train.job import Job
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
@@ -179,11 +181,8 @@ def stuck(
 
 def joined(job: Job, worker: str) -> bool:
     """Whether the servers knew a worker that has ended; for one that they do not, they wait."""
-    phases = job.run_dir / f"phases{worker.removeprefix('rank')}.jsonl"
-    if not phases.exists():
-        return False
-    events = (json.loads(line) for line in phases.read_text().split("\n")[:-1])
-    return any(e["phase"] == "build" and e["event"] == "end" for e in events)
+    log = job.run_dir / f"phases{worker.removeprefix('rank')}.jsonl"
+    return any(p.phase == "build" and math.isfinite(p.end_s) for p in read_phases([log]))
 
 
 def lost_workers(job: Job) -> set[str]:

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from stratbench.cells import Cell
 from stratbench.config import Settings
+from stratbench.files import write_atomic
 from stratbench.ps.handshake import new_secret, write_secret
-from stratbench.record import write, write_atomic
+from stratbench.record import write
 from stratbench.sources import DataError
 from stratbench.train import agent, assemble, devices
 from stratbench.train.job import Job

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from stratbench import models
 from stratbench.config import Settings
 from stratbench.data import DeviceData
+from stratbench.files import write_atomic
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.handshake import load_secret
 from stratbench.ps.server import serve
-from stratbench.record import write_atomic
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown

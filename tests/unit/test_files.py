@@ -1,0 +1,55 @@
+"""Files appear whole or not at all, and as the umask says."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import pytest
+
+from stratbench import files
+
+
+@pytest.mark.timeout(60)
+def test_a_reader_never_sees_a_part(tmp_path):
+    path = tmp_path / "file"
+    texts = [letter * 300_000 for letter in "ab"]
+    done = threading.Event()
+
+    def write() -> None:
+        for i in range(60):
+            files.write_atomic(path, texts[i % 2])
+        done.set()
+
+    files.write_atomic(path, texts[1])
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not done.is_set():
+        text = path.read_text()
+        assert text in texts
+        seen.add(text[0])
+    writer.join()
+    assert seen == {"a", "b"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    files.write_atomic(path, "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        files.write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_others_may_read_as_the_umask_says(tmp_path):
+    """mkstemp makes files private; a colleague's report must be able to read ours."""
+    before = os.umask(0o027)
+    try:
+        files.write_atomic(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
