@@ -23,7 +23,18 @@ LAYERS = [
     ),
     (
         "what everything rests on",
-        ["ps", "telemetry", "data", "prepared", "sources", "models", "compact", "cells", "files"],
+        [
+            "ps",
+            "telemetry",
+            "data",
+            "prepared",
+            "sources",
+            "models",
+            "compact",
+            "cells",
+            "cores",
+            "files",
+        ],
     ),
 ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import UUIDS, FakeNvml
 
+from launching import settings
 from stratbench.telemetry import nvml
 from stratbench.train import devices
 
@@ -120,5 +121,7 @@ def test_children_see_only_the_given_gpus(monkeypatch):
 
 def test_threads_are_shared_out():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert devices.threads_per_worker(1) == cores
-    assert devices.threads_per_worker(10 * cores) == 1
+    shared = settings(threads=None)
+    assert devices.threads_of(shared, 1) == cores
+    assert devices.threads_of(shared, 10 * cores) == 1
+    assert devices.threads_of(settings(threads=3), 10 * cores) == 3

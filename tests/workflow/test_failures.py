@@ -40,21 +40,24 @@ def training_workers(folder: Path) -> list[psutil.Process] | None:
     phases = list(folder.glob("results/tiny/logs/second/ddp/**/run/phases*.jsonl"))
     if len(phases) < 2 or any('"train"' not in p.read_text() for p in phases):
         return None
-    marker = '"experiment": "second"'
-    launchers = [
+    workers = [child for server in fork_servers(folder) for child in server.children()]
+    return workers if len(workers) == 2 else None
+
+
+def fork_servers(folder: Path) -> list[psutil.Process]:
+    """The fork servers of a run there; what they have forked has the same command line."""
+    alike = [
         p
         for p in psutil.process_iter(["cmdline"])
-        if "stratbench.train.launch" in (p.info["cmdline"] or [])
-        and any(marker in a for a in p.info["cmdline"])
-        and Path(p.cwd()) == folder
+        if "stratbench.train.forkserver" in (p.info["cmdline"] or []) and Path(p.cwd()) == folder
     ]
-    workers = []
-    for launcher in launchers:
-        for child in launcher.children(recursive=True):
-            # Workers are the fork server's children, one level below the launcher's own.
-            if child.parent() is not None and child.parent().pid != launcher.pid:
-                workers.append(child)
-    return workers if len(workers) == 2 else None
+    return [p for p in alike if p.ppid() not in {other.pid for other in alike}]
+
+
+def gone(processes: list[psutil.Process], within_s: float = 10) -> bool:
+    """Whether they end in time; a zombie, whose end nobody took note of, has ended."""
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in alive)
 
 
 def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
@@ -73,7 +76,7 @@ def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
     assert not record.exists()
     evidence = workflow.folder / "results/tiny/logs/second/ddp/vgg-compact/2gpu/rep0/failure.json"
     assert "SIGKILL" in evidence.read_text()
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in workers)
+    assert gone([*workers, *fork_servers(workflow.folder)])
     # The next run trains that cell, and it alone.
     assert workflow.jobs()["train_cell"] == 1
 
@@ -82,12 +85,33 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     workflow.write_config(one_long_cell())
     run = workflow.start()
     workers = wait_for(lambda: training_workers(workflow.folder))
+    servers = fork_servers(workflow.folder)
+    assert servers
     os.killpg(run.pid, signal.SIGINT)  # what a terminal sends
     run.communicate(timeout=60)
-    psutil.wait_procs(workers, timeout=10)
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in workers)
+    assert gone([*workers, *servers])
     assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
     assert workflow.jobs()["train_cell"] >= 1
+
+
+def test_a_killed_snakemake_leaves_its_cell_training_and_then_nothing(workflow):
+    """The kernel may kill it for memory, far into a cell of hours."""
+    config = one_long_cell()
+    config["studies"]["tiny"]["experiments"]["second"]["epochs"] = 400
+    workflow.write_config(config)
+    run = workflow.start(
+        "--target-jobs",
+        "train_cell:study=tiny,experiment=second,strategy=ddp,model=vgg-compact,gpus=2,repeat=0",
+    )
+    workers = wait_for(lambda: training_workers(workflow.folder))
+    servers = fork_servers(workflow.folder)
+    run.kill()
+    run.wait()
+    record = workflow.record("second", "ddp", "vgg-compact", "2gpu")
+    assert not record.exists(), "the cell was too short for this test"
+    wait_for(lambda: record if record.exists() else None)
+    assert json.loads(record.read_text())["status"] == "ok"
+    assert gone([*workers, *servers])
 
 
 def test_an_unknown_gpu_is_told_before_any_job(workflow):

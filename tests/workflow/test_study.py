@@ -25,6 +25,13 @@ def test_every_cell_has_a_record_and_the_report_is_there(finished):
     assert "vgg-compact" in report.read_text()
 
 
+def test_pytorch_was_imported_once_for_all_cells(finished):
+    logs = list((finished.folder / "results/tiny/logs").glob("*/*/*/*/rep0.log"))
+    assert len(logs) == len(CELLS)
+    for log in logs:
+        assert "share a fork server" in log.read_text(), log
+
+
 def test_a_second_run_makes_nothing(finished):
     assert finished.jobs() == {}
 

@@ -1,14 +1,19 @@
-from stratbench.train import slurm
+from stratbench.train import devices, forkserver, slurm
 
 
-# Snakemake does not know its SLURM jobs again after it was killed. Runs after the jobs are planned and
-# before the first is submitted; not in a dry run, and not inside a job.
+# Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
 onstart:
     planned = [
         job for job in workflow.dag.needrun_jobs() if job.rule.name == "train_cell"
     ]
+    # Snakemake does not know its SLURM jobs again after it was killed.
     slurm.hold_until_ended(workflow, planned)
     slurm.warn_of_forgetful_slurm()
+    if workflow.local_exec:
+        cells = [cell_of(job.wildcards) for job in planned]
+        forkserver.share_until_exit(
+            devices.threads_of(STUDY.settings(cell), cell.gpus) for cell in cells
+        )
 
 
 # Training: one job a cell. Oom, timeout and divergence are results; anything else fails the job.

@@ -7,8 +7,10 @@ the same in every figure.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -40,6 +42,7 @@ from stratbench.analysis.summary import read_cells, read_summary
 from stratbench.analysis.tables import counted, plural, worker_noun
 from stratbench.analysis.timelines import memory_timelines, utilisation_timelines
 from stratbench.analysis.tradeoffs import accuracy_over_time, breakdown, staleness, tradeoff
+from stratbench.cores import usable_cores
 
 
 def bars(experiment: Experiment, measure: Measure) -> Figure:
@@ -261,11 +264,32 @@ def save(figure: Figure, stem: Path) -> None:
     """Write <stem>.svg, .png and .pdf, the same bytes for the same figure."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out by now; saving would do it again for each format
+    figure.set_layout_engine(None)  # laid out by now; saving would do it again for each format
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
     figure.savefig(stem.with_suffix(".png"), metadata={"Software": None})
     figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})
     plt.close(figure)
+
+
+def load(cells: Path, epochs: Path, summary: Path, study_dir: Path | None) -> dict[str, Experiment]:
+    """The experiments that the three tables hold."""
+    by_epoch = pd.read_csv(epochs, dtype={"strategy": str, "model": str, "experiment": str})
+    return experiments(read_cells(cells), by_epoch, read_summary(summary), study_dir)
+
+
+_loaded: dict[str, Experiment] = {}
+
+
+def begin(*tables: Path | None) -> None:
+    """What a process of the pool reads once."""
+    _loaded.update(load(*tables))
+
+
+def write(name: tuple[str, str], stem: Path) -> None:
+    """Draw and save one experiment's figure of PLOTS."""
+    experiment, plot = name
+    with plt.rc_context(RC):
+        save(draw(plot, _loaded[experiment]), stem)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -277,13 +301,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--study-dir", type=Path, help="results/<study>, for the timelines")
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the figures")
     args = parser.parse_args(argv)
-    cells, summary = read_cells(args.cells), read_summary(args.summary)
-    epochs = pd.read_csv(args.epochs, dtype={"strategy": str, "model": str, "experiment": str})
-    with plt.rc_context(RC):
-        for name, experiment in experiments(cells, epochs, summary, args.study_dir).items():
-            for plot in PLOTS:
-                save(draw(plot, experiment), args.out_dir / name / plot)
-                print(args.out_dir / name / f"{plot}.svg", flush=True)
+    tables = (args.cells, args.epochs, args.summary, args.study_dir)
+    names = [(name, plot) for name in load(*tables) for plot in PLOTS]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        len(usable_cores()), context, initializer=begin, initargs=tables
+    ) as pool:
+        stems = [args.out_dir / name / plot for name, plot in names]
+        for stem, _ in zip(stems, pool.map(write, names, stems), strict=True):
+            print(stem.with_suffix(".svg"), flush=True)
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -13,6 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from stratbench.cores import usable_cores
 from stratbench.files import write_atomic
 from stratbench.plan.footprint import BATCHES, Footprint, footprint
 from stratbench.plan.request import Request
@@ -85,11 +85,8 @@ def _make(requests: list[Request]) -> Iterator[tuple[Request, Footprint | str]]:
         return
     # The slowest first (many modules, sharded), so that none is left running alone at the end.
     requests = sorted(requests, key=lambda r: (r.strategy == "fsdp", r.model), reverse=True)
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(cores, len(requests)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(len(usable_cores()), len(requests)), mp_context=context) as pool:
         running = {pool.submit(try_footprint, request): request for request in requests}
         print(
             f"predicting {len(running)} kinds of cells; they are kept for the next time", flush=True

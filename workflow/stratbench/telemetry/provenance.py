@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from stratbench.cores import usable_cores
 from stratbench.telemetry.memory import cuda_uuid
 from stratbench.telemetry.nvml import Nvml
 
@@ -69,7 +70,7 @@ def host_facts() -> dict[str, Any]:
         "os": platform.platform(),
         "cpu_model": _cpu_model(),
         **{name: value for name, value in cores.items() if value is not None},
-        "affinity": sorted(_affinity()),
+        "affinity": sorted(usable_cores()),
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -173,12 +174,6 @@ def _gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
     if topology := nvml.topology():
         facts["topology"] = topology
     return facts
-
-
-def _affinity() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _cpu_model() -> str:

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from stratbench.cores import usable_cores
 from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.timeline import COLUMNS
 
@@ -243,7 +244,7 @@ def sample_until(
     gpus = nvml.gpus()
     node = socket.gethostname()
     host = Host(node)
-    allowed_cores = _affinity()
+    allowed_cores = usable_cores()
     offset_s = time.time() - origin_s - time.monotonic()
     begun_s = time.monotonic()
     file.write(",".join(COLUMNS) + "\n")
@@ -321,13 +322,9 @@ def _lowest_priority() -> None:
         return
 
 
-def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-
-
 def _move_to(cores: set[int]) -> None:
-    """Run on `cores` from now on; stay where none is given."""
-    if not cores:
+    """Run on `cores` from now on; stay where none is given, or the system knows no such thing."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:
         os.sched_setaffinity(0, cores)

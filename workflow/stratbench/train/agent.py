@@ -1,17 +1,14 @@
-"""The agent of one node: starts the node's worker processes, watches them, and ends them.
+"""The agent of one node: has the node's processes forked, watches them, and ends them.
 
-On one node the launcher is the agent; on several, `srun` starts one on each. Workers are forked from
-a server process that has imported torch once. The agent itself never imports torch, so that it stays
-able to act whatever the workers do.
+On one node the launcher is the agent; on several, `srun` starts one on each. The agent itself never
+imports torch, so that it stays able to act whatever the workers do.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,12 +19,11 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import psutil
-
 from stratbench.files import write_atomic
 from stratbench.ps.config import ServerConfig
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.telemetry.timeline import read_phases
+from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
@@ -71,37 +67,28 @@ def run_node(job: Job, node: int) -> End:
     if job.n_nodes == 1 and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stratbench.train.worker"])
-    text = job.to_json()
-    servers = [
-        context.Process(
-            target=_start_server,
-            args=(json.dumps(asdict(config)), str(job.run_dir)),
-            name=f"server{config.server}",
-            daemon=True,
-        )
-        for config in servers_of(job, node)
-    ]
-    workers = [
-        context.Process(
-            target=_start_worker, args=(text, rank, local_rank), name=f"rank{rank}", daemon=True
-        )
-        for local_rank, rank in enumerate(job.ranks_of(node))
-    ]
-    processes = [*servers, *workers]
-    sampler = Sampler(job.run_dir / f"samples{node}.csv", job.origin_unix_s)
-    try:
-        for p in processes:
-            p.start()
-            sampler.watch(p.name, p.pid)
-        busy = busy_check()
-        write_atomic(job.run_dir / f"busy{node}.json", json.dumps(busy))
-        return supervise(job, servers, workers)
-    finally:
-        end_all(processes)
-        end_fork_server()
-        sampler.stop()
+    with fork_server(job.threads) as path:
+        text = job.to_json()
+        servers = [
+            Process(path, f"server{c.server}", "server", json.dumps(asdict(c)), str(job.run_dir))
+            for c in servers_of(job, node)
+        ]
+        workers = [
+            Process(path, f"rank{rank}", "worker", text, rank, local_rank)
+            for local_rank, rank in enumerate(job.ranks_of(node))
+        ]
+        processes = [*servers, *workers]
+        sampler = Sampler(job.run_dir / f"samples{node}.csv", job.origin_unix_s)
+        try:
+            # While nothing trains yet: a server of this cell's own is importing PyTorch meanwhile.
+            write_atomic(job.run_dir / f"busy{node}.json", json.dumps(busy_check()))
+            for p in processes:
+                p.start()
+                sampler.watch(p.name, p.pid)
+            return supervise(job, servers, workers)
+        finally:
+            end_all(processes)
+            sampler.stop()
 
 
 def servers_of(job: Job, node: int) -> list[ServerConfig]:
@@ -115,22 +102,10 @@ def servers_of(job: Job, node: int) -> list[ServerConfig]:
     return [c for c in configs if c.server % job.n_nodes == node]
 
 
-def _start_worker(job_json: str, rank: int, local_rank: int) -> None:
-    from stratbench.train import worker
-
-    worker.main(job_json, rank, local_rank)
-
-
-def _start_server(config_json: str, run_dir: str) -> None:
-    from stratbench.train import worker
-
-    worker.serve_parameters(config_json, Path(run_dir))
-
-
 def supervise(
     job: Job,
-    servers: list[multiprocessing.Process],
-    workers: list[multiprocessing.Process],
+    servers: list[Process],
+    workers: list[Process],
 ) -> End:
     """Wait until all have ended, what is left cannot go on (after a grace), or the deadline.
 
@@ -163,8 +138,8 @@ def supervise(
 
 def stuck(
     job: Job,
-    servers: list[multiprocessing.Process],
-    workers: list[multiprocessing.Process],
+    servers: list[Process],
+    workers: list[Process],
     ended: dict[str, int],
 ) -> bool:
     """Whether the processes that still run can no longer reach an orderly end.
@@ -193,11 +168,11 @@ def lost_workers(job: Job) -> set[str]:
     return {f"rank{w['worker']}" for w in json.loads(path.read_text())["lost"]}
 
 
-def _ends(processes: list[multiprocessing.Process], ended: dict[str, int]) -> list[ProcessEnd]:
+def _ends(processes: list[Process], ended: dict[str, int]) -> list[ProcessEnd]:
     return [ProcessEnd(p.name, ended.get(p.name)) for p in processes]
 
 
-def end_all(processes: list[multiprocessing.Process]) -> None:
+def end_all(processes: list[Process]) -> None:
     """Kill what still runs; training processes have nothing to save."""
     for p in processes:
         if p.pid is not None and p.is_alive():
@@ -205,14 +180,6 @@ def end_all(processes: list[multiprocessing.Process]) -> None:
     for p in processes:
         if p.pid is not None:
             p.join(timeout=5)
-
-
-def end_fork_server() -> None:
-    """Kill the fork server. While it imports torch it would not notice that nobody needs it."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if any("multiprocessing.forkserver" in part for part in child.cmdline()):
-                child.kill()
 
 
 def on_signals(action: Callable[[int], None]) -> None:

@@ -9,6 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stratbench.cores import usable_cores
+
+if TYPE_CHECKING:
+    from stratbench.config import Settings
 
 
 class DeviceError(RuntimeError):
@@ -96,9 +102,6 @@ def show_only(gpus: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
-def threads_per_worker(workers: int) -> int:
-    """CPU threads for each of `workers` on this node, sharing out the cores we may use."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(1, cores // workers)
+def threads_of(settings: Settings, workers: int) -> int:
+    """CPU threads of each of `workers` on this node: as configured, or else their share of its cores."""
+    return settings.threads or max(1, len(usable_cores()) // workers)

@@ -105,7 +105,7 @@ def job_of(
             n_nodes=args.nodes,
             workers_per_node=per_node,
             use_cuda=cuda,
-            threads=settings.threads or devices.threads_per_worker(per_node),
+            threads=devices.threads_of(settings, per_node),
             origin_unix_s=time.time(),
             time_limit_s=args.time_limit_s or None,
         )

@@ -1,6 +1,6 @@
 """One worker process of a cell: joins the others, trains, and writes what it measured as JSON.
 
-The launcher's fork server imports this module once, so the workers of a cell share the cost of
+The fork server imports this module once, so that the processes that it forks share the cost of
 importing torch; nothing here may allocate a tensor or start a thread at import.
 """
 
@@ -9,11 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from functools import partial
@@ -51,7 +48,7 @@ EXIT_ERROR, EXIT_OOM = 1, 3
 def main(job_json: str, rank: int, local_rank: int) -> None:
     """Entry point of the process. Exits 0 with a result, 3 out of memory, 1 on any other error."""
     job = Job.from_json(job_json)
-    attach_to_launcher(job.run_dir / f"rank{rank}.log")
+    log_to(job.run_dir / f"rank{rank}.log")
     out = job.run_dir / f"rank{rank}.json"
     if job.deadline_unix_s is not None and time.time() >= job.deadline_unix_s:
         leave(EXIT_ERROR)  # the agent knows that the time is up
@@ -66,10 +63,11 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     leave(0)
 
 
-def serve_parameters(config_json: str, run_dir: Path) -> None:
+def serve_parameters(config_json: str, run_folder: str) -> None:
     """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
     config = ServerConfig(**json.loads(config_json))
-    attach_to_launcher(run_dir / f"server{config.server}.log")
+    run_dir = Path(run_folder)
+    log_to(run_dir / f"server{config.server}.log")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         status = serve(config, load_secret(run_dir / "secret"))["status"]
@@ -79,20 +77,12 @@ def serve_parameters(config_json: str, run_dir: Path) -> None:
     leave(0 if status == "ok" else EXIT_ERROR)
 
 
-def attach_to_launcher(log: Path) -> None:
-    """Send output to `log`, die with the launcher, and leave Ctrl-C to it."""
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def log_to(path: Path) -> None:
+    """Send output to `path` from now on."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=die_with_launcher, daemon=True).start()
-
-
-def die_with_launcher() -> None:
-    """Wait for the launcher's end, however it ends. Its fork server would outlive it."""
-    multiprocessing.parent_process().join()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(code: int) -> None:

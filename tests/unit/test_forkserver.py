@@ -1,0 +1,251 @@
+"""Processes forked by a server of another process: their ends are told, and none outlives what it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launching import WORKFLOW, LaunchedCell, settings
+from stratbench.train import forkserver
+from stratbench.train.forkserver import Process
+
+LIGHT = Path(__file__).with_name("light_forkserver.py")
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass
+class Light:
+    """A light server, and what owns it: the process at the other end of its stdin."""
+
+    path: Path
+    process: subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def light(tmp_path_factory) -> Iterator[Light]:
+    path = tmp_path_factory.mktemp("s") / "here"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(128)
+        process = subprocess.Popen(
+            [sys.executable, str(LIGHT), str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
+        )
+    yield Light(path, process)
+    process.kill()
+    process.wait()
+
+
+def started(server: Light, entry: str, *args: str | int) -> Process:
+    process = Process(server.path, entry, entry, *args)
+    process.start()
+    return process
+
+
+def until(condition: Callable[[], bool], within_s: float = 5) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("entry", "argument", "expected"),
+    [
+        ("leave", 0, 0),
+        ("leave", 3, 3),
+        ("kill", signal.SIGTERM, -signal.SIGTERM),
+        ("kill", signal.SIGKILL, -signal.SIGKILL),
+        ("sleep", "a word", 1),  # a TypeError
+        ("no such entry", 0, 1),
+    ],
+)
+def test_the_exit_code_is_told(light, entry, argument, expected):
+    process = started(light, entry, argument)
+    process.join(10)
+    assert process.exitcode == expected
+    assert not process.is_alive()
+    process.kill()  # does nothing to what has ended
+
+
+def test_many_at_once_are_told_apart(light):
+    processes = [started(light, "leave", code) for code in range(40)]
+    assert len({p.pid for p in processes}) == 40
+    for p in processes:
+        p.join(10)
+    assert [p.exitcode for p in processes] == list(range(40))
+
+
+def test_a_process_is_its_launchers_but_for_its_own_files(light, tmp_path, monkeypatch):
+    """Environment and folder are those of who asked, though the server was started elsewhere."""
+    out = tmp_path / "found.json"
+    other = started(light, "sleep", 60)
+    monkeypatch.setenv("GIVEN", "as asked")
+    monkeypatch.delenv("HOME")
+    monkeypatch.chdir(tmp_path)
+    started(light, "show", str(out)).join(10)
+    found = json.loads(out.read_text())
+    assert found["env"] == dict(os.environ)
+    assert found["cwd"] == str(tmp_path)
+    assert found["sigint"], "Ctrl-C is the launcher's to handle"
+    assert found["sockets"] == [], "it holds connections of others"
+    other.kill()
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGSTOP])
+def test_killed_on_request(light, first):
+    process = started(light, "sleep", 60)
+    if first:
+        os.kill(process.pid, first)
+    assert process.is_alive()
+    process.kill()
+    process.join(5)
+    assert process.exitcode == -signal.SIGKILL
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_a_launchers_end_is_its_processes_end(light):
+    process = started(light, "sleep", 60)
+    bystander = started(light, "sleep", 60)
+    process.sentinel.close()  # as the kernel does for one that was killed
+    until(lambda: not psutil.pid_exists(process.pid))
+    assert bystander.is_alive()
+    bystander.kill()
+
+
+def test_the_servers_end_is_its_processes_end(light):
+    processes = [started(light, "sleep", 60) for _ in range(3)]
+    light.process.kill()
+    for process in processes:
+        process.join(5)
+        assert process.exitcode == -signal.SIGKILL
+    until(lambda: not any(running(p.pid) for p in processes))
+    with pytest.raises(ConnectionError):
+        started(light, "leave", 0)
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs, whoever has to take note of its end."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_server_without_owner_ends_after_its_last_process(light):
+    process = started(light, "sleep", 60)
+    light.process.stdin.close()
+    until(lambda: not light.path.exists())
+    assert not light.path.parent.exists(), "its folder was left"
+    assert light.process.poll() is None
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(5)
+    assert process.exitcode == -signal.SIGTERM
+    assert light.process.wait(5) == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x00\xff" * 1000, b'{"entry": "lea'])
+def test_half_a_request_harms_nobody(light, sent):
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(light.path))
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(64):
+            pass
+    process = started(light, "leave", 7)
+    process.join(10)
+    assert process.exitcode == 7
+
+
+# ---------------------------------------------------------------- cells that share a server
+
+
+@contextmanager
+def sharing() -> Iterator[psutil.Process]:
+    """Have launchers share a server for cells of one thread a worker; yields its process."""
+    me = psutil.Process()
+    before = me.children()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(WORKFLOW))
+        with forkserver.shared_servers([1, 1]):
+            (server,) = set(me.children()) - set(before)
+            yield server
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[psutil.Process]:
+    with sharing() as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_cells_share_a_server(shared, start_cell):
+    records = []
+    for strategy in ("ddp", "ps-async"):
+        launched = start_cell(settings(strategy))
+        code, output = launched.finish()
+        assert code == 0, output
+        assert "share a fork server" in output
+        records.append(launched.read_record())
+    assert not shared.children()
+    assert records[1]["time"]["setup_s"] < records[0]["time"]["setup_s"]  # nothing to import
+
+
+@pytest.mark.slow
+def test_another_number_of_threads_has_a_server_of_its_own(shared, start_cell):
+    """OpenMP takes the number as it was when PyTorch was imported."""
+    launched = start_cell(settings("ddp", threads=2))
+    code, output = launched.finish()
+    assert code == 0, output
+    assert "share a fork server" not in output
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_processes_but_not_the_server(shared, start_cell):
+    launched = start_cell(settings("ddp", epochs=10_000, lr=1e-6))
+    until(lambda: trains(launched), within_s=60)
+    processes = shared.children()
+    assert len(processes) == 2
+    launched.process.kill()
+    until(lambda: not any(running(p.pid) for p in processes))
+    launched = start_cell(settings("ddp"))
+    code, output = launched.finish()
+    assert code == 0, output
+    assert "share a fork server" in output
+
+
+@pytest.mark.slow
+def test_cells_go_on_without_a_server_that_was_killed(start_cell):
+    with sharing() as server:
+        launched = start_cell(settings("ddp", epochs=10_000, lr=1e-6))
+        until(lambda: trains(launched), within_s=60)
+        processes = server.children()
+        server.kill()
+        code, output = launched.finish(timeout_s=20)
+        assert code == 1
+        assert "rank0: killed by SIGKILL" in output
+        until(lambda: not any(running(p.pid) for p in processes))
+        launched = start_cell(settings("ddp"))
+        code, output = launched.finish()
+    assert code == 0, output
+    assert "share a fork server" not in output
+
+
+def trains(launched: LaunchedCell) -> bool:
+    progress = launched.run_dir / "progress.jsonl"
+    return progress.is_file() and progress.stat().st_size > 0

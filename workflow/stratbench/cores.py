@@ -1,0 +1,12 @@
+"""The CPU cores of this machine that are ours to use."""
+
+from __future__ import annotations
+
+import os
+
+
+def usable_cores() -> set[int]:
+    """Numbers of the cores that this process may run on: all, where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))

@@ -1,0 +1,296 @@
+"""The fork server: imports PyTorch once, and forks the processes of cells, which start at once then.
+
+A launcher starts one for its cell. On one machine the cells of a run share the import: Snakemake starts
+a server for them, whose folder is in STRATBENCH_FORK_SERVERS, and which imports PyTorch when the first
+of them asks. Each process has a connection of its own between its launcher and the server: a line of
+JSON asks for it, its pid and at last its exit code come back. Where a launcher's end of the connection
+closes, the process is killed; where the server dies, its processes die too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+#: The folder of the servers that the cells of this run share.
+FOLDER_VARIABLE = "STRATBENCH_FORK_SERVERS"
+_ANSWER = struct.Struct("!i")  # a greeting, a pid, an exit code
+_REQUEST_TIMEOUT_S = 10.0
+
+
+class ForkServer:
+    """A fork server of this process, whose processes compute with `threads` threads each.
+
+    When this process ends, the server ends too, after what it has forked.
+    """
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self.path = address(folder, threads)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.fspath(self.path))
+            listener.listen(128)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "stratbench.train.forkserver", str(listener.fileno())],
+                stdin=subprocess.PIPE,  # its end tells the server of ours
+                pass_fds=[listener.fileno()],
+                # OpenMP reads it once, when PyTorch is loaded.
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            )
+
+    def stop(self) -> None:
+        """Kill it, and with it what it has forked; importing PyTorch it would hear nothing else."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Process:
+    """A process that a fork server forks: `entry` of ENTRIES called with `args`.
+
+    It has the environment and the working directory of its launcher. Attributes are those of
+    `multiprocessing.Process`.
+    """
+
+    def __init__(self, server: Path, name: str, entry: str, *args: str | int) -> None:
+        self.name = name
+        self.pid: int | None = None
+        self.exitcode: int | None = None
+        self.sentinel = socket.socket(socket.AF_UNIX)
+        self._server = server
+        self._request = {"entry": entry, "args": args}
+
+    def start(self) -> None:
+        """Raises OSError where the server cannot be reached or ends before it has forked."""
+        request = self._request | {"env": dict(os.environ), "cwd": os.getcwd()}
+        self.sentinel.connect(os.fspath(self._server))
+        greeting = _receive(self.sentinel)
+        if greeting is not None:
+            self.sentinel.sendall(json.dumps(request).encode() + b"\n")
+            self.pid = _receive(self.sentinel)
+        if self.pid is None:
+            raise ConnectionError(f"the fork server ended before {self.name} could start")
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, which sets `exitcode`: negative for a signal."""
+        if self.exitcode is None and wait([self.sentinel], timeout):
+            code = _receive(self.sentinel)
+            self.exitcode = -signal.SIGKILL if code is None else code  # it dies with its server
+            self.sentinel.close()
+
+    def is_alive(self) -> bool:
+        self.join(0)
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        """Have it killed, whatever it does; returns before it has ended."""
+        with contextlib.suppress(OSError):
+            self.sentinel.shutdown(socket.SHUT_WR)
+
+
+@contextmanager
+def fork_server(threads: int) -> Iterator[Path]:
+    """Address of the server that the cells of this run share, or else of one for this block."""
+    shared = _shared(threads)
+    if shared is not None:
+        print("PyTorch is imported already: this run's cells share a fork server", flush=True)
+        yield shared
+        return
+    with tempfile.TemporaryDirectory(prefix="stratbench-") as folder:
+        server = ForkServer(Path(folder), threads)
+        try:
+            yield server.path
+        finally:
+            server.stop()
+
+
+@contextmanager
+def shared_servers(threads: Iterable[int]) -> Iterator[None]:
+    """Have all launchers that this process starts share fork servers, one for each number of threads."""
+    with tempfile.TemporaryDirectory(prefix="stratbench-") as folder:
+        servers = [ForkServer(Path(folder), n) for n in sorted(set(threads))]
+        os.environ[FOLDER_VARIABLE] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(FOLDER_VARIABLE, None)
+            for server in servers:
+                server.stop()
+
+
+def share_until_exit(threads: Iterable[int]) -> None:
+    """`shared_servers` until this process ends."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(shared_servers(threads))
+    atexit.register(stack.close)
+
+
+def address(folder: str | Path, threads: int) -> Path:
+    """Where the server for `threads` listens. Another environment's Python has other libraries."""
+    return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}-{threads}"
+
+
+def _shared(threads: int) -> Path | None:
+    """The shared server, if there is one that has imported what it needs."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        return None
+    path = address(folder, threads)
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return None
+        return path if _receive(probe) is not None else None
+
+
+def _receive(connection: socket.socket) -> int | None:
+    """The next answer; None where the other side has ended."""
+    try:
+        answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
+    except ConnectionError:
+        return None
+    return _ANSWER.unpack(answer)[0] if len(answer) == _ANSWER.size else None
+
+
+class _Server:
+    """The server's own process: one loop over requests, ends of launchers and ends of children."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._entries: dict[str, Callable[..., Any]] = {}
+        self._children: dict[int, socket.socket] = {}  # by pid
+        self._has_owner = True
+        self._alive, self._alive_here = os.pipe()  # the other end's end is this process's
+        self._wake, wake = socket.socketpair()
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launchers' business
+        self._selector = selectors.DefaultSelector()
+        for source, action in (
+            (listener, self._accept),
+            (sys.stdin.buffer.raw, self._owner_ended),
+            (self._wake, self._reap),
+        ):
+            self._selector.register(source, selectors.EVENT_READ, action)
+        self._wake_sender = wake
+
+    def run(self) -> None:
+        """Serve until the owner has ended and all children have."""
+        while self._has_owner or self._children:
+            for key, _ in self._selector.select():
+                key.data(key.fileobj)
+
+    def _owner_ended(self, stdin: Any) -> None:
+        self._selector.unregister(stdin)
+        self._selector.unregister(self._listener)
+        path = Path(self._listener.getsockname())
+        self._listener.close()
+        self._has_owner = False
+        with contextlib.suppress(OSError):  # an owner that was killed has left its folder
+            path.unlink()
+            path.parent.rmdir()
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        if not self._entries:
+            self._entries = entries()
+        connection.settimeout(_REQUEST_TIMEOUT_S)
+        self._answer(connection, 0)
+        self._selector.register(connection, selectors.EVENT_READ, self._request)
+
+    def _request(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        try:
+            with connection.makefile("rb") as stream:
+                line = stream.readline()
+        except OSError:
+            line = b""
+        if not line.endswith(b"\n"):
+            connection.close()
+            return
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            self._be_child(request)
+        self._children[pid] = connection
+        self._selector.register(
+            connection, selectors.EVENT_READ, lambda c: self._launcher_ended(c, pid)
+        )
+        self._answer(connection, pid)
+
+    def _launcher_ended(self, connection: socket.socket, pid: int) -> None:
+        self._selector.unregister(connection)
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so it is still this child's
+
+    def _reap(self, wake: socket.socket) -> None:
+        wake.recv(4096)
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            connection = self._children.pop(pid)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(connection)
+            self._answer(connection, os.waitstatus_to_exitcode(status))
+            connection.close()
+
+    @staticmethod
+    def _answer(connection: socket.socket, number: int) -> None:
+        with contextlib.suppress(OSError):  # its launcher has ended
+            connection.sendall(_ANSWER.pack(number))
+
+    def _be_child(self, request: dict[str, Any]) -> None:
+        """Become the process asked for. Never returns."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(self._alive_here)
+            for key in list(self._selector.get_map().values()):
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()
+            for connection in self._children.values():
+                connection.close()
+            self._wake_sender.close()
+            self._selector.close()
+            os.environ.clear()
+            os.environ.update(request["env"])
+            os.chdir(request["cwd"])
+            threading.Thread(target=self._die_with_server, daemon=True).start()
+            self._entries[request["entry"]](*request["args"])
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    def _die_with_server(self) -> None:
+        os.read(self._alive, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def entries() -> dict[str, Callable[..., Any]]:
+    """What a process can be, by name; imports PyTorch."""
+    from stratbench.train import worker
+
+    return {"worker": worker.main, "server": worker.serve_parameters}
+
+
+if __name__ == "__main__":
+    _Server(socket.socket(fileno=int(sys.argv[1]))).run()
