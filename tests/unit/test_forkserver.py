@@ -159,8 +159,8 @@ def test_a_server_without_owner_ends_after_its_last_process(light):
     assert light.process.wait(5) == 0
 
 
-@pytest.mark.parametrize("sent", [b"", b"\x00\xff" * 1000, b'{"entry": "lea'])
-def test_half_a_request_harms_nobody(light, sent):
+@pytest.mark.parametrize("sent", [b"", b"\x00\xff" * 1000, b"noise\n", b'{"entry": "lea', b"[]\n"])
+def test_what_is_no_request_harms_nobody(light, sent):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(light.path))
         stranger.sendall(sent)

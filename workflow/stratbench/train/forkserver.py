@@ -219,13 +219,10 @@ class _Server:
         self._selector.unregister(connection)
         try:
             with connection.makefile("rb") as stream:
-                line = stream.readline()
-        except OSError:
-            line = b""
-        if not line.endswith(b"\n"):
+                request = json.loads(stream.readline())
+        except (OSError, ValueError):
             connection.close()
             return
-        request = json.loads(line)
         pid = os.fork()
         if pid == 0:
             connection.close()
