@@ -3,12 +3,13 @@
     python benchmarks/ps_transport.py [--mb 1 100 550] [--workers 1 2 4] [--rounds 5]
 
 The peer is torch's RPC parameter server ported to CPU tensors: one flat tensor, plain SGD under a
-lock, `rpc_sync` from each worker. It is spared a copy that it would need to be right: what it
-returns is sent while other workers' updates go on. TensorPipe, which carries it, has faster ways than
-TCP within a host; it therefore runs twice, as it comes (`rpc`) and held to TCP (`rpc tcp`). Each round
-runs every contender once, in alternating order, in fresh processes; a ratio compares runs of the same
-round. The server's own TCP runs twice a round (`tcp`, `tcp again`): the ratio of those two is what
-noise alone makes of 1.
+lock, `rpc_sync` from each worker. It runs in three forms. `rpc copy` returns a copy of the weights made
+under the lock, as a server has to whose workers shall never see half an update; the server measured
+here guarantees that too. `rpc` is spared that copy: what it returns is sent while other workers'
+updates go on. TensorPipe, which carries both, has faster ways than TCP within a host; `rpc tcp` is
+`rpc` held to TCP. Each round runs every contender once, in alternating order, in fresh processes; a
+ratio compares runs of the same round. The server's own TCP runs twice a round (`tcp`, `tcp again`):
+the ratio of those two is what noise alone makes of 1.
 
 Throughput is bytes both ways, of all workers, between the moment when the last worker has done its
 warm-up and the moment when the first one runs out of work.
@@ -41,9 +42,11 @@ from stratbench.ps.flat import FlatSpace
 from stratbench.ps.server import ServerConfig, serve
 
 WARMUP = 3
-#: What carries the peer's messages: what it chooses on one host, and TCP alone.
-RPC_WIRES = {"rpc": {}, "rpc tcp": {"_transports": ["uv"], "_channels": ["basic"]}}
-CONTENDERS = ("rpc", "rpc tcp", "tcp", "tcp again", "shm")
+#: What carries the peer's messages: what it chooses on one host, or TCP alone.
+RPC_WIRES = {
+    "rpc": {}, "rpc copy": {}, "rpc tcp": {"_transports": ["uv"], "_channels": ["basic"]},
+}  # fmt: skip
+CONTENDERS = ("rpc", "rpc copy", "rpc tcp", "tcp", "tcp again", "shm")
 LR = 1e-3
 
 
@@ -62,32 +65,32 @@ class RpcServer:
         self.lock = threading.Lock()
 
     @staticmethod
-    def push_pull(grad: Tensor) -> Tensor:
+    def push_pull(grad: Tensor, copied: bool) -> Tensor:
         """Apply a gradient; the new weights."""
         self = RpcServer.instance
         with self.lock:
             self.weights.add_(grad, alpha=-LR)
-        return self.weights
+            return self.weights.clone() if copied else self.weights
 
 
 def rpc_process(
-    rank: int, n_workers: int, numel: int, ops: int, folder: Path, wire: dict[str, list[str]]
+    rank: int, n_workers: int, numel: int, ops: int, folder: Path, contender: str
 ) -> None:
-    """Rank 0 is the server, 1..n_workers are workers; `wire`: see RPC_WIRES."""
+    """Rank 0 is the server, 1..n_workers are workers."""
     warnings.filterwarnings("ignore", category=UserWarning)  # RPC's use of c10d is deprecated
     if rank == 0:
         RpcServer.instance = RpcServer(numel)
     else:
         torch.set_num_threads(1)
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{folder}/store", rpc_timeout=120, **wire
+        init_method=f"file://{folder}/store", rpc_timeout=120, **RPC_WIRES[contender]
     )
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=n_workers + 1, rpc_backend_options=options)
     if rank:
         grad = torch.ones(numel)
         ends = []
         for _ in range(WARMUP + ops):
-            rpc.rpc_sync("rank0", RpcServer.push_pull, args=(grad,))
+            rpc.rpc_sync("rank0", RpcServer.push_pull, args=(grad, contender == "rpc copy"))
             ends.append(time.monotonic())
         (folder / f"{rank}.json").write_text(json.dumps(ends))
     rpc.shutdown()
@@ -121,9 +124,10 @@ def processes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.rpc"])
     if contender in RPC_WIRES:
-        wire = RPC_WIRES[contender]
         return [
-            context.Process(target=rpc_process, args=(rank, n_workers, numel, ops, folder, wire))
+            context.Process(
+                target=rpc_process, args=(rank, n_workers, numel, ops, folder, contender)
+            )
             for rank in range(n_workers + 1)
         ]
     secret = os.urandom(32)
@@ -176,6 +180,7 @@ def compare(mb: float, n_workers: int, rounds: int, shard_bytes: int) -> dict[st
             rates[contender].append(throughput(contender, mb, n_workers, shard_bytes))
     pairs = {
         "tcp/rpc tcp": ("tcp", "rpc tcp"),
+        "tcp/rpc copy": ("tcp", "rpc copy"),
         "tcp/rpc": ("tcp", "rpc"),
         "shm/rpc": ("shm", "rpc"),
         "null": ("tcp again", "tcp"),
@@ -201,14 +206,17 @@ def markdown(results: list[dict[str, Any]]) -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; {rounds} interleaved "
         "rounds, ratios paired by round: median (lowest to highest). `tcp again / tcp` is the null.",
         "",
-        "`rpc`: the peer by what it chooses within a host; `rpc tcp`: the peer held to TCP.",
+        "`rpc copy`: the peer, returning a copy made under its lock, by what TensorPipe chooses within a "
+        "host; `rpc`: the same, returning weights that may change while they are sent; `rpc tcp`: that, "
+        "held to TCP.",
         "",
-        "| MB | workers | rpc, GB/s | rpc tcp | tcp | shm | tcp / rpc tcp | tcp / rpc | shm / rpc "
-        "| tcp again / tcp |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| MB | workers | rpc, GB/s | rpc copy | rpc tcp | tcp | shm | tcp / rpc tcp | tcp / rpc copy "
+        "| tcp / rpc | shm / rpc | tcp again / tcp |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    shown = [name for name in CONTENDERS if name != "tcp again"]
     for r in results:
-        rates = [f"{median(r['gb_per_s'][name]):.2f}" for name in ("rpc", "rpc tcp", "tcp", "shm")]
+        rates = [f"{median(r['gb_per_s'][name]):.2f}" for name in shown]
         ratios = [f"{median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in r["ratios"].values()]
         lines.append(f"| {r['mb']:g} | {r['workers']} | {' | '.join([*rates, *ratios])} |")
     return "\n".join(lines) + "\n"

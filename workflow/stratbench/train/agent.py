@@ -67,7 +67,7 @@ def run_node(job: Job, node: int) -> End:
     if job.n_nodes == 1 and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    with fork_server(job.threads) as path:
+    with fork_server(job.threads, may_share=not job.use_cuda) as path:
         text = job.to_json()
         servers = [
             Process(path, f"server{c.server}", "server", json.dumps(asdict(c)), str(job.run_dir))

@@ -1,10 +1,13 @@
 """The fork server: imports PyTorch once, and forks the processes of cells, which start at once then.
 
-A launcher starts one for its cell. On one machine the cells of a run share the import: Snakemake starts
-a server for them, whose folder is in STRATBENCH_FORK_SERVERS, and which imports PyTorch when the first
-of them asks. Each process has a connection of its own between its launcher and the server: a line of
-JSON asks for it, its pid and at last its exit code come back. Where a launcher's end of the connection
-closes, the process is killed; where the server dies, its processes die too.
+A launcher starts one for its cell. Cells on the CPUs of one machine share the import: Snakemake starts a
+server for them, whose folder is in STRATBENCH_FORK_SERVERS, and which imports PyTorch when the first of
+them asks. A cell on GPUs has its own, started with its choice of GPUs.
+
+Each process has a connection of its own between its launcher and the server, a socket in a folder that
+only their user can open: a line of JSON asks for it, its pid and at last its exit code come back. Where
+a launcher's end of the connection closes, the process is killed; where the server dies, its processes
+die too.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class ForkServer:
 
 
 class Process:
-    """A process that a fork server forks: `entry` of ENTRIES called with `args`.
+    """A process that a fork server forks: the function of `entries` named `entry`, called with `args`.
 
     It has the environment and the working directory of its launcher. Attributes are those of
     `multiprocessing.Process`.
@@ -104,9 +107,9 @@ class Process:
 
 
 @contextmanager
-def fork_server(threads: int) -> Iterator[Path]:
+def fork_server(threads: int, may_share: bool) -> Iterator[Path]:
     """Address of the server that the cells of this run share, or else of one for this block."""
-    shared = _shared(threads)
+    shared = _shared(threads) if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
         yield shared
