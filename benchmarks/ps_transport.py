@@ -5,7 +5,7 @@
 The peer is torch's RPC parameter server ported to CPU tensors: one flat tensor, plain SGD under a
 lock, `rpc_sync` from each worker. It runs in three forms. `rpc copy` returns a copy of the weights made
 under the lock, as a server has to whose workers shall never see half an update; the server measured
-here guarantees that too. `rpc` is spared that copy: what it returns is sent while other workers'
+here guarantees that for each shard. `rpc` is spared that copy: what it returns is sent while other workers'
 updates go on. TensorPipe, which carries both, has faster ways than TCP within a host; `rpc tcp` is
 `rpc` held to TCP. Each round runs every contender once, in alternating order, in fresh processes; a
 ratio compares runs of the same round. The server's own TCP runs twice a round (`tcp`, `tcp again`):
