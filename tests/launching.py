@@ -1,17 +1,23 @@
-"""What tests that train cells by the real launcher share: its path, a tiny data set, settings."""
+"""What tests that train cells by the real launcher share: its path, settings, waiting for its ends."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from stratbench.cells import Cell
 from stratbench.config import Settings, option_defaults
 
 WORKFLOW = Path(__file__).parents[1] / "workflow"
+FOREVER = 1_000_000  # epochs
+LIMIT_S = 5.0  # for all processes of a cell to be gone
 TINY = {
     "source": "synthetic", "train_samples": 64, "test_samples": 40, "classes": 3, "channels": 1,
     "size": 16,
@@ -52,3 +58,28 @@ def settings(strategy: str = "ddp", **changes: Any) -> Settings:
     if "options" not in changes:
         changes["options"] = option_defaults(strategy)
     return replace(base, **changes)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def train_one_epoch(launched: LaunchedCell) -> None:
+    """Wait until the first epoch is through."""
+    progress = launched.run_dir / "progress.jsonl"
+
+    def done() -> bool:
+        assert launched.process.poll() is None, launched.process.communicate()[0]
+        return progress.exists() and progress.read_text().count("\n") >= 1
+
+    until(done)
+
+
+def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> None:
+    """None of `processes` runs any more; a zombie, whose end nobody took note of, has ended."""
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, [(p.pid, p.cmdline()) for p in alive]

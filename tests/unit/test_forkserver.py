@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launching import WORKFLOW, LaunchedCell, settings
+from launching import FOREVER, WORKFLOW, assert_gone, settings, train_one_epoch, until
 from stratbench.train import forkserver
 from stratbench.train.forkserver import Process
 
@@ -54,13 +53,6 @@ def started(server: Light, entry: str, *args: str | int) -> Process:
     process = Process(server.path, entry, entry, *args)
     process.start()
     return process
-
-
-def until(condition: Callable[[], bool], within_s: float = 5) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -122,34 +114,27 @@ def test_a_launchers_end_is_its_processes_end(light):
     process = started(light, "sleep", 60)
     bystander = started(light, "sleep", 60)
     process.sentinel.close()  # as the kernel does for one that was killed
-    until(lambda: not psutil.pid_exists(process.pid))
+    until(lambda: not psutil.pid_exists(process.pid), 5)
     assert bystander.is_alive()
     bystander.kill()
 
 
 def test_the_servers_end_is_its_processes_end(light):
     processes = [started(light, "sleep", 60) for _ in range(3)]
+    known = [psutil.Process(p.pid) for p in processes]
     light.process.kill()
     for process in processes:
         process.join(5)
         assert process.exitcode == -signal.SIGKILL
-    until(lambda: not any(running(p.pid) for p in processes))
+    assert_gone(known)
     with pytest.raises(ConnectionError):
         started(light, "leave", 0)
-
-
-def running(pid: int) -> bool:
-    """Whether a process runs, whoever has to take note of its end."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_server_without_owner_ends_after_its_last_process(light):
     process = started(light, "sleep", 60)
     light.process.stdin.close()
-    until(lambda: not light.path.exists())
+    until(lambda: not light.path.exists(), 5)
     assert not light.path.parent.exists(), "its folder was left"
     assert light.process.poll() is None
     assert process.is_alive()
@@ -217,12 +202,12 @@ def test_another_number_of_threads_has_a_server_of_its_own(shared, start_cell):
 
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_processes_but_not_the_server(shared, start_cell):
-    launched = start_cell(settings("ddp", epochs=10_000, lr=1e-6))
-    until(lambda: trains(launched), within_s=60)
+    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+    train_one_epoch(launched)
     processes = shared.children()
     assert len(processes) == 2
     launched.process.kill()
-    until(lambda: not any(running(p.pid) for p in processes))
+    assert_gone(processes)
     launched = start_cell(settings("ddp"))
     code, output = launched.finish()
     assert code == 0, output
@@ -232,20 +217,15 @@ def test_a_killed_launcher_takes_its_processes_but_not_the_server(shared, start_
 @pytest.mark.slow
 def test_cells_go_on_without_a_server_that_was_killed(start_cell):
     with sharing() as server:
-        launched = start_cell(settings("ddp", epochs=10_000, lr=1e-6))
-        until(lambda: trains(launched), within_s=60)
+        launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+        train_one_epoch(launched)
         processes = server.children()
         server.kill()
         code, output = launched.finish(timeout_s=20)
         assert code == 1
         assert "rank0: killed by SIGKILL" in output
-        until(lambda: not any(running(p.pid) for p in processes))
+        assert_gone(processes)
         launched = start_cell(settings("ddp"))
         code, output = launched.finish()
     assert code == 0, output
     assert "share a fork server" not in output
-
-
-def trains(launched: LaunchedCell) -> bool:
-    progress = launched.run_dir / "progress.jsonl"
-    return progress.is_file() and progress.stat().st_size > 0

@@ -12,14 +12,13 @@ import json
 import resource
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from launching import LaunchedCell, settings
+from launching import FOREVER, LIMIT_S, LaunchedCell, assert_gone, settings, train_one_epoch, until
 from stratbench import record
 from stratbench.cells import Cell
 from stratbench.telemetry.timeline import PhaseLog
@@ -28,16 +27,6 @@ from stratbench.train.agent import End, ProcessEnd
 from stratbench.train.job import Job
 
 pytestmark = pytest.mark.timeout(180)
-
-FOREVER = 1_000_000  # epochs
-LIMIT_S = 5.0  # for all processes of a cell to be gone
-
-
-def until(condition: Callable[[], object], timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def family(launched: LaunchedCell) -> list[psutil.Process]:
@@ -49,23 +38,6 @@ def worker_pids(launched: LaunchedCell) -> dict[str, int]:
     """Process ids by name, as the launcher tells its sampler."""
     lines = (launched.run_dir / "samples0.pids").read_text().split("\n")[:-1]
     return {name: int(pid) for name, pid in (line.split() for line in lines)}
-
-
-def train_one_epoch(launched: LaunchedCell) -> None:
-    """Wait until the first epoch is through."""
-    progress = launched.run_dir / "progress.jsonl"
-
-    def done() -> bool:
-        assert launched.process.poll() is None, launched.process.communicate()[0]
-        return progress.exists() and progress.read_text().count("\n") >= 1
-
-    until(done)
-
-
-def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=within_s)
-    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not alive, [(p.pid, p.cmdline()) for p in alive]
 
 
 # ---------------------------------------------------------------- results

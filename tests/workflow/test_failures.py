@@ -12,6 +12,8 @@ import psutil
 import pytest
 from tiny_study import tiny_config
 
+from launching import assert_gone
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -54,12 +56,6 @@ def fork_servers(folder: Path) -> list[psutil.Process]:
     return [p for p in alike if p.ppid() not in {other.pid for other in alike}]
 
 
-def gone(processes: list[psutil.Process], within_s: float = 10) -> bool:
-    """Whether they end in time; a zombie, whose end nobody took note of, has ended."""
-    _, alive = psutil.wait_procs(processes, timeout=within_s)
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in alive)
-
-
 def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
     workflow.write_config(one_long_cell())
     run = workflow.start()
@@ -76,7 +72,7 @@ def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
     assert not record.exists()
     evidence = workflow.folder / "results/tiny/logs/second/ddp/vgg-compact/2gpu/rep0/failure.json"
     assert "SIGKILL" in evidence.read_text()
-    assert gone([*workers, *fork_servers(workflow.folder)])
+    assert_gone([*workers, *fork_servers(workflow.folder)])
     # The next run trains that cell, and it alone.
     assert workflow.jobs()["train_cell"] == 1
 
@@ -89,7 +85,7 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     assert servers
     os.killpg(run.pid, signal.SIGINT)  # what a terminal sends
     run.communicate(timeout=60)
-    assert gone([*workers, *servers])
+    assert_gone([*workers, *servers])
     assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
     assert workflow.jobs()["train_cell"] >= 1
 
@@ -111,7 +107,7 @@ def test_a_killed_snakemake_leaves_its_cell_training_and_then_nothing(workflow):
     assert not record.exists(), "the cell was too short for this test"
     wait_for(lambda: record if record.exists() else None)
     assert json.loads(record.read_text())["status"] == "ok"
-    assert gone([*workers, *servers])
+    assert_gone([*workers, *servers])
 
 
 def test_an_unknown_gpu_is_told_before_any_job(workflow):

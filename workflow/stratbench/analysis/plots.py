@@ -277,6 +277,8 @@ def load(cells: Path, epochs: Path, summary: Path, study_dir: Path | None) -> di
     return experiments(read_cells(cells), by_epoch, read_summary(summary), study_dir)
 
 
+#: A process of the pool must draw some figures to be worth its start, which takes as long as a few.
+FIGURES_A_PROCESS = 8
 _loaded: dict[str, Experiment] = {}
 
 
@@ -304,9 +306,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = (args.cells, args.epochs, args.summary, args.study_dir)
     names = [(name, plot) for name in load(*tables) for plot in PLOTS]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        len(usable_cores()), context, initializer=begin, initargs=tables
-    ) as pool:
+    n_processes = min(len(usable_cores()), 1 + len(names) // FIGURES_A_PROCESS)
+    with ProcessPoolExecutor(n_processes, context, initializer=begin, initargs=tables) as pool:
         stems = [args.out_dir / name / plot for name, plot in names]
         for stem, _ in zip(stems, pool.map(write, names, stems), strict=True):
             print(stem.with_suffix(".svg"), flush=True)

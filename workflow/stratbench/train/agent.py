@@ -63,7 +63,7 @@ class End:
 
 def run_node(job: Job, node: int) -> End:
     """Start this node's processes and wait for their end or the deadline."""
-    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # before anything imports torch
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for what its processes load after PyTorch
     if job.n_nodes == 1 and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
