@@ -17,19 +17,20 @@ class Reference:
         self.nesterov, self.n = hyper.nesterov, hyper.workers
         self.eta = hyper.lr * hyper.lr_scale
         self.options = options
-        self.steps = []  # (gradient, learning rate), one for each update
+        self.steps = []  # (gradient, its weight), one for each update
+        self.step_lr = self.eta
         self.live = set(range(self.n))
 
     def replay(self):
         """Weights after every update, the first being w0; and the directions stepped along."""
         w, v, weights, directions = self.w0, None, [self.w0], []
-        for g, lr in self.steps:
-            d = g + self.wd * w
+        for g, weight in self.steps:
+            d = weight * (g + self.wd * w)
             v = d if v is None else self.mu * v + d
             direction = d + self.mu * v if self.nesterov else v
-            w = w - lr * direction
+            w = w - self.step_lr * direction
             weights.append(w)
-            directions.append(v if self.mu else d)
+            directions.append(direction)
         return weights, directions
 
     @property
@@ -61,14 +62,14 @@ class Reference:
 
 class Async(Reference):
     def push(self, worker, g, read_version):
-        self.steps.append((g, self.eta))
+        self.steps.append((g, 1))
         return "applied"
 
 
 class StalenessLr(Reference):
     def push(self, worker, g, read_version):
         updates_missed = len(self.steps) - read_version
-        self.steps.append((g, self.eta / (1 + updates_missed)))
+        self.steps.append((g, 1 / (1 + updates_missed)))
         return "applied"
 
 
@@ -95,16 +96,21 @@ class Ssp(Async):
 
 
 class AsyncModified(Ssp):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.step_lr = self.eta / self.options.pushes_per_batch
+
     def push(self, worker, g, read_version):
         self.done[worker] += 1
         age = len(self.steps) - read_version
-        self.steps.append((g, self.eta / self.options.pushes_per_batch / (1 + age)))
+        self.steps.append((g, 1 / (1 + age)))
         return "applied"
 
 
 class Sync(Reference):
     def __init__(self, *args):
         super().__init__(*args)
+        self.step_lr = self.lr
         self.round = {}  # worker -> gradient, or None where it skipped
         self.legacy = []  # the same, of those who have left since
 
@@ -117,7 +123,7 @@ class Sync(Reference):
             return False
         gradients = [g for g in entries if g is not None]
         if gradients:
-            self.steps.append((np.mean(gradients, axis=0), self.lr))
+            self.steps.append((np.mean(gradients, axis=0), 1))
         self.round, self.legacy = {}, []
         return True
 
@@ -177,6 +183,7 @@ class Backup(Sync):
 class KBatch(Reference):
     def __init__(self, *args):
         super().__init__(*args)
+        self.step_lr = self.lr
         self.batch = []
 
     def push(self, worker, g, read_version):
@@ -188,7 +195,7 @@ class KBatch(Reference):
 
     def finish(self):
         if self.batch:
-            self.steps.append((sum(self.batch) / len(self.batch), self.lr))
+            self.steps.append((sum(self.batch) / len(self.batch), 1))
         self.batch = []
 
 
@@ -205,7 +212,7 @@ class DcAsgd(Reference):
             mean_square = m * mean_square + (1 - m) * old**2
         weights = self.replay()[0]
         lam = self.options.dc_lambda / np.sqrt(mean_square + 1e-7)
-        self.steps.append((g + lam * g * g * (weights[-1] - weights[read_version]), self.eta))
+        self.steps.append((g + lam * g * g * (weights[-1] - weights[read_version]), 1))
         return "applied"
 
 
@@ -219,7 +226,7 @@ class GapAware(Reference):
             )
             typical_step = self.eta * np.sqrt(mean_square / (1 - beta**t)) + 1e-8
             g = g / (1 + np.abs(weights[-1] - weights[read_version]) / typical_step)
-        self.steps.append((g, self.eta))
+        self.steps.append((g, 1))
         return "applied"
 
 
@@ -251,9 +258,13 @@ class Dana(Reference):
         return self.now()[0]
 
     def view(self, worker):
+        """Where W would be if each of the others took one more step, with a gradient of zero."""
         w, v = self.now()
-        others = [v[j, self.era[j]] for j in range(self.n) if j != worker and (j, self.era[j]) in v]
-        return w - self.eta * self.mu * sum(others)
+        for j in range(self.n):
+            if j != worker and (j, self.era[j]) in v:
+                next_v = self.mu * v[j, self.era[j]]
+                w = w - self.eta * (self.mu * next_v if self.nesterov else next_v)
+        return w
 
 
 REFERENCES = {

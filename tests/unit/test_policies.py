@@ -287,13 +287,20 @@ class KBatchCountsOneMore(averaging.KBatchPolicy):
 
 
 class StalenessLrOffByOne(asynchronous.StalenessLrPolicy):
-    def _step_lr(self, staleness):
-        return self.hyper.push_lr / max(1, staleness)
+    def _weight(self, staleness):
+        return 1 / max(1, staleness)
+
+
+class StalenessLrScalesVelocity(asynchronous.StalenessLrPolicy):
+    def on_push(self, worker, grad, read_version):
+        lr = self.hyper.push_lr / (1 + self.version - read_version)
+        self._momentum.step(self.weights, grad, lr)
+        self.version += 1
+        return Outcome.APPLIED
 
 
 class ModifiedUnweighted(asynchronous.AsyncModifiedPolicy):
-    def _step_lr(self, staleness):
-        return self.hyper.push_lr / (1 + staleness)
+    _step_lr = asynchronous.AsyncPolicy._step_lr
 
 
 class DcWrongSign(asynchronous.DcAsgdPolicy):
@@ -308,8 +315,27 @@ class GapForgetsView(asynchronous.GapAwarePolicy):
         return self.version
 
 
+class GapMeasuresMomentum(asynchronous.GapAwarePolicy):
+    def on_push(self, worker, grad, read_version):
+        mean_square = self._mean_square.clone()
+        super().on_push(worker, grad, read_version)
+        decay, v = self.options.step_decay, self._momentum.value
+        self._mean_square.copy_(mean_square.mul_(decay).addcmul_(v, v, value=1 - decay))
+        return Outcome.APPLIED
+
+
+class DanaLooksAheadTooFar(asynchronous.DanaPolicy):
+    def view(self, worker, out):
+        known = [m for j, m in enumerate(self._momenta) if j != worker and m.started]
+        out.copy_(self.weights)
+        for m in known:
+            out.add_(m.value, alpha=-self.hyper.push_lr * self.hyper.momentum)
+        return self.version
+
+
 class AsyncIgnoresScale(asynchronous.AsyncPolicy):
-    def _step_lr(self, staleness):
+    @property
+    def _step_lr(self):
         return self.hyper.lr
 
 
@@ -322,19 +348,22 @@ MUTANTS = [
     (KBatchLosesRest, {"k": 5}, {}),
     (KBatchCountsOneMore, {}, {}),
     (StalenessLrOffByOne, {}, {}),
+    (StalenessLrScalesVelocity, {}, {}),
     (ModifiedUnweighted, {}, {}),
     (DcWrongSign, {}, {}),
     (GapForgetsView, {}, {}),
     (AsyncIgnoresScale, {"lr_scale": "1/N"}, {}),
+    (GapMeasuresMomentum, {}, {"nesterov": True}),
+    (DanaLooksAheadTooFar, {}, {"nesterov": True}),
 ]
 
 
 @pytest.mark.parametrize(("mutant", "given_options", "how"), MUTANTS, ids=lambda x: str(x)[:40])
 def test_a_wrong_policy_is_found_out(mutant, given_options, how):
     options = parse_options(mutant.name, given_options)
-    hyper = Hyper(lr=0.05, momentum=0.9, workers=4)
-    hyper = replace(hyper, lr_scale=options.lr_factor(4))
     how = {"slowdown": (3.0,), **how}
+    hyper = Hyper(lr=0.05, momentum=0.9, workers=4, nesterov=how.pop("nesterov", False))
+    hyper = replace(hyper, lr_scale=options.lr_factor(4))
     run_lockstep(POLICIES[mutant.name], REFERENCES[mutant.name], hyper, options, **dict(how))
     with pytest.raises(AssertionError):
         run_lockstep(mutant, REFERENCES[mutant.name], hyper, options, **how)
@@ -359,6 +388,27 @@ def test_dana_that_looks_ahead_along_its_own_momentum_is_not_sgd_at_one_worker()
 
 
 # ---- rules that deserve a test of their own
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dana_reads_what_is_known_of_the_others_next_steps(nesterov):
+    """Gradients of zero then carry W exactly there."""
+    hyper = Hyper(lr=0.1, momentum=0.9, nesterov=nesterov, workers=3)
+    policy = make_policy("ps-dana", torch.randn(50, dtype=torch.float64), hyper)
+    for worker in (0, 1, 2, 1):
+        policy.on_push(worker, torch.randn(50, dtype=torch.float64), policy.version)
+    read = torch.empty(50, dtype=torch.float64)
+    policy.view(0, read)
+    for worker in (1, 2):
+        policy.on_push(worker, torch.zeros(50, dtype=torch.float64), policy.version)
+    torch.testing.assert_close(policy.weights, read, rtol=0, atol=1e-12)
+
+
+def test_a_stale_push_weighs_less_and_leaves_the_momentum_as_it_is():
+    policy = make_policy("ps-staleness-lr", torch.zeros(1), Hyper(lr=1.0, momentum=0.5, workers=2))
+    policy.on_push(0, torch.tensor([8.0]), 0)
+    policy.on_push(1, torch.tensor([4.0]), 0)  # one update old: half of it counts
+    assert policy.weights.item() == -8.0 - (4.0 + 2.0)
 
 
 def test_backup_drops_exactly_the_late_ones():

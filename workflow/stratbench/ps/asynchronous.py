@@ -43,27 +43,34 @@ class AsyncPolicy(Policy):
         self._momentum = Momentum(weights, hyper)
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        lr = self._step_lr(self.version - read_version)
-        self._momentum.step(self.weights, grad, lr)
+        weight = self._weight(self.version - read_version)
+        self._momentum.step(self.weights, grad, self._step_lr, weight)
         self.version += 1
         return Outcome.APPLIED
 
-    def _step_lr(self, staleness: int) -> float:
+    @property
+    def _step_lr(self) -> float:
         return self.hyper.push_lr
+
+    def _weight(self, staleness: int) -> float:
+        """What a gradient as stale as this is multiplied by before it enters the momentum."""
+        return 1.0
 
 
 class StalenessLrPolicy(AsyncPolicy):
-    """ps-staleness-lr: the older the gradient, the shorter the step.
+    """ps-staleness-lr: the older the gradient, the less it weighs.
 
-    W -= eta / (1 + tau) * velocity(g). Zhang et al., "Staleness-aware async-SGD for distributed
-    deep learning", IJCAI 2016, with 1 + tau for their tau so that a fresh gradient keeps eta.
+    W -= eta * velocity(g / (1 + tau)). Zhang et al., "Staleness-aware async-SGD for distributed deep
+    learning", IJCAI 2016, who divide each gradient's learning rate by its staleness, with 1 + tau for
+    their tau so that a fresh gradient keeps eta. The weight goes into the momentum with the gradient:
+    a stale push does not shorten what earlier ones have still to give.
     """
 
     name = "ps-staleness-lr"
     options_class = StalenessLrOptions
 
-    def _step_lr(self, staleness: int) -> float:
-        return self.hyper.push_lr / (1 + staleness)
+    def _weight(self, staleness: int) -> float:
+        return 1 / (1 + staleness)
 
 
 class SspPolicy(AsyncPolicy):
@@ -106,7 +113,7 @@ class AsyncModifiedPolicy(SspPolicy):
     Its three changes to ps-async: more frequent communication (a worker splits each batch in
     `pushes_per_batch` = f sub-batches and pushes and pulls for each), bounded staleness (the rule
     of ps-ssp, its clock counting sub-batches) and staleness-weighted updates (1/(1 + tau), as in
-    ps-staleness-lr). W -= eta / (f (1 + tau)) * velocity(g): f sub-batches together weigh as much
+    ps-staleness-lr). W -= eta / f * velocity(g / (1 + tau)): f sub-batches together weigh as much
     as their batch. The paper gives no numbers for the three; the defaults are ours. It is slow for
     the paper's reason: f times the traffic, and waiting at the bound.
     """
@@ -115,8 +122,12 @@ class AsyncModifiedPolicy(SspPolicy):
     options_class = AsyncModifiedOptions
     options: AsyncModifiedOptions
 
-    def _step_lr(self, staleness: int) -> float:
-        return self.hyper.push_lr / (self.options.pushes_per_batch * (1 + staleness))
+    @property
+    def _step_lr(self) -> float:
+        return self.hyper.push_lr / self.options.pushes_per_batch
+
+    def _weight(self, staleness: int) -> float:
+        return 1 / (1 + staleness)
 
 
 class ViewKeepingPolicy(Policy):
@@ -164,8 +175,8 @@ class DcAsgdPolicy(ViewKeepingPolicy):
 class GapAwarePolicy(ViewKeepingPolicy):
     """ps-gap-aware: divides g, weight by weight, by how many typical steps W has moved since read.
 
-    g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction,
-    RMS its bias-corrected running root mean square. Barkai et al., "Gap-aware mitigation of
+    g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction
+    (with Nesterov g' + mu times the momentum), RMS its bias-corrected running root mean square. Barkai et al., "Gap-aware mitigation of
     gradient staleness", ICLR 2020 (the per-parameter form).
     """
 
@@ -182,9 +193,8 @@ class GapAwarePolicy(ViewKeepingPolicy):
             typical.mul_(lr).add_(1e-8)
             gap = self._read[worker].sub_(self.weights).abs_().div_(typical)
             grad.div_(gap.add_(1))
-        self._momentum.step(self.weights, grad, lr)
+        direction = self._momentum.step(self.weights, grad, lr)
         self.version += 1
-        direction = grad if self._momentum.value is None else self._momentum.value
         self._mean_square.mul_(decay).addcmul_(direction, direction, value=1 - decay)
         return Outcome.APPLIED
 
@@ -196,7 +206,8 @@ class DanaPolicy(Policy):
     of the weights its gradient will meet. After DANA-Zero of Hakimi et al., "Taming momentum in a
     distributed asynchronous environment", 2019, which also looks ahead along the worker's own
     momentum. This is the heavy-ball form: without that term one worker is torch.optim.SGD exactly.
-    With `nesterov`, W -= eta (g + mu v_i).
+    With `nesterov`, W -= eta (g + mu v_i), and what is known of j's next step is eta mu^2 v_j
+    (`Momentum.known_share`): worker i reads W - eta mu^2 sum over j != i of v_j.
 
     Costs N momentum buffers, and N - 1 passes over them for each read. A worker that leaves takes
     its momentum with it.
@@ -218,7 +229,7 @@ class DanaPolicy(Policy):
         out.copy_(self.weights)
         for other, momentum in enumerate(self._momenta):
             if other != worker and momentum.started:
-                out.add_(momentum.value, alpha=-self.hyper.push_lr * self.hyper.momentum)
+                out.add_(momentum.value, alpha=-self.hyper.push_lr * momentum.known_share)
         return self.version
 
     def on_leave(self, worker: int) -> None:

@@ -60,14 +60,17 @@ class Momentum:
         """Forget what has been pushed."""
         self.started = False
 
-    def step(self, weights: Tensor, grad: Tensor, lr: float) -> None:
-        """weights -= lr * velocity, all shape [n]; overwrites `grad`.
+    def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> Tensor:
+        """weights -= lr * direction, all shape [n]; returns the direction. Overwrites `grad`.
 
         Bit-identical to torch.optim.SGD's step: the first gradient becomes the buffer, weight decay
         is taken of the weights as they are now, Nesterov looks ahead along the new buffer.
+        `weight` multiplies the gradient, decay included, before it enters the momentum.
         """
         if self.hyper.weight_decay:
             grad.add_(weights, alpha=self.hyper.weight_decay)
+        if weight != 1.0:
+            grad.mul_(weight)
         direction = grad
         if self.value is not None:
             if self.started:
@@ -80,6 +83,15 @@ class Momentum:
             else:
                 direction = self.value
         weights.add_(direction, alpha=-lr)
+        return direction
+
+    @property
+    def known_share(self) -> float:
+        """The buffer's share in the next step's direction, whatever gradient that will bring.
+
+        mu; with Nesterov mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g + mu^2 v.
+        """
+        return self.hyper.momentum**2 if self.hyper.nesterov else self.hyper.momentum
 
 
 class Policy(ABC):
