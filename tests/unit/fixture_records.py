@@ -196,6 +196,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "per_worker_batch": global_batch // cell.gpus,
             "steps_per_epoch": steps,
             "samples_seen": samples if ok else None,
+            "samples_applied": samples if ok else None,
             "updates_applied": steps * EPOCHS * (cell.gpus if "async" in cell.strategy else 1)
             if ok
             else None,

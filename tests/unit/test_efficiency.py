@@ -13,10 +13,10 @@ import pytest
 from launching import settings
 from stratbench.cells import Cell
 from stratbench.telemetry.timeline import COLUMNS
-from stratbench.train import efficiency
+from stratbench.train import assemble, efficiency
 from stratbench.train.job import PROFILE_TRACE, Job
 
-RUN = {"samples_seen": 1000, "train_time_s": 2.0}
+RUN = {"samples_seen": 1000, "samples_applied": 1000, "train_time_s": 2.0}
 
 
 def job(folder: Path, workers: int = 2, **changes: Any) -> Job:
@@ -184,3 +184,28 @@ def test_the_trace_is_named_where_it_is(tmp_path):
     assert efficiency.profile(one) is None
     (run_dir / PROFILE_TRACE).touch()
     assert efficiency.profile(one) == {"trace": f"run/{PROFILE_TRACE}", "note": None}
+
+
+# ---------------------------------------------------------------- samples that entered the weights
+
+
+def test_what_a_server_dropped_was_no_training():
+    """Two servers, three shards: of eight pushes, all, five and seven entered the weights."""
+    servers = [
+        {"epochs": [{"epoch": 0, "end_s": 4.0}], "tickets_settled": 8, "train_time_s": 4.0,
+         "updates": [4, 3], "staleness": [[8], [4, 1]]},
+        {"train_time_s": 3.0, "updates": [4], "staleness": [[5, 2]]},
+    ]  # fmt: skip
+    workers = [{"strategy": {"details": {"samples_per_push": 6}}, "per_epoch": []}]
+    run = assemble.served_run(workers, servers)
+    assert (run["samples_seen"], run["samples_applied"]) == (48, 40)
+
+
+def test_steps_that_overflowed_were_no_training():
+    workers = [
+        {"rank": r, "train_time_s": 1.0, "steps": 10, "samples": 40, "epoch_times_s": [1.0],
+         "per_epoch": [], "strategy": {"updates_applied": 7}}
+        for r in range(2)
+    ]  # fmt: skip
+    run = assemble.collective_run(workers)
+    assert (run["samples_seen"], run["samples_applied"]) == (80, 56)

@@ -54,7 +54,7 @@ def test_a_cell_that_finishes(start_cell):
     assert found["reason"] is None
     assert found["cell"] == launched.cell.as_dict()
     batch, t = found["batch"], found["time"]
-    assert batch["samples_seen"] == 2 * 64
+    assert batch["samples_seen"] == batch["samples_applied"] == 2 * 64
     assert batch["updates_applied"] == 2 * batch["steps_per_epoch"] == 8
     assert t["step_ms"]["count"] == 2 * 8
     assert t["train_time_s"] == pytest.approx(

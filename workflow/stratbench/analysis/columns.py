@@ -53,6 +53,7 @@ FIELDS = {
     "joules_per_sample": "energy.joules_per_sample",
     "profile_trace": "profile.trace",
     "samples_seen": "batch.samples_seen",
+    "samples_applied": "batch.samples_applied",
     "updates_applied": "batch.updates_applied",
     "global_batch": "batch.global_batch",
     "per_worker_batch": "batch.per_worker_batch",

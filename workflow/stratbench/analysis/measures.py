@@ -41,8 +41,8 @@ class Measure:
 
 _THROUGHPUT = "throughput_samples_per_s"
 _SPEEDUP = (
-    "Ratio of training throughputs; it equals the ratio of training times where both saw the same "
-    "number of samples, as cells of one experiment do."
+    "Ratio of training throughputs; it equals the ratio of training times where as many samples "
+    "entered the weights. They do in cells of one experiment, but where a server drops late pushes."
 )
 
 MEASURES: dict[str, Measure] = {
@@ -62,7 +62,8 @@ MEASURES: dict[str, Measure] = {
             "Training throughput",
             "samples/s",
             _THROUGHPUT,
-            "Training samples processed by all workers together, divided by the training time.",
+            "Training samples of all workers whose gradients entered the weights, divided by the "
+            "training time: what a server dropped, or what overflowed, was no training.",
             better="higher",
         ),
         Measure(

@@ -76,6 +76,7 @@ def as_cells(version: str) -> pd.DataFrame:
                 "accuracy_final": accuracy / 100 if accuracy else None,
                 "time_limit_s": values["limit_s"].max(),
                 "samples_seen": samples,
+                "samples_applied": samples,
                 "global_batch": setup["global_batch"],
                 "epochs": setup["epochs"],
                 "precision": setup["precision"],

@@ -176,8 +176,8 @@ class GapAwarePolicy(ViewKeepingPolicy):
     """ps-gap-aware: divides g, weight by weight, by how many typical steps W has moved since read.
 
     g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction
-    (with Nesterov g' + mu times the momentum), RMS its bias-corrected running root mean square. Barkai et al., "Gap-aware mitigation of
-    gradient staleness", ICLR 2020 (the per-parameter form).
+    (with Nesterov g' + mu times the momentum), RMS its bias-corrected running root mean square.
+    Barkai et al., "Gap-aware mitigation of gradient staleness", ICLR 2020 (the per-parameter form).
     """
 
     name = "ps-gap-aware"

@@ -139,7 +139,7 @@ def record(job: Job, outcome: Outcome) -> Record:
     meta = data_meta(job.data_dir)
     finished = outcome.status in ("ok", "diverged") and whole
     run = (served_run(whole, servers) if servers else collective_run(whole)) if finished else {}
-    train_time_s, samples = run.get("train_time_s"), run.get("samples_seen")
+    train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
     per_epoch = run.get("per_epoch") or progress(job)
     accuracies = [e["accuracy"] for e in per_epoch]
     reported = first.get("strategy", {})
@@ -170,7 +170,8 @@ def record(job: Job, outcome: Outcome) -> Record:
             "global_batch": s.global_batch,
             "per_worker_batch": s.per_worker_batch,
             "steps_per_epoch": meta["train_samples"] // s.global_batch,
-            "samples_seen": samples,
+            "samples_seen": run.get("samples_seen"),
+            "samples_applied": applied,
             "updates_applied": run.get("updates_applied"),
         },
         "time": {
@@ -179,7 +180,7 @@ def record(job: Job, outcome: Outcome) -> Record:
             "step_ms": step_distribution([t for w in whole for t in w["step_ms"]]),
             "breakdown_ms": efficiency.breakdown(whole, communication),
             "breakdown_note": cls.breakdown_note,
-            "throughput_samples_per_s": samples / train_time_s if train_time_s else None,
+            "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
             "setup_s": setup_s(first),
             "data_s": phase_s(whole, "data_s"),
             "warmup_s": phase_s(whole, "warmup_s"),
@@ -217,10 +218,13 @@ def record(job: Job, outcome: Outcome) -> Record:
 def collective_run(workers: list[dict[str, Any]]) -> dict[str, Any]:
     """Time, samples and epochs of workers that take every step together; the slowest one's time."""
     first = min(workers, key=lambda w: w["rank"])
+    updates = first["strategy"]["updates_applied"]
     return {
         "train_time_s": max(w["train_time_s"] for w in workers),
         "samples_seen": sum(w["samples"] for w in workers),
-        "updates_applied": first["strategy"]["updates_applied"],
+        # All take a step or all skip it.
+        "samples_applied": sum(w["samples"] // max(1, w["steps"]) * updates for w in workers),
+        "updates_applied": updates,
         "epoch_times_s": first["epoch_times_s"],
         "per_epoch": first["per_epoch"],
     }
@@ -230,7 +234,8 @@ def served_run(workers: list[dict[str, Any]], servers: list[dict[str, Any]]) -> 
     """The same as the parameter servers saw it: from the first ticket to the last applied push.
 
     An epoch ends with its last ticket, while others are at the next already. A lost worker's samples
-    count as far as its pushes were taken.
+    count as far as its pushes were taken. A push that came too late may have been dropped by some
+    shards and applied by others: `samples_applied` is the mean over the shards.
     """
     first = servers[0]
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
@@ -243,10 +248,17 @@ def served_run(workers: list[dict[str, Any]], servers: list[dict[str, Any]]) -> 
     return {
         "train_time_s": max(server["train_time_s"] for server in servers),
         "samples_seen": first["tickets_settled"] * per_push,
+        "samples_applied": round(per_push * applied_pushes(servers)),
         "updates_applied": max(version for server in servers for version in server["updates"]),
         "epoch_times_s": [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)],
         "per_epoch": per_epoch,
     }
+
+
+def applied_pushes(servers: list[dict[str, Any]]) -> float:
+    """How many pushes entered the weights of a shard, as the mean over all shards of all servers."""
+    shards = [sum(counts) for server in servers for counts in server["staleness"]]
+    return sum(shards) / len(shards)
 
 
 def progress(job: Job) -> list[dict[str, Any]]:

@@ -97,11 +97,11 @@ def breakdown(workers: list[dict[str, Any]], found: dict[str, Any] | None) -> di
 
 
 def energy(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, float] | None:
-    """Joules of the cell's GPUs during their workers' training steps, and for each sample.
+    """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
 
     The processors, the memory and the rest of the machine are not in it.
     """
-    if not run.get("samples_seen") or len(workers) < job.world_size:
+    if not run.get("samples_applied") or len(workers) < job.world_size:
         return None
     intervals = {}
     for w in workers:
@@ -115,7 +115,7 @@ def energy(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict
     joules = energy_within(sorted(job.run_dir.glob("samples*.csv")), intervals)
     if joules is None:
         return None
-    return {"train_joules": joules, "joules_per_sample": joules / run["samples_seen"]}
+    return {"train_joules": joules, "joules_per_sample": joules / run["samples_applied"]}
 
 
 def profile(job: Job) -> dict[str, Any] | None:
