@@ -157,6 +157,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
     }
     peak = sum(states.values()) + int(activations_mib * MIB / cell.gpus)
     peak += int(0.06 * parameter_bytes) if cell.gpus > 1 else 0
+    base = sum(states.values()) - states["gradients_bytes"]  # held when the clock starts
     ok = status == "ok"
     return {
         "schema_version": 1,
@@ -247,7 +248,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         "memory": {
             "method": "cuda-allocator" if device == "cuda" else "vmhwm",
             "peak_bytes": (peak if device == "cuda" else peak + 300 * MIB) if ok else None,
-            "peak_over_base_bytes": peak if ok else None,
+            "peak_over_base_bytes": peak - base if ok else None,
             "model_states": states if ok else None,
         },
         "accuracy": {
@@ -263,7 +264,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
                 "steps": steps * EPOCHS if ok else None,
                 "samples": samples // cell.gpus if ok else None,
                 "train_time_s": train_time_s,
-                "memory": {"peak_bytes": peak} if ok else None,
+                "memory": {"peak_bytes": peak, "peak_over_base_bytes": peak - base} if ok else None,
                 "provenance": provenance_of_worker(cell, rank, device),
             }
             for rank in range(cell.gpus)

@@ -70,6 +70,10 @@ def smaller_states(record):
     record["memory"]["model_states"] = {name: n // 3 for name, n in states.items()}
 
 
+def smaller_peak(record):
+    record["memory"]["peak_bytes"] //= 9
+
+
 def uneven(record):
     if record["cell"]["repeat"] == 1:
         faster(1.3)(record)
@@ -171,6 +175,12 @@ def test_implied_traffic_is_that_of_the_algorithm(
     assert least_bytes_per_s(row) == pytest.approx(expected)
     row.train_time_s = None
     assert least_bytes_per_s(row) is None
+
+
+def test_a_peak_that_sharding_cannot_reach_is_found_in_the_figure_that_is_printed(tmp_path):
+    found = findings(tmp_path, only(smaller_peak, "fsdp", 2))
+    assert {f["rule"] for f in found} == {"memory-reduced-too-much"}
+    assert all(f["figures"].startswith("peak memory: ddp") for f in found)
 
 
 def test_a_throttled_gpu_is_found_in_the_timeline(tmp_path):

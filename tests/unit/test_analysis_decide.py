@@ -240,7 +240,7 @@ def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
 
 
 def test_records_of_cpu_processes_do_not_speak_of_gpus():
-    rows = [cell("ddp", 10.0, device_kind="cpu", peak_over_base_bytes=5 * MIB)]
+    rows = [cell("ddp", 10.0, device_kind="cpu", peak_memory_bytes=5 * MIB)]
     found = decided(rows, gpu_memory_gib=1)
     assert "says nothing of GPUs" in found.confidence_why
     assert "whether it fits is not known" in found.confidence_why

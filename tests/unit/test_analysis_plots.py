@@ -61,6 +61,16 @@ def test_every_cell_is_a_bar_or_a_labelled_mark(tmp_path, draw, name):
     assert bars + len(labels) == len(cells)
 
 
+@pytest.mark.parametrize(("device", "lines"), [("cuda", 3), ("cpu", 0)])
+def test_model_states_are_marked_only_where_the_peak_holds_them(tmp_path, draw, device, lines):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",))
+    experiment, _ = analysed(tmp_path, cells, device=device)
+    figure = draw(experiment, "memory")
+    assert len(figure.axes[0].collections) == lines
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert ("model states (part of the peak)" in legend) == bool(lines)
+
+
 def test_points_without_a_result_are_crossed_and_named(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
     experiment, _ = analysed(tmp_path, cells, {("ddp", "vgg16", 1): "oom"})

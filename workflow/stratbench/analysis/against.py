@@ -180,7 +180,7 @@ def parameters(scale: float) -> Callable[[Groups], Iterator[Figure]]:
 
 
 METRICS: dict[str, Callable[[Groups], Iterator[Figure]]] = {
-    "memory of ddp / memory of fsdp": ratios("ddp", "fsdp", "peak_over_base_bytes", "memory"),
+    "memory of ddp / memory of fsdp": ratios("ddp", "fsdp", "peak_memory_bytes", "memory"),
     "training time of fsdp / of ddp": ratios("fsdp", "ddp", "train_time_s", "time"),
     "time saved by ps-async against ps-sync (%)": ratios(
         "ps-async", "ps-sync", "train_time_s", "time", lambda ratio: 100 * (1 - ratio)

@@ -106,7 +106,7 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
         time_s=float(times.median()) if len(times) else None,
         accuracy_percent=median("accuracy_final", 100),
         test_samples=median("test_samples"),
-        memory_bytes=median("peak_over_base_bytes" if on_cpu else "peak_memory_bytes"),
+        memory_bytes=median("peak_memory_bytes"),
         states_bytes=median("model_states_bytes"),
         on_cpu=on_cpu,
         price_per_gpu_hour=constraints.price_per_gpu_hour,

@@ -91,7 +91,7 @@ def superlinear(study: Study, limit: float) -> Iterator[Found]:
 
 
 def memory_reduced_too_much(study: Study, limit: float) -> Iterator[Found]:
-    columns = {"model_states_bytes": "model states", "peak_over_base_bytes": "peak memory"}
+    columns = {"model_states_bytes": "model states", "peak_memory_bytes": "peak memory"}
     for key in study.groups:
         experiment, model, strategy, gpus = key
         if (study.groups[key]["strategy_kind"] == "server").any():

@@ -24,8 +24,6 @@ FIELDS = {
     "accuracy_final": "accuracy.final",
     "accuracy_best": "accuracy.best",
     "evaluated_on": "accuracy.evaluated_on",
-    "peak_memory_bytes": "memory.peak_bytes",
-    "peak_over_base_bytes": "memory.peak_over_base_bytes",
     "memory_method": "memory.method",
     "parameters_bytes": "memory.model_states.parameters_bytes",
     "gradients_bytes": "memory.model_states.gradients_bytes",
@@ -70,6 +68,7 @@ FIELDS = {
 STATE_COLUMNS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes")
 #: Columns worked out from several fields, in `derived`.
 DERIVED = (
+    "peak_memory_bytes",
     "model_states_bytes",
     "target_accuracy",
     "time_to_target_s",
@@ -141,6 +140,7 @@ def derived(rec: Record) -> Row:
     nodes = (field(rec, "provenance.busy_at_start") or {}).values()
     busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
     return {
+        "peak_memory_bytes": peak_memory_bytes(rec, "cpu" in kinds),
         "model_states_bytes": sum(s or 0 for s in states) if any(states) else None,
         "device_kind": "; ".join(sorted(kinds)),
         "device_name": "; ".join(of_workers(rec, "gpu.name") or cpu_models),
@@ -155,6 +155,15 @@ def derived(rec: Record) -> Row:
         "breakdown_ms": as_json(field(rec, "time.breakdown_ms")),
         "staleness": as_json(staleness(rec)),
     } | server_facts(rec)
+
+
+def peak_memory_bytes(rec: Record, on_cpu: bool) -> int | None:
+    """Peak of the rank that used most: the one figure that tables, figures and rules go by.
+
+    On a GPU what the allocator had at its peak, model states included. On a CPU what the resident
+    set grew by over its base: the base holds libraries, weights and momentum, which are not in it.
+    """
+    return field(rec, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
 
 
 def as_json(value: Any) -> str | None:

@@ -28,6 +28,11 @@ class Experiment:
         return list(dict.fromkeys(self.cells["model"]))
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether any worker was a CPU process."""
+        return bool((self.cells["device_kind"] == "cpu").any())
+
+    @property
     def note(self) -> str:
         """What was measured on what: the line below every figure."""
         first = self.cells.iloc[0]

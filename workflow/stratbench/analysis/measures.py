@@ -153,9 +153,10 @@ MEASURES: dict[str, Measure] = {
             "memory",
             "Peak memory per worker",
             "MiB",
-            "peak_over_base_bytes",
-            "Of the worker that used most. On a GPU the peak that the framework allocated; on a "
-            "CPU the high-water mark of the resident set above the process's base before training.",
+            "peak_memory_bytes",
+            "Of the worker that used most. On a GPU the peak that the framework allocated, model "
+            "states included; on a CPU the high-water mark of the resident set above the process's "
+            "base before training, which holds weights and momentum already.",
             scale=1 / MIB,
             concerns="memory",
             decimals=0,
@@ -175,9 +176,10 @@ MEASURES: dict[str, Measure] = {
             "memory_reduction",
             "Memory reduction against ddp",
             "",
-            "peak_over_base_bytes",
+            "peak_memory_bytes",
             "Peak memory per worker of ddp on as many workers, divided by it. Sharding divides the "
-            "model states by the number of workers at most, and activations not at all.",
+            "model states by the number of workers at most, and activations not at all. On a CPU "
+            "weights and momentum are in neither peak.",
             better="higher",
             baseline="ddp",
             inverted=True,
@@ -286,8 +288,9 @@ PLOTS = {
     ),
     "memory": Plot(
         MEASURES["memory"].heading,
-        "The black line across a bar is the part that model states take. A cross with a label "
-        "stands for a cell without a result.",
+        "On GPUs the black line across a bar is the part that model states take; the peak of a CPU "
+        "process is above a base that holds most of them. A cross with a label stands for a cell "
+        "without a result.",
         "Bar chart",
     ),
     "accuracy": Plot(

@@ -46,9 +46,11 @@ from stratbench.cores import usable_cores
 
 
 def bars(experiment: Experiment, measure: Measure) -> Figure:
-    """Bars grouped by worker count; model states are a tick across the memory bars."""
+    """Bars grouped by worker count; on GPUs, model states are a tick across the memory bars."""
     figure, axes = panels(experiment.models)
     noun = worker_noun(experiment.cells)
+    # A CPU's peak is over a base that holds weights and momentum: they are no part of it.
+    with_states = measure.name == "memory" and not experiment.on_cpu
     for axis, model in zip(axes, experiment.models, strict=True):
         rows = experiment.rows(measure.name, model)
         states = experiment.rows("model_states", model).set_index(["strategy", "gpus"])["median"]
@@ -60,7 +62,7 @@ def bars(experiment: Experiment, measure: Measure) -> Figure:
             for i, (_, row) in enumerate(group.iterrows()):
                 x, style = start + i * width, experiment.styles[row["strategy"]]
                 bar(axis, x, width, row, style)
-                if measure.name == "memory" and row["ok"] > 0:
+                if with_states and row["ok"] > 0:
                     held = states.get((row["strategy"], count), np.nan)
                     axis.hlines(held, x - width / 2, x + width / 2, color=INK, linewidth=1.4)
         axis.set_xticks(range(len(experiment.counts)), [str(n) for n in experiment.counts])
@@ -73,7 +75,7 @@ def bars(experiment: Experiment, measure: Measure) -> Figure:
         Patch(facecolor=s.colour, edgecolor=INK, hatch=s.hatch, linewidth=0.5, label=name)
         for name, s in used_styles(experiment).items()
     ]
-    if measure.name == "memory":
+    if with_states:
         handles.append(
             Line2D([], [], color=INK, linewidth=1.4, label="model states (part of the peak)")
         )
