@@ -267,7 +267,7 @@ def work(
     torch.set_num_threads(1)
     models.import_torchvision()  # Lightning imports it too, and would not survive a broken one
     dist.init_process_group("gloo")
-    with Path(folder, f"blocks{rank}.jsonl").open("w") as out:
+    with Path(folder, f"blocks{rank}.jsonl").open("w", encoding="utf-8") as out:
         for workload, steps in STEPS.items():
             data = DeviceData.load(Path(folder, workload), torch.device("cpu"), (1, SIZE, SIZE))
             at = Setting(workload, data, rank, world, steps)
@@ -306,7 +306,11 @@ def measured(block: Block, sampler: int) -> dict[str, float]:
 
 def cpu_s_of(pid: int) -> float:
     """CPU time of another process by the scheduler's own sum, 0 without one."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9 if pid else 0.0
+    return (
+        int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[0]) / 1e9
+        if pid
+        else 0.0
+    )
 
 
 def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
@@ -343,7 +347,12 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
         if any(process.exitcode for process in processes):
             raise SystemExit(f"a process failed: exit codes {[p.exitcode for p in processes]}")
         ranks = [
-            [json.loads(line) for line in Path(folder, f"blocks{r}.jsonl").read_text().splitlines()]
+            [
+                json.loads(line)
+                for line in Path(folder, f"blocks{r}.jsonl")
+                .read_text(encoding="utf-8")
+                .splitlines()
+            ]
             for r in range(world)
         ]
     return [merged(parts) for parts in zip(*ranks, strict=True)]
@@ -472,8 +481,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     text = page(rows, missing, (load_before, os.getloadavg()[0]), args.processes)
     name = "overhead" if args.processes == 2 else f"overhead-{args.processes}-process"
-    (args.out / f"{name}.md").write_text(text)
-    with (args.out / f"{name}.csv").open("w", newline="") as file:
+    (args.out / f"{name}.md").write_text(text, encoding="utf-8")
+    with (args.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         columns = list(dict.fromkeys(key for row in rows for key in row))
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()

@@ -202,7 +202,7 @@ def main() -> None:
             rows += [{"allocator": allocator} | row for row in compared]
         args.out.mkdir(parents=True, exist_ok=True)
         write_prediction_csv(rows, args.out / "prediction.csv")
-        (args.out / "prediction.md").write_text(markdown(rows))
+        (args.out / "prediction.md").write_text(markdown(rows), encoding="utf-8")
         print(markdown(rows))
 
 

@@ -92,7 +92,7 @@ def rpc_process(
         for _ in range(WARMUP + ops):
             rpc.rpc_sync("rank0", RpcServer.push_pull, args=(grad, contender == "rpc copy"))
             ends.append(time.monotonic())
-        (folder / f"{rank}.json").write_text(json.dumps(ends))
+        (folder / f"{rank}.json").write_text(json.dumps(ends), encoding="utf-8")
     rpc.shutdown()
 
 
@@ -114,7 +114,7 @@ def own_worker(
         ticket = channel.push_pull()
         ends.append(time.monotonic())
     channel.close()
-    (folder / f"{worker + 1}.json").write_text(json.dumps(ends))
+    (folder / f"{worker + 1}.json").write_text(json.dumps(ends), encoding="utf-8")
 
 
 def processes(
@@ -164,7 +164,8 @@ def throughput(contender: str, mb: float, n_workers: int, shard_bytes: int) -> f
             for process in running:
                 process.kill()
         ends = [
-            json.loads((Path(folder) / f"{rank + 1}.json").read_text()) for rank in range(n_workers)
+            json.loads((Path(folder) / f"{rank + 1}.json").read_text(encoding="utf-8"))
+            for rank in range(n_workers)
         ]
     start = max(times[WARMUP - 1] for times in ends)
     stop = min(times[-1] for times in ends)
@@ -243,9 +244,9 @@ def main() -> None:
             ratios = ", ".join(f"{k} {spread(v)}" for k, v in result["ratios"].items())
             print(f"{mb:g} MB, {n_workers} workers: {rates} GB/s; {ratios}", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+        arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     arguments.out.mkdir(exist_ok=True)
-    (arguments.out / "ps_transport.md").write_text(markdown(results))
+    (arguments.out / "ps_transport.md").write_text(markdown(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

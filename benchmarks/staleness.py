@@ -314,12 +314,12 @@ def main() -> None:
         for k, r in results.items()
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with open(arguments.out / "staleness.csv", "w", newline="") as file:
+    with open(arguments.out / "staleness.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     table = markdown(rows, arguments)
-    (arguments.out / "staleness.md").write_text(table)
+    (arguments.out / "staleness.md").write_text(table, encoding="utf-8")
     print(table)
 
 

@@ -55,7 +55,7 @@ def train(cell: Cell, settings: str, data: Path, folder: Path) -> dict:
         "--timeline", str(record.with_name("timeline.csv")), "--logs", str(cell.log_dir(folder)),
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(record.read_text())
+    return json.loads(record.read_text(encoding="utf-8"))
 
 
 def main() -> None:
@@ -97,12 +97,12 @@ def main() -> None:
             print(rows[-1], flush=True)
     name = f"straggler-{args.dataset}-x{args.factor:g}"
     args.out.mkdir(exist_ok=True)
-    with (args.out / f"{name}.csv").open("w", newline="") as file:
+    with (args.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
     text = table(rows, args)
-    (args.out / f"{name}.md").write_text(text)
+    (args.out / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
 
 

@@ -78,7 +78,9 @@ def clock_cost(phase_marks: bool, steps: int = 20_000, rounds: int = 9) -> float
 def _cpu_s(process: psutil.Process) -> float:
     """User and system time; finer than ps shows it where the scheduler's own sum is readable."""
     try:
-        return int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[0]) / 1e9
+        return (
+            int(Path(f"/proc/{process.pid}/schedstat").read_text(encoding="utf-8").split()[0]) / 1e9
+        )
     except (OSError, ValueError, IndexError):
         times = process.cpu_times()
         return times.user + times.system

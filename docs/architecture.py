@@ -72,7 +72,7 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(path.read_text()))
+    visit(ast.parse(path.read_text(encoding="utf-8")))
     # `from stratbench.ps import server` names the package as well; the module is what is meant.
     return {f for f in found if not any(other.startswith(f"{f}.") for other in found)}
 
@@ -113,7 +113,7 @@ def faults() -> list[str]:
 
 
 def docstring(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -53,3 +55,47 @@ def test_every_rule_names_its_environment():
         for rule in re.split(r"\nrule ", path.read_text())[1:]:
             if "shell:" in rule:
                 assert re.search(r"conda:\s+ENV", rule), f"{path.name}: rule {rule.splitlines()[0]}"
+
+
+def text_files_opened_by_locale(source: str) -> list[int]:
+    """Lines that open a file as text without saying its encoding: the user's locale would decide."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        owner = getattr(getattr(node.func, "value", None), "id", None)
+        name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+        if name not in ("open", "fdopen", "read_text", "write_text"):
+            continue
+        if (owner, name) in {("os", "open"), ("tarfile", "open"), ("Image", "open")}:
+            continue
+        keywords = {k.arg for k in node.keywords}
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        if "encoding" not in keywords and not any("b" in m for m in modes if isinstance(m, str)):
+            found.append(node.lineno)
+    return found
+
+
+def test_text_files_are_utf_8_whatever_the_locale():
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for folder in ("workflow", "benchmarks", "docs")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if (lines := text_files_opened_by_locale(path.read_text(encoding="utf-8")))
+    }
+    assert found == {}, 'say encoding="utf-8"'
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("p.read_text()", [1]),
+        ("p.write_text(x)", [1]),
+        ("with open(p) as f: pass", [1]),
+        ("p.open('x')", [1]),
+        ("os.fdopen(d, 'w')", [1]),
+        ("p.open('wb'); open(p, 'rb'); os.open(p, 0); p.read_text(encoding='utf-8')", []),
+    ],
+)
+def test_a_text_file_opened_by_locale_is_found(code, lines):
+    assert text_files_opened_by_locale(code) == lines

@@ -96,7 +96,7 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
     )
     for path in sorted(results.glob(f"{pattern}/record.json")):
         try:
-            status = json.loads(path.read_text())["status"]
+            status = json.loads(path.read_text(encoding="utf-8"))["status"]
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path} is not a record; delete it to train its cell again") from e
         if status in statuses:

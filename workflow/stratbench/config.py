@@ -297,12 +297,12 @@ def main() -> None:
     if args.table:
         print(key_tables(), end="")
         return
-    page = args.write_table.read_text()
+    page = args.write_table.read_text(encoding="utf-8")
     before, begin, rest = page.partition(TABLE_BEGIN)
     _, end, after = rest.partition(TABLE_END)
     if not begin or not end:
         parser.error(f"{args.write_table} has no lines {TABLE_BEGIN} and {TABLE_END}")
-    args.write_table.write_text(f"{before}{begin}\n{key_tables()}{end}{after}")
+    args.write_table.write_text(f"{before}{begin}\n{key_tables()}{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def write_atomic(path: str | Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("x") as f:
+        with temporary.open("x", encoding="utf-8") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())

@@ -69,7 +69,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, shape: tuple
         "sources": source.files,
         "sha256": _sha256(folder),
     }
-    (folder / META).write_text(json.dumps(meta, indent=2) + "\n")
+    (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
 
 
@@ -90,7 +90,7 @@ def _sha256(folder: Path) -> str:
 def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
     """The meta data of a folder that was made for `request` and is undamaged, else None."""
     try:
-        meta = json.loads((folder / META).read_text())
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
         same = all(meta[key] == value for key, value in request.items())
         return meta if same and meta["sha256"] == _sha256(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -106,7 +106,7 @@ def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, 
     while True:
         try:
             os.replace(built, folder)
-            return json.loads((folder / META).read_text())
+            return json.loads((folder / META).read_text(encoding="utf-8"))
         except OSError as error:
             if not folder.exists():
                 raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
@@ -135,7 +135,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     import numpy as np
 
     try:
-        meta = json.loads((folder / META).read_text())
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
         # Copy-on-write: torch wants writable arrays, and the files must not change.
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         for split in ("train", "test"):

@@ -20,7 +20,7 @@ class RecordError(ValueError):
 
 @cache
 def _schema() -> dict[str, Any]:
-    return json.loads(SCHEMA_PATH.read_text())
+    return json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
 
 
 @cache
@@ -70,7 +70,7 @@ def write(path: str | Path, record: Record) -> None:
 def read(path: str | Path) -> Record:
     """Read and validate a record; RecordError names the file when it is not one."""
     try:
-        record = json.loads(Path(path).read_text())
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise RecordError(f"{path} is not JSON: {e}") from e
     validate(record, path)

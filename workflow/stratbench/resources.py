@@ -52,7 +52,7 @@ class StudyPlan:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            plan = json.loads(Path(path).read_text())
+            plan = json.loads(Path(path).read_text(encoding="utf-8"))
             self.gpu = plan["gpu"]
             self.memory_margin = plan["memory_margin"]
             self.cells = {key: dict(planned) for key, planned in plan["cells"].items()}

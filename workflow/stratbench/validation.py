@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 @cache
 def schema() -> dict[str, Any]:
     """The JSON Schema of config.yaml."""
-    return json.loads(SCHEMA_PATH.read_text())
+    return json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
 
 
 def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def check_duplicate_keys(path: str | Path) -> None:
             for item in node.value:
                 walk(item, where)
 
-    root = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
+    root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     if root is not None:
         walk(root, "")
 

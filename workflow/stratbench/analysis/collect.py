@@ -62,7 +62,7 @@ def other_settings(rec: record.Record, settings: Settings) -> str | None:
 def failure(log_dir: Path) -> Row:
     """Status and reason of a cell without a record: `error` where a failure left evidence."""
     try:
-        reason = json.loads((log_dir / FAILURE_FILE).read_text()).get("reason")
+        reason = json.loads((log_dir / FAILURE_FILE).read_text(encoding="utf-8")).get("reason")
     except FileNotFoundError:
         return {"status": "missing", "reason": "no record yet"}
     except (OSError, ValueError, AttributeError) as e:
@@ -115,7 +115,7 @@ def read_cells(
 
 def read_expected(path: Path) -> list[Cell]:
     """The cells that the study's config asks for, from a JSON list of their coordinates."""
-    cells = [Cell(**coordinates) for coordinates in json.loads(path.read_text())]
+    cells = [Cell(**coordinates) for coordinates in json.loads(path.read_text(encoding="utf-8"))]
     if not cells:
         raise ValueError(f"{path} names no cells")
     return cells
@@ -131,7 +131,10 @@ def collect(
     """Write both files; returns the rows of cells that should have a usable record and have none."""
     without: list[Row] = []
     out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out, "w", newline="") as cells_file, open(epochs_out, "w", newline="") as epochs_file:
+    with (
+        open(out, "w", newline="", encoding="utf-8") as cells_file,
+        open(epochs_out, "w", newline="", encoding="utf-8") as epochs_file,
+    ):
         cells_csv = csv.DictWriter(cells_file, COLUMNS)
         epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
         cells_csv.writeheader()

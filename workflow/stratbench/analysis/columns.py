@@ -228,7 +228,7 @@ def timeline_facts(timeline: Path, device_kind: str) -> Row:
     samples = slowed = busy = 0
     busy_pct = 0.0
     try:
-        with open(timeline, newline="") as f:
+        with open(timeline, newline="", encoding="utf-8") as f:
             rows = csv.reader(f)
             names = {name: i for i, name in enumerate(next(rows, ()))}
             kind_at, id_at = names.get("kind"), names.get("id")

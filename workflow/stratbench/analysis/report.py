@@ -112,7 +112,7 @@ def notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
 def figure(plots_dir: Path, experiment: str, rows: pd.DataFrame, name: str) -> dict[str, Any]:
     """A figure as a data URI, with its caption and a text for who cannot see it."""
     svg_path = plots_dir / experiment / f"{name}.svg"
-    svg = svg_path.read_text()
+    svg = svg_path.read_text(encoding="utf-8")
     shown = {"uri": data_uri(svg, svg_path), "wide": width_pt(svg) > MOST_NARROW_PT}
     plot, measure = PLOTS[name], MEASURES.get(name)
     alt = (
@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     values |= {"constraints": list(given.sentences()), "across": across(findings)}
     values |= {"description": args.description, "notices": list(notices(cells, args.partial))}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(render(values))
+    args.out.write_text(render(values), encoding="utf-8")
     print(f"{args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)")
     return 0
 

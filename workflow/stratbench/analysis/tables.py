@@ -191,8 +191,8 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
             title = f"{heading(rows, measure)} {explanation(rows, measure)}"
             title += doubt_note(wide_rows(rows, summary, measure)[1])
             table.to_csv(folder / f"{measure.name}.csv", index=False)
-            (folder / f"{measure.name}.md").write_text(markdown(table, title))
-            (folder / f"{measure.name}.tex").write_text(latex(table, title))
+            (folder / f"{measure.name}.md").write_text(markdown(table, title), encoding="utf-8")
+            (folder / f"{measure.name}.tex").write_text(latex(table, title), encoding="utf-8")
             written += 1
     return written
 
@@ -204,8 +204,8 @@ def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) ->
         table = table if len(table) else pd.DataFrame([{"": "The study has no such strategies."}])
         caption = f"Table {name.removeprefix('table_')}. {title}. {workers_are(cells)}"
         table.to_csv(out_dir / f"{name}.csv", index=False)
-        (out_dir / f"{name}.md").write_text(markdown(table, caption))
-        (out_dir / f"{name}.tex").write_text(latex(table, caption))
+        (out_dir / f"{name}.md").write_text(markdown(table, caption), encoding="utf-8")
+        (out_dir / f"{name}.tex").write_text(latex(table, caption), encoding="utf-8")
     qualities(summary).to_csv(out_dir / "table_8_sources.csv", index=False)
 
 

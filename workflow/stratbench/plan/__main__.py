@@ -59,7 +59,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         import yaml
 
         configuration.check_duplicate_keys(args.configfile)
-        config = yaml.safe_load(args.configfile.read_text())
+        config = yaml.safe_load(args.configfile.read_text(encoding="utf-8"))
     return config | ({"study": args.study} if args.study else {})
 
 

@@ -75,7 +75,7 @@ def source_sha256() -> str:
 
 def _read(path: Path) -> Footprint | None:
     try:
-        return Footprint.from_dict(json.loads(path.read_text())["footprint"])
+        return Footprint.from_dict(json.loads(path.read_text(encoding="utf-8"))["footprint"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none, or one that was cut off or edited: it will be made again
 

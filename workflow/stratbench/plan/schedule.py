@@ -245,7 +245,7 @@ def _state(
     failure = s.cell.log_dir(results) / "failure.json"
     if failure.exists():
         try:
-            return "failed", str(json.loads(failure.read_text())["reason"])
+            return "failed", str(json.loads(failure.read_text(encoding="utf-8"))["reason"])
         except (OSError, ValueError, KeyError):
             return "failed", f"see {failure}"
     if isinstance(made, str):

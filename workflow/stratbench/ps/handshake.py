@@ -39,7 +39,7 @@ def new_secret() -> bytes:
 def write_secret(path: str | Path, secret: bytes) -> None:
     """Write `secret` as hex into a new file that only its owner may read (mode 0600)."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secret.hex())
 
 
@@ -53,7 +53,7 @@ def load_secret(path: str | Path | None = None) -> bytes:
         mode = stat.S_IMODE(os.stat(path).st_mode)
         if mode & 0o077:
             raise ValueError(f"{path}: mode {mode:04o} lets others read the secret; chmod 600 it")
-        text, source = Path(path).read_text(), str(path)
+        text, source = Path(path).read_text(encoding="utf-8"), str(path)
     else:
         text, source = os.environ.get(SECRET_ENV, ""), f"${SECRET_ENV}"
     try:

@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("config", type=Path, help="JSON file with the fields of ServerConfig")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    config = ServerConfig(**json.loads(arguments.config.read_text()))
+    config = ServerConfig(**json.loads(arguments.config.read_text(encoding="utf-8")))
     return 0 if serve(config, load_secret())["status"] == "ok" else 1
 
 

@@ -116,7 +116,7 @@ def load_snapshot(
     while len(notices) < n_servers:
         path = _notice_file(folder, epoch, len(notices))
         if path.exists():
-            notices.append(json.loads(path.read_text()))
+            notices.append(json.loads(path.read_text(encoding="utf-8")))
             n_servers = notices[0]["n_servers"]
         elif time.monotonic() > deadline:
             raise FileNotFoundError(f"no snapshot of epoch {epoch}: {path} is missing")

@@ -185,7 +185,7 @@ def _tune(sock: socket.socket) -> None:
 
 def _boot_id() -> str:
     """Names this host's running kernel; empty where the system has no such thing."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
 
 class Listeners:
@@ -268,7 +268,7 @@ def dial(
     file = rendezvous_file(path, server)
     while True:
         try:
-            return _dial(json.loads(file.read_text()), transport)
+            return _dial(json.loads(file.read_text(encoding="utf-8")), transport)
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(

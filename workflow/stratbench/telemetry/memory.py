@@ -163,7 +163,7 @@ def _reset_high_water_mark() -> str:
     systems have none.
     """
     try:
-        _CLEAR_REFS.write_text("5")
+        _CLEAR_REFS.write_text("5", encoding="utf-8")
     except OSError:
         return METHOD_LIFETIME if _status_bytes("VmHWM") is not None else METHOD_MAXRSS
     return METHOD_RESET
@@ -187,7 +187,7 @@ def _peak_resident_bytes(method: str) -> int:
 def _status_bytes(field: str) -> int | None:
     """A size field of /proc/self/status in bytes, None where there is none."""
     try:
-        lines = _STATUS.read_text().splitlines()
+        lines = _STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     for line in lines:

@@ -178,7 +178,7 @@ def _gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
 
 def _cpu_model() -> str:
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -188,7 +188,7 @@ def _cpu_model() -> str:
 def _cgroup_cpu_quota_cores() -> float | None:
     """Cores that the container's CPU quota amounts to (cgroup v2), None without a limit."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return None
     return None if quota == "max" else int(quota) / int(period)

@@ -51,7 +51,7 @@ class Sampler:
         """Start sampling into `out`; `origin_s` is the `time.time()` that t_s counts from."""
         self.out = Path(out)
         self._pids_file = self.out.with_suffix(".pids")
-        self._pids_file.write_text("")
+        self._pids_file.write_text("", encoding="utf-8")
         package_root = str(Path(__file__).resolve().parents[2])
         search_path = [package_root, os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
@@ -76,7 +76,7 @@ class Sampler:
 
     def watch(self, label: str, pid: int) -> None:
         """Sample process `pid` too, under `label` (rank0, server1): now, and with all others."""
-        with self._pids_file.open("a") as file:
+        with self._pids_file.open("a", encoding="utf-8") as file:
             file.write(f"{label} {pid}\n")
         if self._process is not None:
             self._process.send_signal(_WAKE)
@@ -113,7 +113,9 @@ class Watched:
         if self._pids_file is None:
             return False
         try:
-            lines = self._pids_file.read_text().split("\n")[:-1]  # the last may be half written
+            lines = self._pids_file.read_text(encoding="utf-8").split("\n")[
+                :-1
+            ]  # the last may be half written
         except OSError:
             return False
         new, self._lines_read = lines[self._lines_read :], len(lines)

@@ -165,7 +165,7 @@ def lost_workers(job: Job) -> set[str]:
     path = job.run_dir / "server0.json"
     if not job.has_servers or not path.exists():
         return set()
-    return {f"rank{w['worker']}" for w in json.loads(path.read_text())["lost"]}
+    return {f"rank{w['worker']}" for w in json.loads(path.read_text(encoding="utf-8"))["lost"]}
 
 
 def _ends(processes: list[Process], ended: dict[str, int]) -> list[ProcessEnd]:
@@ -198,7 +198,7 @@ def main() -> None:
     """Agent of one node of several; started by `srun` with the job's file as argument."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("job", type=Path, help="JSON file written by the launcher")
-    job = Job.from_json(parser.parse_args().job.read_text())
+    job = Job.from_json(parser.parse_args().job.read_text(encoding="utf-8"))
     on_signals(raise_stopped)
     node = int(os.environ["SLURM_NODEID"])
     try:

@@ -97,7 +97,7 @@ def server_files(job: Job) -> list[dict[str, Any]]:
     if not job.has_servers:
         return []
     paths = (job.run_dir / f"server{k}.json" for k in range(job.settings.options["servers"]))
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
 def worker_files(job: Job) -> dict[int, dict[str, Any]]:
@@ -106,7 +106,7 @@ def worker_files(job: Job) -> dict[int, dict[str, Any]]:
     for rank in range(job.world_size):
         path = job.run_dir / f"rank{rank}.json"
         if path.exists():
-            found[rank] = json.loads(path.read_text())
+            found[rank] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
@@ -119,8 +119,15 @@ def host_out_of_memory(end: End) -> bool:
 def oom_kills() -> int:
     """Out-of-memory kills in this process's control group (version 2); 0 where that cannot be read."""
     try:
-        group = Path("/proc/self/cgroup").read_text().splitlines()[0].rpartition("::")[2]
-        events = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.events").read_text()
+        group = (
+            Path("/proc/self/cgroup")
+            .read_text(encoding="utf-8")
+            .splitlines()[0]
+            .rpartition("::")[2]
+        )
+        events = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.events").read_text(
+            encoding="utf-8"
+        )
     except (OSError, IndexError):
         return 0
     counts = dict(line.split() for line in events.splitlines())
@@ -266,14 +273,14 @@ def progress(job: Job) -> list[dict[str, Any]]:
     path = job.run_dir / "progress.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]  # the last line may be half written
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be half written
     return [json.loads(line) for line in lines]
 
 
 def data_meta(folder: Path) -> dict[str, Any]:
     """meta.json of a prepared data set; DataError where there is none."""
     try:
-        return json.loads((folder / "meta.json").read_text())
+        return json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except OSError as e:
         raise DataError(
             f"{folder} holds no prepared data set ({e.strerror}); make it with `python -m "
@@ -340,7 +347,7 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
 def provenance(job: Job) -> dict[str, Any]:
     """What the launcher knows about the run."""
     busy = {
-        path.stem.removeprefix("busy"): json.loads(path.read_text())
+        path.stem.removeprefix("busy"): json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(job.run_dir.glob("busy*.json"))
     }
     return {

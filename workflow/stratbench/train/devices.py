@@ -87,7 +87,7 @@ def lock_names(gpus: list[str]) -> dict[str, str]:
 
 
 def _lock(path: Path, held: ExitStack) -> bool:
-    f = path.open("w")
+    f = path.open("w", encoding="utf-8")
     try:
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

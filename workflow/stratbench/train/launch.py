@@ -154,7 +154,7 @@ def _exit_code(job: Job, rank: int) -> int | None:
     path = job.run_dir / f"rank{rank}.json"
     if not path.exists():
         return None
-    return 0 if json.loads(path.read_text())["status"] in ("ok", "diverged") else 1
+    return 0 if json.loads(path.read_text(encoding="utf-8"))["status"] in ("ok", "diverged") else 1
 
 
 def fail(path: Path, run_dir: Path, cell: Cell, reason: str, end: agent.End | None) -> int:

@@ -36,7 +36,7 @@ class Progress:
     def add(self, entry: dict[str, Any]) -> None:
         self.per_epoch.append(entry)
         if self.path is not None:
-            with self.path.open("a") as f:
+            with self.path.open("a", encoding="utf-8") as f:
                 f.write(json.dumps(entry) + "\n")
 
 

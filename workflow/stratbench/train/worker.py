@@ -188,7 +188,7 @@ def tcp_store(job: Job, rank: int) -> dist.TCPStore:
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank 0 did not write {endpoint} within 120 s")
         time.sleep(0.05)
-    where = json.loads(endpoint.read_text())
+    where = json.loads(endpoint.read_text(encoding="utf-8"))
     return dist.TCPStore(where["host"], where["port"], job.world_size, wait_for_workers=False)
 
 
