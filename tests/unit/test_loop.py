@@ -13,7 +13,6 @@ from launching import settings
 from stratbench.data import DeviceData
 from stratbench.strategies.base import Worker
 from stratbench.strategies.single import Single
-from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
@@ -134,51 +133,3 @@ def test_a_test_loss_that_is_not_finite_is_divergence(data, tmp_path):
     assert result.progress.per_epoch[0]["test_loss"] is None
     assert result.progress.per_epoch[0]["train_loss"] is not None
     assert loop.Progress(None).per_epoch == []
-
-
-# ---------------------------------------------------------------- slowdown
-
-
-@pytest.fixture
-def naps(monkeypatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr("time.sleep", found.append)
-    return found
-
-
-def test_a_factor_adds_what_is_missing(naps):
-    slow = Slowdown(0.1, factor=3.0, sigma=0.0, seed=0, device=torch.device("cpu"))
-    for _ in range(4):
-        slow.wait()
-    assert naps == pytest.approx([0.2] * 4)
-    assert slow.summary()["mean_factor"] == 3.0
-
-
-def test_nobody_is_slowed_without_a_factor(naps):
-    slow = Slowdown(0.1, factor=1.0, sigma=0.0, seed=0, device=torch.device("cpu"))
-    slow.wait()
-    assert naps == []
-
-
-def test_random_factors_are_seeded_and_never_below_one(naps):
-    def drawn(seed: int) -> list[float]:
-        slow = Slowdown(0.1, factor=1.0, sigma=0.5, seed=seed, device=torch.device("cpu"))
-        for _ in range(200):
-            slow.wait()
-        return slow.factors
-
-    assert drawn(1) == drawn(1) != drawn(2)
-    assert min(drawn(1)) == 1.0
-    assert max(drawn(1)) > 1.5
-    assert min(naps) == 0
-
-
-def test_the_step_is_measured_without_a_trace(data):
-    model = network()
-    before = [p.detach().clone() for p in model.parameters()]
-    s = settings("single", gpus=2, slowdown={"workers": [1], "factor": 2})
-    shape = (1, 16, 16)
-    assert Slowdown.of(s, 0, model, shape, 3, torch.device("cpu")).compute_s == 0
-    assert Slowdown.of(s, 1, model, shape, 3, torch.device("cpu")).compute_s > 0
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert all(p.grad is None for p in model.parameters())

@@ -91,7 +91,7 @@ def test_a_cell_needs_its_peak_the_data_set_and_the_warm_ups_copy(plan_of):
 
 def test_a_worker_that_splits_its_batch_computes_on_a_part_of_it(plan_of):
     c = cell(plan_of(), "ps-async-modified", 2)
-    assert c.subject.push_batch == 8
+    assert c.subject.samples_per_step == 8
     assert c.wire_bytes == 4 * (1000 + 10)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from stratbench import config as configuration
 from stratbench.cells import Cell
 from stratbench.files import write_atomic
-from stratbench.plan import servers
 from stratbench.plan.footprint import Footprint, Peak
 from stratbench.plan.schedule import MIB, Plan, Planned, make_plan, read_records
 from stratbench.plan.subject import Subject, sent_bytes
@@ -110,8 +109,7 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
     A step of a server's worker is a push there. The loss scaler's verdict is left out.
     """
     if s.served:
-        pushes = servers.pushes_per_batch(s.settings.strategy, s.settings.options)
-        return sent_bytes(s, footprint) / pushes
+        return sent_bytes(s, footprint) / s.steps_per_batch
     counted = [(kind, n) for kind, n in footprint.collectives if n > _FLAG_BYTES]
     return wire_bytes(counted, s.cell.gpus, on_gloo=False)
 

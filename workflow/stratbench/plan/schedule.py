@@ -162,8 +162,8 @@ def _plan_cell(
     host_bytes, nodes = 0, resources.nodes(s.cell, cluster)
     verdicts: dict[str, Verdict] = {}
     if footprint is not None:
-        peak = with_data(footprint.training_peak(s.push_batch), s)
-        needed_bytes = footprint.needed_bytes(s.settings.per_worker_batch) + data_bytes_of(s)
+        peak = with_data(footprint.training_peak(s.samples_per_step), s)
+        needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes_of(s)
         wire = sent_bytes(s, footprint)
         server_bytes = server_bytes_of(s, footprint)
         host_bytes = host_bytes_of(s, footprint, needed_bytes, server_bytes, nodes)
@@ -205,7 +205,7 @@ def _verdict(
     cluster: Mapping[str, Any],
 ) -> Verdict:
     margin = cluster["memory_margin"]
-    needed_bytes = footprint.needed_bytes(s.settings.per_worker_batch) + data_bytes_of(s)
+    needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes_of(s)
     by_device = projection.from_device(work, device)
     train = measured or by_device
     total = None if train is None else train + projection.overhead(work, device)
@@ -215,9 +215,8 @@ def _verdict(
     return Verdict(
         device=device.name,
         fits=fits(needed_bytes, device, margin),
-        largest_batch=footprint.largest_batch(
-            device.memory_bytes / (1 + margin) - data_bytes_of(s)
-        ),
+        largest_batch=s.steps_per_batch
+        * footprint.largest_batch(device.memory_bytes / (1 + margin) - data_bytes_of(s)),
         by_device=by_device,
         train=train,
         total=total,

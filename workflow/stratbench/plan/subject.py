@@ -15,6 +15,7 @@ from stratbench.plan.footprint import Footprint, Peak
 from stratbench.plan.projection import Work
 from stratbench.plan.request import Request, data_bytes
 from stratbench.plan.traffic import wire_bytes
+from stratbench.strategies import strategy_class
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class Subject:
     request: Request
 
     @property
-    def push_batch(self) -> int:
-        """Samples that a worker computes on at once, in training."""
-        if not self.served:
-            return self.settings.per_worker_batch
-        pushes = servers.pushes_per_batch(self.settings.strategy, self.settings.options)
-        return self.settings.per_worker_batch // pushes
+    def samples_per_step(self) -> int:
+        """Samples that a worker computes on at once."""
+        return strategy_class(self.settings.strategy).samples_per_step(self.settings)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Steps in which a worker takes its part of a global batch."""
+        return self.settings.per_worker_batch // self.samples_per_step
 
 
 def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
@@ -82,8 +85,8 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         through_server = s.cell.gpus * (sent + received) / options["servers"]
     return Work(
         footprint=footprint,
-        batch=s.push_batch,
-        pushes=s.settings.per_worker_batch // s.push_batch,
+        batch=s.samples_per_step,
+        pushes=s.steps_per_batch,
         wire_bytes=wire,
         server_bytes=through_server,
         steps=steps_per_epoch * s.settings.epochs,

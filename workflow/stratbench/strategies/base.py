@@ -96,6 +96,11 @@ class Strategy:
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
         """Raise ValueError when options (of the strategy registered as `name`) do not suit a cell."""
 
+    @classmethod
+    def samples_per_step(cls, s: Settings) -> int:
+        """Samples that a worker computes on in one `step`, in training and wherever it is imitated."""
+        return s.per_worker_batch
+
     def setup(self, model: nn.Module, worker: Worker) -> None:
         """Wrap `model` (already on the device) and make the optimizer."""
         raise NotImplementedError
@@ -109,7 +114,7 @@ class Strategy:
         raise NotImplementedError
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
-        """This worker's sample numbers, shape [per_worker_batch], for each of its steps in `epoch`.
+        """This worker's sample numbers, shape [samples_per_step], for each of its steps in `epoch`.
 
         `order`: the epoch's shuffled sample numbers, shape [train_samples], equal on all workers.
         """
@@ -229,7 +234,7 @@ class Collective(Strategy):
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
         w, s = self.worker, self.worker.settings
         steps = len(order) // s.global_batch
-        mine = order[: steps * s.global_batch].view(steps, w.world_size, s.per_worker_batch)
+        mine = order[: steps * s.global_batch].view(steps, w.world_size, self.samples_per_step(s))
         yield from mine[:, w.rank]
 
     def save(self) -> Any:

@@ -121,6 +121,10 @@ class ParameterServer(base.Strategy):
                 f"{gpus} workers do not divide into; change pushes_per_batch or the batch"
             )
 
+    @classmethod
+    def samples_per_step(cls, s: Settings) -> int:
+        return s.per_worker_batch // policy_options(s.strategy, s.options).pushes_per_ticket
+
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
         from stratbench.ps.client import Channel
         from stratbench.ps.flat import FlatSpace
@@ -141,9 +145,6 @@ class ParameterServer(base.Strategy):
         )
         self.ticket: Ticket | None = None
         self.scale = LossScale() if s.precision == "fp16" else None
-        self.slice_samples = (
-            s.per_worker_batch // policy_options(s.strategy, s.options).pushes_per_ticket
-        )
         self.pushes = self.skipped = 0
         self._training = False
         self._before = (0.0, 0, 0)
@@ -164,12 +165,14 @@ class ParameterServer(base.Strategy):
         The first waits until all workers are ready. `step` must be called for each.
         """
         self._training = True
+        s = self.worker.settings
+        samples = self.samples_per_step(s)
         self.ticket = self.channel.first()
         self._before = self._exchanged()
         while self.ticket is not None:
             t = self.ticket
-            start = t.step * self.worker.settings.global_batch + t.slice * self.slice_samples
-            yield t.epoch, slice(start, start + self.slice_samples)
+            start = t.step * s.global_batch + t.slice * samples
+            yield t.epoch, slice(start, start + samples)
         self._training = False
 
     def _exchanged(self) -> tuple[float, int, int]:
@@ -245,7 +248,6 @@ class ParameterServer(base.Strategy):
                 "transports": self.channel.transports,
                 "skipped_steps": self.skipped,
                 "push_lr": s.lr * own.lr_factor(s.gpus),
-                "samples_per_push": self.slice_samples,
             }
             | base.effective_dtypes(self.worker),
             "evaluated_on": "the servers' weights with the workers' mean BatchNorm statistics",

@@ -76,18 +76,23 @@ class Slowdown:
 def measure_step_s(
     s: Settings, model: nn.Module, shape: tuple[int, int, int], classes: int, device: torch.device
 ) -> float:
-    """Median seconds of a forward and backward of the bare model; its state is left as it was."""
+    """Median seconds of a forward and backward of the bare model on what the strategy's step takes.
+
+    The model's state is left as it was.
+    """
     import statistics
 
     import torch
 
+    from stratbench.strategies import strategy_class
     from stratbench.telemetry.clock import synchronise
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(s.precision)
-    x = torch.zeros(s.per_worker_batch, *shape, device=device, dtype=dtype)
-    y = torch.arange(s.per_worker_batch, device=device) % classes
+    samples = strategy_class(s.strategy).samples_per_step(s)
+    x = torch.zeros(samples, *shape, device=device, dtype=dtype)
+    y = torch.arange(samples, device=device) % classes
     times = []
     for _ in range(4):
         synchronise(device)

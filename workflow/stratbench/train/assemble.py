@@ -145,12 +145,15 @@ def record(job: Job, outcome: Outcome) -> Record:
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = data_meta(job.data_dir)
     finished = outcome.status in ("ok", "diverged") and whole
-    run = (served_run(whole, servers) if servers else collective_run(whole)) if finished else {}
+    cls = strategy_class(s.strategy)
+    samples_per_step = cls.samples_per_step(s)
+    run = {}
+    if finished:
+        run = served_run(whole, servers, samples_per_step) if servers else collective_run(whole)
     train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
     per_epoch = run.get("per_epoch") or progress(job)
     accuracies = [e["accuracy"] for e in per_epoch]
     reported = first.get("strategy", {})
-    cls = strategy_class(s.strategy)
     communication = efficiency.communication(whole, servers, run)
     return {
         "schema_version": 1,
@@ -176,6 +179,7 @@ def record(job: Job, outcome: Outcome) -> Record:
         "batch": {
             "global_batch": s.global_batch,
             "per_worker_batch": s.per_worker_batch,
+            "samples_per_step": samples_per_step,
             "steps_per_epoch": meta["train_samples"] // s.global_batch,
             "samples_seen": run.get("samples_seen"),
             "samples_applied": applied,
@@ -237,7 +241,9 @@ def collective_run(workers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def served_run(workers: list[dict[str, Any]], servers: list[dict[str, Any]]) -> dict[str, Any]:
+def served_run(
+    workers: list[dict[str, Any]], servers: list[dict[str, Any]], samples_per_step: int
+) -> dict[str, Any]:
     """The same as the parameter servers saw it: from the first ticket to the last applied push.
 
     An epoch ends with its last ticket, while others are at the next already. A lost worker's samples
@@ -246,7 +252,6 @@ def served_run(workers: list[dict[str, Any]], servers: list[dict[str, Any]]) -> 
     """
     first = servers[0]
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
-    per_push = workers[0]["strategy"]["details"]["samples_per_push"]
     per_epoch = next((w["per_epoch"] for w in workers if w["per_epoch"]), [])
     for entry in per_epoch:
         parts = [w["losses"].get(str(entry["epoch"] - 1), (0.0, 0)) for w in workers]
@@ -254,8 +259,8 @@ def served_run(workers: list[dict[str, Any]], servers: list[dict[str, Any]]) -> 
             entry["train_loss"] = sum(t for t, _ in parts) / max(1, sum(n for _, n in parts))
     return {
         "train_time_s": max(server["train_time_s"] for server in servers),
-        "samples_seen": first["tickets_settled"] * per_push,
-        "samples_applied": round(per_push * applied_pushes(servers)),
+        "samples_seen": first["tickets_settled"] * samples_per_step,
+        "samples_applied": round(samples_per_step * applied_pushes(servers)),
         "updates_applied": max(version for server in servers for version in server["updates"]),
         "epoch_times_s": [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)],
         "per_epoch": per_epoch,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -102,7 +103,9 @@ def train(
                 reason = f"the {name} loss became {value} in epoch {epoch + 1} of {s.epochs}"
         if status == "diverged":
             break
-    return Result(status, reason, clock, progress, steps, steps * s.per_worker_batch, used)
+    return Result(
+        status, reason, clock, progress, steps, steps * strategy.samples_per_step(s), used
+    )
 
 
 def train_with_server(
@@ -200,16 +203,26 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     rng = torch.get_rng_state()
     on_cuda = worker.device.type == "cuda"
     cuda_rng = torch.cuda.get_rng_state(worker.device) if on_cuda else None
-    indices = torch.arange(s.per_worker_batch, device=worker.device) % data.train_samples
-    augmentation = data.augmentation(s.seed, 0) if s.augment else None
+    batch = practice_batches(strategy, data, worker)
     for _ in range(s.warmup_steps):
-        strategy.step(*data.batch(indices, augmentation))
+        strategy.step(*batch())
     with strategy.evaluating() as model, torch.no_grad():
         model(data.test_batch(0, EVAL_BATCH)[0])
     strategy.restore(saved)
     torch.set_rng_state(rng)
     if cuda_rng is not None:
         torch.cuda.set_rng_state(cuda_rng, worker.device)
+
+
+def practice_batches(
+    strategy: Strategy, data: DeviceData, worker: Worker
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """A function that makes one of training's batches, for steps that do not count."""
+    s = worker.settings
+    samples = strategy.samples_per_step(s)
+    indices = torch.arange(samples, device=worker.device) % data.train_samples
+    augmentation = data.augmentation(s.seed, 0) if s.augment else None
+    return lambda: data.batch(indices, augmentation)
 
 
 #: Steps of the profiler before and while it records.
@@ -225,10 +238,8 @@ def profile(strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | 
     from torch.profiler import ProfilerActivity, schedule
     from torch.profiler import profile as profiler
 
-    s = worker.settings
     worker.mark = lambda phase: None
-    indices = torch.arange(s.per_worker_batch, device=worker.device) % data.train_samples
-    augmentation = data.augmentation(s.seed, 0) if s.augment else None
+    batch = practice_batches(strategy, data, worker)
     activities = [ProfilerActivity.CPU]
     if worker.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -243,7 +254,7 @@ def profile(strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | 
     )
     with recording:
         for _ in range(PROFILE_WARM_UP + PROFILED_STEPS):
-            strategy.step(*data.batch(indices, augmentation))
+            strategy.step(*batch())
             if trace is not None:
                 recording.step()
 

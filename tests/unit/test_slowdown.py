@@ -1,0 +1,186 @@
+"""A step of a strategy is the same work wherever it is imitated, and a slowed worker's factor is real."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ps_harness import Served
+from torch import nn
+
+from launching import settings
+from stratbench.config import Settings
+from stratbench.data import DeviceData
+from stratbench.ps.handshake import new_secret, write_secret
+from stratbench.strategies import REGISTRY, slowdown, strategy_class
+from stratbench.strategies.base import Worker
+from stratbench.strategies.ps import server_configs
+from stratbench.strategies.slowdown import Slowdown
+from stratbench.telemetry.clock import Phases
+from stratbench.telemetry.memory import MemoryMeter
+from stratbench.telemetry.timeline import PhaseLog
+from stratbench.train import loop
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+SHAPE = (1, 16, 16)
+FACTOR = 3.0
+SPLITS = "ps-async-modified"  # its step is a quarter of a batch
+PER_SAMPLE_S = 1e-3
+
+
+class Counted(nn.Module):
+    """Notes the batches that it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.batches.append(len(x))
+        return x
+
+
+def network(first: nn.Module, width: int) -> nn.Module:
+    return nn.Sequential(first, nn.Flatten(), nn.Linear(256, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of one."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def slowed(name: str, **changes: Any) -> Settings:
+    block = {"workers": [0], "factor": FACTOR}
+    return settings(name, gpus=1, per_worker_batch=16, slowdown=block, **changes)
+
+
+def train(s: Settings, model: nn.Module, data: DeviceData, folder: Path) -> loop.Result:
+    """What a worker process does, on its own; then a few steps as for a profile."""
+    cls = strategy_class(s.strategy)
+    strategy = cls(cls.Options(**s.options))
+    server = None
+    if strategy.kind == "server":
+        secret = new_secret()
+        write_secret(folder / "secret", secret)
+        [config] = server_configs(s, data.train_samples, folder, None)
+        server = Served(config, secret)
+    slow = Slowdown.of(s, 0, model, SHAPE, 3, CPU)
+    worker = Worker(s, 0, 1, CPU, folder, [], slow.wait)
+    strategy.setup(model, worker)
+    log = PhaseLog(folder / "phases0.jsonl", 0, 0.0)
+    run = loop.train if server is None else loop.train_with_server
+    result = run(
+        strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)
+    )
+    loop.profile(strategy, data, worker, None)
+    strategy.close()
+    if server is not None:
+        server.result()
+    return result
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_slowed_worker_is_as_slow_as_the_study_says(
+    name, group, tmp_path, tiny_data, monkeypatch
+):
+    """By a clock that counts: each sample computed on takes a millisecond, each sleep what it asks.
+
+    Measurement, warm-up, training and profile compute on batches of one size.
+    """
+    first = Counted()
+    slept_s: list[float] = []
+    now = SimpleNamespace(
+        perf_counter=lambda: PER_SAMPLE_S * sum(first.batches), sleep=slept_s.append
+    )
+    monkeypatch.setattr(slowdown, "time", now)
+    s = slowed(name)
+    result = train(s, network(first, 8), DeviceData.load(tiny_data), tmp_path)
+    samples = strategy_class(name).samples_per_step(s)
+    assert samples == (4 if name == SPLITS else 16)
+    assert set(first.batches) == {samples}
+    assert result.samples == samples * result.steps == 64
+    computed_s = PER_SAMPLE_S * sum(
+        first.batches[-len(slept_s) :]
+    )  # the rest were the measurement's
+    assert (computed_s + sum(slept_s)) / computed_s == pytest.approx(FACTOR)
+    assert len(first.batches) - len(slept_s) < 10
+
+
+def test_the_factor_holds_by_the_clock(tmp_path, tiny_data, monkeypatch):
+    """Loosely, since others use the machine; a sub-batch that slept for a batch would make it 9."""
+    torch.set_num_threads(1)
+    s = slowed(SPLITS, epochs=6)
+    real = slowdown.time.sleep
+    slept_s: list[float] = []
+    nap = SimpleNamespace(
+        perf_counter=slowdown.time.perf_counter, sleep=lambda t: (slept_s.append(t), real(t))
+    )
+    monkeypatch.setattr(slowdown, "time", nap)
+    deep = nn.Sequential(Counted(), nn.Conv2d(1, 32, 5), nn.Conv2d(32, 32, 5))
+    model = nn.Sequential(deep, nn.Flatten(), nn.Linear(32 * 64, 3))
+    result = train(s, model, DeviceData.load(tiny_data), tmp_path)
+    phases = result.clock.phase_summary()
+    computed_ms = phases["forward"]["p50"] + phases["backward"]["p50"]
+    factor = 1 + 1e3 * statistics.median(slept_s) / computed_ms
+    print(f"factor {factor:.2f} of {FACTOR}")
+    assert 1.8 < factor < 6
+
+
+# ---------------------------------------------------------------- by hand
+
+
+@pytest.fixture
+def naps(monkeypatch) -> list[float]:
+    found: list[float] = []
+    monkeypatch.setattr("time.sleep", found.append)
+    return found
+
+
+def test_a_factor_adds_what_is_missing(naps):
+    slow = Slowdown(0.1, factor=3.0, sigma=0.0, seed=0, device=torch.device("cpu"))
+    for _ in range(4):
+        slow.wait()
+    assert naps == pytest.approx([0.2] * 4)
+    assert slow.summary()["mean_factor"] == 3.0
+
+
+def test_nobody_is_slowed_without_a_factor(naps):
+    slow = Slowdown(0.1, factor=1.0, sigma=0.0, seed=0, device=torch.device("cpu"))
+    slow.wait()
+    assert naps == []
+
+
+def test_random_factors_are_seeded_and_never_below_one(naps):
+    def drawn(seed: int) -> list[float]:
+        slow = Slowdown(0.1, factor=1.0, sigma=0.5, seed=seed, device=torch.device("cpu"))
+        for _ in range(200):
+            slow.wait()
+        return slow.factors
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert min(drawn(1)) == 1.0
+    assert max(drawn(1)) > 1.5
+    assert min(naps) == 0
+
+
+def test_the_step_is_measured_without_a_trace():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 3))
+    before = [p.detach().clone() for p in model.parameters()]
+    s = settings("single", gpus=2, slowdown={"workers": [1], "factor": 2})
+    shape = (1, 16, 16)
+    assert Slowdown.of(s, 0, model, shape, 3, torch.device("cpu")).compute_s == 0
+    assert Slowdown.of(s, 1, model, shape, 3, torch.device("cpu")).compute_s > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
