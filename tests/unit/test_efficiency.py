@@ -196,8 +196,7 @@ def test_what_a_server_dropped_was_no_training():
          "updates": [4, 3], "staleness": [[8], [4, 1]]},
         {"train_time_s": 3.0, "updates": [4], "staleness": [[5, 2]]},
     ]  # fmt: skip
-    workers = [{"strategy": {"details": {"samples_per_push": 6}}, "per_epoch": []}]
-    run = assemble.served_run(workers, servers)
+    run = assemble.served_run([{"per_epoch": []}], servers, samples_per_step=6)
     assert (run["samples_seen"], run["samples_applied"]) == (48, 40)
 
 
