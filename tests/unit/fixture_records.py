@@ -16,11 +16,14 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stratbench import cells as cells_module
 from stratbench.cells import Cell
+from stratbench.config import option_defaults
+from stratbench.strategies import strategy_class, traits_of
 
 MIB = 2**20
 GPU_NAME = "Constructed GPU (not measured)"
@@ -44,7 +47,7 @@ STRATEGIES = {
     "ps-async-modified": (1.30, 0.45, 0.974),
     "ps-dana": (1.13, 0.13, 0.979),
 }
-BASES = {"fsdp-zero2": "fsdp"}
+BASES = {"fsdp-zero2": ("fsdp", {"reshard_after_forward": "never"})}
 TIME_LIMIT_S = 3000.0
 EPOCHS = 6
 
@@ -120,8 +123,10 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
     factor, serial, accuracy = STRATEGIES.get(cell.strategy, (1.05, 0.1, 0.97))
     if cell.gpus == 1:  # nothing is stale
         accuracy = STRATEGIES["ps-sync" if cell.strategy.startswith("ps-") else "single"][2]
+    strategy, given = BASES.get(cell.strategy, (cell.strategy, {}))
+    options = option_defaults(strategy) | given
     noise = random_of(cell)
-    server = cell.strategy.startswith("ps-")
+    server = strategy_class(strategy).kind == "server"
     sharded = cell.strategy.startswith("fsdp")
     epoch_time_s = epoch_s * factor * ((1 - serial) / cell.gpus + serial * math.sqrt(cell.gpus))
     if cell.gpus == 1:
@@ -171,9 +176,10 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         }[status],
         "settings": {"epochs": EPOCHS, "precision": "fp32", "lr": 0.01},
         "strategy": {
-            "name": BASES.get(cell.strategy, cell.strategy),
-            "kind": "server" if server else "collective",
-            "options": {},
+            "name": strategy,
+            "kind": strategy_class(strategy).kind,
+            "options": options,
+            "traits": asdict(traits_of(strategy, options, cell.gpus)),
             "wrap_groups": [],
             "details": {"compute_dtype": "float32"},
         },

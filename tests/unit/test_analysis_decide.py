@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
@@ -10,18 +11,21 @@ import pytest
 from stratbench.analysis import audit, decide, paper, theory
 from stratbench.analysis.columns import COLUMNS
 from stratbench.analysis.constraints import Constraints
+from stratbench.config import option_defaults
+from stratbench.strategies import strategy_class, traits_of
 
 MIB = 2**20
 
 
 def cell(strategy, time_s, gpus=4, repeat=0, **other):
     """A row of cells.csv; `other` replaces any of its columns."""
-    server = strategy.startswith("ps-")
+    said = traits_of(strategy, option_defaults(strategy), gpus)
     return (
         dict.fromkeys(COLUMNS)
         | {"study": "s", "experiment": "e", "strategy": strategy, "model": "vgg16"}
         | {"dataset": "cifar10", "gpus": gpus, "repeat": repeat, "status": "ok"}
-        | {"strategy_base": strategy, "strategy_kind": "server" if server else "collective"}
+        | {"strategy_base": strategy, "strategy_kind": strategy_class(strategy).kind}
+        | asdict(said)
         | {"train_time_s": time_s, "accuracy_final": 0.9, "device_kind": "cuda"}
         | {"peak_memory_bytes": 1000 * MIB, "model_states_bytes": 500 * MIB}
         | other

@@ -59,6 +59,7 @@ def test_one_worker_is_torch_sgd_bit_for_bit(name, sgd, dtype):
     parameter = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.037, **sgd)
     policy = make_policy(name, start.clone(), Hyper(lr=0.037, **sgd), WHOLE_BATCHES.get(name))
+    assert policy.options.synchronous_alone
     read, version = torch.empty_like(start), policy.view(0, out := torch.empty_like(start))
     read.copy_(out)
     for _ in range(50):
@@ -229,7 +230,7 @@ def test_policy_does_what_its_reference_does(name, data):
     hyper, options = data.draw(HYPERS), data.draw(options_for(name))
     hyper = replace(hyper, lr_scale=options.lr_factor(hyper.workers))
     changes = []
-    if POLICIES[name].tolerates_loss and hyper.workers > 1:
+    if options.tolerates_loss and hyper.workers > 1:
         times, others = st.floats(0.0, 12.0), st.integers(1, hyper.workers - 1)
         moves = st.tuples(times, others, st.sampled_from(["leave", "join"]))
         changes = data.draw(st.lists(moves, max_size=6))

@@ -69,7 +69,14 @@ STRATEGIES: dict[str, tuple[type[Collective], dict[str, Any]]] = {
     "same-shard": (SameShard, {}),
 }
 MUTANTS = ["summed", "unsynchronised", "same-shard"]
-EQUAL = ["ddp", "fsdp-always", "fsdp-never"]
+#: Of several workers, those that say that their arithmetic is DDP's: each is held to it.
+EQUAL = [
+    name
+    for name, (cls, options) in STRATEGIES.items()
+    if name not in MUTANTS
+    and cls.max_workers is None
+    and cls(cls.Options(**options)).traits(2).equals_ddp
+]
 
 
 def network(batchnorm: bool = False) -> nn.Sequential:

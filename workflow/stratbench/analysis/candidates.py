@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,8 @@ from scipy.optimize import nnls
 from stratbench.analysis.constraints import GIB, Constraints
 from stratbench.analysis.measures import MIB
 from stratbench.analysis.summary import GROUP, findings_by_group
+from stratbench.strategies.base import Traits
 
-#: Strategies that stop when one of several workers is lost.
-STOP_WITH_A_WORKER = ("ddp", "fsdp")
-#: Strategies whose every step waits for the slowest worker.
-WAIT_FOR_THE_SLOWEST = ("ddp", "fsdp", "ps-sync")
 #: The audit's rule for accuracies that say that training did not work.
 FLOOR_RULE = "accuracy-below-floor"
 
@@ -27,8 +24,8 @@ class Candidate:
     """A strategy on a number of workers; `kind` and `why` say what excludes it, if anything."""
 
     strategy: str
-    base: str
     gpus: int
+    traits: Traits = field(default_factory=Traits)
     basis: str = "measured"
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
     time_s: float | None = None
@@ -92,7 +89,6 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
     times = pd.Series(ok["train_time_s"].to_numpy(dtype=float), index=ok["repeat"]).dropna()
     first = frame.iloc[0]
     on_cpu = bool((ok["device_kind"] == "cpu").any())
-    base = ok["strategy_base"].dropna()
 
     def median(column: str, scale: float = 1.0) -> float | None:
         values = pd.to_numeric(ok[column], errors="coerce").dropna()
@@ -100,8 +96,8 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
 
     return Candidate(
         strategy=str(first["strategy"]),
-        base=str(base.iloc[0]) if len(base) else str(first["strategy"]),
         gpus=int(first["gpus"]),
+        traits=traits_in(frame),
         times=times,
         time_s=float(times.median()) if len(times) else None,
         accuracy_percent=median("accuracy_final", 100),
@@ -111,6 +107,12 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
         on_cpu=on_cpu,
         price_per_gpu_hour=constraints.price_per_gpu_hour,
     )
+
+
+def traits_in(frame: pd.DataFrame) -> Traits:
+    """What the records of a group say of their strategy; careful defaults where they are silent."""
+    said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
+    return Traits(**{name: values.iloc[0] for name, values in said.items() if len(values)})
 
 
 def judge(
@@ -161,7 +163,7 @@ def constrain(candidate: Candidate, given: Constraints) -> None:
     if given.deadline_s is not None and time_s is not None and time_s > given.deadline_s:
         why = f"{time_s:.4g} s, and {given.deadline_s:g} s are given"
         candidate.exclude("too slow", why)
-    stops = candidate.base in STOP_WITH_A_WORKER and candidate.gpus > 1
+    stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
     if stops and not given.gang_scheduled:
         candidate.exclude("needs all workers", "the job stops when a worker is lost")
 
@@ -241,8 +243,8 @@ def extrapolated(found: list[Candidate], given: Constraints) -> Iterator[Candida
         nearest = below[-1]
         yield Candidate(
             strategy=name,
-            base=nearest.base,
             gpus=given.gpus,
+            traits=nearest.traits,
             basis=f"extrapolated from {', '.join(str(c.gpus) for c in usable)} workers by "
             f"{fixed_s:.3g} s + {shared_s:.3g} s / N, which misses the measured by {off:.0%} at most",
             time_s=float(fixed_s + shared_s / given.gpus),

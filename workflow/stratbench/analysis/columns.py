@@ -6,10 +6,12 @@ import csv
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from stratbench.record import Record
+from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]
 COORDINATES = ("study", "experiment", "strategy", "model", "dataset", "gpus", "repeat")
@@ -19,6 +21,7 @@ FIELDS = {
     "reason": "reason",
     "strategy_base": "strategy.name",
     "strategy_kind": "strategy.kind",
+    **{trait.name: f"strategy.traits.{trait.name}" for trait in fields(Traits)},
     "train_time_s": "time.train_time_s",
     "throughput_samples_per_s": "time.throughput_samples_per_s",
     "accuracy_final": "accuracy.final",
@@ -60,6 +63,7 @@ FIELDS = {
     "precision": "settings.precision",
     "compute_dtype": "strategy.details.compute_dtype",
     "model_parameters": "model.parameters",
+    "batchnorm": "model.batchnorm",
     "initial_weights_sha256": "model.initial_weights_sha256",
     "data_sha256": "data.sha256",
     "synthetic_data": "data.synthetic",

@@ -17,11 +17,7 @@ import pandas as pd
 
 from stratbench.analysis import theory
 from stratbench.analysis.audit import read_audit
-from stratbench.analysis.candidates import (
-    WAIT_FOR_THE_SLOWEST,
-    Candidate,
-    candidates,
-)
+from stratbench.analysis.candidates import Candidate, candidates
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.measures import MIB, number
 from stratbench.analysis.stats import ratio_intervals, ratio_of_medians
@@ -247,7 +243,7 @@ def changes(
             f"GPUs with less memory than {first.memory_bytes / MIB:.0f} MiB: then "
             f"{smaller[0].strategy} on {smaller[0].gpus} ({smaller[0].memory_bytes / MIB:.0f} MiB)."
         )
-    if first.base in WAIT_FOR_THE_SLOWEST and given.price_per_gpu_hour is None:
+    if first.traits.waits_for_slowest and given.price_per_gpu_hour is None:
         yield from break_even(first, ranked)
 
 
@@ -274,13 +270,13 @@ def lifted(found: list[Candidate], first: Candidate | None) -> Iterator[str]:
 
 
 def break_even(first: Candidate, ranked: list[Candidate]) -> Iterator[str]:
-    """From how slow a worker on the next asynchronous strategy wins, by theory.
+    """From how slow a worker on the next strategy that does not wait wins, by theory.
 
     With one of N workers f times slower a strategy that waits takes f times as long, one that does
     not N / (N - 1 + 1/f) times. Equal at f = (N r - 1) / (N - 1), r the ratio of their times.
     """
     n = first.gpus
-    free = [c for c in ranked if c.base not in (*WAIT_FOR_THE_SLOWEST, "single") and c.gpus == n]
+    free = [c for c in ranked if not c.traits.waits_for_slowest and c.gpus == n]
     if n > 1 and free and first.time_s and free[0].time_s:
         factor = (n * free[0].time_s / first.time_s - 1) / (n - 1)
         if factor > 1:

@@ -8,6 +8,10 @@ from typing import Literal
 MIB = 2**20
 
 
+#: The strategy without any distribution, on one worker: what speedups are against.
+ALONE = "single"
+
+
 @dataclass(frozen=True)
 class Measure:
     """One measure: a column of cells.csv (times `scale`), or its ratio to a baseline's."""

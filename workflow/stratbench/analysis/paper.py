@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 
 from stratbench.analysis.columns import COLUMNS
+from stratbench.config import option_defaults
+from stratbench.strategies import strategy_class, traits_of
 
 REFERENCE = Path(__file__).parents[2] / "reference"
 #: Parameters at 1000 classes, as the paper gives them.
@@ -70,7 +73,7 @@ def as_cells(version: str) -> pd.DataFrame:
                 "repeat": 0,
                 "status": "timeout" if values["limit_s"].notna().any() else "ok",
                 "strategy_base": strategy,
-                "strategy_kind": "server" if strategy.startswith("ps-") else "collective",
+                "strategy_kind": strategy_class(strategy).kind,
                 "train_time_s": time_s,
                 "throughput_samples_per_s": work / time_s if time_s else None,
                 "accuracy_final": accuracy / 100 if accuracy else None,
@@ -84,5 +87,6 @@ def as_cells(version: str) -> pd.DataFrame:
                 "device_kind": "cuda",
                 "device_name": setup["device"],
             }
+            | asdict(traits_of(strategy, option_defaults(strategy), gpus))
         )
     return pd.DataFrame(rows, columns=list(COLUMNS))

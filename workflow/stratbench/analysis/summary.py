@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.measures import MEASURES, Measure, number, status_label
+from stratbench.analysis.measures import ALONE, MEASURES, Measure, number, status_label
 from stratbench.analysis.stats import median_and_quartiles, ratio_intervals
 
 GROUP = ["experiment", "strategy", "model", "gpus"]
@@ -33,7 +33,6 @@ COLUMNS = (
     "text",
     "flags",
 )
-BASELINE = "single"
 #: Columns that stay text whatever they hold (a column without a value would otherwise hold
 #: numbers).
 TEXT = dict.fromkeys(
@@ -97,10 +96,8 @@ def baseline_of(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> 
     match measure.baseline:
         case "self":
             against, where, count = strategy, "1 worker", 1
-        case "single":
-            against, where, count = BASELINE, BASELINE, 1
-        case _:
-            against, where, count = str(measure.baseline), str(measure.baseline), gpus
+        case str() as against:
+            where, count = against, 1 if against == ALONE else gpus
     baseline = (experiment, against, model, count)
     if baseline not in groups:
         return f"n/a (no {where})"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from stratbench.analysis.constraints import GIB, Constraints
 from stratbench.models import MODELS
+from stratbench.strategies import REGISTRY, strategy_class
 
 #: Bytes a parameter takes in training with SGD and momentum, weights in fp32: weight, gradient and
 #: momentum of 4 bytes each. Mixed precision by autocast keeps all three in fp32.
@@ -20,7 +21,7 @@ def choice(model: str, constraints: Constraints) -> tuple[str | None, list[str]]
     limit = constraints.gpu_memory_gib and constraints.gpu_memory_gib * GIB
     too_large = bool(whole and limit and whole > limit)
     if not several and not too_large:
-        return "single", ["With one GPU there is nothing to distribute."]
+        return first_choice("one worker"), ["With one GPU there is nothing to distribute."]
     reasons = list(sizes(model, whole, limit))
     if too_large:
         shards = -(-whole // limit)
@@ -28,25 +29,34 @@ def choice(model: str, constraints: Constraints) -> tuple[str | None, list[str]]
             given = "a number not given" if gpus is None else str(gpus)
             text = f"Sharded, they need at least {shards:.0f} GPUs, and {given} is at hand."
             return None, [*reasons, text]
-        return "fsdp", [*reasons, "Only sharding divides the model states among the GPUs."]
+        return first_choice("states too large"), [
+            *reasons,
+            "Only sharding divides the model states among the GPUs.",
+        ]
     if not constraints.homogeneous or not constraints.gang_scheduled:
         why = (
             "A collective strategy waits for its slowest worker at every step."
             if constraints.gang_scheduled
             else "A collective job stops when a worker leaves."
         )
-        return "ps-dana", [
+        return first_choice("unequal workers"), [
             *reasons,
             why,
             "An asynchronous server does not; of these, one that corrects for staleness loses the "
             "least accuracy. Measure the accuracy before you rely on it.",
         ]
-    return "ddp", [
+    return first_choice("equal workers"), [
         *reasons,
         "Among equal GPUs that stay, it moves the fewest bytes a step of those that keep a whole "
         "replica current (2(N-1)/N of the gradients; FSDP 3(N-1)/N), and overlaps them with the "
         "backward pass.",
     ]
+
+
+def first_choice(situation: str) -> str | None:
+    """The strategy that says it is the one to take in `situation`; None where none does."""
+    names = (name for name in REGISTRY if strategy_class(name).first_choice == situation)
+    return next(names, None)
 
 
 def state_bytes(model: str) -> int | None:

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from stratbench.analysis.experiment import Experiment, used_styles
+from stratbench.analysis.measures import ALONE
 from stratbench.analysis.panels import INK, annotate, finish, first_of_each_row, line_handle, panels
 from stratbench.analysis.style import (
     BLUE,
@@ -103,7 +104,7 @@ def accuracy_over_time(experiment: Experiment) -> Figure:
     epochs = experiment.epochs
     for axis, model in zip(axes, experiment.models, strict=True):
         rows = epochs[(epochs["model"] == model) & (epochs["gpus"] == experiment.most)]
-        alone = epochs[(epochs["model"] == model) & (epochs["strategy"] == "single")]
+        alone = epochs[(epochs["model"] == model) & (epochs["strategy"] == ALONE)]
         drawn = rows if experiment.most == 1 else pd.concat([alone, rows])
         if drawn.empty:
             empty(axis)
@@ -121,8 +122,8 @@ def accuracy_over_time(experiment: Experiment) -> Figure:
         axis.set_xlabel("training time (s)")
     first_of_each_row(axes, "Test accuracy (%)")
     noted = (
-        " single: on one worker."
-        if experiment.most > 1 and "single" in experiment.strategies
+        f" {ALONE}: on one worker."
+        if experiment.most > 1 and ALONE in experiment.strategies
         else ""
     )
     handles = [line_handle(name, style) for name, style in used_styles(experiment).items()]

@@ -94,7 +94,7 @@ def _resharding(plan: Plan) -> Iterator[str]:
         planned = next(
             c for c in _known(plan)
             if (c.cell.experiment, c.cell.model, c.cell.gpus) == (experiment, model, workers)
-            and c.subject.request.strategy == "fsdp"
+            and c.subject.request.may_reshard
         )  # fmt: skip
         batch = planned.subject.settings.per_worker_batch
         always, never = choice["always"], choice["never"]

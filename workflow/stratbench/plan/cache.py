@@ -84,7 +84,7 @@ def _make(requests: list[Request]) -> Iterator[tuple[Request, Footprint | str]]:
     if not requests:
         return
     # The slowest first (many modules, sharded), so that none is left running alone at the end.
-    requests = sorted(requests, key=lambda r: (r.strategy == "fsdp", r.model), reverse=True)
+    requests = sorted(requests, key=lambda r: (r.traits.shards_states, r.model), reverse=True)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(usable_cores()), len(requests)), mp_context=context) as pool:
         running = {pool.submit(try_footprint, request): request for request in requests}

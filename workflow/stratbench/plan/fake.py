@@ -142,7 +142,7 @@ def _patches(request: Request) -> Iterator[Any]:
     yield mock.patch.object(device_mesh, "init_device_mesh", real_mesh)
     if request.served:
         yield from _server_patches()
-    if request.strategy == "fsdp":
+    if request.traits.shards_states:
         # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
         from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -218,7 +218,7 @@ def _make_fake(model: nn.Module, request: Request) -> None:
     channels_last = (
         request.on_cuda
         and request.precision in ("fp16", "bf16", "tf32")
-        and request.strategy != "fsdp"
+        and not request.traits.shards_states
     )
 
     def fake(t: Tensor) -> Tensor:
@@ -254,7 +254,9 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _strategy(request: Request) -> base.Strategy:
-    cls = FakeDDP if request.strategy == "ddp" else strategy_class(request.strategy)
+    cls = strategy_class(request.strategy)
+    if cls is DDP:
+        cls = FakeDDP
     return cls(cls.Options(**dict(request.options)))
 
 

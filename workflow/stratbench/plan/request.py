@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from stratbench import models
 from stratbench.config import Settings, option_defaults
 from stratbench.data import EVAL_BATCH, Dataset
-from stratbench.strategies import strategy_class
+from stratbench.strategies import REGISTRY, strategy_class, traits_of
+from stratbench.strategies.base import Traits
 
 if TYPE_CHECKING:
     import torch
 
-#: Stands for the workers of all parameter-server strategies.
-SERVED = "ps-sync"
+#: The option that says when gathered parameters are freed.
+RESHARDING = "reshard_after_forward"
+
+
+@cache
+def stand_in() -> str:
+    """The strategy that stands for the workers of all parameter-server strategies."""
+    return next(name for name in REGISTRY if strategy_class(name).kind == "server")
 
 
 @dataclass(frozen=True)
@@ -44,15 +52,20 @@ class Request:
         sharded does a rank's memory depend on the number of ranks.
         """
         strategy, options = s.strategy, s.options
-        if strategy_class(s.strategy).kind == "server":
-            strategy, options = SERVED, option_defaults(SERVED)
+        planned = strategy_class(strategy)
+        most = s.gpus
+        if planned.kind == "server":
+            strategy, most = stand_in(), 1
+            options = option_defaults(strategy)
+        elif planned.alike_on_any_count:
+            most = 2
         return cls(
             strategy=strategy,
             options=tuple(sorted(options.items())),
             model=s.model,
             input_shape=models.input_shape(s.model, data.shape),
             classes=data.classes,
-            world_size={"single": 1, "ddp": 2, SERVED: 1}.get(strategy, s.gpus),
+            world_size=most,
             eval_batch=min(EVAL_BATCH, data.test_samples),
             precision=s.precision,
             momentum=s.momentum > 0,
@@ -80,7 +93,17 @@ class Request:
     @property
     def served(self) -> bool:
         """Whether it is a worker of a parameter server."""
-        return self.strategy == SERVED
+        return strategy_class(self.strategy).kind == "server"
+
+    @property
+    def traits(self) -> Traits:
+        """What is true of its strategy."""
+        return traits_of(self.strategy, dict(self.options), self.world_size)
+
+    @property
+    def may_reshard(self) -> bool:
+        """Whether an option says when its gathered parameters are freed."""
+        return RESHARDING in dict(self.options)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -101,7 +101,7 @@ def make_plan(config: Mapping[str, Any], study: Study, gpu: str | None = None) -
     twins = {
         s.cell: _other_resharding(s.request)
         for s in subjects
-        if s.request.strategy == "fsdp"
+        if s.request.may_reshard
         and s.cell.gpus == max(study.experiments[s.cell.experiment].matrix["gpus"])
     }
     wanted = [*(s.request for s in subjects), *twins.values()]

@@ -38,14 +38,14 @@ def server_needs(
     """The needs of server 0, which alone keeps BatchNorm's statistics.
 
     `flat_bytes`: the flat weights and buffers of a worker. The policy says how many weight-sized
-    tensors it keeps; without momentum, one less (ps-dana: none). An epoch's end is copied to be
+    tensors it keeps, and how many of them only momentum needs. An epoch's end is copied to be
     written. Memory that workers share with the server counts as the workers'.
     """
     own = policy_options(policy, options)
     part_bytes = -(-flat_bytes["weights"] // options["servers"])
     tensors = own.optimizer_buffers(workers)
     if not momentum:
-        tensors = 0 if policy == "ps-dana" else tensors - 1
+        tensors -= own.momentum_buffers(workers)
     stream_bytes = _STREAM_SHARDS * ServerConfig.shard_bytes + flat_bytes["buffers"]
     return ServerNeeds(
         weights=part_bytes,

@@ -25,7 +25,6 @@ class SyncPolicy(Policy):
     """
 
     name = "ps-sync"
-    tolerates_loss = False
     options_class: type[PolicyOptions] = SyncOptions
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -123,7 +122,6 @@ class BackupPolicy(SyncPolicy):
     """
 
     name = "ps-backup"
-    tolerates_loss = True
     options_class = BackupOptions
     options: BackupOptions
 

@@ -42,6 +42,23 @@ class PolicyOptions:
     #: Weight-sized tensors kept whatever the number of workers, and for each worker.
     fixed_buffers: ClassVar[int] = 1
     buffers_per_worker: ClassVar[int] = 0
+    #: False: losing a worker ends the run (a barrier can no longer be met honestly).
+    tolerates_loss: ClassVar[bool] = True
+    #: Whether every update is the mean of one push of each worker, on the same weights.
+    averages_all: ClassVar[bool] = False
+
+    @property
+    def synchronous_alone(self) -> bool:
+        """Whether one worker by itself trains as torch.optim.SGD does."""
+        return False
+
+    def waits_for_slowest(self, workers: int) -> bool:
+        """Whether, in the long run, all go at the slowest worker's pace."""
+        return True
+
+    def updates_per_step(self, workers: int) -> float | None:
+        """Updates that a global batch makes; None where that is not fixed."""
+        return None
 
     @property
     def pushes_per_ticket(self) -> int:
@@ -56,10 +73,21 @@ class PolicyOptions:
         """Weight-sized tensors the policy keeps beside the weights, with momentum switched on."""
         return self.fixed_buffers + self.buffers_per_worker * workers
 
+    def momentum_buffers(self, workers: int) -> int:
+        """How many of these only momentum needs."""
+        return 1
+
 
 @dataclass(frozen=True)
 class SyncOptions(PolicyOptions):
     """ps-sync: none."""
+
+    tolerates_loss: ClassVar[bool] = False
+    averages_all: ClassVar[bool] = True
+    synchronous_alone: ClassVar[bool] = True
+
+    def updates_per_step(self, workers: int) -> float:
+        return 1.0
 
     def optimizer_buffers(self, workers: int) -> int:
         """Momentum, and the gradients of all workers but the last of a step."""
@@ -71,6 +99,11 @@ class BackupOptions(PolicyOptions):
     """ps-backup."""
 
     backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
+
+    synchronous_alone: ClassVar[bool] = True  # whatever `backups` is: the one push is waited for
+
+    def waits_for_slowest(self, workers: int) -> bool:
+        return self.quorum(workers) == workers
 
     def quorum(self, workers: int) -> int:
         """How many pushes make a step of `workers` workers."""
@@ -87,6 +120,16 @@ class KBatchOptions(PolicyOptions):
 
     k: int = option(0, "pushes averaged into one update; 0: as many as there are workers", least=0)
 
+    @property
+    def synchronous_alone(self) -> bool:
+        return self.pushes_per_update(1) == 1
+
+    def waits_for_slowest(self, workers: int) -> bool:
+        return False
+
+    def updates_per_step(self, workers: int) -> float:
+        return workers / self.pushes_per_update(workers)
+
     def pushes_per_update(self, workers: int) -> int:
         """`k`, or the number of workers where it is 0."""
         return self.k or workers
@@ -97,21 +140,42 @@ class KBatchOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class AsyncOptions(PolicyOptions):
+class EveryPushOptions(PolicyOptions):
+    """Base of the policies that make every push an update; nobody waits for anybody."""
+
+    synchronous_alone: ClassVar[bool] = True
+
+    def waits_for_slowest(self, workers: int) -> bool:
+        return False
+
+    def updates_per_step(self, workers: int) -> float:
+        return float(workers * self.pushes_per_ticket)
+
+
+@dataclass(frozen=True)
+class BoundedOptions(EveryPushOptions):
+    """The same within a bound of staleness, at which the fast wait for the slowest."""
+
+    def waits_for_slowest(self, workers: int) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class AsyncOptions(EveryPushOptions):
     """ps-async."""
 
     lr_scale: str = lr_scale_option("full")
 
 
 @dataclass(frozen=True)
-class StalenessLrOptions(PolicyOptions):
+class StalenessLrOptions(EveryPushOptions):
     """ps-staleness-lr. `full`, because 1/(1 + staleness) already divides by about N."""
 
     lr_scale: str = lr_scale_option("full")
 
 
 @dataclass(frozen=True)
-class SspOptions(PolicyOptions):
+class SspOptions(BoundedOptions):
     """ps-ssp."""
 
     staleness_bound: int = option(
@@ -121,7 +185,7 @@ class SspOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class AsyncModifiedOptions(PolicyOptions):
+class AsyncModifiedOptions(BoundedOptions):
     """ps-async-modified. The bound counts pushes, that is sub-batches."""
 
     staleness_bound: int = option(
@@ -134,9 +198,14 @@ class AsyncModifiedOptions(PolicyOptions):
     def pushes_per_ticket(self) -> int:
         return self.pushes_per_batch
 
+    @property
+    def synchronous_alone(self) -> bool:
+        """Not with several pushes a batch: each is an update on a smaller batch."""
+        return self.pushes_per_batch == 1
+
 
 @dataclass(frozen=True)
-class DcAsgdOptions(PolicyOptions):
+class DcAsgdOptions(EveryPushOptions):
     """ps-dcasgd. Keeps momentum, mean square, a scratch tensor and each worker's last view."""
 
     fixed_buffers: ClassVar[int] = 3
@@ -148,7 +217,7 @@ class DcAsgdOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class GapAwareOptions(PolicyOptions):
+class GapAwareOptions(EveryPushOptions):
     """ps-gap-aware. Keeps momentum, mean square, a scratch tensor and each worker's last view."""
 
     fixed_buffers: ClassVar[int] = 3
@@ -159,11 +228,14 @@ class GapAwareOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class DanaOptions(PolicyOptions):
+class DanaOptions(EveryPushOptions):
     """ps-dana. Keeps one momentum per worker."""
 
     fixed_buffers: ClassVar[int] = 0
     buffers_per_worker: ClassVar[int] = 1
+
+    def momentum_buffers(self, workers: int) -> int:
+        return workers
 
     lr_scale: str = lr_scale_option("1/N")
 

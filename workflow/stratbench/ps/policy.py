@@ -108,8 +108,6 @@ class Policy(ABC):
 
     #: The strategy it is the server's side of.
     name: str
-    #: False: losing a worker ends the run (a barrier can no longer be met honestly).
-    tolerates_loss: bool = True
     #: The options' class, whose defaults hold where the caller gives none.
     options_class: type[PolicyOptions] = PolicyOptions
 
@@ -123,6 +121,11 @@ class Policy(ABC):
         self.hyper = hyper
         self.options = options if options is not None else self.options_class()
         self.version = 0  # updates applied to this shard
+
+    @property
+    def tolerates_loss(self) -> bool:
+        """Whether the run goes on without a worker that was lost."""
+        return self.options.tolerates_loss
 
     @abstractmethod
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:

@@ -6,11 +6,12 @@ and options in milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stratbench.strategies.base import Strategy
+    from stratbench.strategies.base import Strategy, Traits
 
 REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
@@ -33,3 +34,9 @@ def strategy_class(name: str) -> type[Strategy]:
     """The class registered as `name`; KeyError when there is none."""
     module, _, attribute = REGISTRY[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+def traits_of(name: str, options: Mapping[str, Any], gpus: int) -> Traits:
+    """What is true of the strategy registered as `name`, with these options, on `gpus` workers."""
+    cls = strategy_class(name)
+    return cls(cls.Options(**options)).traits(gpus)

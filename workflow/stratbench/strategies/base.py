@@ -55,6 +55,33 @@ def _spell(allowed: Any) -> str:
     return " or ".join(repr(a) for a in allowed) if isinstance(allowed, tuple) else str(allowed)
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What is true of a strategy, with its options, on a number of workers; recorded with each cell.
+
+    Decision, audit, theory and plan judge a strategy by these and never by its name. The defaults
+    are for a strategy that says nothing of itself: nothing is expected of it, and no claim rests
+    on it.
+    """
+
+    #: Whether the job ends when one of several workers is lost.
+    ends_with_a_worker: bool = True
+    #: Whether, in the long run, all workers go at the pace of the slowest.
+    waits_for_slowest: bool = True
+    #: Whether one worker by itself trains as plain synchronous SGD does.
+    synchronous_alone: bool = False
+    #: Whether its updates on this many workers are those of DDP, but for rounding. With BatchNorm,
+    #: whose statistics are each worker's own, that holds among equal numbers of workers only.
+    equals_ddp: bool = False
+    #: Whether parameters, gradients and optimizer state are divided among the workers.
+    shards_states: bool = False
+    #: Updates that each global batch makes; None: not fixed, or unknown.
+    updates_per_step: float | None = None
+    #: Copies of the parameters, times (W - 1) / W, that each of W workers at least sends in a step by
+    #: ring collectives; None: it uses none, or unknown.
+    ring_copies: float | None = None
+
+
 @dataclass
 class Worker:
     """One worker process as the strategy sees it."""
@@ -85,6 +112,12 @@ class Strategy:
     needs_group: ClassVar[bool] = True
     #: Whether it shards the model by its wrap groups, which then stand in the record.
     uses_wrap_groups: ClassVar[bool] = False
+    #: Whether a rank does and holds the same on any number of workers, so that the plan predicts one.
+    alike_on_any_count: ClassVar[bool] = False
+    #: The situation in which theory chooses it before anything was measured; None: never.
+    first_choice: ClassVar[
+        Literal["one worker", "equal workers", "unequal workers", "states too large"] | None
+    ] = None
     #: What the breakdown of a step's time cannot separate, in a sentence; None: nothing is hidden.
     breakdown_note: ClassVar[str | None] = None
     Options: ClassVar[type[Options]] = Options
@@ -100,6 +133,10 @@ class Strategy:
     def samples_per_step(cls, s: Settings) -> int:
         """Samples that a worker computes on in one `step`, in training and wherever it is imitated."""
         return s.per_worker_batch
+
+    def traits(self, gpus: int) -> Traits:
+        """What is true of it on `gpus` workers."""
+        return Traits()
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
         """Wrap `model` (already on the device) and make the optimizer."""

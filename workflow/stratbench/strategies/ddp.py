@@ -49,6 +49,8 @@ class DDP(base.Collective):
     """
 
     summary: ClassVar[str] = "replicas, gradients averaged by all-reduce"
+    alike_on_any_count = True
+    first_choice = "equal workers"
     breakdown_note: ClassVar[str] = (
         "exposed_communication is DDP's own measure of what outlasts the backward computation, "
         "waiting for slower workers included (on a GPU a mean over the steps that DDP samples); "
@@ -64,6 +66,11 @@ class DDP(base.Collective):
             super().__post_init__()
             if self.bucket_cap_mb < 1:
                 raise ValueError(f"bucket_cap_mb = {self.bucket_cap_mb}: must be at least 1")
+
+    def traits(self, gpus: int) -> base.Traits:
+        return base.Traits(
+            synchronous_alone=True, equals_ddp=True, updates_per_step=1, ring_copies=2
+        )
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel

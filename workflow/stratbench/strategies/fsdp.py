@@ -28,6 +28,7 @@ class FSDP(base.Collective):
         "how much of it computation does not hide cannot be separated (`profile: true` shows it)"
     )
     uses_wrap_groups = True
+    first_choice = "states too large"
 
     @dataclass(frozen=True)
     class Options(base.Options):
@@ -35,6 +36,17 @@ class FSDP(base.Collective):
         # autocast: the same arithmetic as every other strategy; policy: FSDP2's own mixed precision,
         # which also gathers parameters in 16 bits
         mixed_precision: Literal["autocast", "policy"] = "autocast"
+
+    def traits(self, gpus: int) -> base.Traits:
+        # By the policy, parameters are rounded to 16 bits where the other strategies keep 32.
+        same_rounding = self.options.mixed_precision == "autocast"
+        return base.Traits(
+            synchronous_alone=same_rounding,
+            equals_ddp=same_rounding,
+            shards_states=True,
+            updates_per_step=1,
+            ring_copies=3 if self.options.reshard_after_forward == "always" else 2,
+        )
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch

@@ -56,7 +56,7 @@ def options_of(policy: str) -> type[base.Options]:
         [*own, *TRANSPORT_OPTIONS],
         bases=(base.Options,),
         frozen=True,
-        namespace={"__post_init__": check},
+        namespace={"__post_init__": check, "policy": policy},
     )
 
 
@@ -107,10 +107,23 @@ class ParameterServer(base.Strategy):
 
     kind = "server"
     needs_group = False
+    alike_on_any_count = True
     breakdown_note: ClassVar[str] = (
         "server_wait is the time from the last byte pushed to the last byte of the reply: the "
         "server's update, waiting for other workers and the transfer of the weights are one"
     )
+
+    def traits(self, gpus: int) -> base.Traits:
+        own = policy_options(self.options.policy, asdict(self.options))
+        exact = self.options.wire == "native"
+        alone = exact and own.synchronous_alone
+        return base.Traits(
+            ends_with_a_worker=not own.tolerates_loss,
+            waits_for_slowest=own.waits_for_slowest(gpus),
+            synchronous_alone=alone,
+            equals_ddp=(exact and own.averages_all) or (alone and gpus == 1),
+            updates_per_step=own.updates_per_step(gpus),
+        )
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
@@ -364,4 +377,5 @@ class Dana(ParameterServer):
     """A momentum for each worker, and a look-ahead over the others': the default mitigation."""
 
     summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
+    first_choice = "unequal workers"
     Options = options_of("ps-dana")

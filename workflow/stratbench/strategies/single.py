@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stratbench.strategies.base import Collective, Worker, ring_traffic
+from stratbench.strategies.base import Collective, Traits, Worker, ring_traffic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,6 +16,10 @@ class Single(Collective):
     summary: ClassVar[str] = "one process, no distribution"
     max_workers = 1
     needs_group = False
+    first_choice = "one worker"
+
+    def traits(self, gpus: int) -> Traits:
+        return Traits(synchronous_alone=True, equals_ddp=True, updates_per_step=1, ring_copies=0)
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
         return model

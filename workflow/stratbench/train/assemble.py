@@ -15,7 +15,7 @@ import numpy as np
 from stratbench import __version__, models
 from stratbench.record import Record
 from stratbench.sources import DataError
-from stratbench.strategies import strategy_class
+from stratbench.strategies import strategy_class, traits_of
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
@@ -165,6 +165,7 @@ def record(job: Job, outcome: Outcome) -> Record:
             "name": s.strategy,
             "kind": cls.kind,
             "options": s.options,
+            "traits": asdict(traits_of(s.strategy, s.options, s.gpus)),
             "wrap_groups": first.get("wrap_groups", []),
             "details": reported.get("details", {}),
         },

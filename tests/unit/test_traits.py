@@ -1,0 +1,179 @@
+"""What a strategy says of itself holds, and is all that the rest of the workflow judges it by."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from fixture_records import make_record
+
+from stratbench import strategies
+from stratbench.analysis import audit, columns, decide, theory
+from stratbench.analysis.constraints import Constraints
+from stratbench.cells import Cell
+from stratbench.config import option_defaults
+from stratbench.plan.request import Request
+from stratbench.ps.options import OPTIONS, parse_options
+from stratbench.ps.policies import Hyper, make_policy
+from stratbench.ps.tickets import Plan
+from stratbench.ps.virtual import Timing, WorkerLost, simulate
+from stratbench.record import SCHEMA_PATH
+from stratbench.strategies import REGISTRY, strategy_class, traits_of
+from stratbench.strategies.base import Collective, Traits
+
+PACKAGE = Path(strategies.__file__).parents[1]
+#: Files that name strategies because what they hold is about those: the paper's own, a colour for
+#: each, ratios that are defined against one of them.
+MAY_NAME = {
+    *("analysis/against.py", "analysis/numbered.py", "analysis/style.py", "analysis/measures.py"),
+    "analysis/checks.py",
+    "plan/trace.py",  # torch's namespace of FSDP's operators
+}
+
+
+class Silent(Collective):
+    """A strategy that a user adds, and says nothing of."""
+
+    summary = "says nothing of itself"
+
+
+class Free(Silent):
+    """One that says that it waits for nobody and goes on without a lost worker."""
+
+    summary = "waits for nobody"
+
+    def traits(self, gpus: int) -> Traits:
+        return Traits(ends_with_a_worker=False, waits_for_slowest=False)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    for cls in (Silent, Free):
+        monkeypatch.setitem(REGISTRY, cls.__name__.lower(), f"{__name__}:{cls.__name__}")
+
+
+def rows(times: dict[str, float], gpus: int = 4) -> pd.DataFrame:
+    """Cells of these strategies with these training times, as `collect` makes them of records."""
+    found = []
+    for strategy, time_s in times.items():
+        cell = Cell("s", "e", strategy, "vgg16", "cifar10", gpus, 0)
+        rec = json.loads(json.dumps(make_record(cell)))
+        rec["time"]["train_time_s"] = time_s
+        rec["accuracy"]["final"] = 0.98
+        row = dict.fromkeys(columns.COLUMNS) | cell.as_dict()
+        found.append(row | columns.measured(rec, Path("none")))
+    return pd.DataFrame(found, columns=list(columns.COLUMNS))
+
+
+def decided(times: dict[str, float], **constraints) -> decide.Decision:
+    (found,) = decide.decisions(
+        rows(times), pd.DataFrame(columns=list(audit.COLUMNS)), Constraints(**constraints)
+    )
+    return found
+
+
+def test_a_new_strategy_is_judged_by_what_it_says_and_carefully_where_it_is_silent(registered):
+    times = {"ddp": 12.0, "silent": 10.0, "free": 11.0}
+    assert decided(times).choice.strategy == "silent"
+    # A lost worker ends it unless it says otherwise; only who says so is free of the slowest.
+    leaving = decided(times, gang_scheduled=False)
+    assert leaving.choice.strategy == "free"
+    assert dict(leaving.excluded)["silent"].endswith("the job stops when a worker is lost")
+    (change,) = [c for c in decided(times).changes if c.startswith("Workers of unequal speed")]
+    assert "free would win" in change
+    assert traits_of("silent", {}, 1) == Traits()
+    assert not any((Traits().synchronous_alone, Traits().equals_ddp, Traits().shards_states))
+
+
+def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered):
+    """Nor does theory ever recommend it."""
+    request = Request(
+        "silent", (), "vgg16", (3, 32, 32), 10, 4, 64, "fp32", True, True, False, True
+    )
+    assert not request.served
+    assert not request.may_reshard
+    assert not strategy_class("silent").alike_on_any_count
+    situations = [{"gpus": 1}, {}, {"homogeneous": False}, {"gpu_memory_gib": 0.5}]
+    named = {theory.choice("convnext_large", Constraints(**s))[0] for s in situations}
+    assert named == {"single", "ddp", "fsdp", "ps-dana"}
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
+    """Four workers of which one takes 20 times as long: who waits takes as long as that one."""
+    workers, plan = 4, Plan(1, 12, 4 * parse_options(name).pushes_per_ticket)
+
+    def run(**how):
+        policies = [
+            make_policy(name, torch.zeros(2), Hyper(lr=0.01, momentum=0.9, workers=workers))
+        ]
+        timing = Timing(1.0, slowdown=(1.0, 1.0, 1.0, 20.0))
+        return simulate(policies, plan, lambda t, p, w: torch.ones_like(w), timing, **how)
+
+    said = traits_of(name, option_defaults(name), workers)
+    trace = run()
+    shares = trace.pushes[3] / sum(trace.pushes)
+    assert said.waits_for_slowest == (shares > 0.15)
+    if said.ends_with_a_worker:
+        with pytest.raises(WorkerLost):
+            run(changes=[(2.5, 1, "leave")])
+    else:
+        assert len(run(changes=[(2.5, 1, "leave")]).settled) == len(plan)
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
+    plan = Plan(1, 12, workers)
+    policy = make_policy(name, torch.zeros(2), Hyper(lr=0.01, workers=workers))
+    simulate([policy], plan, lambda t, p, w: torch.ones_like(w), Timing(1.0, compute_spread=0.3))
+    said = traits_of(name, option_defaults(name), workers).updates_per_step
+    # A ticket of the plan is a batch of a worker, in as many pushes as the policy makes of it.
+    assert said is None or policy.version == 12 * said
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gpus", "expected"),
+    [
+        ("ps-sync", {}, 4, {"equals_ddp": True, "ends_with_a_worker": True}),
+        ("ps-sync", {"wire": "bfloat16"}, 4, {"equals_ddp": False, "synchronous_alone": False}),
+        ("ps-async", {}, 1, {"equals_ddp": True}),
+        ("ps-async", {}, 2, {"equals_ddp": False, "synchronous_alone": True}),
+        ("ps-async-modified", {}, 1, {"synchronous_alone": False, "equals_ddp": False}),
+        ("ps-async-modified", {"pushes_per_batch": 1}, 1, {"synchronous_alone": True}),
+        ("ps-kbatch", {"k": 2}, 1, {"synchronous_alone": False, "updates_per_step": 0.5}),
+        ("ps-backup", {"backups": 0}, 4, {"waits_for_slowest": True}),
+        ("fsdp", {}, 2, {"shards_states": True, "equals_ddp": True, "ring_copies": 3}),
+        ("fsdp", {"reshard_after_forward": "never"}, 2, {"ring_copies": 2}),
+        ("fsdp", {"mixed_precision": "policy"}, 2, {"equals_ddp": False}),
+    ],
+)
+def test_traits_follow_options_and_the_number_of_workers(name, options, gpus, expected):
+    said = asdict(traits_of(name, option_defaults(name) | options, gpus))
+    assert {key: said[key] for key in expected} == expected
+
+
+def test_the_record_and_the_columns_carry_every_trait():
+    names = [trait.name for trait in fields(Traits)]
+    said = json.loads(SCHEMA_PATH.read_text())["properties"]["strategy"]["properties"]["traits"]
+    assert list(said["properties"]) == said["required"] == names
+    assert set(names) <= set(columns.COLUMNS)
+
+
+def test_no_wing_keeps_a_list_of_strategies():
+    """No text in plan, train or analysis is a strategy's name, or the beginning of some."""
+    names = {*REGISTRY, "ps-"}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}"
+        for wing in ("plan", "train", "analysis")
+        for path in sorted((PACKAGE / wing).rglob("*.py"))
+        if str(path.relative_to(PACKAGE)) not in MAY_NAME
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not found
