@@ -9,11 +9,12 @@ Nothing here imports anything heavy: the Snakefile uses it on every parse.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from stratbench.files import read_json
 
 #: Path of a cell below its study's folder, with the names Snakemake uses as wildcards.
 CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
@@ -96,8 +97,8 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
     )
     for path in sorted(results.glob(f"{pattern}/record.json")):
         try:
-            status = json.loads(path.read_text(encoding="utf-8"))["status"]
-        except (ValueError, KeyError, TypeError) as e:
+            status = read_json(path)["status"]
+        except (OSError, ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path} is not a record; delete it to train its cell again") from e
         if status in statuses:
             yield path

@@ -1,10 +1,19 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and reading of files that others may have touched."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import secrets
+import stat
 from pathlib import Path
+from typing import Any
+
+#: Beyond this a JSON file of ours is none, and is not read into memory, in bytes.
+MOST_JSON_BYTES = 64 << 20
+#: Whole numbers from here on fit no column of a table.
+_MOST_WHOLE = 1 << 63
 
 
 def write_atomic(path: str | Path, text: str) -> None:
@@ -21,3 +30,59 @@ def write_atomic(path: str | Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_regular(path: str | Path, most_bytes: int) -> bytes:
+    """The bytes of a regular file of at most `most_bytes`.
+
+    A FIFO or a device is never waited for: OSError, as for what cannot be read at all.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as f:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(0, "is not a regular file", str(path))
+        # A file of /proc says that it is empty, and may never end.
+        content = f.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(0, f"is larger than {most_bytes:,} bytes", str(path))
+    return content
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file, of which only strict and ordinary JSON is taken.
+
+    ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, half characters
+    (surrogates), hundreds of levels. OSError for a file that cannot be read, or is no regular one.
+    """
+    text = read_regular(path, MOST_JSON_BYTES).decode("utf-8")
+    try:
+        value = json.loads(text, parse_constant=_refused)
+        _check_ordinary(value)
+    except RecursionError:
+        raise ValueError("too many levels") from None
+    return value
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _check_ordinary(value: Any) -> None:
+    """ValueError for what JSON can say and neither a table nor a page can show."""
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode()  # UnicodeEncodeError, a ValueError, on half characters
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if not key.isascii():
+                key.encode()
+            _check_ordinary(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_ordinary(inner)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("a number is too large")
+    elif isinstance(value, int) and not -_MOST_WHOLE <= value < _MOST_WHOLE:
+        raise ValueError("a whole number is too large")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cells import Cell
-from stratbench.files import write_atomic
+from stratbench.files import read_json, write_atomic
 
 Record = dict[str, Any]
 SCHEMA_PATH = Path(__file__).parents[1] / "schemas" / "record.schema.json"
+#: What the launcher leaves in a cell's log folder when the cell failed.
+FAILURE_FILE = "failure.json"
 
 
 class RecordError(ValueError):
@@ -70,11 +72,29 @@ def write(path: str | Path, record: Record) -> None:
 def read(path: str | Path) -> Record:
     """Read and validate a record; RecordError names the file when it is not one."""
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise RecordError(f"{path} is not JSON: {e}") from e
-    validate(record, path)
+        record = read_json(path)
+        validate(record, path)
+    except OSError as e:
+        raise RecordError(f"{path} cannot be read: {e.strerror}") from e
+    except RecordError:
+        raise
+    except ValueError as e:
+        raise RecordError(f"{path} is not JSON as records are: {e}") from e
     return record
+
+
+def failure_reason(log_dir: Path) -> str | None:
+    """Why a cell without a record failed, as its log folder says; None where it says nothing."""
+    path = log_dir / FAILURE_FILE
+    try:
+        reason = read_json(path)["reason"]
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        return f"failed; {path} cannot be read: {e.strerror}"
+    except (ValueError, KeyError, TypeError) as e:
+        return f"failed; {path} does not say why ({type(e).__name__}: {e})"
+    return reason if isinstance(reason, str) and reason else "failed; see its log"
 
 
 def cell_of(record: Record) -> Cell:

@@ -6,12 +6,12 @@ Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is co
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stratbench.cells import Cell
+from stratbench.files import read_json
 
 #: Asked for where neither a limit of the cell's own nor a plan says how long it takes, in minutes.
 UNLIMITED_MIN = 24 * 60
@@ -52,16 +52,16 @@ class StudyPlan:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            plan = json.loads(Path(path).read_text(encoding="utf-8"))
+            plan = read_json(path)
             self.gpu = plan["gpu"]
             self.memory_margin = plan["memory_margin"]
-            self.cells = {key: dict(planned) for key, planned in plan["cells"].items()}
+            self.cells = {cell: _planned(planned) for cell, planned in plan["cells"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self.gpu, self.memory_margin, self.cells = None, None, {}
 
     def host_mem_mib(self, cell: Cell) -> int:
         """Host memory that the cell needs on a node; 0 where that is not known."""
-        return self.cells.get(cell.path, {}).get("host_mem_mib", 0)
+        return self.cells.get(cell.path, {}).get("host_mem_mib") or 0
 
     def longest_s(self, cell: Cell) -> float | None:
         """The longest that the cell is expected to take, in seconds; None where that is not known."""
@@ -76,6 +76,23 @@ class StudyPlan:
             and planned.get("settings") == sha256_of_text(settings_json)
         )
         return planned.get("infeasible") if same else None
+
+
+#: What is read of a planned cell.
+_PLANNED = {"settings": str, "infeasible": str, "host_mem_mib": int, "cell_time_high_s": int}
+
+
+def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
+    """What plan.json says of a cell; TypeError where it is of another kind."""
+    for key, kind in _PLANNED.items():
+        value = planned.get(key)
+        if (
+            not isinstance(value, kind | None)
+            or value is True
+            or (kind is int and (value or 0) < 0)
+        ):
+            raise TypeError(f"{key} is {value!r}")
+    return dict(planned)
 
 
 def sha256_of_text(text: str) -> str:

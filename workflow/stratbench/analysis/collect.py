@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stratbench import record
-from stratbench.analysis.columns import COLUMNS, COORDINATES, Row, measured
+from stratbench.analysis.columns import COLUMNS, COORDINATES, Row, measured, shown
 from stratbench.cells import Cell
 from stratbench.config import Settings, Study
 
@@ -25,8 +26,6 @@ from stratbench.config import Settings, Study
 WITHOUT_RECORD = ("missing", "error")
 EPOCH_FIELDS = ("epoch", "train_time_s", "train_loss", "test_loss", "accuracy")
 EPOCH_COLUMNS = (*COORDINATES, *EPOCH_FIELDS)
-#: What the launcher leaves in a cell's log folder when the cell failed.
-FAILURE_FILE = "failure.json"
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,10 @@ def other_settings(rec: record.Record, settings: Settings) -> str | None:
 
 def failure(log_dir: Path) -> Row:
     """Status and reason of a cell without a record: `error` where a failure left evidence."""
-    try:
-        reason = json.loads((log_dir / FAILURE_FILE).read_text(encoding="utf-8")).get("reason")
-    except FileNotFoundError:
+    reason = record.failure_reason(log_dir)
+    if reason is None:
         return {"status": "missing", "reason": "no record yet"}
-    except (OSError, ValueError, AttributeError) as e:
-        return {"status": "error", "reason": f"unreadable {FAILURE_FILE}: {e}"}
-    return {"status": "error", "reason": reason or "failed; see its log"}
+    return {"status": "error", "reason": shown(reason)}
 
 
 def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]]:
@@ -81,20 +77,25 @@ def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]
     coordinates = cell.as_dict()
     row: Row = dict.fromkeys(COLUMNS) | coordinates
     row["log_path"] = str(log.relative_to(study_dir))
-    if not path.exists():
+    if not os.path.lexists(path):
         why = asked.skipped.get(cell.path)
         return row | ({"status": "infeasible", "reason": why} if why else failure(log_dir)), []
     row["record_path"] = str(path.relative_to(study_dir))
     try:
         rec = record.read(path)
-    except (record.RecordError, OSError) as e:
-        return row | {"status": "error", "reason": str(e)}, []
-    if rec["cell"] != coordinates:
-        reason = f"{path} holds the record of another cell: {record.cell_of(rec)}"
-        return row | {"status": "error", "reason": reason}, []
-    if asked.study is not None and (reason := other_settings(rec, asked.study.settings(cell))):
-        return row | {"status": "error", "reason": f"{path} {reason}"}, []
-    row |= measured(rec, path.with_name("timeline.csv"))
+        if rec["cell"] != coordinates:
+            raise record.RecordError(
+                f"{path} holds the record of another cell: {record.cell_of(rec)}"
+            )
+        if asked.study is not None and (other := other_settings(rec, asked.study.settings(cell))):
+            raise record.RecordError(f"{path} {other}")
+        found = measured(rec, path.with_name("timeline.csv"))
+    except record.RecordError as e:
+        return row | {"status": "error", "reason": shown(str(e))}, []
+    except Exception as e:  # whatever is odd in one record is no fault of the others
+        reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
+        return row | {"status": "error", "reason": shown(reason)}, []
+    row |= found
     row["target_accuracy"] = target = asked.targets.get(cell.experiment)
     row["time_to_target_s"] = time_to_accuracy_s(rec["accuracy"]["per_epoch"], target)
     epochs = [coordinates | epoch for epoch in rec["accuracy"]["per_epoch"]]

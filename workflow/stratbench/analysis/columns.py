@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from stratbench.record import Record
+from stratbench.record import Record, RecordError
 from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]
@@ -98,14 +98,42 @@ DERIVED = (
     "log_path",
 )
 COLUMNS = (*COORDINATES, *FIELDS, *DERIVED)
+#: Columns that hold text; all others hold numbers, or true and false.
+TEXT = (
+    *("study", "experiment", "strategy", "model", "dataset", "status", "reason", "strategy_base"),
+    *("strategy_kind", "evaluated_on", "memory_method", "precision", "compute_dtype"),
+    *("initial_weights_sha256", "data_sha256", "device_kind", "device_name", "host", "cpu_model"),
+    *("torch", "driver", "revision", "slowdown", "breakdown_ms", "staleness", "profile_trace"),
+    *("record_path", "log_path"),
+)
+#: Of columns that hold JSON, which must not be cut.
+AS_JSON = ("breakdown_ms", "staleness")
+#: The longest text of any other column, in characters.
+LONGEST = 1000
 #: Throttle reasons of a timeline that mean a GPU too hot or short of power, not a normal limit.
 SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
 
 
 def measured(rec: Record, timeline: Path) -> Row:
-    """What a record and its timeline say, by column; those of the cell and the config are not here."""
+    """What a record and its timeline say, by column; those of the cell and the config are not here.
+
+    RecordError where a column of numbers would not hold a finite one.
+    """
     row: Row = {column: field(rec, where) for column, where in FIELDS.items()} | derived(rec)
-    return row | timeline_facts(timeline, row["device_kind"])
+    row |= timeline_facts(timeline, row["device_kind"])
+    for column, value in row.items():
+        if column in TEXT:
+            if column not in AS_JSON and value is not None:
+                row[column] = shown(str(value))
+        elif value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+            raise RecordError(f"{timeline.parent}/record.json: {column} is {str(value)[:80]!r}")
+    return row
+
+
+def shown(text: str) -> str:
+    """`text` on one line, as a table prints it: no control characters, and no more than LONGEST."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
 def field(value: Any, path: str) -> Any:
@@ -206,7 +234,7 @@ def slowdown(setting: Mapping[str, Any] | None) -> str | None:
     if not setting:
         return None
     parts = []
-    if setting.get("workers"):
+    if setting.get("workers") and setting.get("factor"):
         ranks = ", ".join(str(rank) for rank in setting["workers"])
         parts.append(f"rank {ranks} {setting['factor']:g} times slower")
     if setting.get("sigma"):
@@ -232,6 +260,8 @@ def timeline_facts(timeline: Path, device_kind: str) -> Row:
     samples = slowed = busy = 0
     busy_pct = 0.0
     try:
+        if not timeline.is_file():
+            return {}
         with open(timeline, newline="", encoding="utf-8") as f:
             rows = csv.reader(f)
             names = {name: i for i, name in enumerate(next(rows, ()))}
@@ -253,4 +283,6 @@ def timeline_facts(timeline: Path, device_kind: str) -> Row:
     except (OSError, ValueError, csv.Error):
         return {}
     facts: Row = {"throttled_share": slowed / samples} if samples else {}
-    return facts | ({"utilisation_pct": busy_pct / busy} if busy else {})
+    return facts | (
+        {"utilisation_pct": busy_pct / busy} if math.isfinite(busy_pct) and busy else {}
+    )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from stratbench.analysis import columns
 from stratbench.analysis.measures import ALONE, MEASURES, Measure, number, status_label
 from stratbench.analysis.stats import median_and_quartiles, ratio_intervals
 
@@ -35,16 +36,7 @@ COLUMNS = (
 )
 #: Columns that stay text whatever they hold (a column without a value would otherwise hold
 #: numbers).
-TEXT = dict.fromkeys(
-    (
-        *("study", "experiment", "strategy", "model", "dataset", "status", "reason"),
-        *("strategy_base", "strategy_kind", "evaluated_on", "memory_method", "precision"),
-        *("device_kind", "device_name", "host", "cpu_model", "torch"),
-        *("driver", "revision", "slowdown", "breakdown_ms", "staleness", "profile_trace"),
-        *("record_path", "log_path", "measure", "unit", "outcome", "text", "flags"),
-    ),
-    str,
-)
+TEXT = dict.fromkeys((*columns.TEXT, "measure", "unit", "outcome", "text", "flags"), str)
 
 Key = tuple[str, str, str, int]
 Row = dict[str, Any]

@@ -101,18 +101,19 @@ def read(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
     if study_dir is None or not isinstance(cell["record_path"], str):
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")
-    used = {
-        "t_s",
-        "kind",
-        "id",
-        "phase",
-        *(c for w in (UTILISATION, MEMORY) for c, _ in w.values()),
-    }
+    numbers = {"t_s", *(c for w in (UTILISATION, MEMORY) for c, _ in w.values())}
+    used = {"kind", "id", "phase", *numbers}
     try:
+        if not path.is_file():
+            return None
         timeline = pd.read_csv(path, usecols=lambda name: name in used, dtype={"id": str})
     except (OSError, ValueError):
         return None
-    return timeline if {"t_s", "kind", "id"} <= set(timeline.columns) else None
+    if not {"t_s", "kind", "id"} <= set(timeline.columns):
+        return None
+    for column in numbers & set(timeline.columns):
+        timeline[column] = pd.to_numeric(timeline[column], errors="coerce")
+    return timeline.replace([np.inf, -np.inf], np.nan).dropna(subset=["t_s"])
 
 
 def lines(

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from stratbench.cores import usable_cores
-from stratbench.files import write_atomic
+from stratbench.files import read_json, write_atomic
 from stratbench.plan.footprint import BATCHES, Footprint, footprint
 from stratbench.plan.request import Request
 
@@ -75,7 +75,7 @@ def source_sha256() -> str:
 
 def _read(path: Path) -> Footprint | None:
     try:
-        return Footprint.from_dict(json.loads(path.read_text(encoding="utf-8"))["footprint"])
+        return Footprint.from_dict(read_json(path)["footprint"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none, or one that was cut off or edited: it will be made again
 

@@ -98,7 +98,7 @@ def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
     bases = [
         w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
         for w in record["workers"]
-        if w["memory"]
+        if w["memory"] and "base_bytes" in w["memory"]
     ]
     return max(bases, default=None)
 

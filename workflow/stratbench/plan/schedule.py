@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,7 +140,7 @@ def read_records(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
     found = {}
     for cell in study.cells:
         path = cell.record_path(results)
-        if path.exists():
+        if os.path.lexists(path):
             try:
                 found[cell] = record.read(path)
             except record.RecordError as error:
@@ -241,12 +241,9 @@ def _state(
         if found["status"] == "ok":
             return "done", ""
         return "recorded", f"{found['status']}: {found['reason']}"
-    failure = s.cell.log_dir(results) / "failure.json"
-    if failure.exists():
-        try:
-            return "failed", str(json.loads(failure.read_text(encoding="utf-8"))["reason"])
-        except (OSError, ValueError, KeyError):
-            return "failed", f"see {failure}"
+    failed = record.failure_reason(s.cell.log_dir(results))
+    if failed is not None:
+        return "failed", failed
     if isinstance(made, str):
         return "to do", f"could not be predicted: {made}"
     if verdict is not None and not verdict.fits:

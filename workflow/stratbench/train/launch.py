@@ -24,7 +24,7 @@ from stratbench.cells import Cell
 from stratbench.config import Settings
 from stratbench.files import write_atomic
 from stratbench.ps.handshake import new_secret, write_secret
-from stratbench.record import write
+from stratbench.record import FAILURE_FILE, write
 from stratbench.sources import DataError
 from stratbench.train import agent, assemble, devices
 from stratbench.train.job import Job
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
     run_dir = args.logs / "run"
-    failure = args.logs / "failure.json"
+    failure = args.logs / FAILURE_FILE
     for old in (failure, args.record, args.timeline):
         old.unlink(missing_ok=True)
     shutil.rmtree(run_dir, ignore_errors=True)
