@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis import audit, collect, paper, tables
-from stratbench.analysis.checks import least_bytes_per_s
+from stratbench.analysis.audit import RULES
+from stratbench.analysis.audit.rule import SEVERITIES
+from stratbench.analysis.audit.traffic import least_bytes_per_s
 from stratbench.analysis.measures import MEASURES
-from stratbench.analysis.rules import RULES, SEVERITIES
 from stratbench.analysis.summary import read_cells, summarise
 
 MODELS = ("vgg16",)
@@ -22,7 +23,8 @@ def findings(root, change=None, device="cuda", cells=None):
     cells = cells or fixture.expand(models=MODELS, repeats=2)
     study_dir = fixture.write_study(root, cells, device=device, change=change)
     collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
-    return audit.audit(read_cells(study_dir / "cells.csv"))
+    rows = read_cells(study_dir / "cells.csv")
+    return audit.audit(rows, audit.read_records(rows, study_dir))
 
 
 def only(spoil, strategy="ddp", gpus=None):

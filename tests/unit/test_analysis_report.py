@@ -60,7 +60,8 @@ def write_page(root, cells, statuses=None, device="cuda", options=(), change=Non
     asked = collect.Asked(targets={cell.experiment: 0.6 for cell in cells})
     collect.collect(cells, study_dir, out / "cells.csv", out / "epochs.csv", asked)
     common = ["--cells", str(out / "cells.csv")]
-    audit.main([*common, "--out", str(out / "audit.csv")])
+    records = ["--study-dir", str(study_dir)]
+    audit.main([*common, *records, "--out", str(out / "audit.csv")])
     decide.main([*common, "--audit", str(out / "audit.csv"), "--out", str(out / "decision.csv")])
     summary = str(out / "summary.csv")
     audited = ["--audit", str(out / "audit.csv")]

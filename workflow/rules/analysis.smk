@@ -42,7 +42,8 @@ rule merge_records:
 
 rule audit_records:
     input:
-        f"{RESULTS}/{{study}}/cells.csv",
+        cells=f"{RESULTS}/{{study}}/cells.csv",
+        records=record_paths(),
     output:
         f"{RESULTS}/{{study}}/audit.csv",
     log:
@@ -50,8 +51,11 @@ rule audit_records:
     localrule: True
     conda:
         ENV
+    params:
+        study=lambda w: f"{RESULTS}/{w.study}",
     shell:
-        "python -m stratbench.analysis.audit --cells {input:q} --out {output:q} > {log:q} 2>&1"
+        "python -m stratbench.analysis.audit --cells {input.cells:q} --study-dir {params.study:q}"
+        " --out {output:q} > {log:q} 2>&1"
 
 
 rule make_tables:
@@ -214,7 +218,7 @@ rule partial:
         " --records-root {params.study:q}/cells"
         " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv"
         " && python -m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
-        " --out {params.out:q}/audit.csv"
+        " --study-dir {params.study:q} --out {params.out:q}/audit.csv"
         " && python -m stratbench.analysis.tables --cells {params.out:q}/cells.csv"
         " --audit {params.out:q}/audit.csv"
         " --summary-out {params.out:q}/summary.csv --out-dir {params.out:q}/tables"
@@ -257,7 +261,7 @@ rule decide:
         " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv"
         " > {params.out:q}/records.txt"
         " && python -m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
-        " --out {params.out:q}/audit.csv"
+        " --study-dir {params.study:q} --out {params.out:q}/audit.csv"
         " && python -m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
         " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
         " --out {params.out:q}/decision.csv"

@@ -1,0 +1,107 @@
+"""Says where a study's figures should not be believed: every rule over all its cells and records.
+
+One module a kind of evidence; a rule is a decorated function in one of them, and found there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench import record
+from stratbench.analysis.audit import accuracy, comparability, machines, memory, speed, traffic
+from stratbench.analysis.audit.rule import SEVERITIES, Rule, Study
+from stratbench.analysis.summary import TEXT, read_cells
+from stratbench.record import Record
+
+COLUMNS = (
+    "rule",
+    "severity",
+    "affects",
+    "experiment",
+    "strategy",
+    "model",
+    "gpus",
+    "repeat",
+    "figures",
+    "explanation",
+)
+#: What the command line says of itself.
+DESCRIPTION = (
+    "Writes audit.csv: one row for each cell or comparison that trips a rule, with its figures."
+)
+KINDS = (comparability, speed, traffic, memory, accuracy, machines)
+
+
+def rules_of(module: Any) -> list[Rule]:
+    """The rules of a module, in the order in which they stand there."""
+    found: list[Rule] = []
+    for value in vars(module).values():
+        listed = value if isinstance(value, tuple) else (value,)
+        found += [entry for entry in listed if isinstance(entry, Rule) and entry not in found]
+    return found
+
+
+RULES: tuple[Rule, ...] = tuple(found for module in KINDS for found in rules_of(module))
+
+
+def audit(
+    cells: pd.DataFrame, records: Sequence[Record] = (), floors: dict[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """The findings on the rows of cells.csv and on `records`, the most severe first; keys are COLUMNS.
+
+    A coordinate that is absent means all of them: a finding without `strategy` is on a comparison.
+    `floors`: see `Study`.
+    """
+    study = Study(cells, records, floors)
+    findings = [
+        {
+            "rule": rule.id,
+            "severity": rule.severity,
+            "affects": rule.affects,
+            "explanation": rule.explanation,
+        }
+        | {"figures": found.figures}
+        | found.where
+        for rule in RULES
+        for found in rule.check(study)
+    ]
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding["severity"]))
+
+
+def read_records(cells: pd.DataFrame, study_dir: Path) -> list[Record]:
+    """The records behind the rows of cells.csv that have a usable one, below results/<study>."""
+    paths = cells.loc[cells["status"] != "error", "record_path"].dropna()
+    return [record.read(study_dir / path) for path in paths]
+
+
+def read_audit(path: Path) -> pd.DataFrame:
+    """audit.csv, as the command line wrote it."""
+    types = TEXT | dict.fromkeys(("rule", "severity", "affects", "figures", "explanation"), str)
+    types |= {"gpus": "Int64", "repeat": "Int64"}
+    return pd.read_csv(path, dtype=types, keep_default_na=False, na_values=[""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="stratbench.analysis.audit", description=DESCRIPTION)
+    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
+    parser.add_argument("--study-dir", type=Path, help="where records are (that of cells.csv)")
+    parser.add_argument("--out", type=Path, required=True, help="the findings (CSV)")
+    args = parser.parse_args(argv)
+    cells = read_cells(args.cells)
+    findings = audit(cells, read_records(cells, args.study_dir or args.cells.parent))
+    with open(args.out, "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, COLUMNS)
+        writer.writeheader()
+        writer.writerows(findings)
+    for severity in SEVERITIES:
+        of_severity = [finding for finding in findings if finding["severity"] == severity]
+        rules = ", ".join(sorted({finding["rule"] for finding in of_severity}))
+        print(f"{len(of_severity)} {severity}" + (f": {rules}" if rules else ""))
+    return 0

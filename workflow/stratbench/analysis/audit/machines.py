@@ -1,0 +1,65 @@
+"""What the machine did beside the cell: other load, slowed clocks, shared cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stratbench.analysis.audit.rule import Found, Study, of, rule
+
+#: Share of the samples, and CPU cores.
+THROTTLED, OTHERS = 0.01, 0.25
+
+
+@rule(
+    "throttled",
+    "doubtful",
+    "time",
+    "A GPU was slowed down by heat or by a lack of power in part of the samples.",
+)
+def throttled(study: Study) -> Iterator[Found]:
+    for row in study.ok[study.ok["throttled_share"] > THROTTLED].itertuples():
+        yield Found(of(row), f"throttled in {row.throttled_share:.0%} of the samples")
+
+
+@rule(
+    "busy-machine",
+    "doubtful",
+    "time",
+    "Other processes used the machine when the cell started: it measures them too.",
+)
+def busy_machine(study: Study) -> Iterator[Found]:
+    for row in study.ok[study.ok["other_cpu_cores"] > OTHERS].itertuples():
+        yield Found(of(row), f"others used {row.other_cpu_cores:.2g} CPU cores")
+
+
+@rule(
+    "workers-are-processes",
+    "note",
+    "time",
+    "Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication "
+    "say nothing about GPUs.",
+)
+def workers_are_processes(study: Study) -> Iterator[Found]:
+    for experiment, rows in study.ok.groupby("experiment", sort=False):
+        cpu = rows[rows["device_kind"] == "cpu"]
+        if len(cpu):
+            cores = " or ".join(f"{n:g}" for n in sorted(set(cpu["cpu_cores"].dropna())))
+            hosts = ", ".join(sorted(set(cpu["host"].dropna())))
+            yield Found(
+                {"experiment": experiment}, f"CPU processes sharing {cores} cores of {hosts}"
+            )
+
+
+@rule(
+    "processes-share-cores",
+    "doubtful",
+    "time",
+    "There are more workers than cores: they take turns, and more workers bring no speed.",
+)
+def processes_share_cores(study: Study) -> Iterator[Found]:
+    for experiment, rows in study.ok.groupby("experiment", sort=False):
+        cpu = rows[(rows["device_kind"] == "cpu") & (rows["gpus"] > rows["cpu_cores"])]
+        for gpus, crowded in cpu.groupby("gpus", sort=False):
+            cores = crowded["cpu_cores"].max()
+            where = {"experiment": experiment, "gpus": gpus}
+            yield Found(where, f"{gpus} processes on {cores:g} cores")
