@@ -31,6 +31,7 @@ LAYERS = [
             "sources",
             "models",
             "compact",
+            "precision",
             "cells",
             "cores",
             "files",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -84,6 +85,29 @@ def build(name: str, classes: int, channels: int = 3) -> nn.Module:
     from torchvision import models
 
     return models.get_model(name, weights=None, num_classes=classes)
+
+
+def for_training(
+    name: str, classes: int, channels: int, seed: int, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """The network as every strategy is given it, and the plan: on `device`, in training mode.
+
+    The initial weights follow from `seed` alone: they are drawn on the CPU in float32. They are
+    contiguous, also where batches are not (`precision.batch_format`).
+    """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    model = build(name, classes, channels)
+    # Not Module.to: it cannot replace fake parameters, and the plan builds its model here, too.
+    for module in model.modules():
+        for key, p in list(module.named_parameters(recurse=False)):
+            placed = p.detach().to(device, dtype)
+            setattr(module, key, nn.Parameter(placed, requires_grad=p.requires_grad))
+        for key, b in list(module.named_buffers(recurse=False)):
+            setattr(module, key, b.to(device, dtype if b.is_floating_point() else b.dtype))
+    return model.train()
 
 
 def wrap_groups(name: str, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:

@@ -7,7 +7,7 @@ sees what rank 0 of a thousand GPUs would allocate and send.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -44,11 +45,18 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
     """
     with ExitStack() as stack:
         stack.enter_context(_fake_group(request.world_size))
-        model = stack.enter_context(_meta_model(request))
-        fake = stack.enter_context(FakeTensorMode())
+        stack.enter_context(FakeTensorMode())
         for patch in _patches(request):
             stack.enter_context(patch)
-        _make_fake(model, request)
+        device = torch.device("cpu")
+        model = models.for_training(
+            request.model,
+            request.classes,
+            request.input_shape[0],
+            seed=0,
+            device=device,
+            dtype=request.dtype,
+        )
         strategy = _strategy(request)
         trace = Trace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1, on_cpu=not request.on_cuda
@@ -57,13 +65,12 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
             settings=_settings(request),
             rank=0,
             world_size=request.world_size,
-            device=torch.device("cpu"),
+            device=device,
             work_dir=Path(),
             wrap_groups=models.wrap_groups(request.model, model),
             mark=lambda ended: _mark(trace, model, ended),
         )
         strategy.setup(model, worker)
-        del fake
         _tag_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
@@ -79,7 +86,7 @@ def _step(trace: Trace, strategy: base.Strategy, request: Request, batch: int) -
     if request.served:
         strategy._training = True  # not a warm-up: gradients leave
     trace.begin("forward")
-    x = torch.empty(batch, *request.input_shape, dtype=request.dtype)
+    x = _images(request, batch)
     y = torch.empty(batch, dtype=torch.int64)
     trace.tag("activations", (x, y))
     strategy.step(x, y)
@@ -88,8 +95,13 @@ def _step(trace: Trace, strategy: base.Strategy, request: Request, batch: int) -
 def _evaluate(strategy: base.Strategy, request: Request) -> None:
     """As the training loop does: without autocast, the logits in float64."""
     with strategy.evaluating() as model, torch.no_grad():
-        x = torch.empty(request.eval_batch, *request.input_shape, dtype=request.dtype)
-        model(x).double()
+        model(_images(request, request.eval_batch)).double()
+
+
+def _images(request: Request, batch: int) -> Tensor:
+    return torch.empty(
+        (batch, *request.input_shape), dtype=request.dtype, memory_format=request.batch_format
+    )
 
 
 def _mark(trace: Trace, model: nn.Module, ended: str) -> None:
@@ -140,6 +152,7 @@ def _patches(request: Request) -> Iterator[Any]:
             return make(*args, **kwargs)
 
     yield mock.patch.object(device_mesh, "init_device_mesh", real_mesh)
+    yield mock.patch.object(models, "build", _blank)
     if request.served:
         yield from _server_patches()
     if request.traits.shards_states:
@@ -203,38 +216,38 @@ def _settings(request: Request) -> Settings:
 # --- the model -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def _meta_model(request: Request) -> Iterator[nn.Module]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.device("meta"):  # no time is spent on initial weights
-            model = models.build(request.model, request.classes, request.input_shape[0])
-        yield model.train()
+def _blank(
+    name: str, classes: int, channels: int, build: Callable[..., nn.Module] = models.build
+) -> nn.Module:
+    """What `models.build` makes, of fake tensors and without the time that initial weights take."""
+    with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that weights without memory are not initialised
+        model = build(name, classes, channels)
+    return model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))  # `to_empty` refuses
 
 
-def _make_fake(model: nn.Module, request: Request) -> None:
-    """Replace a meta model's tensors by fake ones, laid out as the training process lays them out."""
-    # FSDP2 refuses parameters that are not contiguous.
-    channels_last = (
-        request.on_cuda
-        and request.precision in ("fp16", "bf16", "tf32")
-        and not request.traits.shards_states
-    )
+@register_op_impl(torch.ops.aten._fused_sgd_.default)
+def _fused_sgd(
+    _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
+) -> None:
+    """What torch lacks: SGD's fused kernel on fake tensors, which refuses what the one on CUDA does.
 
-    def fake(t: Tensor) -> Tensor:
-        dtype = request.dtype if t.is_floating_point() else t.dtype
-        made = torch.empty(t.shape, dtype=dtype)
-        if channels_last and t.dim() == 4:
-            made = made.to(memory_format=torch.channels_last)
-        return made
-
-    for module in model.modules():
-        for name, p in list(module._parameters.items()):
-            if p is not None:
-                module._parameters[name] = nn.Parameter(fake(p), requires_grad=p.requires_grad)
-        for name, b in list(module._buffers.items()):
-            if b is not None:
-                module._buffers[name] = fake(b)
+    It works in place and allocates nothing. The conditions: check_fast_path_restrictions in
+    aten/src/ATen/native/ForeachUtils.h; RuntimeError where they do not hold.
+    """
+    for lists in zip(params, grads, *([momenta] if momenta else []), strict=True):
+        described = [
+            (t.device, t.dtype, [(n, k) for n, k in zip(t.shape, t.stride(), strict=True) if n > 1])
+            for t in lists
+        ]
+        if any(d != described[0] for d in described[1:]):
+            raise RuntimeError(
+                "the fused kernel takes parameters, gradients and momenta of one device, dtype, "
+                f"shape and stride, not {described}"
+            )
+    for flag in (options.get("grad_scale"), options.get("found_inf")):
+        if flag is not None and flag.device != params[0].device:
+            raise RuntimeError(f"the loss scaler's tensors are on {flag.device}")
 
 
 class CudaAutocast(TorchFunctionMode):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench import models
 from stratbench.config import Settings, option_defaults
 from stratbench.data import EVAL_BATCH, Dataset
+from stratbench.precision import batch_format, weights_dtype
 from stratbench.strategies import REGISTRY, strategy_class, traits_of
 from stratbench.strategies.base import Traits
 
@@ -108,9 +109,12 @@ class Request:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights and the input."""
-        import torch
+        return weights_dtype(self.precision)
 
-        return torch.float64 if self.precision == "fp64" else torch.float32
+    @property
+    def batch_format(self) -> torch.memory_format:
+        """Of the input."""
+        return batch_format(self.precision, "cuda" if self.on_cuda else "cpu")
 
     @property
     def autocasts_like_cuda(self) -> bool:

@@ -84,6 +84,7 @@ def measure_step_s(
 
     import torch
 
+    from stratbench.precision import batch_format
     from stratbench.strategies import strategy_class
     from stratbench.telemetry.clock import synchronise
 
@@ -92,6 +93,7 @@ def measure_step_s(
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(s.precision)
     samples = strategy_class(s.strategy).samples_per_step(s)
     x = torch.zeros(samples, *shape, device=device, dtype=dtype)
+    x = x.contiguous(memory_format=batch_format(s.precision, device.type))
     y = torch.arange(samples, device=device) % classes
     times = []
     for _ in range(4):

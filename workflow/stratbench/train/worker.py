@@ -25,6 +25,7 @@ from stratbench import models
 from stratbench.config import Settings
 from stratbench.data import DeviceData
 from stratbench.files import write_atomic
+from stratbench.precision import batch_format, weights_dtype
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.handshake import load_secret
 from stratbench.ps.server import serve
@@ -108,10 +109,22 @@ def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             join_group(job, rank, device)
     with phases("data"):
         shape = models.input_shape(s.model, job.data_shape)
-        dtype = torch.float64 if s.precision == "fp64" else torch.float32
-        data = DeviceData.load(job.data_dir, device, shape, dtype=dtype)
+        data = DeviceData.load(
+            job.data_dir,
+            device,
+            shape,
+            dtype=weights_dtype(s.precision),
+            memory_format=batch_format(s.precision, device.type),
+        )
     with phases("build"):
-        model = build_model(s, shape, data.meta["classes"], device, dtype)
+        model = models.for_training(
+            s.model,
+            data.meta["classes"],
+            shape[0],
+            seed=s.seed,
+            device=device,
+            dtype=weights_dtype(s.precision),
+        )
         initial = sha256_of_state(model.state_dict())
         facts = {
             "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -190,17 +203,6 @@ def tcp_store(job: Job, rank: int) -> dist.TCPStore:
         time.sleep(0.05)
     where = json.loads(endpoint.read_text(encoding="utf-8"))
     return dist.TCPStore(where["host"], where["port"], job.world_size, wait_for_workers=False)
-
-
-def build_model(
-    s: Settings, shape: tuple[int, int, int], classes: int, device: torch.device, dtype: torch.dtype
-) -> torch.nn.Module:
-    """The model with the repeat's initial weights, equal for all strategies and ranks."""
-    torch.manual_seed(s.seed)
-    model = models.build(s.model, classes, shape[0]).to(device=device, dtype=dtype)
-    if device.type == "cuda" and s.precision in ("fp16", "bf16", "tf32"):
-        model = model.to(memory_format=torch.channels_last)  # what tensor cores want
-    return model.train()
 
 
 def as_dict(result: loop.Result, strategy: Strategy, phases: Phases, rank: int) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""What cells on GPUs are made of, on fake tensors and without a GPU: every strategy takes it.
+
+The plan builds its cells through the functions that training calls, so what it can step, training can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_plan_footprint import request_for
+
+from stratbench import models
+from stratbench.data import DeviceData
+from stratbench.plan import fake
+from stratbench.precision import batch_format, weights_dtype
+
+pytestmark = pytest.mark.timeout(120)
+
+STRATEGIES = [
+    ("single", {}),
+    ("ddp", {}),
+    ("ddp", {"gradient_as_bucket_view": False}),
+    ("fsdp", {}),
+    ("fsdp", {"reshard_after_forward": "never"}),
+    ("fsdp", {"mixed_precision": "policy"}),
+    ("ps-sync", {}),
+]
+COMPACT = [name for name, model in models.MODELS.items() if model.compact]
+#: Every family in fp16, which has all there is; the other number formats in the quickest.
+CASES = [(model, "fp16") for model in COMPACT] + [
+    ("vgg-compact", precision) for precision in ("bf16", "tf32", "fp32", "fp64")
+]
+
+
+@pytest.mark.parametrize(("model", "precision"), CASES)
+@pytest.mark.parametrize(("strategy", "options"), STRATEGIES)
+def test_every_strategy_steps_as_on_cuda(strategy: str, options: dict, model: str, precision: str):
+    """Among what would raise: a layout that FSDP2 refuses, or one that the fused SGD refuses."""
+    workers = 1 if strategy in ("single", "ps-sync") else 4
+    request = request_for(
+        strategy, model, workers, options=options, precision=precision, on_cuda=True
+    )
+    trace, made = fake.run(replace(request, eval_batch=4), [4])
+    assert [p.name for p in trace.phases] == [
+        "setup",
+        "forward",
+        "backward",
+        "optimizer",
+        "evaluate",
+    ]
+    assert all(p.is_contiguous() for p in made.model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "tf32", "fp32", "fp64"])
+def test_a_model_starts_from_its_seed_whatever_it_computes_in(precision: str):
+    dtype = weights_dtype(precision)
+    model = models.for_training("resnet-compact", 10, 3, 5, torch.device("cpu"), dtype)
+    torch.manual_seed(5)
+    plain = models.build("resnet-compact", 10, 3).state_dict()
+    assert model.training
+    for name, t in model.state_dict().items():
+        assert t.is_contiguous(), name
+        assert t.dtype == (dtype if t.is_floating_point() else torch.int64), name
+        assert torch.equal(t, plain[name].to(t.dtype)), name
+    assert [n for n, _ in model.named_parameters()] == [
+        n for n, _ in models.build("resnet-compact", 10, 3).named_parameters()
+    ]
+
+
+def test_batches_come_in_the_format_asked_for(tiny_data):
+    """Training and test batches, also where a lone channel is repeated, with the same values."""
+    plain = DeviceData.load(tiny_data, shape=(3, 16, 16))
+    data = DeviceData.load(tiny_data, shape=(3, 16, 16), memory_format=torch.channels_last)
+    for (x, _), (y, _) in (
+        (plain.batch(torch.arange(5)), data.batch(torch.arange(5))),
+        (plain.test_batch(3, 9), data.test_batch(3, 9)),
+    ):
+        assert x.is_contiguous()
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        assert not y.is_contiguous()
+        assert torch.equal(x, y)
+
+
+def test_tensor_cores_get_channels_last():
+    found = {
+        p: batch_format(p, "cuda") is torch.channels_last
+        for p in ("fp16", "bf16", "tf32", "fp32", "fp64")
+    }
+    assert found == {"fp16": True, "bf16": True, "tf32": True, "fp32": False, "fp64": False}
+    assert batch_format("fp16", "cpu") is torch.contiguous_format
