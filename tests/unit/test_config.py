@@ -100,8 +100,9 @@ def refusal(config_: Any) -> str:
         ({"models": []}, ["models: must not be empty"]),
         ({"strategies": []}, ["strategies: must not be empty"]),
         # types
-        ({"lr": "0.01"}, ["lr = '0.01': must be a number", "without quotes"]),
-        ({"lr": "1e-3"}, ["lr = '1e-3': must be a number", "write 0.001"]),
+        ({"lr": "1e999"}, ["lr = inf: must be a finite number"]),
+        ({"epochs": "2.0"}, ["epochs = '2.0': must be a whole number"]),
+        ({"epochs": "9" * 5000}, ["epochs = '9999", "must be a whole number"]),
         ({"lr": "fast"}, ["lr = 'fast': must be a number. "]),
         ({"lr": True}, ["lr = True: must be a number"]),
         ({"lr": None}, ["lr = None: must be a number"]),
@@ -113,7 +114,7 @@ def refusal(config_: Any) -> str:
         ({"gpus": 2}, ["gpus = 2: must be a list"]),
         ({"models": "vgg16"}, ["models = 'vgg16': must be a list"]),
         ({"strategies": [False]}, ["strategies[0] = False: must be text"]),
-        ({"nesterov": "yes"}, ["nesterov = 'yes': must be true or false"]),
+        ({"nesterov": "perhaps"}, ["nesterov = 'perhaps': must be true or false"]),
         ({"nesterov": 1}, ["nesterov = 1: must be true or false"]),
         ({"lr": math.nan}, ["lr = nan: must be a finite number"]),
         ({"lr": math.inf}, ["lr = inf: must be a finite number"]),
@@ -169,7 +170,23 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("studies demo experiments", {}, ["studies.demo.experiments: must not be empty"]),
         ("studies demo repeats", 0, ["studies.demo.repeats = 0: must be at least 1"]),
         ("studies demo seed", -1, ["studies.demo.seed = -1: must be at least 0"]),
-        ("studies demo seed", "1", ["studies.demo.seed = '1': must be a whole number"]),
+        ("studies demo seed", "one", ["studies.demo.seed = 'one': must be a whole number"]),
+        ("studies demo description", "x" * 2001, ["description = ", "has 2,001", "at most 2,000"]),
+        ("studies demo description", "a\0b", ["description = 'a\\x00b': holds '\\x00'", "take it out"]),
+        ("studies demo description", "\x1b[31m", ["description = ", "holds '\\x1b'"]),
+        ("studies demo description", "\ud800", ["description = ", "holds '\\ud800'"]),
+        ("data root", "/a\0b", ["data.root = '/a\\x00b': holds"]),
+        ("decide model", "\x07", ["decide.model = ", "no printable character"]),
+        ("results", ".", ["results = '.': must be a folder of its own", "write results"]),
+        ("results", "a/..", ["results = 'a/..': must be a folder of its own"]),
+        ("results", "/", ["results = '/': must be a folder of its own"]),
+        ("results", "-rf", ["results = '-rf': begins with '-'", "rename it"]),
+        ("results", "./-rf", ["results = './-rf': begins with '-'"]),
+        ("results", "~nobody-of-that-name/x", ["begins with '~'", "rename it"]),
+        ("results", "a{b}", ["results = 'a{b}': holds '{'", "rename it"]),
+        ("results", "a\nb", ["results = 'a\\nb': holds '\\n'"]),
+        ("results", "a\u2028b", ["results = 'a\\u2028b': holds"]),
+        ("results", "r" * 1001, ["results = ", "at most 1,000"]),
         ("studies data", {"experiments": {"e": raw()["studies"]["demo"]["experiments"]["first"]}},
          ["studies.data", "rename the study"]),
         ("studies demo variants ddp", {"strategy": "fsdp"}, ["variants.ddp: 'ddp' is a strategy"]),
@@ -183,8 +200,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
          ["v.reshard_after_forward = 'sometimes': must be 'always' or 'never'"]),
         ("studies demo variants v", {"strategy": "fsdp", "reshard_after_forward": False},
          ["v.reshard_after_forward = False: must be 'always' or 'never'"]),
-        ("studies demo variants v", {"strategy": "ddp", "bucket_cap_mb": "25"},
-         ["v.bucket_cap_mb = '25': must be"]),
+        ("studies demo variants v", {"strategy": "ddp", "bucket_cap_mb": "big"},
+         ["v.bucket_cap_mb = 'big': must be"]),
         ("studies demo variants v", {"strategy": "ddp", "bucket_cap_mb": True},
          ["v.bucket_cap_mb = True: must be"]),
         ("studies demo variants v", {"strategy": "ddp", "bucket_cap_mb": 0},
@@ -196,7 +213,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("datasets mine", {"source": "synthetic", "channels": 9}, ["must be at most 4"]),
         ("cluster gpus_per_node", 0, ["cluster.gpus_per_node = 0: must be at least 1"]),
         ("cluster gpus", 0, ["cluster.gpus = 0: unknown key 'gpus'"]),
-        ("data download", "no", ["data.download = 'no': must be true or false"]),
+        ("data download", "never", ["data.download = 'never': must be true or false"]),
     ],
 )  # fmt: skip
 def test_a_mistake_elsewhere(path, value, expected):
@@ -282,6 +299,49 @@ def test_keys_given_once(tmp_path, text):
 
 def study(**changes: Any) -> config.Study:
     return config.load(raw(**changes))[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("results", "results"), ("./x", "x"), ("a//b/", "a/b"), ("//a", "/a"), ("x/../y", "y"),
+     ("../r", "../r"), ("~/r", "/home/me/r"), ("größe $(x) 'q'", "größe $(x) 'q'")],
+)  # fmt: skip
+def test_the_results_folder_is_written_as_rules_write_it(monkeypatch, given, found):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert config.validate(changed("results", given))["results"] == found
+
+
+def as_text(value: Any) -> Any:
+    """What Snakemake makes of a value that is nested in --config: every number becomes text."""
+    if isinstance(value, dict):
+        return {key: as_text(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [as_text(inner) for inner in value]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def test_a_config_of_text_alone_is_the_same_config():
+    given = yaml.safe_load((ROOT / "config.yaml").read_text())
+    given["studies"]["demo"]["variants"] = {
+        "v": {"strategy": "ddp", "bucket_cap_mb": 5, "gradient_as_bucket_view": False}
+    }
+    given["datasets"] = {"mine": {"source": "synthetic", "size": 8}}
+    assert config.validate(as_text(given)) == config.validate(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("0.02", 0.02), ("1e-3", 0.001), ("1E+0", 1.0), (".5", 0.5), ("1", 1)]
+)
+def test_a_number_given_as_text_is_the_number(text, number):
+    first = config.validate(raw(lr=text))["studies"]["demo"]["experiments"]["first"]
+    assert first["lr"] == number
+    assert type(first["lr"]) is type(number)
+
+
+def test_a_description_may_hold_braces_and_lines():
+    text = "compare {ddp, fsdp}\nby $(time) 'and' \"space\" – größer\n"
+    found = config.load(changed("studies demo description", text))[1]
+    assert found.description == text
 
 
 def test_validation_leaves_its_argument_alone():

@@ -48,6 +48,9 @@ def test_a_changed_learning_rate_retrains_its_experiment_only(finished):
     assert jobs["train_cell"] == 1
     assert "results/tiny/cells/second/single" in output
     assert "results/tiny/cells/first/ddp/vgg-compact/2gpu/rep0/record.json\n    log" not in output
+    # The reason is what changed, and not the rest of the settings.
+    assert "before: 'lr=0.05' now: 'lr=0.01'" in output
+    assert "momentum" not in output
 
 
 def test_a_changed_time_limit_retrains_nothing(finished):

@@ -1,16 +1,31 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
 from stratbench.analysis.measures import MEASURES, NUMBERED_TABLES, PLOTS
 
-# What `collect` is told of the config beside the cells.
-ASKED = [
-    "--skipped",
-    json.dumps(SKIPPED),
-    "--targets",
-    json.dumps(STUDY.target_accuracies()),
-    "--study",
-    json.dumps(STUDY.as_trained(), sort_keys=True),
-]
-CONSTRAINTS = json.dumps(CONFIG["decide"])
+
+def skipped(wildcards):
+    """Why cells are not trained, for `collect`."""
+    return json.dumps(SKIPPED)
+
+
+def targets(wildcards):
+    """The accuracies to reach, for `collect`."""
+    return json.dumps(STUDY.target_accuracies())
+
+
+def as_trained(wildcards, input):
+    """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
+    return json.dumps(STUDY.as_trained(), sort_keys=True)
+
+
+def constraints(wildcards):
+    """What `decide` ranks under."""
+    return json.dumps(CONFIG["decide"])
+
+
+def description(wildcards):
+    """What the study is for."""
+    return STUDY.description
+
 
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"
@@ -33,9 +48,12 @@ rule merge_records:
         ENV
     params:
         records=lambda w: f"{RESULTS}/{w.study}/cells",
-        asked=ASKED,
+        skipped=skipped,
+        targets=targets,
+        trained=as_trained,
     shell:
-        "python -m stratbench.analysis.collect --expected {input.cells:q} {params.asked:q}"
+        "python -m stratbench.analysis.collect --expected {input.cells:q}"
+        " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
         " --records-root {params.records:q} --out {output.cells:q} --epochs-out {output.epochs:q}"
         " > {log:q} 2>&1"
 
@@ -136,7 +154,7 @@ rule make_decision:
     conda:
         ENV
     params:
-        constraints=CONSTRAINTS,
+        constraints=constraints,
     shell:
         "python -m stratbench.analysis.decide --cells {input.cells:q} --audit {input.audit:q}"
         " --constraints {params.constraints:q} --out {output:q} > {log:q} 2>&1"
@@ -187,8 +205,8 @@ rule write_report:
     params:
         plots=lambda w: FIGURES.format(study=w.study),
         study=lambda w: f"{RESULTS}/{w.study}",
-        description=STUDY.description,
-        constraints=CONSTRAINTS,
+        description=description,
+        constraints=constraints,
     shell:
         "python -m stratbench.analysis.report --cells {input.cells:q} --audit {input.audit:q}"
         " --summary {input.summary:q} --prediction {input.prediction:q}"
@@ -210,11 +228,14 @@ rule partial:
     params:
         study=lambda w, input: str(Path(input[0]).parent),
         out=lambda w, input: str(Path(input[0]).parent / "partial"),
-        asked=ASKED,
-        description=STUDY.description,
-        constraints=CONSTRAINTS,
+        skipped=skipped,
+        targets=targets,
+        trained=as_trained,
+        description=description,
+        constraints=constraints,
     shell:
-        "(python -m stratbench.analysis.collect --partial --expected {input:q} {params.asked:q}"
+        "(python -m stratbench.analysis.collect --partial --expected {input:q}"
+        " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
         " --records-root {params.study:q}/cells"
         " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv"
         " && python -m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
@@ -252,11 +273,14 @@ rule decide:
     params:
         study=lambda w, input: str(Path(input[0]).parent),
         out=lambda w, input: str(Path(input[0]).parent / "decision"),
-        asked=ASKED,
-        constraints=CONSTRAINTS,
+        skipped=skipped,
+        targets=targets,
+        trained=as_trained,
+        constraints=constraints,
     shell:
         "(mkdir -p {params.out:q}"
-        " && python -m stratbench.analysis.collect --partial --expected {input:q} {params.asked:q}"
+        " && python -m stratbench.analysis.collect --partial --expected {input:q}"
+        " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
         " --records-root {params.study:q}/cells"
         " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv"
         " > {params.out:q}/records.txt"

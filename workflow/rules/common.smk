@@ -2,6 +2,8 @@
 import json
 import re
 import sys
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -25,7 +27,7 @@ except stratbench_config.ConfigError as error:
 
 stratbench_config.set_job_environment(CONFIG, PACKAGE_ROOT)
 
-RESULTS = CONFIG["results"].rstrip("/")
+RESULTS = CONFIG["results"]
 CLUSTER = CONFIG["cluster"]
 ENV = str(Path(workflow.basedir) / "envs" / "stratbench.yaml")
 CELL = f"{{study}}/cells/{CELL_PATTERN}"
@@ -79,6 +81,28 @@ def cell_of(wildcards):
     return CELLS[path]
 
 
+@cache
+def settings_of(cell):
+    """What a cell is trained with."""
+    return STUDY.settings(cell)
+
+
+def setting_parameters():
+    """A parameter for each setting of a training job: a changed one trains again, and is named in a dry run.
+
+    Functions, as for every parameter that holds a text of the config: in a plain text Snakemake takes
+    braces for wildcards.
+    """
+
+    def parameter(key):
+        return lambda w: f"{key}={json.dumps(getattr(settings_of(cell_of(w)), key))}"
+
+    return {
+        field.name: parameter(field.name)
+        for field in fields(stratbench_config.Settings)
+    }
+
+
 def data_dir(dataset):
     return f"{RESULTS}/data/{dataset}"
 
@@ -100,7 +124,7 @@ def cpus_of(cell):
 
 def gres_of(cell):
     """GPUs asked for on each node, as SLURM writes it; empty for a cell that trains on CPUs."""
-    return cell_resources.gres(cell, CLUSTER, STUDY.settings(cell).device)
+    return cell_resources.gres(cell, CLUSTER, settings_of(cell).device)
 
 
 def mem_mib_of(cell):

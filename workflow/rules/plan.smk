@@ -7,7 +7,7 @@ rule plan:
     conda:
         ENV
     params:
-        config=json.dumps(
+        config=lambda w: json.dumps(
             CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}},
             sort_keys=True,
         ),
@@ -27,8 +27,10 @@ rule compare_with_prediction:
     conda:
         ENV
     params:
-        # Only what a prediction depends on: a changed time limit makes nothing again.
-        config=json.dumps(
+        # Only what a prediction depends on: a changed time limit makes nothing again, and a changed setting
+        # makes new records.
+        cluster=lambda w: json.dumps(CLUSTER, sort_keys=True),
+        config=lambda w, input: json.dumps(
             {key: CONFIG[key] for key in ("results", "datasets", "cluster")}
             | STUDY.as_trained(),
             sort_keys=True,

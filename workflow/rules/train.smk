@@ -12,7 +12,7 @@ onstart:
     if workflow.local_exec:
         cells = [cell_of(job.wildcards) for job in planned]
         forkserver.share_until_exit(
-            devices.threads_of(STUDY.settings(cell), cell.gpus) for cell in cells
+            devices.threads_of(settings_of(cell), cell.gpus) for cell in cells
         )
 
 
@@ -42,8 +42,10 @@ rule train_cell:
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
         gpu_slots=1,
     params:
+        **setting_parameters(),
         cell=lambda w: json.dumps(cell_of(w).as_dict()),
-        settings=lambda w: STUDY.settings(cell_of(w)).as_json(),
+        # What depends on `input` is no reason to run again: the parameters above are, one by one.
+        settings=lambda w, input: settings_of(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
     shell:

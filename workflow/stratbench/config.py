@@ -24,6 +24,7 @@ from stratbench.validation import (
     TYPE_NAMES,
     ConfigError,
     check_duplicate_keys,
+    resolved,
     schema,
     validate,
 )
@@ -246,21 +247,15 @@ def _blocks(
     path: str, rule: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], list[str]]]:
     """Title, keys and required keys of each mapping of the config, from the top down."""
-    properties = {key: _resolved(inner) for key, inner in rule["properties"].items()}
+    properties = {key: resolved(inner) for key, inner in rule["properties"].items()}
     yield (f"`{path}`" if path else "Top level"), properties, rule.get("required", [])
     for key, inner in properties.items():
-        named = _resolved(inner.get("additionalProperties") or {})
+        named = resolved(inner.get("additionalProperties") or {})
         below = f"{path}.{key}".lstrip(".")
         if "properties" in named:
             yield from _blocks(f"{below}.<name>", named)
         elif "properties" in inner:
             yield from _blocks(below, inner)
-
-
-def _resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "$ref" in rule:
-        return schema()["$defs"][rule["$ref"].rpartition("/")[2]]
-    return rule
 
 
 def _allowed(rule: Mapping[str, Any]) -> str:

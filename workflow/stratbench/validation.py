@@ -8,12 +8,15 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from stratbench import models
 from stratbench.data import DATASETS, Dataset, describe
@@ -44,13 +47,13 @@ def schema() -> dict[str, Any]:
 
 def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The config with defaults filled in; ConfigError on the first mistake."""
+    raw = _typed(raw, schema())
     _check_plain(raw, ())
-    if isinstance(raw, Mapping):
-        raw = {**raw, **{name: _typed(raw[name]) for name in ("decide", "cluster") if name in raw}}
     faults = sorted(_validator().iter_errors(raw), key=lambda e: (len(e.path), str(e.path)))
     if faults:
         raise ConfigError(_explain(faults[0]))
     config = _with_defaults(json.loads(json.dumps(raw)))
+    config["results"] = _folder("results", config["results"])
     if config["study"] not in config["studies"]:
         raise ConfigError(wrong("study", config["study"], "is not a study", config["studies"]))
     if config["cluster"]["skip_infeasible"] and config["cluster"]["gpu"] is None:
@@ -71,13 +74,67 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _typed(block: Any) -> Any:
-    """A block with text read as YAML: Snakemake hands over what is nested in --config as text."""
-    import yaml
+def _typed(value: Any, rule: Mapping[str, Any]) -> Any:
+    """`value` with text read as the number, truth value or null that its rule of the schema asks for.
 
-    if not isinstance(block, Mapping):
-        return block
-    return {k: yaml.safe_load(v) if isinstance(v, str) else v for k, v in block.items()}
+    Snakemake hands over as text what is nested in --config, and YAML reads 1e-3 as text. What is
+    no such text stays as it is, and is refused later.
+    """
+    rule = resolved(rule)
+    if isinstance(value, Mapping):
+        inner = rule.get("properties", {})
+        others = rule.get("additionalProperties") or {}
+        return {key: _typed(v, inner.get(key, others)) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_typed(v, rule.get("items", {})) for v in value]
+    if isinstance(value, str) and "type" in rule:
+        types = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
+        return _read_as(value, types)
+    return value
+
+
+def _read_as(text: str, types: Iterable[str]) -> Any:
+    """`text` as a value of one of the JSON types; itself where it is none, or text is wanted."""
+    if "null" in types and text in ("null", "~"):
+        return None
+    if "string" in types:
+        return text
+    if "boolean" in types and text.lower() in _TRUTH:
+        return _TRUTH[text.lower()]
+    if {"integer", "number"} & set(types) and re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII):
+        return int(text)
+    if "number" in types and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, _FLAGS):
+        return float(text)
+    return text
+
+
+_FLAGS = re.ASCII | re.IGNORECASE
+#: What YAML 1.1 takes for truth values.
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A rule of the schema, or the one that it refers to."""
+    return schema()["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
+
+
+def _folder(key: str, path: str) -> str:
+    """A folder as all rules write it: without `~`, `./`, `//` and a slash at its end.
+
+    ConfigError for one that Snakemake or a command line would take for something else.
+    """
+    found = os.path.normpath(os.path.expanduser(path))
+    found = "/" + found.lstrip("/") if found.startswith("/") else found
+    what = None
+    if found in (".", "/"):
+        what = "must be a folder of its own, since studies become folders in it; write results"
+    elif found.startswith(("-", "~")):
+        what = f"begins with {found[0]!r}, which commands read as an option or a home; rename it"
+    elif bad := next((c for c in found if c in "{}" or not c.isprintable()), None):
+        what = f"holds {bad!r}, which Snakemake or a shell cannot take in a path; rename it"
+    if what:
+        raise ConfigError(f"config: {key} = {_shown(path)}: {what}")
+    return found
 
 
 def check_duplicate_keys(path: str | Path) -> None:
@@ -135,15 +192,30 @@ def _check_plain(value: Any, path: tuple[str | int, ...]) -> None:
                 raise ConfigError(
                     f"{at}: the key {_shown(key)} is not text; write it in quotes: '{key}'"
                 )
+            _check_characters(key, path)
             _check_plain(inner, (*path, key))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             _check_plain(inner, (*path, i))
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"config: {_place(path)} = {value}: must be a finite number")
-    elif not isinstance(value, str | int | float | None):
+    elif isinstance(value, str):
+        _check_characters(value, path)
+    elif not isinstance(value, int | float | None):
         kind = type(value).__name__
         raise ConfigError(f"config: {_place(path)} = {value}: is a {kind}; write it in quotes")
+
+
+def _check_characters(text: str, path: tuple[str | int, ...]) -> None:
+    """Refuse what no command line and no page can hold: control characters, half characters."""
+    for character in text:
+        kind = unicodedata.category(character)
+        if kind == "Cs" or (kind == "Cc" and character not in "\n\t\r"):
+            at = f"config: {_place(path)}" if path else "config"
+            raise ConfigError(
+                f"{at} = {_shown(text)}: holds {character!r}, which is no printable character; "
+                "take it out"
+            )
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +263,7 @@ def _explain(fault: Any) -> str:
             message = f"{at}: the key {missing!r} is missing. {about}"
         case "type":
             wanted = " or ".join(TYPE_NAMES[t] for t in ([rule] if isinstance(rule, str) else rule))
-            message = f"{given}: must be {wanted}{_unquoted(value)}. {about}"
+            message = f"{given}: must be {wanted}. {about}"
         case "enum":
             return wrong(where, value, "is not allowed", [str(r) for r in rule])
         case "const":
@@ -207,6 +279,8 @@ def _explain(fault: Any) -> str:
             message = f"{given}: must be greater than {rule}. {about}"
         case "exclusiveMaximum":
             message = f"{given}: must be less than {rule}. {about}"
+        case "maxLength":
+            message = f"{given}: has {len(value):,} characters; must have at most {rule:,}. {about}"
         case "minItems" | "minProperties" | "minLength":
             message = f"{at}: must not be empty. {about}"
         case "pattern":
@@ -217,17 +291,6 @@ def _explain(fault: Any) -> str:
         case _:
             message = f"{given}: {fault.message}"
     return message.rstrip()
-
-
-def _unquoted(value: Any) -> str:
-    """A hint for numbers that YAML takes for text: quoted ones, and 1e-3 without a point."""
-    try:
-        number = float(value) if isinstance(value, str) else None
-    except ValueError:
-        return ""
-    return (
-        "" if number is None else f", and YAML reads this as text: write {number}, without quotes"
-    )
 
 
 def _place(path: Iterable[str | int]) -> str:
@@ -248,6 +311,9 @@ def _did_you_mean(given: Any, allowed: Iterable[str]) -> str:
 # ---------------------------------------------------------------- what the schema cannot say
 
 
+_JSON_TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"]}
+
+
 def _check_variants(study: str, values: Mapping[str, Any]) -> None:
     for name, variant in values["variants"].items():
         where = f"studies.{study}.variants.{name}"
@@ -258,6 +324,10 @@ def _check_variants(study: str, values: Mapping[str, Any]) -> None:
             raise ConfigError(wrong(f"{where}.strategy", base, "is not a strategy", REGISTRY))
         options = strategy_class(base).Options
         allowed = [field.name for field in fields(options)]
+        kinds = get_type_hints(options)
+        for key in variant.keys() & set(allowed):
+            if isinstance(variant[key], str):
+                variant[key] = _read_as(variant[key], _JSON_TYPES.get(kinds[key], ["string"]))
         given = {k: v for k, v in variant.items() if k != "strategy"}
         for key in given:
             if key not in allowed:
