@@ -365,6 +365,61 @@ def test_an_intact_result_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> None:
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    meta = prepare("mine", out, spec=SPEC)
+    assert prepared.verified_meta(out) == meta
+    shutil.copytree(out, copy, copy_function=shutil.copyfile)  # other times of change
+    assert prepared.verified_meta(copy)["sha256"] == meta["sha256"]
+    labels = out / "test_labels.npy"
+    whole = labels.read_bytes()
+    labels.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"test_labels changed after it was prepared\); delete it"):
+        prepared.verified_meta(out)
+    labels.write_bytes(whole)
+    assert prepared.verified_meta(out) == meta
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("odd", ["fifo", "folder", "device", "nothing", "no JSON"])
+def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str) -> None:
+    out = tmp_path / "out"
+    meta = prepare("mine", out, spec=SPEC)
+    array = out / ("meta.json" if odd == "no JSON" else "train_images.npy")
+    array.unlink()
+    if odd == "fifo":
+        os.mkfifo(array)
+    elif odd == "folder":
+        array.mkdir()
+    elif odd == "device":
+        array.symlink_to("/dev/zero")
+    elif odd == "no JSON":
+        array.write_text("{" * 100_000)
+    for read in (prepared.verified_meta, prepared.read):
+        with pytest.raises(DataError, match="holds no whole prepared data set"):
+            read(out)
+    assert prepared.intact(out, {"sha256": meta["sha256"]}) is None
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("odd", ["fifo", "device", "endless"])
+def test_a_source_that_never_ends_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    monkeypatch.setattr(sources, "MOST_FILE_BYTES", 1 << 20)
+    path = tmp_path / sources.CIFAR10_ARCHIVE[0]
+    if odd == "fifo":
+        os.mkfifo(path)
+    elif odd == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as f:
+            f.truncate(1 << 40)
+    what = "is larger than 1,048,576 bytes" if odd == "endless" else "is not a regular file"
+    with pytest.raises(DataError, match=f"{path.name}: cannot be read: {what}"):
+        prepare("cifar10", tmp_path / "out", root=tmp_path, download=False)
+
+
 def test_a_failure_midway_keeps_the_earlier_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

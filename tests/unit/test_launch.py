@@ -10,6 +10,7 @@ import csv
 import gzip
 import json
 import resource
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -255,6 +256,24 @@ def test_missing_data(start_cell, tmp_path):
     assert code == 1
     assert str(tmp_path / "nowhere") in output
     assert "Traceback" not in output
+
+
+def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
+    start_cell, tiny_data, tmp_path
+):
+    folder = tmp_path / "changed"
+    shutil.copytree(tiny_data, folder)
+    with (folder / "train_images.npy").open("r+b") as f:
+        f.seek(-1, 2)
+        last = f.read(1)
+        f.seek(-1, 2)
+        f.write(bytes([last[0] ^ 1]))
+    launched = start_cell(settings("ddp"), data_dir=folder)
+    code, output = launched.finish()
+    assert code == 1
+    assert "train_images changed after it was prepared" in output
+    assert "Traceback" not in output
+    assert not launched.record.exists()
 
 
 def test_results_and_evidence_of_an_earlier_run_are_removed_first(start_cell):

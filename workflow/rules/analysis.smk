@@ -1,32 +1,6 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
 from stratbench.analysis.measures import MEASURES, NUMBERED_TABLES, PLOTS
 
-
-def skipped(wildcards):
-    """Why cells are not trained, for `collect`."""
-    return json.dumps(SKIPPED)
-
-
-def targets(wildcards):
-    """The accuracies to reach, for `collect`."""
-    return json.dumps(STUDY.target_accuracies())
-
-
-def as_trained(wildcards, input):
-    """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
-    return json.dumps(STUDY.as_trained(), sort_keys=True)
-
-
-def constraints(wildcards):
-    """What `decide` ranks under."""
-    return json.dumps(CONFIG["decide"])
-
-
-def description(wildcards):
-    """What the study is for."""
-    return STUDY.description
-
-
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"
 

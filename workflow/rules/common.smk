@@ -103,6 +103,31 @@ def setting_parameters():
     }
 
 
+def skipped(wildcards):
+    """Why cells are not trained, for `collect`."""
+    return json.dumps(SKIPPED)
+
+
+def targets(wildcards):
+    """The accuracies to reach, for `collect`."""
+    return json.dumps(STUDY.target_accuracies())
+
+
+def as_trained(wildcards, input):
+    """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
+    return json.dumps(STUDY.as_trained(), sort_keys=True)
+
+
+def constraints(wildcards):
+    """What `decide` ranks under."""
+    return json.dumps(CONFIG["decide"])
+
+
+def description(wildcards):
+    """What the study is for."""
+    return STUDY.description
+
+
 def data_dir(dataset):
     return f"{RESULTS}/data/{dataset}"
 

@@ -1,7 +1,8 @@
 """A prepared data set on disk: four memory-mappable arrays and `meta.json` in one folder.
 
 `train_images.npy`, `test_images.npy` uint8 [N, C, H, W]; `train_labels.npy`, `test_labels.npy`
-int64 [N]. The folder appears whole or not at all, and its SHA-256 tells damage afterwards.
+int64 [N]. The folder appears whole or not at all, and its SHA-256 tells damage afterwards: it is made anew
+where a file has no longer the size and the time of change that the meta data state.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stratbench.files import read_json
 from stratbench.sources import DataError, Source, progress_bar
 
 if TYPE_CHECKING:
@@ -29,8 +32,9 @@ OURS = {*(f"{array}.npy" for array in ARRAYS), META, ".snakemake_timestamp"}
 def write(folder: Path, request: Mapping[str, Any], source: Source, shape: tuple[int, ...]) -> dict:
     """Write the arrays of `source`, images of `shape` (C, H, W), and their meta data; return it.
 
-    The meta data are `request`, the counts, the source files, the arrays' SHA-256, and the mean
-    and standard deviation of each channel over the training set, for values in 0..1.
+    The meta data are `request`, the counts, the source files, the arrays' SHA-256, size in bytes
+    and time of change, and the mean and standard deviation of each channel over the training set,
+    for values in 0..1.
     """
     import numpy as np
 
@@ -68,6 +72,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, shape: tuple
         "std": np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1)).tolist(),
         "sources": source.files,
         "sha256": _sha256(folder),
+        "arrays": {array: _size_and_time(folder, array) for array in ARRAYS},
     }
     (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
@@ -77,10 +82,20 @@ def _channels(images: np.ndarray) -> np.ndarray:
     return images.swapaxes(0, 1)
 
 
+def _size_and_time(folder: Path, array: str) -> list[int]:
+    """Bytes of an array's file, and when it was changed, in ns; DataError where it is no file."""
+    path = folder / f"{array}.npy"
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is not a regular file")
+    return [status.st_size, status.st_mtime_ns]
+
+
 def _sha256(folder: Path) -> str:
     """SHA-256 over the four arrays' files, headers included, in the order of ARRAYS."""
     digest = hashlib.sha256()
     for array in ARRAYS:
+        _size_and_time(folder, array)  # a FIFO would be waited for
         with (folder / f"{array}.npy").open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -90,7 +105,7 @@ def _sha256(folder: Path) -> str:
 def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
     """The meta data of a folder that was made for `request` and is undamaged, else None."""
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = read_json(folder / META)
         same = all(meta[key] == value for key, value in request.items())
         return meta if same and meta["sha256"] == _sha256(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -106,7 +121,7 @@ def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, 
     while True:
         try:
             os.replace(built, folder)
-            return json.loads((folder / META).read_text(encoding="utf-8"))
+            return read_json(folder / META)
         except OSError as error:
             if not folder.exists():
                 raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
@@ -130,12 +145,41 @@ def _move_aside(folder: Path, where: Path) -> None:
         return  # Another process was quicker.
 
 
+def verified_meta(folder: Path) -> dict[str, Any]:
+    """The meta data of a prepared data set, whose arrays are those that they were written for.
+
+    Reads the arrays only where size or time of change are not as stated (a copy, or a change).
+    DataError where something is missing, or the arrays have another SHA-256.
+    """
+    try:
+        meta = read_json(folder / META)
+        now = {array: _size_and_time(folder, array) for array in ARRAYS}
+        stated = meta.get("arrays", {})
+        changed = [array for array in ARRAYS if now[array] != stated.get(array)]
+        if changed and _sha256(folder) != meta["sha256"]:
+            raise DataError(f"{', '.join(changed)} changed after it was prepared")
+    except OSError as error:
+        raise _not_whole(folder, error.strerror or error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _not_whole(folder, error) from error
+    return meta
+
+
+def _not_whole(folder: Path, why: object) -> DataError:
+    return DataError(
+        f"{folder} holds no whole prepared data set ({why}); delete it, and the next run makes it "
+        f"again, as `python -m stratbench.data prepare NAME --out {folder}` does"
+    )
+
+
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The meta data, and the arrays by name, mapped copy-on-write; DataError if not whole."""
     import numpy as np
 
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = read_json(folder / META)
+        for array in ARRAYS:
+            _size_and_time(folder, array)
         # Copy-on-write: torch wants writable arrays, and the files must not change.
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         for split in ("train", "test"):
@@ -145,8 +189,5 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             if arrays[f"{split}_labels"].shape != (samples,):
                 raise ValueError(f"{split}_labels.npy has not one label an image")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder}: not a whole prepared data set ({error}); make it again with "
-            f"`python -m stratbench.data prepare NAME --out {folder}`"
-        ) from error
+        raise _not_whole(folder, error) from error
     return meta, arrays

@@ -19,6 +19,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stratbench.files import read_regular
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -72,6 +74,8 @@ DIGITS_TEST_SAMPLES = 360
 
 SYNTHETIC_CHUNK_SAMPLES = 1024
 DOWNLOAD_TIMEOUT_S = 30
+#: No file of a data set that we know is larger; what is, is not read to its end.
+MOST_FILE_BYTES = 1 << 30
 
 
 class DataError(ValueError):
@@ -113,7 +117,7 @@ def progress_bar(total: int, unit: str, description: str) -> Any:
 def read_verified(path: Path, md5: str) -> bytes:
     """The file's bytes, read once, whose MD5 is `md5`; DataError otherwise."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path, MOST_FILE_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -177,6 +181,8 @@ def _fetch(url: str, target: Path) -> None:
         progress_bar(int(response.headers.get("Content-Length", 0)), "B", target.name) as bar,
     ):
         while block := response.read(1 << 16):
+            if file.tell() > MOST_FILE_BYTES:
+                raise DataError(f"more than {MOST_FILE_BYTES:,} bytes came")
             file.write(block)
             bar.update(len(block))
 

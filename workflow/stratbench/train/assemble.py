@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from stratbench import __version__, models
+from stratbench import __version__, models, prepared
 from stratbench.record import Record
-from stratbench.sources import DataError
 from stratbench.strategies import strategy_class, traits_of
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
@@ -143,7 +142,7 @@ def record(job: Job, outcome: Outcome) -> Record:
     whole = [w for w in worker_files(job).values() if "phases_s" in w]
     servers = server_files(job)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
-    meta = data_meta(job.data_dir)
+    meta = prepared.verified_meta(job.data_dir)
     finished = outcome.status in ("ok", "diverged") and whole
     cls = strategy_class(s.strategy)
     samples_per_step = cls.samples_per_step(s)
@@ -281,17 +280,6 @@ def progress(job: Job) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be half written
     return [json.loads(line) for line in lines]
-
-
-def data_meta(folder: Path) -> dict[str, Any]:
-    """meta.json of a prepared data set; DataError where there is none."""
-    try:
-        return json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    except OSError as e:
-        raise DataError(
-            f"{folder} holds no prepared data set ({e.strerror}); make it with `python -m "
-            f"stratbench.data prepare NAME --out {folder}`"
-        ) from e
 
 
 def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from stratbench import prepared
 from stratbench.cells import Cell
 from stratbench.config import Settings
 from stratbench.files import write_atomic
@@ -84,7 +85,7 @@ def job_of(
     args: argparse.Namespace, cell: Cell, settings: Settings, run_dir: Path
 ) -> Iterator[Job]:
     """The job, holding the node's GPUs for it; the clock of the time limit starts with it."""
-    meta = assemble.data_meta(args.data)
+    meta = prepared.verified_meta(args.data)
     gpus = devices.visible_gpus()
     cuda = devices.wants_cuda(settings.device, gpus)
     per_node = -(-cell.gpus // args.nodes)
