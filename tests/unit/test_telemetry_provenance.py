@@ -51,6 +51,38 @@ def test_environment_is_taken_by_an_allow_list_and_secrets_never(monkeypatch):
     assert not left.keys() & environment.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("TORCH_HUB_URL", "https://user:pa55word@mirror.example.com/hub", True),
+        ("TORCH_HUB_URL", "https://mirror.example.com:8080/hub", False),
+        ("PYTORCH_EXTRA", "region=eu,token=abc", True),
+        ("PYTORCH_EXTRA", "API_KEY: abc", True),
+        ("TORCH_HF", "hf_abcdefghijklmnopqrst", True),
+        ("CUDA_X", "ghp_0123456789abcdefghijABCDEFGHIJ012345", True),
+        ("CUDA_X", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2ln", True),
+        ("CUDA_X", "d41d8cd98f00b204e9800998ecf8427e", True),
+        ("CUDA_X", "wJalrXUtnFEMI7K7MDENGbPxRfiCYEXAMPLEKEY", True),
+        (
+            "CUDA_VISIBLE_DEVICES",
+            "GPU-8f2a6d1c-3b7e-4a59-9c0d-1e2f3a4b5c6d,MIG-8f2a6d1c3b7e",
+            False,
+        ),
+        ("KMP_AFFINITY", "granularity=fine,compact,1,0,0xffffffffffffffffffffffffffffffff", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128", False),
+        (
+            "LD_PRELOAD",
+            "/opt/pkgs/lib-1.2-d41d8cd98f00b204e9800998ecf8427e/libtcmalloc.so.4",
+            False,
+        ),
+        ("NCCL_IB_HCA", "mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7", False),
+    ],
+)
+def test_a_value_that_looks_like_a_secret_is_left_out(monkeypatch, name, value, secret):
+    monkeypatch.setenv(name, value)
+    assert (name not in worker_provenance("cpu")["environment"]) is secret
+
+
 def test_slurm_job_is_named_inside_one(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JWT", "secret")

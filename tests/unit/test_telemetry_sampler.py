@@ -55,12 +55,12 @@ def samples(path: Path, kind: str) -> list[dict]:
 
 def test_it_sees_a_process_burn_cpu_and_takes_a_last_sample(tmp_path):
     out = tmp_path / "samples.csv"
-    origin_s = time.time() - 50
+    origin_s = time.monotonic() - 50
     sampler = Sampler(out, origin_s, period_s=0.1)
     with burning() as child:
         sampler.watch("rank0", child.pid)
         wait_for(lambda: len(samples(out, "process")) >= 12)
-    ended_s = time.time() - origin_s
+    ended_s = time.monotonic() - origin_s
     assert sampler.stop() is True
     rows = samples(out, "process")
     assert {row["id"] for row in rows} == {"rank0"}
@@ -205,7 +205,7 @@ def sampled_with(
         Watched(None),
         parent_pid=os.getppid(),
         period_s=period_s,
-        origin_s=sampler_module.time.time(),
+        origin_s=sampler_module.time.monotonic(),
     )
     text.seek(0)
     return list(csv.DictReader(text))

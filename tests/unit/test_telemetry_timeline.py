@@ -41,7 +41,7 @@ def phases_of(timeline: Path) -> list[tuple[float, str, str]]:
 
 def test_phase_log_counts_from_the_origin_and_appends(tmp_path):
     path = tmp_path / "rank1.jsonl"
-    origin_s = time.time() - 100
+    origin_s = time.monotonic() - 100
     for phase in ("setup", "eval"):
         log = PhaseLog(path, rank=1, origin_s=origin_s)
         log.write(phase, "start")

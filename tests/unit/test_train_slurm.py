@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.train import slurm
+from stratbench.train import resume, slurm
 
 
 @pytest.fixture
@@ -43,10 +43,13 @@ def job(tmp_path: Path, *wildcards: str, missing: bool = True) -> SimpleNamespac
 def snakemake(monkeypatch: pytest.MonkeyPatch):
     """What it uses of Snakemake's workflow; `log` tells what was done to it."""
     log: list[str] = []
-    monkeypatch.setattr(slurm.os, "execv", lambda program, argv: log.append(argv[1:3]))
+    monkeypatch.setattr(resume.os, "execv", lambda program, argv: log.append(argv[1:3]))
     return SimpleNamespace(
         dag=SimpleNamespace(reason=lambda job: SimpleNamespace(missing_output=job.missing)),
-        persistence=SimpleNamespace(unlock=lambda: log.append("unlock")),
+        persistence=SimpleNamespace(
+            unlock=lambda: log.append("unlock"), incomplete=lambda job: [], finished=log.append
+        ),
+        async_run=lambda result: result,
         log=log,
     )
 
@@ -91,14 +94,13 @@ def test_a_live_cell_is_named_waited_for_and_planned_anew(fake, snakemake, tmp_p
     assert "scancel 12" in told
 
 
-def test_a_cell_that_finished_after_the_plan_was_made_is_planned_anew(fake, snakemake, tmp_path):
-    fake("squeue", "true")
+def test_a_cell_that_finished_after_the_plan_was_made_is_planned_anew(snakemake, tmp_path):
     planned = [job(tmp_path, "a"), job(tmp_path, "b", missing=False)]
     Path(planned[1].output[0]).touch()  # there before, and made again for another reason
-    slurm.hold_until_ended(snakemake, planned)
+    resume.keep_finished(snakemake, planned)
     assert snakemake.log == []
     Path(planned[0].output[0]).touch()
-    slurm.hold_until_ended(snakemake, planned)
+    resume.keep_finished(snakemake, planned)
     assert snakemake.log == ["unlock", ["-m", "snakemake"]]
 
 

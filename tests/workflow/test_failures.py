@@ -90,24 +90,38 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     assert workflow.jobs()["train_cell"] >= 1
 
 
-def test_a_killed_snakemake_leaves_its_cell_training_and_then_nothing(workflow):
-    """The kernel may kill it for memory, far into a cell of hours."""
-    config = one_long_cell()
-    config["studies"]["tiny"]["experiments"]["second"]["epochs"] = 400
-    workflow.write_config(config)
-    run = workflow.start(
-        "--target-jobs",
-        "train_cell:study=tiny,experiment=second,strategy=ddp,model=vgg-compact,gpus=2,repeat=0",
-    )
+LONG_CELL = "train_cell:study=tiny,experiment=second,strategy=ddp,model=vgg-compact,gpus=2,repeat=0"
+
+
+def test_a_cell_ends_with_its_snakemake(workflow, tmp_path):
+    """The kernel may kill it for memory, far into a cell of hours; or a second one is let in beside it.
+
+    The temporary folder is one whose name is too long for sockets.
+    """
+    tmp = tmp_path / ("t" * 100)
+    tmp.mkdir()
+    workflow.variables["TMPDIR"] = str(tmp)
+    workflow.write_config(one_long_cell())
+    run = workflow.start("--target-jobs", LONG_CELL)
     workers = wait_for(lambda: training_workers(workflow.folder))
-    servers = fork_servers(workflow.folder)
+    family = [*workers, *psutil.Process(run.pid).children(recursive=True)]
+    log = workflow.folder / "results/tiny/logs/second/ddp/vgg-compact/2gpu/rep0.log"
+    assert "share a fork server" in log.read_text()
+    # It would train the same cell, and waits instead.
+    second = workflow.start("--nolock", "--target-jobs", LONG_CELL)
+    wait_for(lambda: True if "another launcher trains this cell" in log.read_text() else None)
+    assert all(p.is_running() for p in workers)
     run.kill()
-    run.wait()
-    record = workflow.record("second", "ddp", "vgg-compact", "2gpu")
-    assert not record.exists(), "the cell was too short for this test"
-    wait_for(lambda: record if record.exists() else None)
-    assert json.loads(record.read_text())["status"] == "ok"
-    assert_gone([*workers, *servers])
+    run.communicate()
+    assert_gone(family)
+    workers = wait_for(lambda: training_workers(workflow.folder))
+    family = [*workers, *psutil.Process(second.pid).children(recursive=True)]
+    os.killpg(second.pid, signal.SIGKILL)
+    second.communicate()
+    assert_gone(family)
+    assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
+    assert workflow.run("--unlock").returncode == 0
+    assert workflow.jobs()["train_cell"] >= 1
 
 
 def test_an_unknown_gpu_is_told_before_any_job(workflow):

@@ -62,6 +62,7 @@ class Workflow:
 
     def __init__(self, folder: Path, config: dict) -> None:
         self.folder = folder
+        self.variables: dict[str, str] = {}  # of the environment, changed for this copy
         for name in ("workflow", "profiles", "envs"):
             shutil.copytree(
                 ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
@@ -77,7 +78,7 @@ class Workflow:
 
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "STRATBENCH_DATA")}
-        return kept | {"XDG_CACHE_HOME": str(self.folder / "cache")}
+        return kept | {"XDG_CACHE_HOME": str(self.folder / "cache")} | self.variables
 
     def run(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run Snakemake to its end; output and errors together in `stdout`."""

@@ -1,4 +1,4 @@
-from stratbench.train import devices, forkserver, slurm
+from stratbench.train import devices, forkserver, resume, slurm
 
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
@@ -6,9 +6,11 @@ onstart:
     planned = [
         job for job in workflow.dag.needrun_jobs() if job.rule.name == "train_cell"
     ]
-    # Snakemake does not know its SLURM jobs again after it was killed.
-    slurm.hold_until_ended(workflow, planned)
-    slurm.warn_of_forgetful_slurm()
+    if not workflow.local_exec:
+        # Snakemake does not know its SLURM jobs again after it was killed.
+        slurm.hold_until_ended(workflow, planned)
+        slurm.warn_of_forgetful_slurm()
+    resume.keep_finished(workflow, planned)
     if workflow.local_exec:
         cells = [cell_of(job.wildcards) for job in planned]
         forkserver.share_until_exit(
@@ -48,8 +50,11 @@ rule train_cell:
         settings=lambda w, input: settings_of(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
+    # The launcher takes its shell's place, so that no shell can be killed in front of it, and ends with
+    # the Snakemake that runs it here: on SLURM that is the job's own, not the one that has submitted it.
     shell:
-        "python -m stratbench.train.launch --cell {params.cell:q} --settings {params.settings:q}"
+        "exec python -m stratbench.train.launch --parent $PPID"
+        " --cell {params.cell:q} --settings {params.settings:q}"
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
         " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task}"

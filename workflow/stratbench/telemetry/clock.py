@@ -178,7 +178,8 @@ class Phases:
     """Wall clock of named phases outside the timed training: `with phases("setup"): ...`.
 
     The device is synchronised at both ends, so a phase's time holds the work it queued. A
-    phase that happens several times is summed. With `log`, each start and end is written there.
+    phase that happens several times is summed. With `log`, each start and end is written there; a
+    phase that ends by an exception has no end.
     """
 
     def __init__(self, device: torch.device | str = "cpu", log: PhaseSink | None = None) -> None:
@@ -191,13 +192,11 @@ class Phases:
         synchronise(self.device)
         self._write(name, "start")
         begun_ns = time.perf_counter_ns()
-        try:
-            yield
-            synchronise(self.device)
-        finally:
-            elapsed_ns = time.perf_counter_ns() - begun_ns
-            self._total_ns[name] = self._total_ns.get(name, 0) + elapsed_ns
-            self._write(name, "end")
+        yield
+        synchronise(self.device)
+        elapsed_ns = time.perf_counter_ns() - begun_ns
+        self._total_ns[name] = self._total_ns.get(name, 0) + elapsed_ns
+        self._write(name, "end")
 
     def as_dict(self) -> dict[str, float]:
         """Seconds of each phase so far, `setup` under the key `setup_s`."""

@@ -1,7 +1,8 @@
 """Where and with what a rank ran: everything that could make two records incomparable.
 
 Collected inside each rank, on the node that trains. Facts that this machine does not offer are
-absent. Secrets never enter: environment variables are taken by an allow-list.
+absent. Secrets never enter: environment variables are taken by an allow-list, and one whose name or
+value looks like a secret is left out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ _SLURM = re.compile(
     r"|CPU_BIND|GPUS\w*|MEM_PER_\w+|RESTART_COUNT)|SLURMD_NODENAME"
 )
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|AUTH|(^|_)KEY", re.IGNORECASE)
+#: What carries a secret: an address with a password, `token=…`, the forms of common providers' keys, and
+#: long runs of letters and digits mixed. Paths, UUIDs, masks and lists of options are none.
+_SECRET_VALUE = re.compile(
+    r"://[^/\s:@]+:[^/\s@]+@"
+    r"|(?i:secret|token|passw(or)?d|credential|api_?key)\w*\s*[=:]"
+    r"|\b(gh[opsu]_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA|eyJ)[\w-]{12}"
+    r"|(?<![\w/.+-])(?=[\w+]*[A-Z])(?=[\w+]*[a-z])(?=[\w+]*[0-9])[A-Za-z0-9+]{32,}={0,2}(?![\w/.-])"
+    r"|(?<![\w/.-])(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{32,}(?![\w/.-])"
+)
 _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
 
 
@@ -152,7 +162,7 @@ def _variables(pattern: re.Pattern[str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if pattern.fullmatch(name) and not _SECRET.search(name)
+        if pattern.fullmatch(name) and not _SECRET.search(name) and not _SECRET_VALUE.search(value)
     }
 
 

@@ -1,6 +1,6 @@
 """One light process a node that samples the machine while a cell trains.
 
-    python -m stratbench.telemetry.sampler --out samples.csv --origin-s 1700000000.0
+    python -m stratbench.telemetry.sampler --out samples.csv --origin-s 4200.0
 
 `Sampler` starts and stops it from a launcher. It imports no torch, runs at the lowest priority
 and keeps off the cores that the watched processes are bound to. Columns: `timeline.COLUMNS`.
@@ -48,7 +48,7 @@ class Sampler:
         origin_s: float,
         period_s: float = 0.5,
     ) -> None:
-        """Start sampling into `out`; `origin_s` is the `time.time()` that t_s counts from."""
+        """Start sampling into `out`; `origin_s` is the `time.monotonic()` that t_s counts from."""
         self.out = Path(out)
         self._pids_file = self.out.with_suffix(".pids")
         self._pids_file.write_text("", encoding="utf-8")
@@ -195,7 +195,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="stratbench.telemetry.sampler", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     parser.add_argument("--period-s", type=float, default=0.5)
-    parser.add_argument("--origin-s", type=float, default=None, help="time.time() of t_s = 0")
+    parser.add_argument(
+        "--origin-s", type=float, default=None, help="time.monotonic() of t_s = 0; default: now"
+    )
     parser.add_argument("--pids-file", type=Path, default=None, help="lines `label pid`")
     parser.add_argument(
         "--parent-pid", type=int, default=os.getppid(), help="end when this is not the parent"
@@ -223,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
             Watched(options.pids_file),
             parent_pid=options.parent_pid,
             period_s=options.period_s,
-            origin_s=time.time() if options.origin_s is None else options.origin_s,
+            origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
         )
     return 0
 
@@ -247,7 +249,6 @@ def sample_until(
     node = socket.gethostname()
     host = Host(node)
     allowed_cores = usable_cores()
-    offset_s = time.time() - origin_s - time.monotonic()
     begun_s = time.monotonic()
     file.write(",".join(COLUMNS) + "\n")
     count, in_time = 0, True
@@ -255,7 +256,7 @@ def sample_until(
         ending = stop.is_set() or os.getppid() != parent_pid
         if watched.refresh():
             _move_to(allowed_cores - watched.cores())
-        t_s = round(time.monotonic() + offset_s, 3)
+        t_s = round(time.monotonic() - origin_s, 3)
         rows = [host.sample(), *watched.sample()]
         pcie_snapshot = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
         rows += [

@@ -58,14 +58,14 @@ class PhaseLog:
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, origin_s: float) -> None:
-        """`origin_s`: the launcher's `time.time()`, from which every rank counts."""
+        """`origin_s`: this node's `time.monotonic()` when the cell began; all ranks count from then."""
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._rank = rank
-        self._offset_s = time.time() - origin_s - time.monotonic()
+        self._origin_s = origin_s
 
     def write(self, phase: str, event: str) -> None:
         """Note that `phase` starts or ends now."""
-        t_s = round(time.monotonic() + self._offset_s, 4)
+        t_s = round(time.monotonic() - self._origin_s, 4)
         line = {"t_s": t_s, "rank": self._rank, "phase": phase, "event": event}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

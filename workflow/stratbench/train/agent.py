@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ from stratbench.train.job import Job
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
 GRACE_S = 3.0
+#: How often a launcher looks whether its parent lives, in seconds.
+PARENT_POLL_S = 0.5
 
 
 class Stopped(BaseException):
@@ -78,7 +81,7 @@ def run_node(job: Job, node: int) -> End:
             for local_rank, rank in enumerate(job.ranks_of(node))
         ]
         processes = [*servers, *workers]
-        sampler = Sampler(job.run_dir / f"samples{node}.csv", job.origin_unix_s)
+        sampler = Sampler(job.run_dir / f"samples{node}.csv", job.origin_s)
         try:
             # While nothing trains yet: a server of this cell's own is importing PyTorch meanwhile.
             write_atomic(job.run_dir / f"busy{node}.json", json.dumps(busy_check()))
@@ -116,13 +119,13 @@ def supervise(
     ended: dict[str, int] = {}
     grace_ends: float | None = None
     while len(ended) < len(processes):
-        now = time.time()
-        if job.deadline_unix_s is not None and now >= job.deadline_unix_s:
+        now = time.monotonic()
+        if job.deadline_s is not None and now >= job.deadline_s:
             return End(_ends(processes, ended), timed_out=True)
         if grace_ends is not None and now >= grace_ends:
             break
         poll_s = 0.5 if job.has_servers else 3600
-        until = min(t for t in (job.deadline_unix_s, grace_ends, now + poll_s) if t is not None)
+        until = min(t for t in (job.deadline_s, grace_ends, now + poll_s) if t is not None)
         running = {p.sentinel: p for p in processes if p.name not in ended}
         for sentinel in wait(list(running), timeout=max(until - now, 0)):
             process = running[sentinel]
@@ -132,7 +135,7 @@ def supervise(
             if p.name not in ended and p.name in lost_workers(job):
                 p.kill()
         if grace_ends is None and stuck(job, servers, workers, ended):
-            grace_ends = time.time() + GRACE_S
+            grace_ends = time.monotonic() + GRACE_S
     return End(_ends(processes, ended), timed_out=False)
 
 
@@ -194,11 +197,27 @@ def raise_stopped(signum: int) -> None:
     raise Stopped(signum)
 
 
+def end_with(parent: int) -> None:
+    """From now on stop this process, as SIGTERM does, when its parent process `parent` has ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        try:
+            print(f"process {parent}, which had started this cell, has ended", flush=True)
+        finally:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     """Agent of one node of several; started by `srun` with the job's file as argument."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("job", type=Path, help="JSON file written by the launcher")
-    job = Job.from_json(parser.parse_args().job.read_text(encoding="utf-8"))
+    parser.add_argument("spent_s", type=float, help="of the cell's time, when srun was called")
+    args = parser.parse_args()
+    job = Job.from_json(args.job.read_text(encoding="utf-8")).on_another_node(args.spent_s)
     on_signals(raise_stopped)
     node = int(os.environ["SLURM_NODEID"])
     try:

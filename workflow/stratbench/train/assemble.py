@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +17,7 @@ from stratbench.strategies import strategy_class, traits_of
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
-from stratbench.train.agent import End
+from stratbench.train.agent import End, joined
 from stratbench.train.job import Job
 
 REPOSITORY = Path(__file__).parents[3]
@@ -80,6 +79,10 @@ def classify_served(job: Job, end: End) -> Outcome:
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
         return Outcome("error", lost)
+    # Without one that they never had, the servers begin nothing.
+    for rank, worker in workers.items():
+        if worker["status"] == "error" and not joined(job, f"rank{rank}"):
+            return Outcome("error", worker["reason"])
     if end.timed_out:
         return Outcome("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
     if len(servers) < job.settings.options["servers"]:
@@ -196,7 +199,7 @@ def record(job: Job, outcome: Outcome) -> Record:
             "data_s": phase_s(whole, "data_s"),
             "warmup_s": phase_s(whole, "warmup_s"),
             "eval_s": phase_s(whole, "eval_s"),
-            "total_s": time.time() - job.origin_unix_s,
+            "total_s": job.elapsed_s,
             "time_limit_s": job.time_limit_s,
         },
         "compute": efficiency.compute(job, whole, run),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratbench.cores import usable_cores
+from stratbench.train.locks import own_folder, try_lock
 
 if TYPE_CHECKING:
     from stratbench.config import Settings
@@ -45,8 +43,8 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
 def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
     """Hold `wanted` of `gpus` until the block ends, waiting for other cells on this node.
 
-    The locks lie in the temporary folder of the node and vanish with the process, so a killed cell
-    leaves nothing behind. Raises DeviceError when the node has too few.
+    The locks lie in the user's own folder on this node and vanish with the process: a killed cell
+    leaves none behind, and no other user can hold one. Raises DeviceError when the node has too few.
     """
     if wanted > len(gpus):
         raise DeviceError(
@@ -54,15 +52,20 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
             f"({', '.join(gpus) or 'none'}); lower `gpus` in the experiment, use device: cpu, or "
             "raise cluster.gpus_per_node to what a node has"
         )
-    folder = Path(tempfile.gettempdir()) / f"stratbench-gpus-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    locks = {gpu: folder / name for gpu, name in lock_names(gpus).items()}
+    if not wanted:
+        yield []
+        return
+    folder = own_folder()
+    locks = {gpu: folder / f"gpu-{name}" for gpu, name in lock_names(gpus).items()}
     with ExitStack() as held:
         mine: list[str] = []
         told = False
         while len(mine) < wanted:
             for gpu in gpus:
-                if gpu not in mine and len(mine) < wanted and _lock(locks[gpu], held):
+                if gpu in mine or len(mine) == wanted:
+                    continue
+                if (descriptor := try_lock(locks[gpu])) is not None:
+                    held.callback(os.close, descriptor)
                     mine.append(gpu)
             if len(mine) < wanted:
                 # Give back what was taken: two cells that each hold half would wait for ever.
@@ -84,17 +87,6 @@ def lock_names(gpus: list[str]) -> dict[str, str]:
 
     uuids = {str(gpu.index): gpu.static().get("uuid") for gpu in Nvml().gpus()}
     return {gpu: (uuids.get(gpu) or gpu).replace("/", "_") for gpu in gpus}
-
-
-def _lock(path: Path, held: ExitStack) -> bool:
-    f = path.open("w", encoding="utf-8")
-    try:
-        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        f.close()
-        return False
-    held.enter_context(f)
-    return True
 
 
 def show_only(gpus: list[str]) -> None:

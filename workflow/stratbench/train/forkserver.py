@@ -22,8 +22,8 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -32,10 +32,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from stratbench.train.locks import scratch
+
 #: The folder of the servers that the cells of this run share.
 FOLDER_VARIABLE = "STRATBENCH_FORK_SERVERS"
-_ANSWER = struct.Struct("!i")  # a greeting, a pid, an exit code
+_ANSWER = struct.Struct("!i")  # a greeting, a pid or the negative error of the fork, an exit code
 _REQUEST_TIMEOUT_S = 10.0
+_ACCEPT_AGAIN_S = 0.1
 
 
 class ForkServer:
@@ -86,6 +89,9 @@ class Process:
         if greeting is not None:
             self.sentinel.sendall(json.dumps(request).encode() + b"\n")
             self.pid = _receive(self.sentinel)
+        if self.pid is not None and self.pid < 0:
+            code, self.pid = -self.pid, None
+            raise OSError(code, f"{self.name} cannot be forked: {os.strerror(code)}")
         if self.pid is None:
             raise ConnectionError(f"the fork server ended before {self.name} could start")
 
@@ -114,8 +120,8 @@ def fork_server(threads: int, may_share: bool) -> Iterator[Path]:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
         yield shared
         return
-    with tempfile.TemporaryDirectory(prefix="stratbench-") as folder:
-        server = ForkServer(Path(folder), threads)
+    with scratch() as folder:
+        server = ForkServer(folder, threads)
         try:
             yield server.path
         finally:
@@ -125,9 +131,9 @@ def fork_server(threads: int, may_share: bool) -> Iterator[Path]:
 @contextmanager
 def shared_servers(threads: Iterable[int]) -> Iterator[None]:
     """Have all launchers that this process starts share fork servers, one for each number of threads."""
-    with tempfile.TemporaryDirectory(prefix="stratbench-") as folder:
-        servers = [ForkServer(Path(folder), n) for n in sorted(set(threads))]
-        os.environ[FOLDER_VARIABLE] = folder
+    with scratch() as folder:
+        servers = [ForkServer(folder, n) for n in sorted(set(threads))]
+        os.environ[FOLDER_VARIABLE] = str(folder)
         try:
             yield
         finally:
@@ -137,9 +143,12 @@ def shared_servers(threads: Iterable[int]) -> Iterator[None]:
 
 
 def share_until_exit(threads: Iterable[int]) -> None:
-    """`shared_servers` until this process ends."""
+    """`shared_servers` until this process ends; where there can be none, cells start their own."""
     stack = contextlib.ExitStack()
-    stack.enter_context(shared_servers(threads))
+    try:
+        stack.enter_context(shared_servers(threads))
+    except OSError as e:
+        print(f"no fork server, so that each cell imports PyTorch itself: {e}", file=sys.stderr)
     atexit.register(stack.close)
 
 
@@ -211,7 +220,11 @@ class _Server:
             path.parent.rmdir()
 
     def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # no descriptor is free: the next one to end gives some back
+            time.sleep(_ACCEPT_AGAIN_S)
+            return
         if not self._entries:
             self._entries = entries()
         connection.settimeout(_REQUEST_TIMEOUT_S)
@@ -226,7 +239,12 @@ class _Server:
         except (OSError, ValueError):
             connection.close()
             return
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as e:
+            self._answer(connection, -e.errno)
+            connection.close()
+            return
         if pid == 0:
             connection.close()
             self._be_child(request)

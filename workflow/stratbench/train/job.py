@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from stratbench.strategies import strategy_class
 
 #: The profiler's trace in a cell's run folder (`profile: true`).
 PROFILE_TRACE = "profile.json.gz"
+#: How long SLURM may take to start the agents of a job on its nodes, in seconds.
+LONGEST_CALL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Job:
     """One cell's run.
 
     Paths are absolute; `run_dir` is seen by all nodes, `store_path` by one. The timeline and the time
-    limit count from `origin_unix_s`.
+    limit count from the origin: `origin_unix_s` is its date, `origin_s` the value that this node's
+    monotonic clock had then. What is measured goes by the latter, since a date may be set anew.
     """
 
     cell: Cell
@@ -35,11 +39,27 @@ class Job:
     use_cuda: bool
     threads: int
     origin_unix_s: float
+    origin_s: float
     time_limit_s: float | None
 
     @property
-    def deadline_unix_s(self) -> float | None:
-        return None if self.time_limit_s is None else self.origin_unix_s + self.time_limit_s
+    def deadline_s(self) -> float | None:
+        """When the time limit is reached, by this node's monotonic clock; None without a limit."""
+        return None if self.time_limit_s is None else self.origin_s + self.time_limit_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the origin."""
+        return time.monotonic() - self.origin_s
+
+    def on_another_node(self, spent_s: float) -> Job:
+        """The same job by this node's clock; `spent_s` had elapsed when this node was called.
+
+        Dates refine it, where the nodes' agree, by the seconds that the call took.
+        """
+        by_date_s = time.time() - self.origin_unix_s
+        agree = spent_s <= by_date_s <= spent_s + LONGEST_CALL_S
+        return replace(self, origin_s=time.monotonic() - (by_date_s if agree else spent_s))
 
     @property
     def has_servers(self) -> bool:

@@ -9,55 +9,76 @@ failed; the end of every process's log is printed and kept, with exit codes, in 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from stratbench import prepared
+from stratbench import prepared, record
 from stratbench.cells import Cell
 from stratbench.config import Settings
 from stratbench.files import write_atomic
 from stratbench.ps.handshake import new_secret, write_secret
-from stratbench.record import FAILURE_FILE, write
 from stratbench.sources import DataError
 from stratbench.train import agent, assemble, devices
 from stratbench.train.job import Job
+from stratbench.train.locks import hold_cell, scratch
+from stratbench.train.resume import is_record_of
 
 EVIDENCE_LINES = 20
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code. The cell is held until its result or the evidence of its failure is kept."""
     args = parse(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
-    run_dir = args.logs / "run"
-    failure = args.logs / FAILURE_FILE
-    for old in (failure, args.record, args.timeline):
+    print(f"cell {cell}", flush=True)
+    with ExitStack() as held:
+        try:
+            agent.on_signals(agent.raise_stopped)
+            if args.parent is not None:
+                agent.end_with(args.parent)
+            waited = held.enter_context(hold_cell(args.logs))
+            # Snakemake deletes a record before it has the cell trained again.
+            foreign = waited or args.parent is not None
+            if foreign and is_record_of(args.record, args.cell, args.settings):
+                print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
+                return 0
+            return train(args, cell, settings)
+        except agent.Stopped as stopped:
+            print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
+            return 128 + stopped.signum
+        except (devices.DeviceError, DataError, record.RecordError, OSError) as e:
+            return fail(args.logs, cell, str(e), [])
+        except Exception as e:
+            trace = "".join(traceback.format_exception(e)).splitlines()
+            return fail(args.logs, cell, f"{type(e).__name__}: {e}", [], trace)
+
+
+def train(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
+    """Train a cell that is held; returns the exit code."""
+    for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
+    run_dir = args.logs / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
-    print(f"cell {cell}", flush=True)
-    try:
-        agent.on_signals(agent.raise_stopped)
-        with job_of(args, cell, settings, run_dir.resolve()) as job:
-            end = launch(job, args.cpus_per_node)
-            outcome = assemble.classify(job, end)
-            if outcome.status == "error":
-                return fail(failure, run_dir, cell, outcome.reason, end)
-            assemble.timeline(job, args.timeline)
-            write(args.record, assemble.record(job, outcome))
-    except (devices.DeviceError, DataError) as e:
-        return fail(failure, run_dir, cell, str(e), None)
-    except agent.Stopped as stopped:
-        print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
-        return 128 + stopped.signum
+    with job_of(args, cell, settings, run_dir.resolve()) as job:
+        end = launch(job, args.cpus_per_node)
+    outcome = assemble.classify(job, end)
+    if outcome.status == "error":
+        return fail(args.logs, cell, outcome.reason, [str(p) for p in end.processes])
+    agent.on_signals(lambda _: None)  # what is as good as finished is not given up
+    assemble.timeline(job, args.timeline)
+    record.write(args.record, assemble.record(job, outcome))
     print(f"cell {cell}: {outcome.status}" + (f" ({outcome.reason})" if outcome.reason else ""))
     return 0
 
@@ -74,6 +95,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
     parser.add_argument("--time-limit-s", type=float, default=0, help="the cell's limit; 0: none")
     parser.add_argument("--nodes", type=int, default=1, help="nodes the cell spans")
+    parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
     parser.add_argument(
         "--cpus-per-node", type=int, default=1, help="CPU cores it has on each node"
     )
@@ -91,7 +113,7 @@ def job_of(
     per_node = -(-cell.gpus // args.nodes)
     with (
         devices.reserve(gpus, per_node if cuda and args.nodes == 1 else 0) as mine,
-        tempfile.TemporaryDirectory(prefix="stratbench-") as local,
+        scratch() as local,
     ):
         if mine:
             devices.show_only(mine)
@@ -102,12 +124,13 @@ def job_of(
             data_shape=tuple(meta["shape"]),
             train_samples=meta["train_samples"],
             run_dir=run_dir,
-            store_path=Path(local) / "store",
+            store_path=local / "store",
             n_nodes=args.nodes,
             workers_per_node=per_node,
             use_cuda=cuda,
             threads=devices.threads_of(settings, per_node),
             origin_unix_s=time.time(),
+            origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
         )
 
@@ -131,8 +154,9 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:
         "srun", f"--nodes={job.n_nodes}", f"--ntasks={job.n_nodes}", "--ntasks-per-node=1",
         f"--cpus-per-task={cpus_per_node}",  # srun does not take it from the job: 1 core otherwise
         "--kill-on-bad-exit=1", "--wait=0", sys.executable, "-m", "stratbench.train.agent", str(path),
+        str(job.elapsed_s),
     ]  # fmt: skip
-    limit_s = None if job.deadline_unix_s is None else job.deadline_unix_s - time.time() + 15
+    limit_s = None if job.deadline_s is None else job.deadline_s - time.monotonic() + 15
     # Snakemake's SLURM plugin has taken SLURM_CONF away; the Snakefile kept a copy.
     conf = os.environ.get("STRATBENCH_SLURM_CONF")
     env = os.environ | ({"SLURM_CONF": conf} if conf else {})
@@ -145,7 +169,7 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:
         if process.poll() is None:
             process.terminate()
             process.wait(timeout=30)
-    late = job.deadline_unix_s is not None and time.time() >= job.deadline_unix_s
+    late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
     ends = [agent.ProcessEnd(f"rank{r}", _exit_code(job, r)) for r in range(job.world_size)]
     return agent.End(ends, timed_out=late and process.returncode != 0)
 
@@ -158,19 +182,28 @@ def _exit_code(job: Job, rank: int) -> int | None:
     return 0 if json.loads(path.read_text(encoding="utf-8"))["status"] in ("ok", "diverged") else 1
 
 
-def fail(path: Path, run_dir: Path, cell: Cell, reason: str, end: agent.End | None) -> int:
-    """Keep and print the evidence of a failure; returns the exit code."""
+def fail(
+    folder: Path, cell: Cell, reason: str, processes: list[str], trace: Sequence[str] = ()
+) -> int:
+    """Keep and print the evidence of a failure, as far as the disk lets; returns the exit code."""
+    run_dir, path = folder / "run", folder / record.FAILURE_FILE
     logs = {p.name: tail(p, EVIDENCE_LINES) for p in sorted(run_dir.glob("*.log"))}
-    processes = [str(p) for p in end.processes] if end else []
+    if trace:
+        logs["launcher"] = trace[-EVIDENCE_LINES:]
     evidence = {"cell": cell.as_dict(), "reason": reason, "processes": processes, "logs": logs}
-    write_atomic(path, json.dumps(evidence, indent=1) + "\n")
-    print(f"\ncell {cell} FAILED: {reason}")
-    for line in processes:
-        print(f"  {line}")
-    for name, lines in logs.items():
-        print(f"--- end of {run_dir / name}")
-        print("\n".join(lines) or "(empty)")
-    print(f"--- kept in {path}", flush=True)
+    try:
+        write_atomic(path, json.dumps(evidence, indent=1) + "\n")
+        kept = f"kept in {path}"
+    except OSError as e:
+        kept = f"not kept: {e}"
+    with contextlib.suppress(OSError):  # this log may be on the same full disk
+        print(f"\ncell {cell} FAILED: {reason}")
+        for line in processes:
+            print(f"  {line}")
+        for name, lines in logs.items():
+            print(f"--- end of {run_dir / name}")
+            print("\n".join(lines) or "(empty)")
+        print(f"--- {kept}", flush=True)
     return 1
 
 
@@ -183,4 +216,7 @@ def tail(path: Path, lines: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)  # at once: of a launcher that is killed before, Snakemake deletes the record

@@ -5,7 +5,6 @@ Snakemake does not know its SLURM jobs again after it was killed: it would submi
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from stratbench.train.resume import restart
 
 #: Between two status requests, each for all jobs, in seconds.
 POLL_S = 15
@@ -69,18 +70,12 @@ def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
     """Before the first submission: wait for those of the `planned` jobs that SLURM runs already.
 
     Afterwards Snakemake is started again in this process's place, since what they finished need not
-    be planned. Does nothing, and returns, where no planned job is live and none has finished since
-    it was planned. `workflow` and the jobs are Snakemake's.
+    be planned. Does nothing, and returns, where no planned job is live. `workflow` and the jobs are
+    Snakemake's.
     """
     cells = {comment_of(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned}
-    waited = wait_for_live(cells, Path.cwd())
-    late = any(
-        workflow.dag.reason(job).missing_output and all(Path(f).exists() for f in job.output)
-        for job in planned
-    )
-    if waited or late:
-        workflow.persistence.unlock()
-        os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
+    if wait_for_live(cells, Path.cwd()):
+        restart(workflow)
 
 
 def wait_for_live(cells: Mapping[str, str], directory: Path) -> bool:

@@ -39,6 +39,7 @@ from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.job import PROFILE_TRACE, Job
+from stratbench.train.locks import hold_as_worker
 
 models.import_torchvision()
 import torchvision.models  # noqa: E402, F401
@@ -50,8 +51,9 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     """Entry point of the process. Exits 0 with a result, 3 out of memory, 1 on any other error."""
     job = Job.from_json(job_json)
     log_to(job.run_dir / f"rank{rank}.log")
+    hold_as_worker(job.run_dir.parent)
     out = job.run_dir / f"rank{rank}.json"
-    if job.deadline_unix_s is not None and time.time() >= job.deadline_unix_s:
+    if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         leave(EXIT_ERROR)  # the agent knows that the time is up
     try:
         result = run(job, rank, local_rank)
@@ -69,6 +71,7 @@ def serve_parameters(config_json: str, run_folder: str) -> None:
     config = ServerConfig(**json.loads(config_json))
     run_dir = Path(run_folder)
     log_to(run_dir / f"server{config.server}.log")
+    hold_as_worker(run_dir.parent)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         status = serve(config, load_secret(run_dir / "secret"))["status"]
@@ -99,9 +102,9 @@ def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
     memory = MemoryMeter(device)  # before anything of the training is in memory
-    log = PhaseLog(job.run_dir / f"phases{rank}.jsonl", rank, job.origin_unix_s)
+    log = PhaseLog(job.run_dir / f"phases{rank}.jsonl", rank, job.origin_s)
     phases = Phases(device, log)
-    started_s = time.time() - job.origin_unix_s
+    started_s = job.elapsed_s
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
     with phases("rendezvous"):
