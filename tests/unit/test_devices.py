@@ -113,6 +113,35 @@ def test_device_setting():
         devices.wants_cuda("cuda", [])
 
 
+@pytest.mark.parametrize(
+    ("files", "nvml_answers", "variable", "expected"),
+    [
+        (["nvidia0", "nvidiactl"], False, None, "nvidia0 is there and NVML does not answer"),
+        (["nvidia0"], True, None, None),  # a scheduler hides it
+        (["nvidia0"], False, "", None),  # the user hides it
+        (["nvidiactl"], False, None, None),
+    ],
+)
+def test_a_gpu_that_cannot_be_asked_for_is_not_passed_over(
+    tmp_path, monkeypatch, files, nvml_answers, variable, expected
+):
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    real, failures = nvml.Nvml, {} if nvml_answers else {"nvmlInit": OSError("no library")}
+    monkeypatch.setattr(nvml, "Nvml", lambda: real(FakeNvml(gpus=0, failures=failures)))
+    assert not devices.wants_cuda("cpu", devices.visible_gpus())
+    if expected is None:
+        assert not devices.wants_cuda("auto", devices.visible_gpus())
+        return
+    with pytest.raises(devices.DeviceError, match=expected) as refused:
+        devices.wants_cuda("auto", devices.visible_gpus())
+    assert "device: cpu" in str(refused.value)
+
+
 def test_children_see_only_the_given_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     devices.show_only(["1", "3"])

@@ -98,6 +98,7 @@ def cuda(monkeypatch):
         lambda device: figures.update(max_memory_allocated=figures["memory_allocated"]),
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     return figures
 
@@ -116,6 +117,14 @@ def test_cuda_figures_are_the_allocators_and_nvmls(cuda):
         "reserved_peak_bytes": 1000,
         "nvml_used_bytes": 12884901888,
     }
+
+
+def test_cublas_workspaces_are_not_in_the_base(cuda, monkeypatch):
+    cleared = lambda: cuda.update(memory_allocated=30)  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", cleared, raising=False)
+    meter = MemoryMeter("cuda:0", nvml=Nvml(FakeNvml()))
+    meter.start()
+    assert meter.read()["base_bytes"] == meter.read()["peak_bytes"] == 30
 
 
 def test_cuda_figures_without_nvml_lack_its_figures(cuda):

@@ -34,25 +34,51 @@ def _validator():
 
 @cache
 def _compiled():
-    import fastjsonschema
-
+    try:
+        import fastjsonschema
+    except ImportError:
+        return None
     return fastjsonschema.compile(_schema())
 
 
 def _passes(record: Record) -> bool:
-    """Whether the compiled schema finds no fault. It is quick, but names only one, in poorer words."""
-    import fastjsonschema
+    """Whether the compiled schema finds no fault. It is quick, but names only one, in poorer words.
+
+    Without fastjsonschema: no.
+    """
+    check = _compiled()
+    if check is None:
+        return False
+    from fastjsonschema import JsonSchemaValueException
 
     try:
-        _compiled()(record)
-    except fastjsonschema.JsonSchemaValueException:
+        check(record)
+    except JsonSchemaValueException:
+        return False
+    return True
+
+
+@cache
+def can_validate() -> bool:
+    """Whether this machine has what `validate` needs. One that only trains may lack it.
+
+    Ask before a long training: what is missing or broken then shows before it, and not after.
+    """
+    if _compiled() is not None:
+        return True
+    try:
+        _validator()
+    except ImportError:
         return False
     return True
 
 
 def validate(record: Record, source: str | Path = "record") -> None:
-    """Raise RecordError with the first few faults of `record`, if any."""
-    if _passes(record):
+    """Raise RecordError with the first few faults of `record`, if any.
+
+    A machine that cannot validate finds none; who reads its records elsewhere does.
+    """
+    if not can_validate() or _passes(record):
         return
     faults = sorted(_validator().iter_errors(record), key=lambda e: list(map(str, e.path)))
     if faults:

@@ -297,7 +297,7 @@ class Replica(nn.Module):
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
         self.buckets = [
-            torch.empty(sum(parameters[i].numel() for i in group), dtype=parameters[group[0]].dtype)
+            parameters[group[0]].new_empty(sum(parameters[i].numel() for i in group))
             for group in groups
         ]
         for bucket, group in zip(self.buckets, groups, strict=True):

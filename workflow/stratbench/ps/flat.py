@@ -139,9 +139,11 @@ def _moved(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
 def _pin(tensor: torch.Tensor) -> None:
     """Page-lock memory that torch did not allocate: copies to the device are then asynchronous."""
     n_bytes = tensor.numel() * tensor.element_size()
-    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), n_bytes, 0)
+    cudart = torch.cuda.cudart()
+    status = cudart.cudaHostRegister(tensor.data_ptr(), n_bytes, 0)
     if int(status) != 0:
-        raise RuntimeError(f"cudaHostRegister refused to pin {n_bytes} bytes: {status}")
+        reason = cudart.cudaGetErrorString(status)  # "out of memory" where the host has none to pin
+        raise RuntimeError(f"cudaHostRegister refused to pin {n_bytes} bytes: {reason}")
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

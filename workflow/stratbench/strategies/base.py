@@ -338,9 +338,20 @@ def effective_dtypes(worker: Worker) -> dict[str, str]:
     precision = worker.settings.precision
     weights = "float64" if precision == "fp64" else "float32"
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
-    if precision == "tf32" and worker.device.type != "cuda":
-        return {"weights_dtype": weights, "compute_dtype": "float32 (no TensorFloat-32 on a CPU)"}
-    return {"weights_dtype": weights, "compute_dtype": compute.get(precision, weights)}
+    found = compute.get(precision, weights)
+    if precision == "tf32" and (lacking := _lacks_tf32(worker.device)):
+        found = f"float32 (no TensorFloat-32 on {lacking})"
+    return {"weights_dtype": weights, "compute_dtype": found}
+
+
+def _lacks_tf32(device: torch.device) -> str | None:
+    """What the device is, if it computes float32 whatever is allowed: a CPU, or a GPU before Ampere."""
+    import torch
+
+    if device.type != "cuda":
+        return "a CPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"a GPU of compute capability {major}.{minor}"
 
 
 def make_scaler(worker: Worker):

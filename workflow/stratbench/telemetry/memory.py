@@ -49,6 +49,8 @@ class MemoryMeter:
         if self.device.type == "cuda":
             self._nvml = self._nvml or Nvml()
             torch.cuda.synchronize(self.device)
+            # cuBLAS keeps tens of MiB for each stream, which are no model states.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._method = METHOD_CUDA
             self._base_bytes = torch.cuda.memory_allocated(self.device)

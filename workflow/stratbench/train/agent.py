@@ -24,6 +24,7 @@ from stratbench.files import write_atomic
 from stratbench.ps.config import ServerConfig
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.telemetry.timeline import read_phases
+from stratbench.train import devices
 from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
 
@@ -70,6 +71,10 @@ def run_node(job: Job, node: int) -> End:
     if job.n_nodes == 1 and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # GPUs were chosen by NVML's numbers, which follow the PCI bus. CUDA's would follow speed.
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    if not job.use_cuda:
+        devices.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
     with fork_server(job.threads, may_share=not job.use_cuda) as path:
         text = job.to_json()
         servers = [

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from glob import glob
 from typing import TYPE_CHECKING
 
 from stratbench.cores import usable_cores
@@ -13,6 +14,10 @@ from stratbench.train.locks import own_folder, try_lock
 
 if TYPE_CHECKING:
     from stratbench.config import Settings
+
+
+#: The driver's, one for each GPU.
+DEVICE_FILES = "/dev/nvidia[0-9]*"
 
 
 class DeviceError(RuntimeError):
@@ -36,7 +41,23 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
             "device = 'cuda', but no GPU is visible here; use device: auto or cpu, or check "
             "CUDA_VISIBLE_DEVICES and the driver"
         )
+    if device == "auto" and not gpus and (why := unseen_gpu()):
+        raise DeviceError(
+            f"device = 'auto', but {why}; install the driver's NVML library and nvidia-ml-py, or say "
+            "device: cpu to train on the CPU of a machine with a GPU"
+        )
     return device != "cpu" and bool(gpus)
+
+
+def unseen_gpu() -> str | None:
+    """Why a GPU that seems to be here cannot be used; None without one, or where it was hidden."""
+    from stratbench.telemetry.nvml import Nvml
+
+    files = sorted(glob(DEVICE_FILES))
+    if not files or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return None
+    reason = Nvml().reason
+    return reason and f"{files[0]} is there and NVML does not answer ({reason})"
 
 
 @contextmanager

@@ -56,8 +56,13 @@ class ForkServer:
                 [sys.executable, "-m", "stratbench.train.forkserver", str(listener.fileno())],
                 stdin=subprocess.PIPE,  # its end tells the server of ours
                 pass_fds=[listener.fileno()],
-                # OpenMP reads it once, when PyTorch is loaded.
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                env=os.environ
+                | {
+                    # OpenMP reads it once, when PyTorch is loaded.
+                    "OMP_NUM_THREADS": str(threads),
+                    # Whether there is a GPU is asked of NVML: asked of CUDA, forks could not use it.
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                },
             )
 
     def stop(self) -> None:

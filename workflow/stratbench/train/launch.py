@@ -66,6 +66,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     """Train a cell that is held; returns the exit code."""
+    if not record.can_validate():
+        print(
+            "neither fastjsonschema nor jsonschema is installed: the record will not be validated "
+            "here, but where it is read",
+            flush=True,
+        )
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
     run_dir = args.logs / "run"

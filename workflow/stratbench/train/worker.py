@@ -188,7 +188,15 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
     store = dist.FileStore(str(job.store_path), job.world_size) if alone else tcp_store(job, rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=job.world_size,
+        device_id=device if device.type == "cuda" else None,
+    )
+    # NCCL connects with the first collective: here, lest it be one strategy's build or warm-up.
+    dist.all_reduce(torch.zeros(1, device=device))
 
 
 def tcp_store(job: Job, rank: int) -> dist.TCPStore:
@@ -237,9 +245,32 @@ def is_out_of_memory(e: BaseException) -> bool:
         return True
     if isinstance(e, OSError):
         return e.errno == errno.ENOMEM
-    # The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.
-    signs = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
-    return isinstance(e, RuntimeError) and any(sign in str(e) for sign in signs)
+    if not isinstance(e, RuntimeError):
+        return False
+    if any(sign in str(e) for sign in OUT_OF_MEMORY_SIGNS):
+        return True
+    # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
+    return "was unable to find an engine to execute" in str(e) and gpu_is_full()
+
+
+#: The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.
+OUT_OF_MEMORY_SIGNS = (
+    "allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED", "ALLOCATION_FAILED",
+    "bad_alloc", "Failed to CUDA calloc", "Failed to CUDA malloc", "Failed to CUDA host alloc",
+)  # fmt: skip
+
+
+def gpu_is_full() -> bool:
+    """Whether PyTorch's allocator was refused memory, or has less than a tenth of the GPU left."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+    except RuntimeError:  # CUDA itself is broken
+        return False
+    cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    refused = torch.cuda.memory_stats().get("num_ooms", 0)
+    return refused > 0 or free_bytes + cached_bytes < total_bytes / 10
 
 
 def first_line(e: BaseException) -> str:
