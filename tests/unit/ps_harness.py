@@ -19,6 +19,7 @@ from torch import nn
 
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
+from stratbench.ps.scale import LossScale
 from stratbench.ps.server import ServerConfig, serve
 from stratbench.ps.tickets import Ticket
 
@@ -71,10 +72,7 @@ class Served:
 
 
 class Worked:
-    """A worker on a thread of this process: trains until no tickets are left.
-
-    `before_push(worker, ticket, channel)` runs on each ticket; what it returns True for is skipped.
-    """
+    """A worker on a thread of this process: trains until no tickets are left."""
 
     def __init__(
         self,
@@ -85,30 +83,44 @@ class Worked:
         wire: str = "native",
         dtype: torch.dtype = torch.float64,
         before_push: Any = None,
+        scaled: bool = False,
+        rehearsals: int = 0,
     ) -> None:
+        """`before_push(worker, ticket, channel)` runs on each ticket, after backward.
+
+        `scaled`: the worker has a loss scale, and the gradient whose number `before_push` returns
+        overflows.
+        """
         self.tickets: list[Ticket] = []
         self.model = small_model(dtype)
         self.flat = FlatSpace(self.model)
+        self.scale = LossScale() if scaled else None
         self.error: Exception | None = None
-        self._args = (config, secret, worker, transport, wire, dtype, before_push)
+        self._args = (config, secret, worker, transport, wire, dtype, before_push, rehearsals)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        config, secret, worker, transport, wire, dtype, before_push = self._args
+        config, secret, worker, transport, wire, dtype, before_push, rehearsals = self._args
         try:
             self.channel = Channel.connect(
-                config.rendezvous, worker, self.flat, secret, transport, wire, deadline_s=40
+                config.rendezvous, worker, self.flat, secret, transport, wire, 40, self.scale
             )
             try:
+                for _ in range(rehearsals):
+                    self.flat.grads.fill_(1.0)
+                    self.channel.rehearse()
                 ticket = self.channel.first()
                 while ticket is not None:
                     self.tickets.append(ticket)
                     x, y = batch(ticket, dtype)
                     self.flat.zero_grads()
-                    F.cross_entropy(self.model(x), y).backward()
-                    skip = before_push and before_push(worker, ticket, self.channel)
-                    ticket = self.channel.skip() if skip else self.channel.push_pull()
+                    loss = F.cross_entropy(self.model(x), y)
+                    (loss * self.scale.value if self.scale else loss).backward()
+                    bad = before_push(worker, ticket, self.channel) if before_push else None
+                    if bad is not None:
+                        self.flat.grads[bad] = float("inf")
+                    ticket = self.channel.push_pull()
             finally:
                 self.channel.close()
         except Exception as error:

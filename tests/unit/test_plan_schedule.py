@@ -312,6 +312,8 @@ def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
     needs = servers.server_needs("ps-sync", options, 2, flat, True, shared_memory=False)
     assert needs.weights == 500
     assert needs.lanes > 0
+    scaled = servers.server_needs("ps-sync", options, 2, flat, True, False, scaled=True)
+    assert scaled.lanes - needs.lanes == 2 * 500 // 2  # held as they came, until the verdict
     assert servers.worker_traffic_bytes("ps-sync", options, flat, over_tcp=True) == (510, 1000)
     assert servers.worker_traffic_bytes("ps-sync", options, flat, over_tcp=False) == (1010, 1000)
 

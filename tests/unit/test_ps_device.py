@@ -5,6 +5,7 @@ What a real device adds, that copies are asynchronous, the stand-ins cannot show
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,13 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from ps_harness import Served, Worked, batch, config, single_run, small_model
+from ps_harness import Served, batch, config, single_run, small_model
 
 from stratbench.ps import device
 from stratbench.ps.client import Channel, ServerLost
 from stratbench.ps.device import Staging
 from stratbench.ps.flat import FlatSpace
+from stratbench.ps.scale import LossScale, Unscaler
 from stratbench.ps.snapshots import load_snapshot
+from stratbench.ps.store import Store
+from stratbench.ps.tickets import Ticket
 from stratbench.ps.transport import Closed
 
 pytestmark = pytest.mark.timeout(60)
@@ -60,16 +64,29 @@ def pretend_cuda(monkeypatch):
     torch.set_num_threads(before)
 
 
-def train(plan, transport, armed):
-    """One worker; returns how many buckets left before their backward was over."""
-    model, early = small_model(), 0
+def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: None):
+    """One worker; returns how many buckets left before their backward was over.
+
+    `overflow(ticket)`: the number of the parameter whose gradient overflows in that step.
+    """
+    model, early, hit = small_model(), 0, None
     flat = FlatSpace(model)
-    channel = Channel.connect(plan.rendezvous, 0, flat, SECRET, transport, deadline_s=10)
+    for number, parameter in enumerate(flat.parameters):
+        parameter.register_hook(lambda g, number=number: g / 0 if number == hit else g)
+    channel = Channel.connect(
+        plan.rendezvous, worker, flat, SECRET, transport, deadline_s=10, scale=scale
+    )
+    before = flat.weights.clone()
+    if armed:
+        channel.arm()
+    channel.rehearse()
+    assert torch.equal(flat.weights, before)
     ticket = channel.first()
     while ticket is not None:
+        hit = overflow(ticket)
         x, y = batch(ticket)
         flat.zero_grads()
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x), y) * (scale.value if scale else 1)
         if armed:
             channel.arm()
         loss.backward()
@@ -92,10 +109,12 @@ def served(folder):
 @pytest.mark.parametrize("n_servers", [1, 2])
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("armed", [False, True])
-def test_a_worker_with_mirrors_trains_bit_for_bit(tmp_path, transport, armed, n_servers):
+@pytest.mark.parametrize("scale", [None, LossScale()], ids=["unscaled", "scaled"])
+def test_a_worker_with_mirrors_trains_bit_for_bit(tmp_path, transport, armed, n_servers, scale):
+    """A loss scale is a power of two: undone in fp64, it leaves no trace."""
     plan = config(tmp_path, steps_per_epoch=6, n_servers=n_servers, snapshot_dir=str(tmp_path))
     servers = [Served(replace(plan, server=s), SECRET) for s in range(n_servers)]
-    early = train(plan, transport, armed)
+    early = train(plan, transport, armed, scale=scale)
     for server in servers:
         assert set(server.result()["updates"]) == {6}
     ours = served(tmp_path)
@@ -104,14 +123,102 @@ def test_a_worker_with_mirrors_trains_bit_for_bit(tmp_path, transport, armed, n_
     assert (early > 6) is armed  # more than one bucket a step was on its way during backward
 
 
-def test_skipped_steps_go_through_the_mirrors(tmp_path):
-    plan = config(tmp_path, steps_per_epoch=5, hyper={"lr": 0.1}, snapshot_dir=str(tmp_path))
+def overflowed_run(folder, transport, n_servers, parameter):
+    """Steps 3 to 5 of six overflow in one parameter alone; whether only the others were applied."""
+    plan = config(
+        folder, steps_per_epoch=6, n_servers=n_servers, hyper={"lr": 0.1}, snapshot_dir=str(folder)
+    )
+    servers = [Served(replace(plan, server=s), SECRET) for s in range(n_servers)]
+    scale = LossScale()
+    train(
+        plan, transport, True, scale=scale, overflow=lambda t: parameter if t.number > 2 else None
+    )
+    stats = [server.result() for server in servers]
+    found = served(folder)
+    first = single_run(replace(plan, steps_per_epoch=3)).state_dict()
+    weights = [n for n, _ in small_model().named_parameters()]
+    return (
+        all(set(s["updates"]) == {3} for s in stats)
+        and all(s["workers"][0]["skips"] == 3 for s in stats)
+        and scale.skipped == 3
+        and scale.value == LossScale.START / 8
+        and all(torch.equal(found[n], first[n]) for n in weights)
+    )
+
+
+@pytest.mark.parametrize("n_servers", [1, 2])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("parameter", [0, 5], ids=["first", "last"])
+def test_an_overflow_in_one_bucket_changes_no_shard(tmp_path, transport, n_servers, parameter):
+    """The last parameter's bucket is the first on its way, the first one's the last."""
+    assert overflowed_run(tmp_path, transport, n_servers, parameter)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_only_the_worker_that_overflowed_is_left_out(tmp_path, transport):
+    """Two workers under ps-sync: a step is made of the other one's gradient."""
+    plan = config(
+        tmp_path, policy="ps-sync", workers=2, slices=2, steps_per_epoch=4,
+        hyper={"lr": 0.1}, snapshot_dir=str(tmp_path),
+    )  # fmt: skip
     server = Served(plan, SECRET)
-    Worked(plan, SECRET, before_push=lambda worker, ticket, channel: ticket.number == 4).join()
-    assert server.result()["workers"][0]["skips"] == 1
-    ours = served(tmp_path)
-    for name, tensor in single_run(replace(plan, steps_per_epoch=4)).state_dict().items():
-        assert name not in ours or torch.equal(ours[name], tensor), name
+
+    def overflow(ticket):
+        return 3 if ticket.step == 1 and ticket.slice == 1 else None
+
+    with ThreadPoolExecutor(2) as pool:
+        done = [
+            pool.submit(train, plan, transport, True, w, LossScale(), overflow) for w in range(2)
+        ]
+    assert [future.result() > 4 for future in done] == [True, True]
+    stats = server.result()
+    assert [w["skips"] for w in stats["workers"]] == [0, 1]
+    assert set(stats["updates"]) == {4}
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        slices = [0] if step == 1 else [0, 1]
+        optimizer.zero_grad()
+        for number in slices:
+            x, y = batch(Ticket(2 * step + number, 0, step, number))
+            (F.cross_entropy(model(x), y) / len(slices)).backward()
+        optimizer.step()
+    found = served(tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(found[name], parameter, rtol=0, atol=1e-12), name
+
+
+def applies_at_once(store, member, frame):
+    """Mutant: what may have overflowed is applied as it comes."""
+    member.scaled = False
+    push(store, member, frame)
+    member.scaled = True
+
+
+def ignores_the_verdict(staging):
+    staging.overflowed = False
+    staging._end_push(False)
+
+
+def checks_nothing(unscaler, grads):
+    grads.mul_(unscaler._inverse)
+
+
+push = Store.push
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant"),
+    [
+        (Store, "push", applies_at_once),
+        (Staging, "_judge", ignores_the_verdict),
+        (Unscaler, "unscale", checks_nothing),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_mutant_lets_an_overflow_in(tmp_path, monkeypatch, where, name, mutant):
+    monkeypatch.setattr(where, name, mutant)
+    assert not overflowed_run(tmp_path, "tcp", 1, parameter=0)
 
 
 def test_a_failure_while_sending_is_raised_by_the_push():
@@ -124,7 +231,7 @@ def test_a_failure_while_sending_is_raised_by_the_push():
             fails.clear()
             raise Closed("gone")
 
-    staging = Staging(flat, [(0, flat.layout.numel)], lambda: None, push)
+    staging = Staging(flat, [(0, flat.layout.numel)], lambda: None, push, lambda overflowed: None)
     with pytest.raises(Closed, match="gone"):
         staging.finish_push()
     staging.finish_push()

@@ -31,10 +31,10 @@ import stratbench
 from stratbench.ps.asynchronous import AsyncPolicy
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
-from stratbench.ps.frames import Frame, Kind
+from stratbench.ps.frames import Frame, Kind, ProtocolError
 from stratbench.ps.link import Link
 from stratbench.ps.member import Member
-from stratbench.ps.policies import POLICIES
+from stratbench.ps.policies import POLICIES, make_policy
 from stratbench.ps.run import Run
 from stratbench.ps.server import ServerConfig
 from stratbench.ps.snapshots import load_snapshot
@@ -43,6 +43,7 @@ from stratbench.ps.transport import Closed, Connection, Listeners
 
 pytestmark = pytest.mark.timeout(60)
 
+SECRET = b"s" * 32
 TRANSPORTS = ["tcp", "shm"]
 
 
@@ -230,7 +231,10 @@ def test_a_bounded_policy_does_not_wait_for_a_worker_that_has_no_batch(tmp_path)
 def test_a_skipped_step_settles_its_ticket_and_moves_nothing(tmp_path, transport, n_servers):
     plan = config(tmp_path, steps_per_epoch=6, n_servers=n_servers, hyper={"lr": 0.1})
     stats, (worker,) = run_all(
-        plan, transport=transport, before_push=lambda worker, ticket, channel: ticket.number > 3
+        plan,
+        transport=transport,
+        before_push=lambda worker, ticket, channel: 0 if ticket.number > 3 else None,
+        scaled=True,
     )
     reference = single_run(replace(plan, steps_per_epoch=4))
     assert equal_parameters(worker.model, reference)
@@ -243,11 +247,76 @@ def test_a_skip_counts_in_a_barrier(tmp_path):
     plan = config(tmp_path, policy="ps-sync", workers=2, slices=2, steps_per_epoch=5)
 
     def skips(worker, ticket, channel):
-        return worker == 0 and ticket.step in (1, 3)
+        return 0 if worker == 0 and ticket.step in (1, 3) else None
 
-    stats, _ = run_all(plan, before_push=skips)
+    stats, _ = run_all(plan, before_push=skips, scaled=True)
     assert set(stats["updates"]) == {5}  # the other worker's gradients made those steps
     assert [w["skips"] for w in stats["workers"]] == [2, 0]
+
+
+# --- warm-up -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("n_servers", [1, 2])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rehearsal_sends_what_a_step_sends_and_leaves_no_trace(
+    tmp_path, transport, n_servers, scaled, monkeypatch
+):
+    sent, send = [], Connection.send
+
+    def noted(connection, frame, payload=b""):
+        if frame.kind in (Kind.PUSH, Kind.SKIP, Kind.APPLY):
+            sent.append((frame.kind, frame.shard, frame.count, frame.ticket, len(payload)))
+        send(connection, frame, payload)
+
+    monkeypatch.setattr(Connection, "send", noted)
+    plan = config(tmp_path, steps_per_epoch=5, n_servers=n_servers, snapshot_dir=str(tmp_path))
+    stats, (worker,) = run_all(plan, transport=transport, scaled=scaled, rehearsals=2)
+    by_ticket = {n: sorted(s[:3] + s[4:] for s in sent if s[3] == n) for n in range(-1, 5)}
+    assert by_ticket.pop(-1) == sorted(by_ticket[0] * 2)
+    assert all(frames == by_ticket[0] for frames in by_ticket.values())
+    reference = single_run(plan)
+    assert equal_parameters(worker.model, reference)
+    served = floats(from_snapshot(tmp_path, 0))
+    assert all(torch.equal(served[name], t) for name, t in floats(reference).items())
+    layout, row = worker.flat.layout, stats["workers"][0]
+    if n_servers == 1:
+        assert row["bytes_in"] == 5 * (layout.weight_bytes + layout.buffer_bytes)
+        assert row["bytes_in"] == worker.channel.bytes_out
+    assert (row["tickets"], row["skips"], set(stats["updates"])) == (5, 0, {5})
+
+
+@pytest.mark.parametrize("policy", ["ps-sync", "ps-async"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_dies_in_its_warm_up_holds_nobody_up(tmp_path, transport, policy):
+    plan = config(tmp_path, policy=policy, workers=2, slices=2, snapshot_dir=str(tmp_path))
+    server = Served(plan, SECRET)
+    flat = FlatSpace(small_model())
+    dying = Channel.connect(plan.rendezvous, 1, flat, SECRET, transport)
+    dying.rehearse()
+    other = Worked(plan, SECRET, 0, transport, rehearsals=200)
+    while not hasattr(other, "channel"):
+        time.sleep(0.001)
+    dying._push_shards(0, 1)  # it is in the middle of a push
+    dying._links[0].connection.close()
+    if policy == "ps-sync":
+        with pytest.raises(RunEnded, match="worker 1 was lost"):
+            other.join()
+    else:
+        other.join()
+    stats = server.result()
+    assert [entry["worker"] for entry in stats["lost"]] == [1]
+    assert stats["status"] == ("lost" if policy == "ps-sync" else "ok")
+
+
+def test_who_comes_when_the_run_has_failed_is_told_why(tmp_path):
+    run = Run(config(tmp_path, policy="ps-sync", workers=2), SECRET, make_policy)
+    run._fail("step 0: worker 1 was lost")
+    hello = {"worker": 0, "wire": "native", "scaled": False}
+    hello["layout"] = asdict(FlatSpace(small_model()).layout)
+    with pytest.raises(ProtocolError, match="worker 1 was lost"):
+        run.enter(None, hello, b"", "tcp")
 
 
 # --- what is measured and kept ---------------------------------------------------------------------
@@ -461,7 +530,7 @@ def test_a_server_runs_as_a_command_with_its_secret_in_the_environment(tmp_path)
 def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent():
     """Else the shards would bring an idle worker back, and their weights come when it is at work."""
     said, hold = [], threading.Event()
-    channel = Channel(None, 0, "native", None)
+    channel = Channel(None, 0, "native", None, None)
     for server in range(2):
         connection = SimpleNamespace(
             send=lambda frame, payload=b"", s=server: said.append((s, frame.kind))

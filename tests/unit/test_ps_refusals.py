@@ -19,7 +19,15 @@ from ps_harness import Served, Worked, config, single_run, small_model
 
 from stratbench.ps.client import Channel, RunEnded, ServerLost
 from stratbench.ps.flat import FlatSpace
-from stratbench.ps.frames import BUFFERS, HEADER_BYTES, Frame, Header, Kind, ProtocolError
+from stratbench.ps.frames import (
+    BUFFERS,
+    HEADER_BYTES,
+    NO_TICKET,
+    Frame,
+    Header,
+    Kind,
+    ProtocolError,
+)
 from stratbench.ps.handshake import Refused, join_handshake, load_secret, write_secret
 from stratbench.ps.transport import Connection, dial, rendezvous_file
 
@@ -78,7 +86,7 @@ def run(tmp_path):
 
 def hello(worker=0):
     layout = asdict(FlatSpace(small_model()).layout)
-    return {"worker": worker, "layout": layout, "wire": "native"}
+    return {"worker": worker, "layout": layout, "wire": "native", "scaled": False}
 
 
 def answer_of(sock):
@@ -188,6 +196,7 @@ def test_a_recorded_handshake_cannot_be_replayed(tmp_path):
         ({"worker": True}, "is not one of"),
         ({"wire": "int8"}, "wire format 'int8'"),
         ({"layout": {}}, "malformed HELLO"),
+        ({"scaled": 1}, "malformed HELLO"),
         ({"layout": None}, "malformed HELLO"),
         ({"layout": hello()["layout"] | {"numel": 2.5}}, "malformed HELLO"),
         ({"layout": hello()["layout"] | {"dtype": "int8"}}, "malformed HELLO"),
@@ -363,7 +372,9 @@ class Insider:
     ("frame", "payload", "reason"),
     [
         (Frame(Kind.PUSH, 0, 1, 999), bytes(256), "does not hold"),
-        (Frame(Kind.PUSH, 0, 1, -1), bytes(256), "does not hold"),
+        (Frame(Kind.PUSH, 0, 1, -2), bytes(256), "does not hold"),
+        (Frame(Kind.PUSH, 1, 1, -1), bytes(256), "PUSH without a ticket"),
+        (Frame(Kind.APPLY), b"", "APPLY of a push that is not complete"),
         (Frame(Kind.PUSH, 0, 1), bytes(255), "255 bytes, expected 256"),
         (Frame(Kind.PUSH, 0, 2), bytes(256), "256 bytes, expected 512"),
         (Frame(Kind.PUSH, 0, 0), b"", r"PUSH of shards 0\.\.-1"),
@@ -390,7 +401,8 @@ def test_what_a_worker_may_not_send_loses_that_worker_only(tmp_path, frame, payl
         time.sleep(0.01)
     insider = Insider(plan, 1)
     number = insider.ticket()
-    if frame.kind in (Kind.PUSH, Kind.SKIP) and frame.ticket == -1 and reason != "does not hold":
+    of_ticket = frame.kind in (Kind.PUSH, Kind.SKIP, Kind.APPLY)
+    if of_ticket and frame.ticket == NO_TICKET and "without" not in reason:
         frame = frame._replace(ticket=number)
     insider.connection.send(frame, payload)
     with pytest.raises(Exception, match=reason):

@@ -27,7 +27,7 @@ from stratbench import models
 from stratbench.config import Settings
 from stratbench.plan.request import Request
 from stratbench.plan.trace import Trace
-from stratbench.ps import client, flat, handshake
+from stratbench.ps import client, flat, handshake, shm
 from stratbench.strategies import base, strategy_class
 from stratbench.strategies import ps as parameter_server
 from stratbench.strategies.ddp import DDP
@@ -170,18 +170,16 @@ def _patches(request: Request) -> Iterator[Any]:
 
 
 def _server_patches() -> Iterator[Any]:
-    """A channel to nobody, private memory, and a loss scale that does not look at the gradients."""
-    allocate = flat.allocate
+    """A channel to nobody, and tensors that are not mapped."""
 
-    def unscale(scale: parameter_server.LossScale, grads: Tensor) -> bool:
-        grads.mul_(1 / scale.value)
-        grads.isfinite().all()  # its memory counts
-        return True
+    def allocate(layout: shm.Layout, shared: bool) -> shm.FlatTensors:
+        weights = torch.zeros(layout.numel, dtype=shm.DTYPES[layout.dtype])
+        buffers = torch.zeros(layout.buffer_numel, dtype=shm.DTYPES[layout.buffer_dtype])
+        return shm.FlatTensors(weights, torch.zeros_like(weights), buffers)
 
     yield mock.patch.object(client.Channel, "connect")
     yield mock.patch.object(handshake, "load_secret")
-    yield mock.patch.object(flat, "allocate", lambda layout, shared: allocate(layout, False))
-    yield mock.patch.object(parameter_server.LossScale, "unscale", unscale)
+    yield mock.patch.object(flat, "allocate", allocate)
 
 
 def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:

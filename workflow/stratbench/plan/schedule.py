@@ -165,7 +165,7 @@ def _plan_cell(
         peak = with_data(footprint.training_peak(s.samples_per_step), s)
         needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes_of(s)
         wire = sent_bytes(s, footprint)
-        server_bytes = server_bytes_of(s, footprint)
+        server_bytes = server_bytes_of(s, footprint, nodes)
         host_bytes = host_bytes_of(s, footprint, needed_bytes, server_bytes, nodes)
         work = work_of(s, footprint, wire, nodes)
         devices = (

@@ -34,12 +34,14 @@ def server_needs(
     flat_bytes: dict[str, int],
     momentum: bool,
     shared_memory: bool,
+    scaled: bool = False,
 ) -> ServerNeeds:
     """The needs of server 0, which alone keeps BatchNorm's statistics.
 
     `flat_bytes`: the flat weights and buffers of a worker. The policy says how many weight-sized
     tensors it keeps, and how many of them only momentum needs. An epoch's end is copied to be
-    written. Memory that workers share with the server counts as the workers'.
+    written. A push that is `scaled` (fp16) may overflow: what came over TCP is held until the worker
+    says that it has not. Memory that workers share with the server counts as the workers'.
     """
     own = policy_options(policy, options)
     part_bytes = -(-flat_bytes["weights"] // options["servers"])
@@ -47,6 +49,8 @@ def server_needs(
     if not momentum:
         tensors -= own.momentum_buffers(workers)
     stream_bytes = _STREAM_SHARDS * ServerConfig.shard_bytes + flat_bytes["buffers"]
+    if scaled:
+        stream_bytes += part_bytes // 2 if options["wire"] == "bfloat16" else part_bytes
     return ServerNeeds(
         weights=part_bytes,
         optimizer=tensors * part_bytes,

@@ -98,7 +98,7 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
     )
 
 
-def server_bytes_of(s: Subject, footprint: Footprint) -> int:
+def server_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> int:
     if not s.served:
         return 0
     return servers.server_needs(
@@ -107,7 +107,8 @@ def server_bytes_of(s: Subject, footprint: Footprint) -> int:
         s.cell.gpus,
         footprint.flat_bytes,
         momentum=s.settings.momentum > 0,
-        shared_memory=s.settings.options["transport"] != "tcp",
+        shared_memory=s.settings.options["transport"] != "tcp" and nodes == 1,
+        scaled=s.settings.precision == "fp16",
     ).total_bytes
 
 

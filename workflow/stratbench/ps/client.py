@@ -15,9 +15,10 @@ import torch
 
 from stratbench.ps.device import Staging
 from stratbench.ps.flat import FlatSpace, as_bytes, cut
-from stratbench.ps.frames import BUFFERS, Frame, Kind, ProtocolError, unpack_ticket
+from stratbench.ps.frames import BUFFERS, NO_TICKET, Frame, Kind, ProtocolError, unpack_ticket
 from stratbench.ps.handshake import Refused, join_handshake
 from stratbench.ps.link import Link, RunEnded, ServerLost
+from stratbench.ps.scale import LossScale, Unscaler
 from stratbench.ps.shm import DTYPES
 from stratbench.ps.tickets import Ticket
 from stratbench.ps.transport import Closed, Connection, Silent, dial
@@ -29,25 +30,31 @@ _HANDSHAKE_S = 30.0
 class Channel:
     """One worker's connections to all servers of the run.
 
-    Use: `channel = Channel.connect(...)`; warm up; `ticket = channel.first()`; for each ticket zero
-    the gradients, run forward and backward on its batch, then `ticket = channel.push_pull()` until
-    that is None; `channel.close()`. All calls come from one thread. Threads of the channel's own
-    receive, send (to the second server and further) and keep the heartbeat, so that a worker that
-    is merely slow is not taken for dead.
+    Use: `channel = Channel.connect(...)`; warm up, with `channel.rehearse()` for `push_pull()`;
+    `ticket = channel.first()`; for each ticket zero the gradients, run forward and backward on its
+    batch, then `ticket = channel.push_pull()` until that is None; `channel.close()`. All calls come
+    from one thread. Threads of the channel's own receive, send (to the second server and further)
+    and keep the heartbeat, so that a worker that is merely slow is not taken for dead.
     """
 
     def __init__(
-        self, flat: FlatSpace, worker: int, wire: str, on_lost: Callable[[str], None] | None
+        self,
+        flat: FlatSpace,
+        worker: int,
+        wire: str,
+        scale: LossScale | None,
+        on_lost: Callable[[str], None] | None,
     ) -> None:
         """Use `connect`."""
-        self.worker, self.flat = worker, flat
+        self.worker, self.flat, self.scale = worker, flat, scale
         self.evaluator: int | None = None  # after the end: the live worker with the lowest number
         self.version = 0  # updates in the weights now held, as the shard that came last counts them
         self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
         self.bytes_out = self.bytes_in = 0
         self._wire, self._on_lost = wire, on_lost
         self._links: list[Link] = []
-        self._ticket: int | None = None
+        self._ticket = NO_TICKET
+        self._rehearsing = True
         self._next: Ticket | None = None
         self._told = threading.Event()  # a TICKET, DONE or the channel's end has come
         self._was_idle = False
@@ -66,14 +73,17 @@ class Channel:
         transport: str = "auto",
         wire: str = "native",
         deadline_s: float = 60.0,
+        scale: LossScale | None = None,
         on_lost: Callable[[str], None] | None = None,
     ) -> Channel:
         """Join the run whose servers publish `<rendezvous>.<server>`, as worker number `worker`.
 
         `transport`: "shm" (same host), "tcp", or "auto", which takes shared memory where it can.
         `wire`: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in
-        which nothing moves, is always native. `on_lost(reason)` is called from another thread at the
-        moment when the run is over for this worker; without it the next call raises.
+        which nothing moves, is always native. `scale`: what the loss of each backward is multiplied
+        by; a push undoes it, is dropped as a whole where a gradient overflowed, and updates the
+        scale. `on_lost(reason)` is called from another thread at the moment when the run is over for
+        this worker; without it the next call raises.
 
         Raises ConnectionError (Refused with the server's reason) when that fails by `deadline_s`.
         """
@@ -81,7 +91,7 @@ class Channel:
             raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
         if flat.host.descriptor is None and transport == "auto":
             transport = "tcp"
-        channel = cls(flat, worker, wire, on_lost)
+        channel = cls(flat, worker, wire, scale, on_lost)
         deadline = time.monotonic() + deadline_s
         n_servers = 1
         try:
@@ -102,7 +112,12 @@ class Channel:
         connection = Connection(sock, tick_s=1.0)
         connection.deadline = time.monotonic() + _HANDSHAKE_S
         wire = "native" if used == "shm" else self._wire
-        hello = {"worker": self.worker, "layout": asdict(self.flat.layout), "wire": wire}
+        hello = {
+            "worker": self.worker,
+            "layout": asdict(self.flat.layout),
+            "wire": wire,
+            "scaled": self.scale is not None,
+        }
         try:
             welcome = join_handshake(connection, secret, hello)
             if used == "shm":
@@ -117,8 +132,19 @@ class Channel:
         """Start the threads and find out how shards are cut."""
         self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
         self._link_of = {k: link for link in self._links for k in link.shards}
-        self._staging = Staging.make(self.flat, self._bounds, self._push_buffers, self._push_shards)
+        self._staging = Staging.make(
+            self.flat,
+            self._bounds,
+            self._push_buffers,
+            self._push_shards,
+            self._end_push,
+            self.scale,
+        )
+        if self._staging is not None:
+            self._staging.fetch_initial()  # the warm-up delivers what is here
+        self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
         self._weight_bytes = as_bytes(self.flat.host.weights)
+        self._grad_bytes = as_bytes(self.flat.host.grads)
         self._itemsize = self.flat.host.weights.element_size()
         uses_wire = self._wire != "native" and any(x.transport == "tcp" for x in self._links)
         self._grads = self.flat.host.grads
@@ -146,16 +172,20 @@ class Channel:
 
         The initial weights are one worker's own: call it when the model is as training shall begin.
         """
+        self._rehearsing = False
+        self.bytes_out = self.bytes_in = 0
         self._expect()
         for link in reversed(self._links):  # server 0 last: it starts the run
             self._send(link, Frame(Kind.PULL))
-        return self._await_reply(time.perf_counter())
+        ticket = self._await_reply(time.perf_counter())
+        self.wait_s = 0.0  # waiting for the other workers to be ready is none of it
+        return ticket
 
     def arm(self) -> None:
         """CUDA: let the next backward's gradients leave while it still runs, bucket by bucket.
 
-        Only for a backward after which the gradients are final (no loss scale to undo, no clipping)
-        and that `push_pull` follows. Does nothing on a CPU.
+        Only for a backward after which the gradients are final (but for the loss scale) and that
+        `push_pull` or `rehearse` follows. Does nothing on a CPU.
         """
         if self._staging is not None:
             self._expect()
@@ -168,26 +198,22 @@ class Channel:
         model is then in no state in particular (the servers' is in their snapshots).
         Raises RunEnded with the server's reason, or ServerLost.
         """
-        self.flat.check()
-        if self._staging is not None:
-            if not self._staging.armed:
-                self._expect()
-            self._staging.finish_push()
-        else:
-            self._expect()
-            self._push_buffers()
-            self._push_shards(0, len(self._bounds))
-        self._join_senders()
+        self._push()
         return self._await_reply(time.perf_counter())
 
-    def skip(self) -> Ticket | None:
-        """Settle the ticket at hand without gradients (they overflowed); else as `push_pull`."""
-        self._expect()
-        if self._staging is not None:
-            self._staging.finish_delivery()
+    def rehearse(self) -> None:
+        """Before `first`: push as `push_pull` does, and receive as much.
+
+        The servers throw it away. Weights and buffers stay as they are, nothing is counted, and no
+        other worker is waited for.
+        """
+        self._push()
         for link in self._links:
-            self._send(link, Frame(Kind.SKIP, ticket=self._ticket))
-        return self._await_reply(time.perf_counter())
+            link.replied.wait()
+        if self._error is not None:
+            raise self._error
+        if self._staging is not None:
+            self._staging.deliver_weights()
 
     def close(self) -> None:
         """Leave: say goodbye (if the run is over) and stop the threads."""
@@ -213,6 +239,39 @@ class Channel:
         self._next = None
         for link in self._links:
             link.expect_all()
+
+    def _push(self) -> None:
+        """Push buffers and gradients; with a loss scale, say whether they count."""
+        self.flat.check()
+        overflowed = False
+        if self._staging is not None:
+            if not self._staging.armed:
+                self._expect()
+            self._staging.finish_push()
+            overflowed = self._staging.overflowed
+        else:
+            self._expect()
+            if self._unscaler is not None:
+                self._unscaler.begin(self.scale)
+                self._unscaler.unscale(self.flat.grads)
+                overflowed = bool(self._unscaler.found)
+            if not overflowed:
+                self._push_buffers()
+                self._push_shards(0, len(self._bounds))
+            if self.scale is not None:
+                self._end_push(overflowed)
+        if self.scale is not None:
+            self.scale.update(overflowed)
+        self._join_senders()
+
+    def _end_push(self, overflowed: bool) -> None:
+        """Tell every server, behind its last shard, whether to apply the push or to drop it."""
+        frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
+        for link in reversed(self._links):
+            if link.server == 0:
+                self._send(link, frame)
+            else:
+                self._queue(link, frame)
 
     def _push_buffers(self) -> None:
         """Before the gradients: a server is through with a ticket when it has its last shard."""
@@ -336,7 +395,9 @@ class Channel:
         if link.transport == "tcp":
             if frame.length != n_bytes:
                 raise ProtocolError(f"malformed frame: OK of {frame.length} bytes, not {n_bytes}")
-            link.connection.receive_into(self._weight_bytes[start : start + n_bytes])
+            # What comes back in the warm-up are no weights; gradients that were pushed are free.
+            target = self._grad_bytes if self._rehearsing else self._weight_bytes
+            link.connection.receive_into(target[start : start + n_bytes])
         self.bytes_in += n_bytes
         self.version = frame.version
         link.arrived(range(first, last + 1))

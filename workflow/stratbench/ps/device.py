@@ -2,6 +2,8 @@
 
 Parameters' gradients become final in about the reverse order of the forward; as soon as all of a
 bucket's are, a side stream copies the bucket to the host, and its shards leave when it is there.
+With a loss scale the side stream divides each bucket by it first, and in the same pass looks for
+overflows; the verdict on all of them follows the last bucket to the host.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 
 import torch
 
-from stratbench.ps.flat import FlatSpace
+from stratbench.ps.flat import FlatSpace, host_scalar
+from stratbench.ps.scale import LossScale, Unscaler
 
 #: Bytes of gradients in one device-to-host copy.
 BUCKET_BYTES = 16 << 20
@@ -67,11 +70,13 @@ class Staging:
         bounds: list[tuple[int, int]],
         push_buffers: Callable[[], None],
         push_shards: Callable[[int, int], None],
+        end_push: Callable[[bool], None],
+        scale: LossScale | None = None,
     ) -> Staging | None:
         """A staging for a CUDA model; None for one on the CPU, which needs none."""
         if flat.device.type != "cuda":
             return None
-        return cls(flat, bounds, push_buffers, push_shards)
+        return cls(flat, bounds, push_buffers, push_shards, end_push, scale)
 
     def __init__(
         self,
@@ -79,10 +84,18 @@ class Staging:
         bounds: list[tuple[int, int]],
         push_buffers: Callable[[], None],
         push_shards: Callable[[int, int], None],
+        end_push: Callable[[bool], None],
+        scale: LossScale | None = None,
     ) -> None:
-        """`push_buffers()` and `push_shards(first, stop)` send what has arrived on the host."""
-        self.armed = False
+        """`push_buffers()` and `push_shards(first, stop)` send what has arrived on the host.
+
+        With a `scale`, `end_push(overflowed)` sends the verdict behind them.
+        """
+        self.armed = self.overflowed = False
         self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
+        self._end_push, self._scale = end_push, scale
+        self._unscaler = None if scale is None else Unscaler(flat.device)
+        self._found = host_scalar(flat.device)  # mirrors the unscaler's finding
         self._buckets = buckets_of(bounds, flat.grads.element_size())
         self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
         spans = [
@@ -108,6 +121,10 @@ class Staging:
         self._countdown.reset()
         self._waiting = set(range(len(self._buckets)))
         self._error = None
+        if self._unscaler is not None:
+            self.overflowed = False
+            with torch.cuda.stream(self._stream):
+                self._unscaler.begin(self._scale)
         self._sender = threading.Thread(target=self._send_copied, daemon=True)
         self._sender.start()
         # Running statistics are final after the forward.
@@ -126,12 +143,21 @@ class Staging:
             self._flat.grads[low:high],
             self._flat.host.grads[low:high],
             lambda: self._push_shards(first, stop),
+            self._unscaler,
         )
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, send: Callable[[], None]) -> None:
+    def _copy(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        send: Callable[[], None],
+        unscaler: Unscaler | None = None,
+    ) -> None:
         """Copy behind what the current stream has computed so far; `send` once it has arrived."""
         self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         with torch.cuda.stream(self._stream):
+            if unscaler is not None:
+                unscaler.unscale(source)
             target.copy_(source, non_blocking=True)
             arrived = torch.cuda.Event(blocking=True)  # who waits for it leaves its core to others
             arrived.record()
@@ -154,6 +180,8 @@ class Staging:
         self.armed = False
         for bucket in sorted(self._waiting, reverse=True):
             self._copy_bucket(bucket)
+        if self._unscaler is not None:
+            self._copy(self._unscaler.found, self._found, self._judge)
         self._copied.put(None)
         self._sender.join()
         while not self._copied.empty():  # left behind by a failed sender
@@ -161,14 +189,14 @@ class Staging:
         if self._error is not None:
             raise self._error
 
+    def _judge(self) -> None:
+        self.overflowed = bool(self._found)
+        self._end_push(self.overflowed)
+
     def fetch_initial(self) -> None:
         """Bring weights and buffers to the host."""
         self._flat.host.weights.copy_(self._flat.weights)
         self._flat.host.buffers.copy_(self._flat.buffers)
-
-    def finish_delivery(self) -> None:
-        """Wait until the device has the weights, so that the mirror may be written again."""
-        torch.cuda.current_stream(self._flat.device).synchronize()
 
     def deliver_weights(self) -> None:
         """Bring the pulled weights to the device; the host does not wait.

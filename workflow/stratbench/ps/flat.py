@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 
 import torch
 from torch import nn
@@ -136,8 +137,20 @@ def _moved(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     return view
 
 
+def host_scalar(device: torch.device) -> torch.Tensor:
+    """A float32 of shape [1] on the host, to which `device` can copy without the host's waiting."""
+    scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.float32, count=1)
+    if device.type == "cuda":
+        _pin(scalar)
+    return scalar
+
+
 def _pin(tensor: torch.Tensor) -> None:
-    """Page-lock memory that torch did not allocate: copies to the device are then asynchronous."""
+    """Page-lock memory that torch did not allocate: copies to the device are then asynchronous.
+
+    Whole pages are locked, and a page can be locked once: the memory must be mapped, not taken from
+    the heap, where two tensors may share a page.
+    """
     n_bytes = tensor.numel() * tensor.element_size()
     cudart = torch.cuda.cudart()
     status = cudart.cudaHostRegister(tensor.data_ptr(), n_bytes, 0)

@@ -13,9 +13,10 @@ from enum import IntEnum
 from typing import NamedTuple
 
 MAGIC = b"PS"
-PROTOCOL = 1
+PROTOCOL = 2
 #: Shard number of the model's float buffers (BatchNorm running statistics).
 BUFFERS = 0xFFFFFFFF
+#: Ticket number of the warm-up's exchanges, which change and count nothing.
 NO_TICKET = -1
 #: Most bytes of a payload that is not weights or gradients (text, JSON, a ticket).
 SMALL_BYTES = 64 * 1024
@@ -36,7 +37,7 @@ class Kind(IntEnum):
     INIT = 5  # S  send me your initial weights; C  here is one shard of them
     PULL = 6  # C  ready to start; send the weights and my first ticket
     PUSH = 7  # C  gradients of `count` shards, or the buffers
-    SKIP = 8  # C  the ticket's gradients overflowed: settle it without them
+    SKIP = 8  # C  the ticket's gradients overflowed: settle it without them, drop what was pushed
     OK = 9  # S  weights of `count` shards
     TICKET = 10  # S  the next batch
     WAIT = 11  # S  no batch now, but one may come; C  relayed to the other servers
@@ -46,6 +47,7 @@ class Kind(IntEnum):
     HEARTBEAT = 15  # both
     ERR = 16  # S  why the run, or this worker's part in it, is over
     BYE = 17  # C  leaving in order, with the worker's own measurements
+    APPLY = 18  # C  none of the ticket's gradients has overflowed: apply what was pushed
 
 
 class ProtocolError(Exception):

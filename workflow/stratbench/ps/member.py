@@ -7,13 +7,13 @@ import threading
 import time
 from collections import deque
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from stratbench.ps.flat import as_bytes
-from stratbench.ps.frames import Frame, Kind, ProtocolError
+from stratbench.ps.frames import BUFFERS, Frame, Kind, ProtocolError
 from stratbench.ps.shm import DTYPES, FlatTensors, Layout, attach
 from stratbench.ps.tickets import Ticket
 from stratbench.ps.transport import Connection
@@ -35,45 +35,70 @@ class Weights(Protocol):
 
 
 class StreamLane:
-    """Shards that travel as payloads, over TCP."""
+    """Shards that travel as payloads, over TCP.
 
-    def __init__(self, connection: Connection, bounds: Bounds, layout: Layout, wire: str) -> None:
+    One shard is received at a time, in the same place. If `held` names the shards to expect, all of
+    them are kept, each in its own, until the next push.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        bounds: Bounds,
+        layout: Layout,
+        wire: str,
+        held: range | None = None,
+    ) -> None:
         self._connection, self._bounds = connection, bounds
         numel = max(stop - start for start, stop in bounds)
         self._grad = torch.empty(numel, dtype=DTYPES[layout.dtype])
-        self._out = torch.empty_like(self._grad)
+        self._out = torch.zeros_like(self._grad)
         self._wire = self._grad if wire == "native" else torch.empty(numel, dtype=DTYPES[wire])
+        self._first: int | None = None  # element of the model where the held part begins
+        if held is not None:
+            self._first = bounds[held.start][0]
+            part = bounds[held.stop - 1][1] - self._first
+            self._wire = torch.empty(part, dtype=self._wire.dtype)
         self._buffers = torch.empty(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
-        self._wire_bytes = as_bytes(self._wire)
 
     def _numel(self, shard: int) -> int:
         start, stop = self._bounds[shard]
         return stop - start
 
+    def _place(self, shard: int) -> Tensor:
+        """Where the shard's gradient is received, as it is on the wire."""
+        if shard == BUFFERS:
+            return self._buffers
+        start = 0 if self._first is None else self._bounds[shard][0] - self._first
+        return self._wire[start : start + self._numel(shard)]
+
     def moved_bytes(self, shard: int) -> int:
-        """Bytes that a push of the shard moves."""
-        return self._numel(shard) * self._wire.element_size()
+        """Bytes that a push of the shard, or of the BUFFERS, moves."""
+        place = self._place(shard)
+        return place.numel() * place.element_size()
 
     def payload_bytes(self, moved_bytes: int) -> int:
         """Length of a frame that moves as many bytes."""
         return moved_bytes
 
-    def take_grad(self, shard: int) -> Tensor:
-        """The shard's pushed gradient; the tensor is overwritten by the next one."""
-        numel = self._numel(shard)
-        self._connection.receive_into(self._wire_bytes[: self.moved_bytes(shard)])
-        if self._wire is not self._grad:
-            self._grad[:numel].copy_(self._wire[:numel])
-        return self._grad[:numel]
+    def receive(self, shard: int) -> None:
+        """Receive the shard's gradient, or the BUFFERS, that come now."""
+        self._connection.receive_into(as_bytes(self._place(shard)))
+
+    def received(self, shard: int) -> Tensor:
+        """What has been received of the shard, or of the BUFFERS; overwritten by what comes next."""
+        place = self._place(shard)
+        if place.dtype is self._grad.dtype or shard == BUFFERS:
+            return place
+        return self._grad[: self._numel(shard)].copy_(place)
 
     def take_weights(self, shard: int, out: Tensor) -> None:
         """Write the shard's initial weights into `out`."""
         self._connection.receive_into(as_bytes(out))
 
-    def take_buffers(self) -> Tensor:
-        """The float buffers that come now; the tensor is overwritten by the next ones."""
-        self._connection.receive_into(as_bytes(self._buffers))
-        return self._buffers
+    def blank(self, shard: int) -> memoryview | bytes:
+        """Payload of an OK in the warm-up: as long as the shard's weights."""
+        return as_bytes(self._out[: self._numel(shard)])
 
     def give(self, worker: int, shards: list[int], weights: Weights) -> int:
         """Let the worker have `shards` of `weights`; returns their bytes."""
@@ -97,13 +122,18 @@ class SharedLane:
         self._connection, self._bounds, self._memory = connection, bounds, memory
 
     def moved_bytes(self, shard: int) -> int:
-        start, stop = self._bounds[shard]
-        return (stop - start) * self._memory.grads.element_size()
+        place = self.received(shard)
+        return place.numel() * place.element_size()
 
     def payload_bytes(self, moved_bytes: int) -> int:
         return 0
 
-    def take_grad(self, shard: int) -> Tensor:
+    def receive(self, shard: int) -> None:
+        pass
+
+    def received(self, shard: int) -> Tensor:
+        if shard == BUFFERS:
+            return self._memory.buffers
         start, stop = self._bounds[shard]
         return self._memory.grads[start:stop]
 
@@ -111,8 +141,13 @@ class SharedLane:
         start, stop = self._bounds[shard]
         out.copy_(self._memory.weights[start:stop])
 
-    def take_buffers(self) -> Tensor:
-        return self._memory.buffers
+    def blank(self, shard: int) -> memoryview | bytes:
+        """Nothing travels; but what is touched for the first time here is not in training."""
+        start, stop = self._bounds[shard]
+        scratch = self._memory.grads[start:stop].clone()
+        weights = self._memory.weights[start:stop]
+        weights.copy_(scratch.copy_(weights))
+        return b""
 
     def give(self, worker: int, shards: list[int], weights: Weights) -> int:
         versions = {}
@@ -136,10 +171,19 @@ def _runs(numbers: dict[int, int]) -> list[tuple[int, int]]:
     return runs
 
 
-def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> tuple[int, str, Layout]:
-    """(worker, wire, layout) from what a peer says of itself; raises ProtocolError."""
+class Hello(NamedTuple):
+    """What a worker says of itself."""
+
+    worker: int
+    wire: str
+    scaled: bool  # its gradients carry a loss scale and may overflow
+    layout: Layout
+
+
+def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
+    """What a peer says of itself, checked; raises ProtocolError."""
     try:
-        worker, wire = hello["worker"], hello["wire"]
+        worker, wire, scaled = hello["worker"], hello["wire"], hello["scaled"]
         layout = Layout(**hello["layout"])
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"malformed HELLO: {error}") from None
@@ -147,16 +191,18 @@ def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> tuple[in
         raise ProtocolError(f"worker {worker!r} is not one of 0..{workers - 1}")
     if wire != "native" and (wire != "bfloat16" or transport == "shm"):
         raise ProtocolError(f"wire format {wire!r} is not known over {transport}")
-    return worker, wire, layout
+    if type(scaled) is not bool:
+        raise ProtocolError(f"malformed HELLO: scaled is {scaled!r}")
+    return Hello(worker, wire, scaled, layout)
 
 
 class Member:
     """One worker of the run."""
 
-    def __init__(self, worker: int, connection: Connection, transport: str, wire: str) -> None:
-        self.worker = worker
+    def __init__(self, hello: Hello, connection: Connection, transport: str) -> None:
+        self.worker, self.wire, self.scaled = hello.worker, hello.wire, hello.scaled
         self.connection = connection
-        self.transport, self.wire = transport, wire
+        self.transport = transport
         self.lane: StreamLane | SharedLane
         self.reader = threading.current_thread()
         self.sender: threading.Thread | None = None
@@ -167,6 +213,7 @@ class Member:
         self.next: Ticket | None = None  # reserved for it
         self.last_ticket = 0
         self.todo: set[int] = set()  # shards of that ticket still to come
+        self.held: list[int] = []  # shards that have come, and BUFFERS: they may have overflowed
         #: What shall be sent: shard numbers, (frame, payload), None at the end.
         self._outbox: deque[Any] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # as often as something is put
@@ -180,11 +227,12 @@ class Member:
         """Whether it still takes part."""
         return self.alive
 
-    def open_lane(self, bounds: Bounds, layout: Layout) -> None:
-        """Prepare for its shards to travel; over shared memory, receive and map that memory."""
+    def open_lane(self, bounds: Bounds, layout: Layout, mine: range) -> None:
+        """Prepare for shards `mine` to travel; over shared memory, receive and map that memory."""
         connection = self.connection
         if self.transport != "shm":
-            self.lane = StreamLane(connection, bounds, layout, self.wire)
+            held = mine if self.scaled else None
+            self.lane = StreamLane(connection, bounds, layout, self.wire, held)
             return
         frame = connection.receive()
         if frame.kind is not Kind.MEMORY or frame.length != 1:
@@ -200,12 +248,12 @@ class Member:
         self.ticket = self.last_ticket = ticket
         self.todo = set(shards)
 
-    def post(self, item: int | tuple[Frame, bytes] | None) -> None:
+    def post(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
         """Queue a shard, a frame with its payload, or the end (None) for sending, in this order."""
         self._outbox.append(item)
         self._wake.put(None)
 
-    def tell(self, frame: Frame, payload: bytes = b"") -> None:
+    def tell(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
         """Queue a frame for it."""
         self.post((frame, payload))
 

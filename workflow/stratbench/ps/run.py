@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from stratbench.ps.config import ServerConfig
-from stratbench.ps.frames import BUFFERS, SMALL_BYTES, Frame, Kind, ProtocolError, pack_ticket
+from stratbench.ps.frames import (
+    BUFFERS,
+    NO_TICKET,
+    SMALL_BYTES,
+    Frame,
+    Kind,
+    ProtocolError,
+    pack_ticket,
+)
 from stratbench.ps.gate import Refusals
 from stratbench.ps.handshake import accept_handshake
 from stratbench.ps.member import Member, parse_hello
@@ -24,6 +32,7 @@ from stratbench.ps.transport import Closed, Connection, Silent
 
 log = logging.getLogger(__name__)
 
+_OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
 _CLOSING_S = 1.0  # how long the end of a run waits for what is queued for the workers
 
 
@@ -71,8 +80,11 @@ class Run:
 
     def _admit(self, connection: Connection, hello: dict[str, Any], transport: str) -> Member:
         c = self.config
-        worker, wire, layout = parse_hello(hello, c.workers, transport)
+        said = parse_hello(hello, c.workers, transport)
+        worker, layout = said.worker, said.layout
         with self._lock:
+            if self.over.is_set():  # or it would start alone, counting the lost as present
+                raise ProtocolError(self.error or "the run is over")
             known = self._members.get(worker)
             if known is not None:
                 state = "is connected already" if known.alive else "was here and cannot come back"
@@ -81,7 +93,7 @@ class Run:
                 self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
             elif layout != self._store.layout:
                 raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
-            member = self._members[worker] = Member(worker, connection, transport, wire)
+            member = self._members[worker] = Member(said, connection, transport)
         return member
 
     def _welcome(self, member: Member, nonces: bytes) -> None:
@@ -96,9 +108,10 @@ class Run:
             "limit_bytes": store.limit_bytes,
         }
         accept_handshake(connection, self._secret, nonces, welcome, store.limit_bytes)
-        member.open_lane(store.bounds, store.layout)
-        member.sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
-        member.sender.start()
+        member.open_lane(store.bounds, store.layout, store.mine)
+        sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
+        sender.start()
+        member.sender = sender  # only now: who closes the run joins what is here
 
     def _answer(self, member: Member) -> None:
         try:
@@ -114,7 +127,8 @@ class Run:
         connection = member.connection
         handlers = {
             Kind.PULL: self._on_pull,
-            Kind.SKIP: self._on_skip,
+            Kind.SKIP: self._on_verdict,
+            Kind.APPLY: self._on_verdict,
             Kind.SETTLE: self._on_settle,
             Kind.WAIT: self._on_wait,
             Kind.HEARTBEAT: lambda member, frame: None,
@@ -124,7 +138,9 @@ class Run:
                 frame = connection.receive()
                 if not member.alive:
                     raise ProtocolError(f"{frame.kind.name} of a worker that was given up")
-                if frame.kind is Kind.PUSH:
+                if frame.ticket == NO_TICKET and frame.kind in _OF_A_TICKET:
+                    self._rehearse(member, frame)
+                elif frame.kind is Kind.PUSH:
                     self._on_push(member, frame)
                 elif frame.kind is Kind.INIT:
                     self._on_init(member, frame)
@@ -231,22 +247,46 @@ class Run:
                 if member.alive and member.next is None:
                     member.next = self.tickets.take(member.worker)
 
+    def _rehearse(self, member: Member, frame: Frame) -> None:
+        """A worker warms up: take what it sends, send back as much, apply and count nothing."""
+        if member.pulled:
+            raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
+        if frame.kind is Kind.PUSH:
+            answered = self._store.brought(member, frame)
+            for k in answered:
+                member.lane.receive(k)
+        else:
+            check_length(frame, 0)
+            answered = list(self._store.mine)
+        if member.scaled == (frame.kind is Kind.PUSH):
+            return  # one whose push may overflow is answered after its verdict
+        for k in answered:
+            if k != BUFFERS:
+                member.tell(Frame(Kind.OK, k, 1), member.lane.blank(k))
+
     def _on_push(self, member: Member, frame: Frame) -> None:
         self._check_ticket(member, frame)
-        if frame.shard != BUFFERS and frame.count >= len(member.todo):
+        if not member.scaled and frame.shard != BUFFERS and frame.count >= len(member.todo):
             self._reserve_ticket(member)
         self._store.push(member, frame)
-        if not member.todo:
-            self._complete(member)
-            with contextlib.suppress(Closed):  # as in `_answer`
-                member.send_now(self._store)
+        if not member.todo and not member.scaled:
+            self._finish_push(member)
 
-    def _on_skip(self, member: Member, frame: Frame) -> None:
+    def _on_verdict(self, member: Member, frame: Frame) -> None:
+        """A worker whose gradients may overflow says what becomes of its push: all or nothing."""
         self._check_ticket(member, frame)
         self._reserve_ticket(member)
-        member.skips += 1
-        self._store.skip(member, frame.ticket)
+        if frame.kind is Kind.APPLY:
+            self._store.apply(member, frame.ticket)
+        else:
+            member.skips += 1
+            self._store.skip(member, frame.ticket)
+        self._finish_push(member)
+
+    def _finish_push(self, member: Member) -> None:
         self._complete(member)
+        with contextlib.suppress(Closed):  # as in `_answer`
+            member.send_now(self._store)
 
     def _complete(self, member: Member) -> None:
         """All of the member's shards for its ticket have been here."""

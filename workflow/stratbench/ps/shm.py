@@ -95,11 +95,12 @@ def _view(memory: mmap.mmap, layout: Layout, descriptor: int | None) -> FlatTens
 
 
 def allocate(layout: Layout, shared: bool) -> FlatTensors:
-    """Zeroed flat tensors; in a sealed anonymous file if `shared` and the system has them."""
+    """Zeroed flat tensors; in a sealed anonymous file if `shared` and the system has them.
+
+    Each begins on a page of its own, so that pinning one touches no other's memory.
+    """
     if not (shared and hasattr(os, "memfd_create")):
-        weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
-        buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
-        return FlatTensors(weights, torch.zeros_like(weights), buffers)
+        return _view(mmap.mmap(-1, _total_bytes(layout)), layout, None)
     descriptor = os.memfd_create("stratbench-ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, _total_bytes(layout))
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

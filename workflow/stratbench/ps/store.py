@@ -72,7 +72,8 @@ class Store:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
         if frame.shard == BUFFERS:
             check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
-            return lane.take_buffers()
+            lane.receive(BUFFERS)
+            return lane.received(BUFFERS)
         start, stop = self.bounds[frame.shard]
         weights = torch.empty(stop - start, dtype=DTYPES[self.layout.dtype])
         check_length(frame, lane.payload_bytes(weights.numel() * weights.element_size()))
@@ -94,33 +95,58 @@ class Store:
         """Give every shard, now filled, its policy."""
         self.shards = {k: Shard(k, make(self._initial.pop(k)), release) for k in self.mine}
 
-    def push(self, member: Member, frame: Frame) -> None:
-        """Take the shards, or the buffers, that a PUSH brings for the member's ticket."""
-        lane = member.lane
+    def brought(self, member: Member, frame: Frame) -> list[int]:
+        """The shards that a PUSH brings, or BUFFERS; raises ProtocolError if it cannot be so."""
         if frame.shard == BUFFERS:
             if self.buffers is None:
                 raise ProtocolError("malformed frame: PUSH of buffers that this server has not")
-            check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
-            self.buffers.push(member.worker, lane.take_buffers(), member.is_alive)
-            member.bytes_in += self.layout.buffer_bytes
-            return
-        first, last = frame.shard, frame.shard + frame.count - 1
-        if not self.mine.start <= first <= last < self.mine.stop:
-            raise ProtocolError(f"malformed frame: PUSH of shards {first}..{last}")
-        moved_bytes = sum(lane.moved_bytes(k) for k in range(first, last + 1))
-        check_length(frame, lane.payload_bytes(moved_bytes))
-        for k in range(first, last + 1):
-            if k not in member.todo:
+            brought = [BUFFERS]
+        else:
+            first, last = frame.shard, frame.shard + frame.count - 1
+            if not self.mine.start <= first <= last < self.mine.stop:
+                raise ProtocolError(f"malformed frame: PUSH of shards {first}..{last}")
+            brought = list(range(first, last + 1))
+        moved_bytes = sum(member.lane.moved_bytes(k) for k in brought)
+        check_length(frame, member.lane.payload_bytes(moved_bytes))
+        return brought
+
+    def push(self, member: Member, frame: Frame) -> None:
+        """Take the shards, or the buffers, that a PUSH brings for the member's ticket.
+
+        Those of a scaled worker are held, until `apply` or `skip` says what becomes of them all.
+        """
+        for k in self.brought(member, frame):
+            if k != BUFFERS and k not in member.todo:
                 raise ProtocolError(f"malformed frame: shard {k} was pushed already")
-            self.shards[k].push(member.worker, frame.ticket, lane.take_grad(k), member.is_alive)
+            member.lane.receive(k)
+            member.bytes_in += member.lane.moved_bytes(k)
+            if member.scaled:
+                member.held.append(k)
+            else:
+                self._take(member, frame.ticket, k)
             member.todo.discard(k)
-        member.bytes_in += moved_bytes
+
+    def _take(self, member: Member, ticket: int, k: int) -> None:
+        received = member.lane.received(k)
+        if k == BUFFERS:
+            self.buffers.push(member.worker, received, member.is_alive)
+        else:
+            self.shards[k].push(member.worker, ticket, received, member.is_alive)
+
+    def apply(self, member: Member, ticket: int) -> None:
+        """Take what was held of the member's ticket, which must be all of it."""
+        if member.todo or not member.scaled:
+            raise ProtocolError("malformed frame: APPLY of a push that is not complete")
+        for k in member.held:
+            self._take(member, ticket, k)
+        member.held.clear()
 
     def skip(self, member: Member, ticket: int) -> None:
-        """Settle the member's ticket without gradients."""
-        for k in sorted(member.todo):
+        """Settle the member's ticket without gradients; what was held of it is dropped."""
+        for k in sorted(member.todo.union(member.held) - {BUFFERS}):
             self.shards[k].push(member.worker, ticket, None, member.is_alive)
         member.todo.clear()
+        member.held.clear()
 
     def view(self, worker: int, shard: int, out: Tensor) -> int:
         """See Shard.view."""

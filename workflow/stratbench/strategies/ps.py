@@ -6,7 +6,7 @@ worker does fewer, and a lost one's batch is handed on. The servers keep the opt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, field, fields, make_dataclass
 from pathlib import Path
@@ -142,11 +142,13 @@ class ParameterServer(base.Strategy):
         from stratbench.ps.client import Channel
         from stratbench.ps.flat import FlatSpace
         from stratbench.ps.handshake import load_secret
+        from stratbench.ps.scale import LossScale
 
         s = worker.settings
         self.worker, self.model = worker, model
         transport = s.options["transport"]
         self.flat = FlatSpace(model, shared=transport != "tcp")
+        self.scale = LossScale() if s.precision == "fp16" else None
         self.channel = Channel.connect(
             worker.work_dir / "server",
             worker.rank,
@@ -155,11 +157,11 @@ class ParameterServer(base.Strategy):
             transport=transport,
             wire=s.options["wire"],
             deadline_s=300.0,
+            scale=self.scale,
         )
         self.ticket: Ticket | None = None
-        self.scale = LossScale() if s.precision == "fp16" else None
-        self.pushes = self.skipped = 0
-        self._training = False
+        self.steps = 0
+        self._exchange: Callable[[], None] | None = self.channel.rehearse  # None: the run is over
         self._before = (0.0, 0, 0)
 
     def save(self) -> Any:
@@ -170,23 +172,27 @@ class ParameterServer(base.Strategy):
             t.copy_(old)
         self.flat.zero_grads()
         if self.scale is not None:
-            self.scale = LossScale()
+            self.scale.reset()
 
     def tickets(self) -> Iterator[tuple[int, slice]]:
         """(epoch, which of the epoch's shuffled samples) of each batch this worker is handed.
 
         The first waits until all workers are ready. `step` must be called for each.
         """
-        self._training = True
         s = self.worker.settings
         samples = self.samples_per_step(s)
         self.ticket = self.channel.first()
         self._before = self._exchanged()
+        self._exchange = self._take_ticket
         while self.ticket is not None:
             t = self.ticket
             start = t.step * s.global_batch + t.slice * samples
             yield t.epoch, slice(start, start + samples)
-        self._training = False
+        self._exchange = None
+
+    def _take_ticket(self) -> None:
+        self.ticket = self.channel.push_pull()
+        self.steps += 1
 
     def _exchanged(self) -> tuple[float, int, int]:
         """Seconds waited, bytes sent and bytes received so far."""
@@ -203,23 +209,14 @@ class ParameterServer(base.Strategy):
             self.worker.delay()
             mark("slowdown")
         self.flat.zero_grads()
-        if self._training and self.scale is None:
+        if self._exchange is not None:
             self.channel.arm()
         (loss if self.scale is None else loss * self.scale.value).backward()
         mark("backward")
-        if self._training:
+        if self._exchange is not None:
             self._exchange()
             mark("server")
         return loss.detach()
-
-    def _exchange(self) -> None:
-        """Push, and receive weights and the next ticket; an overflowed gradient is not pushed."""
-        if self.scale is not None and not self.scale.unscale(self.flat.grads):
-            self.ticket = self.channel.skip()
-            self.skipped += 1
-            return
-        self.ticket = self.channel.push_pull()
-        self.pushes += 1
 
     @property
     def evaluates(self) -> bool:
@@ -259,7 +256,7 @@ class ParameterServer(base.Strategy):
         return {
             "details": {
                 "transports": self.channel.transports,
-                "skipped_steps": self.skipped,
+                "skipped_steps": 0 if self.scale is None else self.scale.skipped,
                 "push_lr": s.lr * own.lr_factor(s.gpus),
             }
             | base.effective_dtypes(self.worker),
@@ -268,46 +265,20 @@ class ParameterServer(base.Strategy):
         }
 
     def communication(self) -> dict[str, Any] | None:
-        steps = self.pushes + self.skipped
-        if not steps:
+        if not self.steps:
             return None
         wait_s, sent, received = (
             now - then for now, then in zip(self._exchanged(), self._before, strict=True)
         )
         return {
             "method": "measured",
-            "sent_bytes_per_step": sent / steps,
-            "received_bytes_per_step": received / steps,
-            "server_wait_ms": 1e3 * wait_s / steps,
+            "sent_bytes_per_step": sent / self.steps,
+            "received_bytes_per_step": received / self.steps,
+            "server_wait_ms": 1e3 * wait_s / self.steps,
         }
 
     def close(self) -> None:
         self.channel.close()
-
-
-class LossScale:
-    """Dynamic loss scaling of one worker, with torch.amp.GradScaler's defaults.
-
-    A worker decides for itself: its push leaves the device anyway, so looking at it costs nothing more.
-    The scale has a least value: halved for ever, in a run that diverges, it would end as 0.
-    """
-
-    LEAST: ClassVar[float] = 2.0**-24
-
-    def __init__(self) -> None:
-        self.value = 65536.0
-        self._good = 0
-
-    def unscale(self, grads: Tensor) -> bool:
-        """Undo the scaling in place; False if a gradient is not finite (then the scale is halved)."""
-        grads.mul_(1 / self.value)
-        if not bool(grads.isfinite().all()):
-            self.value, self._good = max(self.value / 2, self.LEAST), 0
-            return False
-        self._good += 1
-        if self._good == 2000:
-            self.value, self._good = self.value * 2, 0
-        return True
 
 
 class Sync(ParameterServer):

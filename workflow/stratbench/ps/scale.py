@@ -1,0 +1,58 @@
+"""Dynamic loss scaling of one worker, for fp16: the scale, and the pass that undoes it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class LossScale:
+    """What a worker multiplies its loss by: torch.amp.GradScaler's rule with its defaults.
+
+    A worker decides for itself: its push is applied or dropped as a whole, whatever the others' are.
+    The scale has a least value: halved for ever, in a run that diverges, it would end as 0.
+    """
+
+    LEAST: ClassVar[float] = 2.0**-24
+    START: ClassVar[float] = 65536.0
+    GROWTH_STEPS: ClassVar[int] = 2000
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over."""
+        self.value, self.skipped, self._good = self.START, 0, 0
+
+    def update(self, overflowed: bool) -> None:
+        """A step is through; `overflowed`: a gradient was not finite, the step was skipped."""
+        if overflowed:
+            self.value, self._good = max(self.value / 2, self.LEAST), 0
+            self.skipped += 1
+            return
+        self._good += 1
+        if self._good == self.GROWTH_STEPS:
+            self.value, self._good = self.value * 2, 0
+
+
+class Unscaler:
+    """Undoes a loss scale and finds overflows in one pass over the gradients, on their device.
+
+    The pass is GradScaler's own kernel. Nothing here waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        #: Shape [1]: not 0 as soon as something that was unscaled since `begin` was not finite.
+        self.found = torch.zeros(1, device=device)
+        self._inverse = torch.ones(1, device=device)
+
+    def begin(self, scale: LossScale) -> None:
+        """The gradients that come now carry this scale."""
+        self.found.zero_()
+        self._inverse.fill_(1 / scale.value)
+
+    def unscale(self, grads: Tensor) -> None:
+        """Divide `grads` by the scale, in place."""
+        torch._amp_foreach_non_finite_check_and_unscale_([grads], self.found, self._inverse)
