@@ -15,7 +15,15 @@ import torch
 
 from stratbench.ps.device import Staging
 from stratbench.ps.flat import FlatSpace, as_bytes, cut
-from stratbench.ps.frames import BUFFERS, NO_TICKET, Frame, Kind, ProtocolError, unpack_ticket
+from stratbench.ps.frames import (
+    BUFFERS,
+    NO_TICKET,
+    SMALL_BYTES,
+    Frame,
+    Kind,
+    ProtocolError,
+    unpack_ticket,
+)
 from stratbench.ps.handshake import Refused, join_handshake
 from stratbench.ps.link import Link, RunEnded, ServerLost
 from stratbench.ps.scale import LossScale, Unscaler
@@ -443,6 +451,9 @@ class Channel:
             self._error = error
         for link in self._links:
             link.replied.set()
+            if isinstance(error, RunEnded):  # the other servers shall not take us for the cause
+                with contextlib.suppress(Closed):
+                    link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
             link.connection.close()
         self._told.set()
         if self._on_lost is not None and not self._closing.is_set():

@@ -45,7 +45,7 @@ class Kind(IntEnum):
     ACK = 13  # S  a server other than 0 has all of the ticket's gradients
     SETTLE = 14  # C  relays an ACK to server 0
     HEARTBEAT = 15  # both
-    ERR = 16  # S  why the run, or this worker's part in it, is over
+    ERR = 16  # S  why the run, or this worker's part in it, is over; C  relayed to other servers
     BYE = 17  # C  leaving in order, with the worker's own measurements
     APPLY = 18  # C  none of the ticket's gradients has overflowed: apply what was pushed
 

@@ -144,6 +144,8 @@ class Run:
                     self._on_push(member, frame)
                 elif frame.kind is Kind.INIT:
                     self._on_init(member, frame)
+                elif frame.kind is Kind.ERR:
+                    self._on_error(member, frame)
                 elif frame.kind is Kind.BYE:
                     self._on_bye(member, frame)
                     return
@@ -361,6 +363,13 @@ class Run:
             member.alive = False
             self._end_if_empty()
         member.end()
+
+    def _on_error(self, member: Member, frame: Frame) -> None:
+        """Another server has ended the run, or the worker's part in it: its reason is the cause."""
+        if frame.length > SMALL_BYTES:
+            raise ProtocolError(f"oversized frame: ERR of {frame.length} bytes")
+        reason = member.connection.read(frame.length).decode(errors="replace")
+        raise Closed(f"another server: {reason}")
 
     def _end_if_empty(self) -> None:
         here = any(m.alive for m in self._members.values())

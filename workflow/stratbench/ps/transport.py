@@ -85,11 +85,11 @@ class Connection:
             raise ProtocolError(f"{len(descriptors)} file descriptors came, expected 1")
         return descriptors[0]
 
-    def send_if_free(self, frame: Frame) -> None:
-        """Send a frame without payload unless another thread is sending (a sign of life itself)."""
+    def send_if_free(self, frame: Frame, payload: bytes = b"") -> None:
+        """Send a small frame unless another thread is sending (a sign of life itself)."""
         if self._send_lock.acquire(blocking=False):
             try:
-                self._send(frame, b"")
+                self._send(frame, payload)
             finally:
                 self._send_lock.release()
 
