@@ -168,3 +168,18 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, digits_dir: Path)
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(DataError, match="broken"):
         DeviceData.load(broken)
+
+
+def test_packed_tables_are_the_same_tables(digits_dir):
+    data = DeviceData.load(digits_dir)
+    drawn = data.tables(seed=1, epoch=2, augment=True)
+    assert torch.equal(drawn.order, epoch_order(data.train_samples, 1, 2))
+    packed = drawn.packed()
+    assert sum(t.nbytes for t in (packed.order, *packed.augmentation)) == 7 * data.train_samples
+    back = packed.on(torch.device("cpu"))
+    for mine, theirs in zip(
+        (back.order, *back.augmentation), (drawn.order, *data.augmentation(1, 2)), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+    assert data.tables(1, 2, augment=False).packed().on(torch.device("cpu")).augmentation is None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +16,14 @@ import torch.distributed as dist
 from launching import settings
 from stratbench.data import DeviceData
 from stratbench.strategies.base import Worker
+from stratbench.strategies.ddp import DDP
 from stratbench.strategies.single import Single
-from stratbench.telemetry.clock import Phases
+from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import loop
+from stratbench.train import assemble, loop
+
+LATE_S = 0.5
 
 
 @pytest.fixture
@@ -109,6 +116,98 @@ def test_what_happens_in_evaluation_is_in_no_figure_of_training(data, tmp_path, 
     assert result.clock.train_time_s < 1000
     if result.memory["method"] == "vmhwm":
         assert result.memory["peak_over_base_bytes"] < 50 * 2**20
+
+
+class Noted(Single):
+    """Two workers of which one is here: what synchronises them is only noted."""
+
+    def batches(self, order, epoch):
+        yield from order.view(4, 16)
+
+
+def test_nothing_stands_between_the_barrier_and_the_clock(data, tmp_path, monkeypatch):
+    """Tables, garbage collection and files come before it."""
+    did: list[str] = []
+
+    def note(owner, name: str, label: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (did.append(label), real(*a, **k))[1])
+
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda value: None)
+    s = settings("single", gpus=2, per_worker_batch=16, epochs=2)
+    worker = Worker(s, 0, 2, torch.device("cpu"), None, [])
+    strategy = Noted(Noted.Options())
+    strategy.setup(network(), worker)
+    for owner, name, label in (
+        (data, "tables", "tables"), (loop.gc, "collect", "garbage"), (PhaseLog, "write", "log"),
+        (loop.Progress, "add", "progress"), (dist, "barrier", "barrier"),
+        (StepClock, "begin", "begin"), (StepClock, "end", "end"),
+    ):  # fmt: skip
+        note(owner, name, label)
+    train(strategy, worker, data, tmp_path)
+    text = " ".join(did)
+    assert text.count("tables garbage log barrier begin end log") == 2
+    assert text.count("barrier") == text.count("begin") == 2
+
+
+def late_worker(rank: int, folder: str, tiny_data: str) -> None:
+    """One of two processes; the second takes half a second longer before each epoch."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    data = DeviceData.load(tiny_data)
+    if rank:
+        tables = data.tables
+        data.tables = lambda *arguments: (time.sleep(LATE_S), tables(*arguments))[1]
+    s = settings("ddp", epochs=2)
+    worker = Worker(s, rank, 2, torch.device("cpu"), None, [])
+    strategy = DDP(DDP.Options())
+    strategy.setup(network(), worker)
+    own = Path(folder, str(rank))
+    own.mkdir()
+    starts_s = train(strategy, worker, data, own).clock.epoch_starts_s
+    (own / "starts.json").write_text(json.dumps(starts_s), encoding="utf-8")
+    dist.barrier()
+    os._exit(0)  # as a worker does: taking a group apart whose other end has gone may hang
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_late_worker_is_waited_for_before_the_clock_starts(tmp_path, tiny_data):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["stratbench.train.loop", "torch._dynamo"])
+    group = [
+        context.Process(target=late_worker, args=(r, str(tmp_path), str(tiny_data)), daemon=True)
+        for r in range(2)
+    ]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join(timeout=60)
+    assert [p.exitcode for p in group] == [0, 0]
+    workers = [
+        {"epoch_starts_s": json.loads((tmp_path / str(r) / "starts.json").read_text(encoding="utf-8")),
+         "provenance": {"host": {"name": "here"}}}
+        for r in range(2)
+    ]  # fmt: skip
+    skews_ms = assemble.start_skew_ms(workers)
+    print("start skew", skews_ms, "ms")
+    assert len(skews_ms) == 2
+    assert max(skews_ms) < 1e3 * LATE_S / 2
+
+
+def test_only_workers_on_one_node_have_a_common_clock():
+    def worker(node: str, *starts_s: float) -> dict:
+        return {"epoch_starts_s": list(starts_s), "provenance": {"host": {"name": node}}}
+
+    a = [worker("a", 10.0, 20.0), worker("a", 10.002, 20.001)]
+    b = [worker("b", 7.0, 17.0), worker("b", 7.001, 17.004)]
+    assert assemble.start_skew_ms(a) == pytest.approx([2.0, 1.0])
+    assert assemble.start_skew_ms(a + b) == pytest.approx([2.0, 4.0])
+    assert assemble.start_skew_ms([a[0], b[0]]) is None
+    assert assemble.start_skew_ms([]) is None
 
 
 def test_a_test_loss_that_is_not_finite_is_divergence(data, tmp_path):

@@ -182,6 +182,27 @@ class Augmentation(NamedTuple):
     flip: torch.Tensor
 
 
+class EpochTables(NamedTuple):
+    """What an epoch looks up: the order of the samples, int64 [N], and their augmentation."""
+
+    order: torch.Tensor
+    augmentation: Augmentation | None
+
+    def packed(self) -> EpochTables:
+        """The same in the smallest types, 4 + 3 bytes a sample, to be kept and not computed with."""
+        import torch
+
+        a = self.augmentation
+        small = None if a is None else Augmentation(*(t.to(torch.uint8) for t in a))
+        return EpochTables(self.order.to(torch.int32), small)
+
+    def on(self, device: torch.device) -> EpochTables:
+        """The same, unpacked, on `device`."""
+        a = self.augmentation
+        whole = None if a is None else Augmentation(*(t.to(device).long() for t in a))
+        return EpochTables(self.order.to(device).long(), whole)
+
+
 def _generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
     """A CPU generator whose stream is the same on every worker and every kind of device."""
     import torch
@@ -296,24 +317,33 @@ class DeviceData:
     def test_samples(self) -> int:
         return len(self.test_labels)
 
+    def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
+        """The epoch's order and, with `augment`, its augmentation, in the host's memory."""
+        drawn = self._draw_augmentation(seed, epoch) if augment else None
+        return EpochTables(epoch_order(self.train_samples, seed, epoch), drawn)
+
     def augmentation(self, seed: int, epoch: int) -> Augmentation | None:
         """The epoch's crops and flips for all training samples; None if the data set has none.
 
         Drawn for every sample by its number: a sample is augmented alike whichever worker, batch
         or strategy it falls to, so strategies differ in nothing but themselves.
         """
+        drawn = self._draw_augmentation(seed, epoch)
+        device = self.train_images.device
+        return None if drawn is None else Augmentation(*(table.to(device) for table in drawn))
+
+    def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
         import torch
 
         if not self._padding and not self._flip:
             return None
         generator = _generator("augmentation", seed, epoch)
         draw = (self.train_samples,)
-        tables = (
+        return Augmentation(
             torch.randint(2 * self._padding + 1, draw, generator=generator),
             torch.randint(2 * self._padding + 1, draw, generator=generator),
             torch.randint(2 if self._flip else 1, draw, generator=generator),
         )
-        return Augmentation(*(table.to(self.train_images.device) for table in tables))
 
     def batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None

@@ -70,6 +70,7 @@ class StepClock:
         self._labels = array("B")
         self._spare_events: list[torch.cuda.Event] = []
         self._label_of: dict[str, int] = {}
+        self._epoch_starts_s: list[float] = []
         self._epoch_times_s: list[float] = []
         self._step_ms = array("d")
         self._phase_ms: dict[str, array[float]] = {}
@@ -102,6 +103,7 @@ class StepClock:
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - self._begun_ns
         self._running = False
+        self._epoch_starts_s.append(self._begun_ns / 1e9)
         self._epoch_times_s.append(elapsed_ns / 1e9)
         self._collect()
 
@@ -109,6 +111,15 @@ class StepClock:
     def epoch_times_s(self) -> list[float]:
         """Wall clock of each ended epoch."""
         return list(self._epoch_times_s)
+
+    @property
+    def epoch_starts_s(self) -> list[float]:
+        """When each ended epoch began, by a clock that all processes of a node share.
+
+        On Linux `time.perf_counter` reads CLOCK_MONOTONIC, which counts from the node's boot: the
+        clocks of two nodes do not compare.
+        """
+        return list(self._epoch_starts_s)
 
     @property
     def train_time_s(self) -> float:

@@ -63,9 +63,9 @@ class PhaseLog:
         self._rank = rank
         self._origin_s = origin_s
 
-    def write(self, phase: str, event: str) -> None:
-        """Note that `phase` starts or ends now."""
-        t_s = round(time.monotonic() - self._origin_s, 4)
+    def write(self, phase: str, event: str, at_s: float | None = None) -> None:
+        """Note that `phase` starts or ends now, or did at `at_s` by `time.monotonic`."""
+        t_s = round((time.monotonic() if at_s is None else at_s) - self._origin_s, 4)
         line = {"t_s": t_s, "rank": self._rank, "phase": phase, "event": event}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

@@ -191,6 +191,7 @@ def record(job: Job, outcome: Outcome) -> Record:
         "time": {
             "train_time_s": train_time_s,
             "epoch_times_s": run.get("epoch_times_s", []),
+            "start_skew_ms": start_skew_ms(whole),
             "step_ms": step_distribution([t for w in whole for t in w["step_ms"]]),
             "breakdown_ms": efficiency.breakdown(whole, communication),
             "breakdown_note": cls.breakdown_note,
@@ -219,6 +220,7 @@ def record(job: Job, outcome: Outcome) -> Record:
                 "steps": w["steps"],
                 "samples": w["samples"],
                 "train_time_s": w["train_time_s"],
+                "epoch_starts_s": w["epoch_starts_s"],
                 "memory": w["memory"],
                 "provenance": w["provenance"],
             }
@@ -242,6 +244,20 @@ def collective_run(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "epoch_times_s": first["epoch_times_s"],
         "per_epoch": first["per_epoch"],
     }
+
+
+def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
+    """From the first worker's start of an epoch to the last one's, in ms, for each start of the clock.
+
+    Only workers on one node have a clock in common; of several nodes, the largest difference within
+    one. None where no two workers share a node.
+    """
+    nodes: dict[str, list[list[float]]] = {}
+    for w in workers:
+        nodes.setdefault(w["provenance"]["host"]["name"], []).append(w["epoch_starts_s"])
+    by_epoch = [zip(*starts, strict=False) for starts in nodes.values() if len(starts) > 1]
+    skews_ms = [[1e3 * (max(s) - min(s)) for s in epochs] for epochs in by_epoch]
+    return [max(each) for each in zip(*skews_ms, strict=False)] if skews_ms else None
 
 
 def served_run(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -312,6 +313,8 @@ def entries() -> dict[str, Callable[..., Any]]:
     """What a process can be, by name; imports PyTorch."""
     from stratbench.train import worker
 
+    gc.collect()
+    gc.freeze()  # else every full collection in a child would look at PyTorch's objects, for 0.1 s
     return {"worker": worker.main, "server": worker.serve_parameters}
 
 

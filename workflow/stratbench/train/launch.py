@@ -84,8 +84,11 @@ def train(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
         return fail(args.logs, cell, outcome.reason, [str(p) for p in end.processes])
     agent.on_signals(lambda _: None)  # what is as good as finished is not given up
     assemble.timeline(job, args.timeline)
-    record.write(args.record, assemble.record(job, outcome))
-    print(f"cell {cell}: {outcome.status}" + (f" ({outcome.reason})" if outcome.reason else ""))
+    finished = assemble.record(job, outcome)
+    record.write(args.record, finished)
+    skews_ms = finished["time"]["start_skew_ms"]
+    skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
+    print(f"cell {cell}: {outcome.status}{f' ({outcome.reason})' if outcome.reason else ''}{skew}")
     return 0
 
 

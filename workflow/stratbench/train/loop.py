@@ -5,9 +5,12 @@ The loop is the same for every strategy; only what `strategy.step` does differs.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from stratbench.data import EVAL_BATCH, Augmentation, DeviceData, epoch_order
+from stratbench.data import EVAL_BATCH, DeviceData, EpochTables
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
@@ -79,9 +82,7 @@ def train(
     status, reason = "ok", None
     steps = 0
     for epoch in range(s.epochs):
-        log.write("train", "start")
-        losses = train_epoch(strategy, data, worker, clock, epoch)
-        log.write("train", "end")
+        losses = train_epoch(strategy, data, worker, clock, log, epoch)
         if epoch == 0:  # before an evaluation, whose batches may need more than training's
             used = memory.read()
         steps += len(losses)
@@ -125,24 +126,28 @@ def train_with_server(
     s = worker.settings
     with phases("warmup"):
         warm_up(strategy, data, worker)
+    # There is no pause between two epochs in which the next one's could be drawn.
+    drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in range(s.epochs)]
+
+    @lru_cache(maxsize=2)  # a ticket of a lost worker may be from the epoch before
+    def tables(epoch: int) -> EpochTables:
+        return drawn[epoch].on(worker.device)
+
     memory.start()
     clock = StepClock(worker.device, phase_marks=True)
     worker.mark = clock.mark
-
-    @lru_cache(maxsize=2)  # a ticket of a lost worker may be from the epoch before
-    def epoch_tables(epoch: int) -> tuple[torch.Tensor, Augmentation | None]:
-        order = epoch_order(data.train_samples, s.seed, epoch, worker.device)
-        return order, data.augmentation(s.seed, epoch) if s.augment else None
-
     losses: dict[int, list[torch.Tensor]] = {}
     samples = 0
+    reports = ThreadPoolExecutor(1)  # a slow disk must not hold up a step
+    tables(0)
+    settle_garbage()
     for epoch, where in strategy.tickets():
         if not samples:
-            log.write("train", "start")
             clock.begin()
+            reports.submit(log.write, "train", "start", at_s=time.monotonic())
         if epoch not in losses:
-            announce_epoch(epoch, worker)
-        order, augmentation = epoch_tables(epoch)
+            reports.submit(announce_epoch, epoch, worker)
+        order, augmentation = tables(epoch)
         x, y = data.batch(order[where], augmentation)
         clock.mark("data")
         losses.setdefault(epoch, []).append(strategy.step(x, y))
@@ -150,6 +155,8 @@ def train_with_server(
         samples += len(y)
     if samples:
         clock.end()
+    reports.shutdown()
+    if samples:
         log.write("train", "end")
     used = memory.read()
     sums = {e: (float(torch.stack(v).double().sum()), len(v)) for e, v in losses.items()}
@@ -260,13 +267,20 @@ def profile(strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | 
 
 
 def train_epoch(
-    strategy: Strategy, data: DeviceData, worker: Worker, clock: StepClock, epoch: int
+    strategy: Strategy,
+    data: DeviceData,
+    worker: Worker,
+    clock: StepClock,
+    log: PhaseLog,
+    epoch: int,
 ) -> list[torch.Tensor]:
     """One timed epoch; returns the loss of each step, still on the device."""
     s = worker.settings
-    order = epoch_order(data.train_samples, s.seed, epoch, worker.device)
-    augmentation = data.augmentation(s.seed, epoch) if s.augment else None
+    order, augmentation = data.tables(s.seed, epoch, s.augment).on(worker.device)
     losses = []
+    settle_garbage()
+    log.write("train", "start")
+    line_up(worker)  # nothing between this and the clock: it would be charged to all the others
     clock.begin()
     for indices in strategy.batches(order, epoch):
         x, y = data.batch(indices, augmentation)
@@ -274,7 +288,25 @@ def train_epoch(
         losses.append(strategy.step(x, y))
         clock.tick()
     clock.end()
+    log.write("train", "end")
     return losses
+
+
+def line_up(worker: Worker) -> None:
+    """Return when all workers of a collective are here and their devices have nothing left to do."""
+    if worker.world_size > 1:
+        on_cuda = worker.device.type == "cuda"
+        dist.barrier(device_ids=[worker.device.index] if on_cuda else None)
+
+
+def settle_garbage() -> None:
+    """Collect Python's garbage now, and look at what is left never again.
+
+    Else a full collection, which takes a tenth of a second with torch loaded, would come at some
+    moment of the timed training. What the training makes is still collected, in microseconds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def evaluate(

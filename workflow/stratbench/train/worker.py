@@ -226,6 +226,7 @@ def as_dict(result: loop.Result, strategy: Strategy, phases: Phases, rank: int) 
         "steps": result.steps,
         "samples": result.samples,
         "train_time_s": clock.train_time_s,
+        "epoch_starts_s": clock.epoch_starts_s,
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
         "breakdown_ms": {name: f["mean"] for name, f in clock.phase_summary().items()},
