@@ -38,6 +38,7 @@ def start_cell(tmp_path: Path, tiny_data: Path) -> Iterator[Callable[..., Launch
         time_limit_s: float = 0,
         workflow: Path = WORKFLOW,
         data_dir: Path = tiny_data,
+        parent: int | None = None,
         **popen: Any,
     ) -> LaunchedCell:
         cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
@@ -47,6 +48,7 @@ def start_cell(tmp_path: Path, tiny_data: Path) -> Iterator[Callable[..., Launch
             sys.executable, "-m", "stratbench.train.launch", "--cell", json.dumps(asdict(cell)),
             "--settings", s.as_json(), "--data", str(data_dir), "--record", str(record),
             "--timeline", str(timeline), "--logs", str(logs), "--time-limit-s", str(time_limit_s),
+            *(["--parent", str(parent)] if parent else []),
         ]  # fmt: skip
         process = subprocess.Popen(
             command,

@@ -1,10 +1,11 @@
 """A fork server without PyTorch, for tests: what its processes do is told by their arguments.
 
-python light_forkserver.py FD
+python light_forkserver.py FD [cannot-fork]
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -40,8 +41,14 @@ def show(path: str) -> None:
     Path(path).write_text(json.dumps(found))
 
 
+def refuse() -> int:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
 ENTRIES = {"leave": leave, "kill": kill_itself, "sleep": time.sleep, "show": show}
 
 if __name__ == "__main__":
     forkserver.entries = lambda: ENTRIES
+    if "cannot-fork" in sys.argv:
+        os.fork = refuse
     forkserver._Server(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,16 +35,19 @@ class Light:
 
 
 @pytest.fixture
-def light(tmp_path_factory) -> Iterator[Light]:
+def light(tmp_path_factory, request) -> Iterator[Light]:
+    """`request.param`: further arguments, and how many files it may have open."""
+    arguments, n_files = getattr(request, "param", ((), 1024))
     path = tmp_path_factory.mktemp("s") / "here"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(128)
         process = subprocess.Popen(
-            [sys.executable, str(LIGHT), str(listener.fileno())],
+            [sys.executable, str(LIGHT), str(listener.fileno()), *arguments],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files)),
         )
     yield Light(path, process)
     process.kill()
@@ -155,6 +160,41 @@ def test_what_is_no_request_harms_nobody(light, sent):
     process = started(light, "leave", 7)
     process.join(10)
     assert process.exitcode == 7
+
+
+@pytest.mark.parametrize("light", [((), 40)], indirect=True)
+def test_a_server_out_of_descriptors_keeps_what_it_has_forked_and_comes_round(light):
+    kept = started(light, "sleep", 60)
+    idle = []
+    for _ in range(60):
+        idle.append(socket.socket(socket.AF_UNIX))
+        idle[-1].settimeout(1)
+        idle[-1].connect(str(light.path))
+        try:
+            idle[-1].recv(4)
+        except TimeoutError:
+            break  # not accepted
+    else:
+        pytest.fail("the server did not run out of descriptors")
+    used_s = psutil.Process(light.process.pid).cpu_times().user
+    time.sleep(0.5)
+    assert psutil.Process(light.process.pid).cpu_times().user - used_s < 0.25, "it spins"
+    assert kept.is_alive()
+    for connection in idle:
+        connection.close()
+    process = started(light, "leave", 7)
+    process.join(10)
+    assert process.exitcode == 7
+    assert kept.is_alive()
+    kept.kill()
+
+
+@pytest.mark.parametrize("light", [(("cannot-fork",), 1024)], indirect=True)
+def test_a_failed_fork_is_its_launchers_error_alone(light):
+    for _ in range(2):
+        with pytest.raises(BlockingIOError, match="leave cannot be forked: Resource temporarily"):
+            started(light, "leave", 0)
+    assert light.process.poll() is None
 
 
 # ---------------------------------------------------------------- cells that share a server

@@ -7,11 +7,15 @@ record and no process.
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
+import itertools
 import json
+import os
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +27,7 @@ from launching import FOREVER, LIMIT_S, LaunchedCell, assert_gone, settings, tra
 from stratbench import record
 from stratbench.cells import Cell
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import agent, assemble, loop
+from stratbench.train import agent, assemble, launch, loop
 from stratbench.train.agent import End, ProcessEnd
 from stratbench.train.job import Job
 
@@ -276,6 +280,104 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
     assert not launched.record.exists()
 
 
+def test_broken_meta_data_are_one_message(start_cell, tmp_path):
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/meta.json").write_text('{"shape": [1, 16')
+    launched = start_cell(settings("ddp"), data_dir=tmp_path / "cut")
+    code, output = launched.finish()
+    assert code == 1
+    assert f"{tmp_path / 'cut'} holds no whole prepared data set" in output
+    assert "Traceback" not in output
+    assert "cut" in json.loads((launched.logs / "failure.json").read_text())["reason"]
+
+
+def test_results_that_cannot_be_written_are_one_message(start_cell, tmp_path):
+    (tmp_path / "tests").write_text("in place of the folder")
+    launched = start_cell(settings("ddp"))
+    code, output = launched.finish()
+    assert code == 1
+    assert "FAILED: [Errno" in output
+    assert "--- not kept: " in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "traced"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "x"), "No space left on device", False),
+        (RuntimeError("unheard of"), "RuntimeError: unheard of", True),
+    ],
+)
+def test_whatever_happens_is_told_and_kept(tmp_path, monkeypatch, capsys, error, reason, traced):
+    """A full disk at the record or in TMPDIR, or a mistake of ours."""
+
+    def fails(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(launch, "train", fails)
+    monkeypatch.setattr(agent, "on_signals", lambda action: None)
+    cell = Cell("tests", "tiny", "ddp", "vgg-compact", "tiny", 2, 0)
+    paths = [f"--{name}={tmp_path / name}" for name in ("data", "record", "timeline", "logs")]
+    given = [f"--cell={json.dumps(cell.as_dict())}", f"--settings={settings('ddp').as_json()}"]
+    assert launch.main([*given, *paths]) == 1
+    assert f"cell {cell} FAILED: " in capsys.readouterr().out
+    evidence = json.loads((tmp_path / "logs/failure.json").read_text())
+    assert reason in evidence["reason"]
+    assert ("unheard of" in "".join(evidence["logs"].get("launcher", []))) is traced
+
+
+def test_a_locale_without_umlauts_stops_nothing(start_cell, tmp_path):
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    launched = start_cell(settings("ddp"), data_dir=tmp_path / "größe", env=os.environ | plain)
+    code, output = launched.finish()
+    assert code == 1
+    assert "holds no whole prepared data set" in output
+    assert "Traceback" not in output
+    assert "gr" in json.loads((launched.logs / "failure.json").read_text())["reason"]
+
+
+@pytest.mark.slow
+def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(start_cell):
+    """Worker 1 lives and waits with the servers for worker 0, whose slowdown makes no sense."""
+    broken = {"workers": [0], "factor": "three"}
+    launched = start_cell(settings("ps-sync", slowdown=broken, epochs=FOREVER), time_limit_s=100)
+    begun = time.monotonic()
+    code, output = launched.finish()
+    assert code == 1, output
+    assert time.monotonic() - begun < 90
+    evidence = json.loads((launched.logs / "failure.json").read_text())
+    assert "Error: " in evidence["reason"]
+    assert "rank0: exit code 1" in evidence["processes"]
+
+
+@pytest.mark.slow
+def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell):
+    first = start_cell(settings("ps-async"))
+    until(lambda: (first.run_dir / "secret").exists())
+    second = start_cell(settings("ps-async"))
+    code, output = second.finish()
+    assert code == 0, output
+    assert "waiting: another launcher trains this cell" in output
+    assert "its record stays" in output
+    code, output = first.finish()
+    assert code == 0, output
+    assert record.read(first.record)["status"] == "ok"
+    assert not (first.run_dir / "secret").exists()
+
+
+@pytest.mark.slow
+def test_a_launcher_ends_without_its_parent(start_cell):
+    """Here of a process that is not its parent, as of one that ended before it could look."""
+    parent = subprocess.Popen(["sleep", "600"])
+    launched = start_cell(settings("ddp", epochs=FOREVER), parent=parent.pid)
+    code, output = launched.finish(timeout_s=30)
+    parent.kill()
+    parent.wait()
+    assert code == 128 + signal.SIGTERM
+    assert f"process {parent.pid}, which had started this cell, has ended" in output
+    assert not launched.record.exists()
+
+
 def test_results_and_evidence_of_an_earlier_run_are_removed_first(start_cell):
     launched = start_cell(settings("ddp", device="cuda"))
     launched.finish()
@@ -392,6 +494,17 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     assert assemble.classify(job, end).status == "oom"
 
 
+@pytest.mark.parametrize(("joins", "expected"), [(False, "error"), (True, "timeout")])
+def test_an_error_of_a_worker_that_servers_wait_for_wins_over_the_deadline(
+    tmp_path, joins, expected
+):
+    job = replace(job_with(tmp_path, [None, LOST]), settings=settings("ps-async"))
+    for rank in (0, 1) if joins else (0,):
+        joined(tmp_path, rank)
+    end = End([ProcessEnd("server0", None), ProcessEnd("rank1", 1)], timed_out=True)
+    assert assemble.classify(job, end).status == expected
+
+
 class FakeProcess:
     """A process that never ends, for the deadline."""
 
@@ -433,10 +546,21 @@ def test_what_a_servers_cell_cannot_go_on_without(tmp_path, n_nodes, ended, expe
     assert agent.stuck(job, [FakeProcess("server0")], workers, ended) is expected
 
 
-def test_supervise_ends_at_the_deadline(tmp_path):
+def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch):
     begun = time.monotonic()
     job = job_with(tmp_path, [None], origin_s=begun, time_limit_s=0.3)
+    dates = itertools.cycle([time.time() + 7200, time.time() - 7200])
+    monkeypatch.setattr(time, "time", lambda: next(dates))  # somebody sets the clock
     end = agent.supervise(job, [], [FakeProcess("rank0")])
     assert 0.3 <= time.monotonic() - begun < 2
     assert end.timed_out
     assert end.processes == [ProcessEnd("rank0", None)]
+
+
+@pytest.mark.parametrize("ahead_s", [0, 7200, -7200])
+def test_another_nodes_clock_may_be_wrong(tmp_path, ahead_s):
+    """15 s of the cell had passed when the node was called; its date is right, or hours off."""
+    job = replace(job_with(tmp_path, [None]), origin_unix_s=time.time() + ahead_s - 20)
+    there = job.on_another_node(spent_s=15)
+    assert there.elapsed_s == pytest.approx(20 if ahead_s == 0 else 15, abs=2)
+    assert there.deadline_s - there.origin_s == job.time_limit_s

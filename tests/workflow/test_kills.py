@@ -1,0 +1,165 @@
+"""Random kills of any process of a run: nothing finished is lost, nothing trained twice or by two at once.
+
+A witness in the copy of the workflow, which shares nothing with the locks, notes which worker starts when
+and which record is written, and looks whether workers of another launcher live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_study import Workflow, tiny_config
+
+from launching import assert_gone
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SEED = 12
+KINDS = ("worker", "server", "launcher", "fork server", "sampler", "snakemake", "worker")
+#: Makes the next launcher kill its Snakemake when it has written its record.
+AT_RECORD = "kill-at-record"
+
+WITNESS = f'''
+"""Appended to by whoever starts or finishes something: JSON lines, in the order of their happening."""
+import json, os, signal
+from pathlib import Path
+import psutil
+ROOT = Path(__file__).parents[2]
+
+def note(**entry):
+    fd = os.open(ROOT / "witness.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(fd, json.dumps(entry).encode() + b"\\n")
+    os.close(fd)
+
+def started(logs, launcher):
+    me = psutil.Process()
+    here = {{"cell": str(logs), "launcher": launcher}}
+    note(event="start", pid=me.pid, created=me.create_time(), **here)
+    for line in (ROOT / "witness.jsonl").read_text().splitlines():
+        other = json.loads(line)
+        if other["event"] == "start" and other["cell"] == here["cell"]:
+            if other["launcher"] != launcher and lives(other["pid"], other["created"]):
+                note(event="two at once", other=other, **here)
+
+def lives(pid, created):
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+def finished(record):
+    note(event="finish", cell=str(record.resolve().parent).replace("/cells/", "/logs/"))
+    if (ROOT / "{AT_RECORD}").exists():
+        (ROOT / "{AT_RECORD}").unlink()
+        os.kill(os.getppid(), signal.SIGKILL)
+'''
+IN_WORKER = """
+from stratbench import witness
+_main, _serve = main, serve_parameters
+
+def main(job_json, *ranks):
+    job = Job.from_json(job_json)
+    witness.started(job.run_dir.parent, job.origin_s)
+    _main(job_json, *ranks)
+"""
+IN_RECORD = """
+from stratbench import witness
+_write = write
+
+def write(path, record):
+    _write(path, record)
+    witness.finished(Path(path))
+"""
+
+
+@pytest.fixture
+def ten_cells(tmp_path: Path) -> Workflow:
+    """Ten cells of all kinds of strategies, with a witness."""
+    config = tiny_config()
+    first, second = config["studies"]["tiny"]["experiments"].values()
+    first |= {"strategies": ["single", "ddp", "fsdp", "ps-sync", "ps-async"], "threads": 1}
+    second |= {"threads": 1}
+    workflow = Workflow(tmp_path, config)
+    package = tmp_path / "workflow/stratbench"
+    (package / "witness.py").write_text(WITNESS)
+    for path, code in (
+        (package / "train/worker.py", IN_WORKER),
+        (package / "record.py", IN_RECORD),
+    ):
+        path.write_text(path.read_text() + code)
+    return workflow
+
+
+def processes(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """What runs there, with its kind."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.cwd() != str(folder) or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            command = " ".join(process.cmdline())
+            output = Path(f"/proc/{process.pid}/fd/1").readlink().name
+            if "-m snakemake" in command:
+                yield "snakemake", process
+            elif "train.launch" in command:
+                yield "launcher", process
+            elif "telemetry.sampler" in command:
+                yield "sampler", process
+            elif "train.forkserver" in command:
+                forked = {"r": "worker", "s": "server"}.get(output[0]) if ".log" in output else None
+                yield ("fork server" if forked is None or output == "rep0.log" else forked), process
+
+
+def events(folder: Path) -> list[dict]:
+    path = folder / "witness.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
+    folder = ten_cells.folder
+    rng = random.Random(SEED)
+    T0 = time.monotonic()
+    to_kill = rng.sample(KINDS, len(KINDS))
+    killed: list[str] = []
+    target = ("--until", "train_cell")
+    (folder / AT_RECORD).touch()
+    for _ in range(12):
+        print(f"{time.monotonic() - T0:.1f} start", len(events(folder)), flush=True)
+        run = ten_cells.start(*target)
+        while run.poll() is None:
+            time.sleep(rng.uniform(0.1, 1.0))
+            training = any(kind == "worker" for kind, _ in processes(folder))
+            for kind, process in rng.sample(there := list(processes(folder)), len(there)):
+                if training and kind in to_kill:
+                    print(f"{time.monotonic() - T0:.1f} kill {kind}", flush=True)
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                        to_kill.remove(kind)
+                        killed.append(kind)
+                    break
+        output, _ = run.communicate(timeout=60)
+        if run.returncode == 0:
+            break
+        if run.returncode == -signal.SIGKILL:
+            assert_gone([p for _, p in processes(folder)])
+            assert ten_cells.run("--unlock").returncode == 0
+    assert run.returncode == 0, output
+    assert to_kill == []
+    assert not (folder / AT_RECORD).exists()
+    seen = events(folder)
+    assert [e for e in seen if e["event"] == "two at once"] == []
+    ends = [e["cell"] for e in seen if e["event"] == "finish"]
+    assert len(ends) == len(set(ends)) == 10, killed
+    for cell in ends:
+        mine = [e["event"] for e in seen if e["cell"] == cell]
+        assert mine[-1] == "finish", (cell, mine)
+    assert len(list(folder.glob("results/tiny/cells/**/record.json"))) == 10
+    assert ten_cells.jobs(*target) == {}
