@@ -32,6 +32,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path, good):
         (lambda r: r.update(extra=1), "top level"),
         (lambda r: r["cell"].update(gpus=0), "cell.gpus"),
         (lambda r: r["time"].update(train_time_s="1"), "time.train_time_s"),
+        (lambda r: r["time"].update(total_s=-7187.0), "time.total_s"),
         (lambda r: r["accuracy"].update(final=1.5), "accuracy.final"),
         (lambda r: r["workers"][0].pop("rank"), "workers.0"),
     ],
