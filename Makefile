@@ -1,6 +1,7 @@
 # make demo    sets itself up, runs the demo study on this machine, writes results/demo/report.html
 # make test    sets itself up, runs all tests          make test-quick   without the slow ones
 # make lint    formatting and style                    make docs         regenerates generated pages
+# make gpu-check   checks the engine on a GPU, at most 10 minutes; uses $(PYTHON) where it has PyTorch
 # make clean   removes the environment and everything in results/
 
 PYTHON ?= python3
@@ -10,12 +11,12 @@ RUN_STAMP := $(VENV)/.requirements
 DEV_STAMP := $(VENV)/.requirements-dev
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: demo test test-quick lint docs clean setup
+.PHONY: demo test test-quick lint docs clean setup gpu-check
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -5
 
 setup: $(RUN_STAMP)
 
@@ -55,6 +56,12 @@ lint: $(DEV_STAMP)
 docs: $(DEV_STAMP)
 	PYTHONPATH=workflow $(BIN)/python docs/architecture.py > ARCHITECTURE.md
 	PYTHONPATH=workflow $(BIN)/python -m stratbench.config --write-table docs/configuration.md
+
+# A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.
+gpu-check:
+	@if $(PYTHON) -c 'import sys, torch, torchvision; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then $(PYTHON) benchmarks/gpu/check.py $(ARGS); \
+	else $(MAKE) --no-print-directory setup && $(BIN)/python benchmarks/gpu/check.py $(ARGS); fi
 
 clean:
 	rm -rf $(VENV) results .snakemake

@@ -1,0 +1,164 @@
+"""Stage 5: the memory that training really takes, in fresh processes, beside what the plan says.
+
+More workers than one GPU has are ranks of a fake process group on real tensors: rank 0 holds what it
+would hold, and its collectives return at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from stage import Stage, in_child
+from stratbench.config import Settings
+from stratbench.cores import usable_cores
+from stratbench.data import Dataset, describe
+from stratbench.plan.devices import CONTEXT_BYTES
+from stratbench.plan.footprint import Footprint, footprint
+from stratbench.plan.request import Request, data_bytes
+from stratbench.train import worker as worker_process
+from stratbench.train.job import Job
+from stratbench.validation import schema
+from subject import job_of, prepared, served, settings, spec_of
+
+#: Samples of a worker's batch on a GPU and on a CPU; the data set has one for each of 64 workers.
+BATCH = {"cuda": 32, "cpu": 4}
+MOST_WORKERS = 64
+#: How far the peak may be from the plan's without cuDNN's search, whose workspaces it cannot know.
+CLOSE = 0.02
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant on rank 0 of `world` workers; `search`: with cuDNN's search for the fastest kernel."""
+
+    variant: str
+    world: int
+    search: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.variant} on {self.world}" + (", with cuDNN's search" if self.search else "")
+
+
+ON_GPU = (
+    *(Case(variant, 1) for variant in ("single", "ddp", "fsdp", "fsdp-never", "ps")),
+    *(Case("fsdp", world) for world in (2, 4, 8, 16, 64)),
+    *(Case(variant, 1, search=True) for variant in ("single", "fsdp")),
+)
+ON_CPU = (Case("ddp", 1), Case("fsdp", 4), Case("fsdp", 64), Case("ps", 1))
+SMALL = (Case("fsdp", 4),)
+
+
+def run(stage: Stage) -> None:
+    cases = ON_GPU if stage.on_cuda else SMALL if stage.small else ON_CPU
+    model = "vgg16" if stage.on_cuda else "resnet-compact"
+    batch = BATCH[stage.device]
+    data_dir = prepared(stage, MOST_WORKERS * batch)
+    jobs = {}
+    for case in cases:
+        s = settings(
+            case.variant, stage.device, model=model, gpus=case.world, per_worker_batch=batch
+        )
+        folder = stage.folder(f"{case.variant}-{case.world}-{case.search:d}")
+        jobs[case] = job_of(s, data_dir, folder)
+    with planned(stage, jobs) as plans:
+        for case, job in jobs.items():
+            with stage.attempt(f"{case}: memory"):
+                with served(job) if case.variant == "ps" else nullcontext():
+                    found = in_child(stage, measured, job, case)
+                look_at(stage, case, job.settings, found, plans[case].result(stage.left_s))
+    stage.needs_gpu(
+        f"peaks are within {CLOSE:.0%} of the plan's", "cuDNN's search stays within the margin",
+        "the allocator's gap, and what lies outside it",
+    )  # fmt: skip
+
+
+class planned:
+    """The footprints of all jobs, made by other cores meanwhile: a future for each case."""
+
+    def __init__(self, stage: Stage, jobs: dict[Case, Job]) -> None:
+        workers = max(1, len(usable_cores()) - 1)
+        self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
+        self._jobs, self._on_cuda = jobs, stage.on_cuda
+
+    def __enter__(self) -> dict[Case, Any]:
+        return {
+            case: self._pool.submit(footprint, request_of(job.settings, self._on_cuda))
+            for case, job in self._jobs.items()
+        }
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def request_of(s: Settings, on_cuda: bool) -> Request:
+    return Request.of(s, dataset_of(s), on_cuda)
+
+
+def dataset_of(s: Settings) -> Dataset:
+    return describe("synthetic", spec_of(MOST_WORKERS * s.per_worker_batch))
+
+
+def measured(job: Job, case: Case) -> dict[str, Any]:
+    """Memory and model states of rank 0 after the worker's own run of the job."""
+    join, configure = worker_process.join_group, worker_process.configure_torch
+
+    def join_group(job: Job, rank: int, device: torch.device) -> None:
+        if case.world == 1:
+            join(job, rank, device)
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=case.world, store=FakeStore())
+
+    def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
+        configure(s, device, threads)
+        torch.backends.cudnn.benchmark = case.search
+
+    with (
+        mock.patch.object(worker_process, "join_group", join_group),
+        mock.patch.object(worker_process, "configure_torch", configure_torch),
+    ):
+        result = worker_process.run(job, 0, 0)
+    return {key: result[key] for key in ("memory", "model_states", "status", "steps")}
+
+
+def look_at(stage: Stage, case: Case, s: Settings, found: dict[str, Any], plan: Footprint) -> None:
+    used, states = found["memory"], found["model_states"]
+    stage.check(
+        f"{case}: model states are the plan's",
+        states == plan.model_states_bytes,
+        f"{states}, plan {plan.model_states_bytes}",
+    )
+    predicted = plan.training_peak(s.per_worker_batch).n_bytes
+    predicted += data_bytes(dataset_of(s), s.model, s.augment)
+    figures = used | {"predicted_bytes": predicted, "steps": found["steps"]}
+    if stage.on_cuda:
+        off = used["peak_bytes"] / predicted - 1
+        margin = schema()["properties"]["cluster"]["properties"]["memory_margin"]["default"]
+        limits = (-1.0, margin) if case.search else (-CLOSE, CLOSE)
+        stage.check(
+            f"{case}: the peak is the plan's",
+            limits[0] <= off <= limits[1],
+            f"{used['peak_bytes'] / 2**20:.0f} MiB, plan {predicted / 2**20:.0f}: {off:+.1%}",
+        )
+        figures["allocator_gap_bytes"] = used["reserved_peak_bytes"] - used["peak_bytes"]
+        outside = used.get("nvml_process_used_bytes", used.get("nvml_used_bytes"))
+        if outside is None:
+            stage.skip(f"{case}: memory outside the allocator", "NVML does not answer")
+        else:
+            outside -= used["reserved_peak_bytes"]
+            figures["outside_allocator_bytes"] = outside
+            stage.check(
+                f"{case}: what lies outside the allocator is what the plan keeps for it",
+                outside <= CONTEXT_BYTES,
+                f"{outside / 2**20:.0f} MiB, plan {CONTEXT_BYTES / 2**20:.0f}",
+            )
+    stage.figures(**{str(case): figures})

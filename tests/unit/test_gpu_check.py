@@ -1,0 +1,161 @@
+"""`make gpu-check` without a GPU: its own half runs, and no stage can take the others with it."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def part(monkeypatch):
+    """A function that imports a file of the check."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+class Noted:
+    """Stands for a stage: keeps the verdicts."""
+
+    on_cuda = True
+
+    def __init__(self):
+        self.verdicts, self.skipped = {}, []
+
+    def check(self, what, holds, said=""):
+        self.verdicts[what] = holds
+
+    def skip(self, what, why):
+        self.skipped.append(what)
+
+    def figures(self, **figures):
+        pass
+
+
+def run_check(*arguments, code=None, path=()):
+    """Exit code, output and evidence of the check, or of `code` that calls it."""
+    command = [sys.executable, *(["-c", code] if code else [str(FOLDER / "check.py")]), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    out = Path(arguments[arguments.index("--out") + 1])
+    assert out.exists(), done.stderr
+    return done.returncode, done.stdout + done.stderr, json.loads(out.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_what_needs_no_gpu_holds(tmp_path):
+    stages = ("preflight", "matrix", "memory", "clock")
+    code, output, evidence = run_check(
+        "--device", "cpu", "--small", "--stages", *stages, "--out", str(tmp_path / "evidence.json")
+    )
+    assert code == 0, output
+    assert evidence["verdict"] == "passed"
+    assert list(evidence["stages"]) == list(stages)
+    assert "no GPU" in output
+    assert all(output.count(f"PASSED  {name}") == 1 for name in stages)
+    matrix = evidence["stages"]["matrix"]["checks"]
+    assert sum("is single" in check["what"] for check in matrix) == 2 * 2 * 4
+    assert any("NCCL" in what for what in evidence["unproven"])
+    assert "stage server: not asked for" in evidence["unproven"]
+    assert evidence["git"]["revision"]
+    assert evidence["packages"]["torch"]
+
+
+STAGES = {
+    "hangs": "import time\ndef run(stage):\n    stage.check('first', True)\n    time.sleep(600)\n",
+    "dies": "import os\ndef run(stage):\n    stage.check('first', True)\n    os.kill(os.getpid(), 9)\n",
+    "raises": "def run(stage):\n    with stage.attempt('second'):\n        raise ValueError('why')\n",
+    "works": "def run(stage):\n    stage.check('last', True, 'figures')\n",
+}
+
+
+def test_a_stage_that_hangs_dies_or_raises_does_not_stop_the_next(tmp_path):
+    for name, text in STAGES.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    code = textwrap.dedent(f"""
+        import sys
+        sys.path[:0] = [{str(FOLDER)!r}, {str(tmp_path)!r}]
+        sys.modules["snakemake"] = sys.modules["fastjsonschema"] = None  # not installed
+        import check
+        check.STAGES = tuple(check.Listed(name, 0.5, "test") for name in {list(STAGES)})
+        sys.exit(check.main(sys.argv[1:]))
+    """)
+    out = tmp_path / "evidence.json"
+    status, output, evidence = run_check("--device", "cpu", "--out", str(out), code=code)
+    found = evidence["stages"]
+    assert status == 1, output
+    assert {name: f["verdict"] for name, f in found.items()} == {
+        "hangs": "failed", "dies": "failed", "raises": "failed", "works": "passed",
+    }  # fmt: skip
+    assert found["hangs"]["reason"] == "not done after 2 s"
+    assert found["dies"]["reason"] == "ended with code -9"
+    assert [c["what"] for c in found["dies"]["checks"]] == ["first"]  # what it had is kept
+    assert found["raises"]["checks"][0]["said"] == "ValueError: why"
+    assert "FAILED second: ValueError: why" in output
+
+
+# ---------------------------------------------------------------- what only a GPU's figures go through
+
+
+def test_overlap_is_the_share_of_copies_beside_kernels(part, tmp_path):
+    events = [
+        {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 100},
+        {"cat": "kernel", "name": "gemm", "ts": 50, "dur": 100},  # until 150, on another stream
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 100, "dur": 100},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 0, "dur": 100},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 300, "dur": 100},
+    ]
+    with gzip.open(tmp_path / "trace.json.gz", "wt", encoding="utf-8") as f:
+        json.dump({"traceEvents": events}, f)
+    found = part("server").overlapped(tmp_path / "trace.json.gz")
+    assert found == {"copies_ms": 0.2, "share": 0.25}
+
+
+@pytest.mark.parametrize(("counted_w", "holds"), [(300.0, True), (360.0, False)])
+def test_the_energy_counter_is_held_against_power(part, counted_w, holds):
+    stage = Noted()
+    samples = [{"t_s": t / 20, "power_w": 300.0, "energy_j": counted_w * t / 20} for t in range(80)]
+    part("power").energy_and_power(stage, "energy", samples)
+    assert stage.verdicts == {"energy": holds}
+
+
+@pytest.mark.parametrize(
+    ("peak_mib", "states_off", "failing"),
+    [(1005, 0, set()), (1030, 0, {"peak"}), (1000, 4, {"states"})],
+)
+def test_memory_is_held_against_the_plan(part, monkeypatch, peak_mib, states_off, failing):
+    memory, mib = part("memory"), 2**20
+    monkeypatch.setattr(memory, "data_bytes", lambda *of: 0)
+    states = {"parameters_bytes": 100}
+    plan = SimpleNamespace(
+        model_states_bytes=states, training_peak=lambda batch: SimpleNamespace(n_bytes=1000 * mib)
+    )
+    found = {"model_states": {"parameters_bytes": 100 + states_off}, "steps": 1}
+    found["memory"] = {
+        "peak_bytes": peak_mib * mib, "reserved_peak_bytes": 1100 * mib,
+        "nvml_process_used_bytes": 1600 * mib,
+    }  # fmt: skip
+    stage = Noted()
+    subject = part("subject")
+    memory.look_at(stage, memory.Case("fsdp", 8), subject.settings("fsdp", "cuda"), found, plan)
+    failed = {what for what, holds in stage.verdicts.items() if not holds}
+    assert len(stage.verdicts) == 3
+    assert {word for word in ("peak", "states") for what in failed if word in what} == failing
+
+
+def test_step_ratios_fail_only_where_every_block_says_so(part):
+    steps, stage = part("steps"), Noted()
+    medians = {"single": [10.0, 10.0], "ddp": [10.0, 10.0], "fsdp-never": [10.0, 10.0]}
+    setup = {variant: {"setup_s": 1.0} for variant in steps.VARIANTS}
+    steps.judge(stage, "noisy", medians | {"fsdp": [10.2, 12.0]}, setup)
+    steps.judge(stage, "slow", medians | {"fsdp": [11.0, 12.0]}, setup)
+    assert [what.split(":")[0] for what, holds in stage.verdicts.items() if not holds] == ["slow"]
