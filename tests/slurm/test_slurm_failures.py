@@ -194,6 +194,9 @@ def test_cells_that_outlive_a_killed_driver_are_not_started_twice(
     assert [job["state"] for job in jobs] == ["COMPLETED"] * 3
     assert len({job["comment"] for job in jobs}) == 3
     assert workflow.jobs() == {}
+    # By which settings cells finished while nobody looked is known, too.
+    workflow.write_config(study(dict.fromkeys("abc", LONG | {"lr": 0.01})))
+    assert workflow.jobs()["train_cell"] == 3
 
 
 def test_ctrl_c_takes_the_cells_from_slurm(slurm: SlurmCluster, tmp_path: Path) -> None:

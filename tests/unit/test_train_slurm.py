@@ -29,13 +29,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return install
 
 
-def job(tmp_path: Path, *wildcards: str, missing: bool = True) -> SimpleNamespace:
+def job(tmp_path: Path, *wildcards: str) -> SimpleNamespace:
     """What `hold_until_ended` uses of a Snakemake job."""
     return SimpleNamespace(
         rule=SimpleNamespace(name="train_cell"),
         wildcards=list(wildcards),
         output=[str(tmp_path / "_".join(wildcards))],
-        missing=missing,
     )
 
 
@@ -45,12 +44,7 @@ def snakemake(monkeypatch: pytest.MonkeyPatch):
     log: list[str] = []
     monkeypatch.setattr(resume.os, "execv", lambda program, argv: log.append(argv[1:3]))
     return SimpleNamespace(
-        dag=SimpleNamespace(reason=lambda job: SimpleNamespace(missing_output=job.missing)),
-        persistence=SimpleNamespace(
-            unlock=lambda: log.append("unlock"), incomplete=lambda job: [], finished=log.append
-        ),
-        async_run=lambda result: result,
-        log=log,
+        persistence=SimpleNamespace(unlock=lambda: log.append("unlock")), log=log
     )
 
 
@@ -92,16 +86,6 @@ def test_a_live_cell_is_named_waited_for_and_planned_anew(fake, snakemake, tmp_p
     told = capfd.readouterr().err
     assert told.count("SLURM job 12: ") == 1
     assert "scancel 12" in told
-
-
-def test_a_cell_that_finished_after_the_plan_was_made_is_planned_anew(snakemake, tmp_path):
-    planned = [job(tmp_path, "a"), job(tmp_path, "b", missing=False)]
-    Path(planned[1].output[0]).touch()  # there before, and made again for another reason
-    resume.keep_finished(snakemake, planned)
-    assert snakemake.log == []
-    Path(planned[0].output[0]).touch()
-    resume.keep_finished(snakemake, planned)
-    assert snakemake.log == ["unlock", ["-m", "snakemake"]]
 
 
 def test_a_slurm_that_does_not_answer_is_told(fake, snakemake, tmp_path, capfd):

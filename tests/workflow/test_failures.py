@@ -101,6 +101,10 @@ def test_a_cell_ends_with_its_snakemake(workflow, tmp_path):
     tmp = tmp_path / ("t" * 100)
     tmp.mkdir()
     workflow.variables["TMPDIR"] = str(tmp)
+    squeue = tmp / "squeue"  # of a cluster that does not answer; a run on this machine does not ask
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    squeue.chmod(0o755)
+    workflow.variables["PATH"] = f"{tmp}:{os.environ['PATH']}"
     workflow.write_config(one_long_cell())
     run = workflow.start("--target-jobs", LONG_CELL)
     workers = wait_for(lambda: training_workers(workflow.folder))
@@ -112,7 +116,7 @@ def test_a_cell_ends_with_its_snakemake(workflow, tmp_path):
     wait_for(lambda: True if "another launcher trains this cell" in log.read_text() else None)
     assert all(p.is_running() for p in workers)
     run.kill()
-    run.communicate()
+    assert "squeue" not in run.communicate()[0]
     assert_gone(family)
     workers = wait_for(lambda: training_workers(workflow.folder))
     family = [*workers, *psutil.Process(second.pid).children(recursive=True)]

@@ -3,14 +3,13 @@ from stratbench.train import devices, forkserver, resume, slurm
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
 onstart:
-    planned = [
-        job for job in workflow.dag.needrun_jobs() if job.rule.name == "train_cell"
-    ]
+    training = [job for job in workflow.dag.jobs if job.rule.name == "train_cell"]
+    planned = [job for job in training if workflow.dag.needrun(job)]
     if not workflow.local_exec:
         # Snakemake does not know its SLURM jobs again after it was killed.
         slurm.hold_until_ended(workflow, planned)
         slurm.warn_of_forgetful_slurm()
-    resume.keep_finished(workflow, planned)
+    resume.keep_finished(workflow, training)
     if workflow.local_exec:
         cells = [cell_of(job.wildcards) for job in planned]
         forkserver.share_until_exit(

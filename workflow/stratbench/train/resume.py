@@ -12,25 +12,32 @@ from typing import Any
 from stratbench import record
 
 
-def keep_finished(workflow: Any, planned: Sequence[Any]) -> None:
-    """Where `planned` cells have finished, have Snakemake note it, and start it again.
+def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
+    """Have Snakemake note which of the training `jobs` have finished; where it would train one of them
+    again, start it anew.
 
     It takes the record of a cell during which it was killed for cut off, and would delete it; but a
-    record is there whole or not at all. What has finished since it was planned need not be planned.
-    Does nothing, and returns, where there is neither. `workflow` and the jobs are Snakemake's.
+    record is there whole or not at all. What finished on SLURM meanwhile it takes for finished, but by
+    unknown settings, so that it would keep it when they change. Does nothing, and returns, where all
+    is noted. `workflow` and the jobs are Snakemake's.
     """
-    there = [job for job in planned if all(Path(path).exists() for path in job.output)]
-    late = [job for job in there if workflow.dag.reason(job).missing_output]
-    kept = [
-        job
-        for job in there
-        if workflow.async_run(workflow.persistence.incomplete(job))
-        and is_record_of(job.output.record, job.params.cell, job.params.settings)
-    ]
-    for job in kept:
-        workflow.async_run(workflow.persistence.finished(job))
-        print(f"finished when snakemake was killed, and kept: {job.output.record}", file=sys.stderr)
-    if kept or late:
+    dag, persistence = workflow.dag, workflow.persistence
+    again = False
+    for job in jobs:
+        if not all(Path(path).exists() for path in job.output):
+            continue
+        planned = dag.needrun(job)
+        # Finished since it was planned: whatever it is, it need not be planned.
+        again |= planned and bool(dag.reason(job).missing_output)
+        cut_off = planned and bool(workflow.async_run(persistence.incomplete(job)))
+        unknown = not planned and not persistence.has_metadata(job)
+        if not (cut_off or unknown):
+            continue
+        if is_record_of(job.output.record, job.params.cell, job.params.settings):
+            workflow.async_run(persistence.finished(job))
+            again |= planned
+            print(f"finished while snakemake was away: {job.output.record}", file=sys.stderr)
+    if again:
         restart(workflow)
 
 
