@@ -47,7 +47,10 @@ STRATEGIES = {
     "ps-async-modified": (1.30, 0.45, 0.974),
     "ps-dana": (1.13, 0.13, 0.979),
 }
-BASES = {"fsdp-zero2": ("fsdp", {"reshard_after_forward": "never"})}
+BASES = {
+    "fsdp-zero2": ("fsdp", {"reshard_after_forward": "never"}),
+    "async-scaled": ("ps-async", {"lr_scale": "1/N"}),
+}
 TIME_LIMIT_S = 3000.0
 EPOCHS = 6
 

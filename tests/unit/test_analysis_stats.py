@@ -4,20 +4,69 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats as scipy_stats
 
-from stratbench.analysis.stats import median_and_quartiles, ratio_intervals
+from stratbench.analysis import stats
+from stratbench.analysis.stats import median_and_spread, ratio_intervals
+
+#: The numeric check of the procedure: ten variances of 2 degrees of freedom each.
+VARIANCES = np.array([0.5, 1, 1, 2, 2, 3, 4, 6, 9, 30]) * 1e-4
 
 
-def test_median_and_quartiles_of_five():
-    assert median_and_quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
+def test_few_values_have_a_range_and_more_have_quartiles():
+    assert median_and_spread([5, 1, 4, 2, 3]) == (3, 2, 4, "quartiles")
+    assert median_and_spread([5, 1, 4, 2]) == (3, 1, 5, "range")
+    assert median_and_spread([7.5]) == (7.5, 7.5, 7.5, "range")
 
 
-def test_one_value_is_its_own_median_and_quartiles():
-    assert median_and_quartiles([7.5]) == (7.5, 7.5, 7.5)
+def test_moderated_t_of_the_worked_example():
+    found = stats.Differences(np.zeros(10), VARIANCES, np.full(10, 3))
+    prior = stats.variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
+    assert np.isinf(prior.dof)
+    assert prior.variance == pytest.approx(5.1245e-4, rel=1e-4)
+    variance, dof = stats.moderated(found, np.zeros(10, dtype=bool))
+    assert dof[0] == 10
+    assert variance[0] == pytest.approx(4.1996e-4, rel=1e-4)
+    assert scipy_stats.t.isf(stats.tail_of(14), 10) == pytest.approx(4.2896, abs=5e-5)
+    half = stats.half_widths(variance, dof, found.repeats, stats.tail_of(14))
+    assert half[0] == pytest.approx(0.05075, abs=5e-6)
+
+
+def test_variances_that_scatter_more_than_chance_are_drawn_together_less():
+    """Variances from an inverse chi-square prior of 6 degrees: that many are found again."""
+    rng = np.random.default_rng(3)
+    true = 2e-4 * 6 / rng.chisquare(6, (200, 400))
+    found = true * rng.chisquare(4, true.shape) / 4
+    prior = stats.variance_prior(found, np.full(true.shape, 4), np.full(true.shape, True))
+    assert np.median(prior.dof) == pytest.approx(6, rel=0.1)
+    assert np.median(prior.variance) == pytest.approx(2e-4, rel=0.05)
+
+
+@pytest.mark.parametrize(("count", "dof"), [(5, 2.0), (9, 4.0), (10, 10.0)])
+def test_few_variances_lend_little(count, dof):
+    found = stats.Differences(np.zeros(count), VARIANCES[:count], np.full(count, 3))
+    assert stats.moderated(found, np.zeros(count, dtype=bool))[1][0] == dof
+
+
+def test_servers_scatter_by_themselves_where_there_are_enough_of_them():
+    variances = np.concatenate([np.full(12, 1e-4), np.full(12, 9e-4), np.full(3, 9e-4)])
+    found = stats.Differences(np.zeros(27), variances, np.full(27, 3))
+    served = np.repeat([False, True], [12, 15])
+    apart, _ = stats.moderated(found, served)
+    assert apart[12] > 5 * apart[0]
+    few, _ = stats.moderated(
+        stats.Differences(*(part[:15] for part in found)), np.repeat([False, True], [12, 3])
+    )
+    assert few[12] < apart[12]  # three servers borrow from all
 
 
 def test_one_repeat_has_no_interval():
     assert ratio_intervals([[2.0], [3.0]], [[1.0], [1.0]]) is None
+
+
+def test_a_ratio_with_one_repeat_among_others_has_an_interval_without_ends():
+    low, high = ratio_intervals([[2.0, np.nan], [3.0, 4.0]], [[1.0, 1.0], [1.0, 1.0]])[0]
+    assert (low, high) == (0, np.inf)
 
 
 def test_a_constant_ratio_of_varying_pairs_has_an_interval_of_no_width():
@@ -28,41 +77,33 @@ def test_a_constant_ratio_of_varying_pairs_has_an_interval_of_no_width():
 
 def test_what_a_repeat_does_to_both_cancels_only_when_pairs_stay_together():
     rng = np.random.default_rng(1)
-    denominators = rng.lognormal(0, 1, size=(1, 20))
-    numerators = 2 * denominators * rng.normal(1, 0.001, size=(1, 20))
+    common = rng.uniform(1, 10, (1, 10))
+    numerators, denominators = 2 * common * rng.uniform(0.99, 1.01, (1, 10)), common
     (low, high), *_ = ratio_intervals(numerators, denominators)
-    assert high - low < 0.02
+    assert 1.97 < low < 2 < high < 2.03
     (low, high), *_ = ratio_intervals(rng.permuted(numerators, axis=1), denominators)
-    assert high - low > 0.5
+    assert high / low > 1.5
 
 
-def test_two_repeats_span_the_resamples_that_there_are():
-    # The resamples of two pairs give the ratios 2/1, 4/1 and median(2, 4)/median(1, 1) = 3.
-    np.testing.assert_allclose(ratio_intervals([[2.0, 4.0]], [[1.0, 1.0]]), [[2.0, 4.0]])
-
-
-def test_every_ratio_of_a_batch_is_as_if_alone():
+def test_an_interval_is_that_of_the_paired_t_test_on_logarithms():
     rng = np.random.default_rng(2)
-    numerators, denominators = rng.normal(10, 1, (2, 7, 5))
-    together = ratio_intervals(numerators, denominators)
-    alone = [
-        ratio_intervals(n[None], d[None])[0] for n, d in zip(numerators, denominators, strict=True)
-    ]
-    np.testing.assert_allclose(together, alone)
+    pairs = np.exp(rng.normal(0, 0.02, (2, 1, 4)))
+    expected = scipy_stats.ttest_rel(*np.log(pairs[:, 0])).confidence_interval(0.95)
+    np.testing.assert_allclose(np.log(ratio_intervals(*pairs))[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("repeats", "ratios", "least", "most"),
-    [(3, 2000, 0.74, 0.78), (5, 2000, 0.91, 0.95), (31, 200, 0.90, 0.99)],
-)
-def test_intervals_hold_the_true_ratio_as_often_as_the_docs_say(repeats, ratios, least, most):
-    rng = np.random.default_rng(3)
-    numerators, denominators = rng.normal([[[3.0]], [[2.0]]], 0.2, (2, ratios, repeats))
-    low, high = ratio_intervals(numerators, denominators).T
-    covered = np.mean((low <= 1.5) & (high >= 1.5))
-    assert least < covered < most
+@pytest.mark.parametrize("repeats", [2, 3, 5])
+def test_an_interval_holds_the_true_ratio_in_95_percent_of_cases(repeats):
+    rng = np.random.default_rng(5)
+    held = []
+    for _ in range(60):  # studies of 40 ratios, whose noise differs
+        sd = 0.02 * np.exp(rng.normal(0, 0.3, (2, 40, 1)))
+        numerators, denominators = np.exp(rng.normal(0, 1, (2, 40, repeats)) * sd)
+        low, high = ratio_intervals(1.5 * numerators, denominators).T
+        held.append((low <= 1.5) & (high >= 1.5))
+    assert 0.93 < np.mean(held) < 0.97
 
 
-def test_unequal_shapes_are_refused():
+def test_shapes_must_agree():
     with pytest.raises(ValueError, match="equal shapes"):
         ratio_intervals([[1.0, 2.0]], [[1.0]])

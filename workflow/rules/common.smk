@@ -120,7 +120,10 @@ def as_trained(wildcards, input):
 
 def constraints(wildcards):
     """What `decide` ranks under."""
-    return json.dumps(CONFIG["decide"])
+    # A peak fits with the same reserve as in the plan.
+    return json.dumps(
+        CONFIG["decide"] | {"memory_margin": CONFIG["cluster"]["memory_margin"]}
+    )
 
 
 def description(wildcards):

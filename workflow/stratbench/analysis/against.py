@@ -18,7 +18,7 @@ import pandas as pd
 
 from stratbench.analysis import paper
 from stratbench.analysis.audit import read_audit
-from stratbench.analysis.stats import ratio_intervals
+from stratbench.analysis.stats import mean_ratio, ratio_intervals
 from stratbench.analysis.summary import GROUP, findings_by_group, read_cells
 
 #: Column of cells.csv, and factor to the published unit, of each published measure.
@@ -104,8 +104,8 @@ def ratios(
 
 
 def ratio_figure(label: str, pair: np.ndarray, scale: Callable[[float], float]) -> Figure:
-    """scale(ratio of medians) with its interval; `scale` may turn the order round."""
-    value = scale(float(np.median(pair[0]) / np.median(pair[1])))
+    """scale(geometric mean ratio) with its interval; `scale` may turn the order round."""
+    value = scale(mean_ratio(pair[0], pair[1]))
     interval = ratio_intervals(pair[:1], pair[1:])
     if interval is None:
         return Figure(label, value)

@@ -25,6 +25,10 @@ class Constraints:
     price_per_gpu_hour: float | None = None
     #: Points of accuracy that may be lost against the most accurate strategy.
     accuracy_tolerance: float = 1.0
+    #: Share by which strategies may differ in time (or cost) and still count as equal.
+    equivalence_margin: float = 0.03
+    #: Share of a peak kept free on top of it before it fits: `cluster.memory_margin`.
+    memory_margin: float = 0.15
     #: Whether the workers are equally fast.
     homogeneous: bool = True
     #: Whether all workers start together and stay until the end.
@@ -40,10 +44,12 @@ class Constraints:
         if self.gpus is not None:
             yield f"at most {self.gpus} GPU{'s' if self.gpus != 1 else ''}"
         if self.gpu_memory_gib is not None:
-            yield f"{self.gpu_memory_gib:g} GiB of memory each"
+            reserve = f", {self.memory_margin:.0%} kept in reserve" if self.memory_margin else ""
+            yield f"{self.gpu_memory_gib:g} GiB of memory each{reserve}"
         if self.deadline_s is not None:
             yield f"trained within {self.deadline_s:g} s"
         yield f"at most {self.accuracy_tolerance:g} points of accuracy lost"
+        yield f"strategies within {100 * self.equivalence_margin:g} % of each other are equals"
         yield "equally fast workers" if self.homogeneous else "workers of unequal speed"
         yield (
             "all workers there from start to end"

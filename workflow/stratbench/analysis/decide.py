@@ -18,32 +18,18 @@ import pandas as pd
 from stratbench.analysis import theory
 from stratbench.analysis.audit import read_audit
 from stratbench.analysis.candidates import Candidate, candidates
+from stratbench.analysis.confidence import confidence
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.measures import MIB, number
-from stratbench.analysis.stats import ratio_intervals, ratio_of_medians
+from stratbench.analysis.ranking import Comparison, Ranking, rank
 from stratbench.analysis.summary import read_cells
 from stratbench.analysis.tables import counted, worker_noun
 
 MATRIX = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
     *("repeats", "time_s", "cost", "memory_mib", "accuracy_percent"),
-    *("ratio_to_first", "low95", "high95", "doubts"),
+    *("ratio_to_first", "low", "high", "may_lose_points", "doubts"),
 )
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How much more of the objective `slower` takes than `faster`; the interval needs repeats."""
-
-    ratio: float
-    low: float | None
-    high: float | None
-    repeats: int
-
-    @property
-    def tells_apart(self) -> bool | None:
-        """Whether the interval excludes 1; None without an interval."""
-        return None if self.low is None or self.high is None else not self.low <= 1 <= self.high
 
 
 @dataclass(frozen=True)
@@ -67,44 +53,43 @@ class Decision:
     matrix: tuple[dict[str, Any], ...]
 
 
-def compare(slower: Candidate, faster: Candidate) -> Comparison:
-    """The ratio of their objectives, with a bootstrap interval paired by repeat."""
-    pairs = pd.concat([slower.times, faster.times], axis=1, join="inner").to_numpy().T
-    weight = 1.0 if slower.price_per_gpu_hour is None else slower.gpus / faster.gpus
-    if not pairs.size or slower.basis != "measured" or faster.basis != "measured":
-        return Comparison(slower.objective / faster.objective, None, None, 0)
-    ratio = weight * float(ratio_of_medians(pairs[0], pairs[1]))
-    interval = ratio_intervals(weight * pairs[:1], pairs[1:])
-    low, high = (None, None) if interval is None else (float(end) for end in interval[0])
-    return Comparison(ratio, low, high, pairs.shape[1])
-
-
 def decisions(
     cells: pd.DataFrame, findings: pd.DataFrame, constraints: Constraints
 ) -> list[Decision]:
     """One for each experiment and model, in the order of the config."""
-    if constraints.model is not None:
-        cells = cells[cells["model"] == constraints.model]
-        if cells.empty:
-            return [from_theory("", "", constraints.model, constraints, [])]
     listed = findings.to_dict("records")
-    return [
-        decide(rows, listed, constraints)
+    studied = [
+        (rows, candidates(rows, listed, constraints))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
+    left = [[c for c in found if not c.kind] for _, found in studied]
+    # All models are ranked together, the wanted one too: variances of all of them say more.
+    rankings = iter(rank([bout for bout in left if bout], constraints.equivalence_margin))
+    made = [
+        decide(rows, found, next(rankings) if bout else None, constraints)
+        for (rows, found), bout in zip(studied, left, strict=True)
+    ]
+    if constraints.model is not None:
+        made = [decision for decision in made if decision.model == constraints.model]
+        return made or [from_theory("", "", constraints.model, constraints, [])]
+    return made
 
 
-def decide(rows: pd.DataFrame, findings: list[dict[str, Any]], given: Constraints) -> Decision:
-    """The decision on one experiment and model (rows of cells.csv)."""
+def decide(
+    rows: pd.DataFrame, found: list[Candidate], ranking: Ranking | None, given: Constraints
+) -> Decision:
+    """The decision on one experiment and model (rows of cells.csv), of which `found` are candidates.
+
+    `ranking` is that of the candidates that nothing excludes; None where there are none.
+    """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
-    found = candidates(rows, findings, given)
     if all(c.kind in ("not measured", "failed") for c in found):
         return from_theory(experiment, dataset, model, given, found)
-    ranked = sorted((c for c in found if not c.kind), key=lambda c: c.order)
-    matrix = matrix_rows((experiment, dataset, model), found, ranked)
-    out = tuple(excluded(found, {c.strategy for c in ranked}))
+    ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.compared)]
     common = {"experiment": experiment, "dataset": dataset, "model": model, "source": "records"}
-    if not ranked:
+    common["matrix"] = matrix_rows((experiment, dataset, model), found, ranking)
+    common["excluded"] = tuple(excluded(found, {c.strategy for c in ranked}))
+    if ranking is None:
         return Decision(
             **common,
             choice=None,
@@ -113,59 +98,60 @@ def decide(rows: pd.DataFrame, findings: list[dict[str, Any]], given: Constraint
             confidence="none",
             confidence_why="Nothing is left to rank.",
             changes=tuple(lifted(found, None)),
-            excluded=out,
-            matrix=matrix,
         )
-    first, noun = ranked[0], worker_noun(rows)
-    rivals = rivals_of(ranked)
-    compared = [compare(rival, first) for rival in rivals]
-    first.tied = [
-        r.strategy
-        for r, c in zip(rivals, compared, strict=True)
-        if c.tells_apart is False or c.ratio == 1
-    ]
-    headline = f"{first.strategy} on {counted(first.gpus, noun)}"
-    if first.tied:
-        headline = f"No clear winner: {headline}, or {' or '.join(first.tied)}"
-    level, why = confidence(rows, first, rivals[:1], compared, given)
+    noun = worker_noun(rows)
+    level, why = confidence(rows, ranking, given)
     return Decision(
         **common,
-        choice=first,
-        headline=headline + ".",
-        reason=reason(first, rivals, compared, noun),
+        choice=ranking.first,
+        headline=headline(ranking, noun, given),
+        reason=reason(ranking, noun),
         confidence=level,
         confidence_why=why,
-        changes=tuple(changes(found, ranked, compared[0] if compared else None, given)),
-        excluded=out,
-        matrix=matrix,
+        changes=tuple(changes(found, ranking, given)),
     )
 
 
-def rivals_of(ranked: list[Candidate]) -> list[Candidate]:
-    """The best candidate of each other strategy than the first's, in order."""
-    best: dict[str, Candidate] = {}
-    for candidate in ranked:
-        best.setdefault(candidate.strategy, candidate)
-    return list(best.values())[1:]
+def headline(ranking: Ranking, noun: str, given: Constraints) -> str:
+    """The answer in one sentence, as modest as its records."""
+    first = ranking.first
+    text = f"{first.strategy} on {counted(first.gpus, noun)}"
+    if ranking.tied:
+        listed = [f"{c.strategy} on {counted(c.gpus, noun)}" for c in ranking.tied]
+        more = [f"{len(listed) - 3} more"] if len(listed) > 4 else listed[3:]
+        text = f"No clear winner: {text}, or {' or '.join(listed[:3] + more)}"
+    if ranking.chance:
+        text += f" ({ranking.chance}: it may be chance)"
+    if first.may_lose is not None and first.may_lose > given.accuracy_tolerance:
+        text += (
+            f"; it may lose up to {first.may_lose:.1f} points of accuracy "
+            f"({given.accuracy_tolerance:g} allowed)"
+        )
+    return text + "."
 
 
-def reason(first: Candidate, rivals: list[Candidate], compared: list[Comparison], noun: str) -> str:
+def reason(ranking: Ranking, noun: str) -> str:
     """One sentence with the numbers that decided."""
+    first, price = ranking.first, "the time"
+    if first.price_per_gpu_hour is not None:
+        price = "the cost"
     text = f"It trains in {amount(first)}"
-    if rivals:
-        second, found = rivals[0], compared[0]
-        price = "the time" if first.price_per_gpu_hour is None else "the cost"
-        interval = f" [{found.low:.2f}, {found.high:.2f}]" if found.low is not None else ""
-        on = counted(second.gpus, noun)
-        if found.ratio == 1:
-            text += f", exactly as {second.strategy} on {on} does"
-        else:
-            text += (
-                f"; the next, {second.strategy} on {on}, takes {number(found.ratio, 2)}{interval} "
-                f"times {price} ({amount(second)})"
-            )
+    if not ranking.compared:
+        text += ", and nothing else is left to compare with"
     else:
-        text += ", and no other strategy is left to compare with"
+        found = ranking.compared[0]
+        other = f"{found.rival.strategy} on {counted(found.rival.gpus, noun)}"
+        if found.ratio == 1:
+            text += f", exactly as {other} does"
+        else:
+            text += f"; {other} takes {times(found)} times {price} ({amount(found.rival)})"
+        if found.ratio < 1:
+            text += ", which counts as equal, and of equals fewer GPUs and less memory come first"
+        different = (c for c in ranking.compared if c.rival.strategy != first.strategy)
+        other = next(different, found)
+        if other is not found:
+            on = counted(other.rival.gpus, noun)
+            text += f", {other.rival.strategy} on {on} {times(other)} times ({amount(other.rival)})"
     if first.accuracy_percent is not None:
         text += f"; it reaches {first.accuracy_percent:.2f} % accuracy"
     if first.memory_bytes is not None:
@@ -174,69 +160,33 @@ def reason(first: Candidate, rivals: list[Candidate], compared: list[Comparison]
     return text + "."
 
 
+def times(found: Comparison) -> str:
+    """The ratio with its interval, where it has one."""
+    interval = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
+    return f"{number(found.ratio, 2)}{interval}"
+
+
 def amount(candidate: Candidate) -> str:
     """Its training time, and its cost where there is a price."""
     seconds = f"{number(candidate.time_s or 0.0, None)} s"
     return seconds if candidate.cost is None else f"{seconds} at a cost of {candidate.cost:.3g}"
 
 
-def confidence(
-    rows: pd.DataFrame,
-    first: Candidate,
-    rivals: list[Candidate],
-    compared: list[Comparison],
-    given: Constraints,
-) -> tuple[str, str]:
-    """`high`, `medium` or `low`, and the sentences that say why."""
-    told = [f"{first.basis[0].upper()}{first.basis[1:]}."]
-    if given.gpus is not None and given.gpus not in set(rows["gpus"]) and first.gpus != given.gpus:
-        told.append(f"Nothing is known of {given.gpus} workers: too few counts were measured.")
-    level = 2 if first.basis == "measured" and len(first.times) > 1 else 0
-    if len(first.times) == 1:
-        told.append("One repeat: no interval exists, and small differences mean nothing.")
-    found = compared[0] if compared else None
-    if found is None:
-        level = min(level, 1)
-    elif found.low is None:
-        level = 0
-    else:
-        side = "excludes" if found.tells_apart else "includes"
-        told.append(
-            f"Over {found.repeats} repeats the 95 % interval of the ratio to the next, "
-            f"{found.low:.2f} to {found.high:.2f}, {side} 1."
-        )
-        level = min(level, 0 if not found.tells_apart else 1 if found.repeats < 3 else 2)
-    if first.doubts:
-        level = min(level, 1)
-        told.append(f"Doubts: {', '.join(first.doubts)}.")
-    for rival in rivals:
-        others = [doubt for doubt in rival.doubts if doubt not in first.doubts]
-        if others:
-            level = min(level, 1)
-            told.append(f"Doubts on {rival.strategy}: {', '.join(others)}.")
-    if first.on_cpu:
-        level = min(level, 1)
-        told.append("It holds for CPU processes on this machine and says nothing of GPUs.")
-    slowed = sorted(set(rows["slowdown"].dropna()))
-    if slowed and given.homogeneous:
-        level = min(level, 0)
-        told.append(
-            f"Workers were slowed on purpose ({'; '.join(slowed)}); yours are said to be equal."
-        )
-    if not slowed and not given.homogeneous:
-        level = min(level, 0)
-        told.append("Measured on equally fast workers; yours are said to differ.")
-    return ("low", "medium", "high")[level], " ".join(told)
-
-
-def changes(
-    found: list[Candidate], ranked: list[Candidate], against: Comparison | None, given: Constraints
-) -> Iterator[str]:
+def changes(found: list[Candidate], ranking: Ranking, given: Constraints) -> Iterator[str]:
     """What would lead to another answer, from the nearest alternatives."""
-    first = ranked[0]
-    if against is not None and (against.low is None or not against.tells_apart):
+    first, compared = ranking.first, ranking.compared
+    ranked = [first, *(c.rival for c in compared)]
+    if ranking.chance or not ranking.is_clear:
         yield "More repeats: they would say whether this order holds."
     yield from lifted(found, first)
+    tolerance = given.accuracy_tolerance
+    if first.may_lose is not None and first.may_lose > tolerance:
+        sure = [c for c in ranked if c.may_lose is not None and c.may_lose <= tolerance]
+        if sure:
+            yield (
+                f"An accuracy that is certain: then {sure[0].strategy} on {sure[0].gpus} "
+                f"({amount(sure[0])})."
+            )
     smaller = [c for c in ranked if smaller_than(c, first)]
     if smaller and first.memory_bytes:
         yield (
@@ -264,7 +214,7 @@ def lifted(found: list[Candidate], first: Candidate | None) -> Iterator[str]:
     }
     for kind, words in lift.items():
         kept_out = [c for c in found if c.kind == kind and c.time_s is not None]
-        best = min(kept_out, key=lambda c: c.order, default=None)
+        best = min(kept_out, key=lambda c: (c.objective, c.gpus), default=None)
         if best and (first is None or best.objective < first.objective):
             yield f"{words}: then {best.strategy} on {best.gpus} ({amount(best)}; {best.why})."
 
@@ -298,32 +248,32 @@ def excluded(found: list[Candidate], usable: set[str]) -> Iterator[tuple[str, st
 
 
 def matrix_rows(
-    where: tuple[str, str, str], found: list[Candidate], ranked: list[Candidate]
+    where: tuple[str, str, str], found: list[Candidate], ranking: Ranking | None
 ) -> tuple[dict[str, Any], ...]:
     """A row of MATRIX for each candidate."""
+    compared = [] if ranking is None else list(ranking.compared)
+    places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
     rows = []
     for c in found:
-        rank = ranked.index(c) + 1 if c in ranked else None
-        against = compare(c, ranked[0]) if rank else None
-        tie = against is not None and (against.tells_apart is False or against.ratio == 1)
-        verdict = "recommended" if rank == 1 else "tied" if tie else "possible" if rank else c.kind
+        place, against = places.get(id(c), (None, None))
+        verdict = c.kind
+        if ranking is not None and c is ranking.first:
+            place, verdict = 1, "recommended"
+        elif against is not None:
+            verdict = "tied" if against.stand == "tied" else "possible"
+        values = (*where, c.strategy, c.gpus, verdict, place, c.why, c.basis)
         rows.append(
-            dict(
-                zip(
-                    MATRIX,
-                    (*where, c.strategy, c.gpus, verdict, rank, c.why, c.basis),
-                    strict=False,
-                )
-            )
+            dict(zip(MATRIX, values, strict=False))
             | {
                 "repeats": len(c.times),
                 "time_s": c.time_s,
                 "cost": c.cost,
                 "memory_mib": c.memory_bytes and c.memory_bytes / MIB,
                 "accuracy_percent": c.accuracy_percent,
-                "ratio_to_first": against and against.ratio,
-                "low95": against and against.low,
-                "high95": against and against.high,
+                "ratio_to_first": against.ratio if against else 1.0 if place == 1 else None,
+                "low": against and against.low,
+                "high": against and against.high,
+                "may_lose_points": c.may_lose,
                 "doubts": "; ".join(c.doubts),
             }
         )
@@ -347,7 +297,7 @@ def from_theory(
         confidence_why="These are rules from theory; no record of this model is usable.",
         changes=("Records: train the study's cells of this model, and decide again.",),
         excluded=tuple(excluded(found, set())),
-        matrix=matrix_rows((experiment, dataset, model), found, []),
+        matrix=matrix_rows((experiment, dataset, model), found, None),
     )
 
 

@@ -113,7 +113,7 @@ def qualities(summary: pd.DataFrame) -> pd.DataFrame:
     for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
         for measure, quality in QUALITIES.items():
             line = rows[rows["measure"] == measure]
-            known = line.dropna(subset=["median"])
+            known = line.dropna(subset=["value"])
             workers = int(rows["gpus"].iloc[0])
             of = f"{experiment}/{strategy}/{{}}/{workers}gpu"
             unfinished = line[line["outcome"] != ""]
@@ -139,7 +139,7 @@ def over_models(known: pd.DataFrame, decimals: int | None) -> str:
     """The range of the medians over models, as one number where there is one model."""
     if known.empty:
         return SILENT
-    ends = [number(end, decimals) for end in (known["median"].min(), known["median"].max())]
+    ends = [number(end, decimals) for end in (known["value"].min(), known["value"].max())]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 

@@ -107,13 +107,11 @@ def counts_axis(axis: Axes, counts: Sequence[int], is_ratio: bool) -> None:
 
 
 def error_bar(row: pd.Series) -> list[list[float]] | None:
-    """Distances from the median down and up: a 95 % interval where there is one, else quartiles."""
-    low, high = (
-        (row["low95"], row["high95"]) if row["low95"] == row["low95"] else (row["q1"], row["q3"])
-    )
+    """Distances from the value down and up to the ends of its spread; None without one."""
+    low, high = row["low"], row["high"]
     if low != low:
         return None
-    return [[max(0.0, row["median"] - low)], [max(0.0, high - row["median"])]]
+    return [[max(0.0, row["value"] - low)], [max(0.0, high - row["value"])]]
 
 
 def mark_failures(

@@ -39,7 +39,7 @@ from stratbench.analysis.panels import (
 )
 from stratbench.analysis.style import GREY, RC, Style
 from stratbench.analysis.summary import read_cells, read_summary
-from stratbench.analysis.tables import counted, plural, worker_noun
+from stratbench.analysis.tables import counted, plural, spread_note, worker_noun
 from stratbench.analysis.timelines import memory_timelines, utilisation_timelines
 from stratbench.analysis.tradeoffs import accuracy_over_time, breakdown, staleness, tradeoff
 from stratbench.cores import usable_cores
@@ -53,7 +53,7 @@ def bars(experiment: Experiment, measure: Measure) -> Figure:
     with_states = measure.name == "memory" and not experiment.on_cpu
     for axis, model in zip(axes, experiment.models, strict=True):
         rows = experiment.rows(measure.name, model)
-        states = experiment.rows("model_states", model).set_index(["strategy", "gpus"])["median"]
+        states = experiment.rows("model_states", model).set_index(["strategy", "gpus"])["value"]
         widest = max(rows.groupby("gpus").size())
         width = 0.86 / widest
         for position, count in enumerate(experiment.counts):
@@ -79,19 +79,19 @@ def bars(experiment: Experiment, measure: Measure) -> Figure:
         handles.append(
             Line2D([], [], color=INK, linewidth=1.4, label="model states (part of the peak)")
         )
-    finish(figure, handles, experiment.note)
+    finish(figure, handles, f"{spread_note(experiment.cells, measure)} {experiment.note}")
     return figure
 
 
 def bar(axis: Axes, x: float, width: float, row: pd.Series, style: Style) -> None:
     """One bar with its error bar, or a mark with the cell's outcome where there is no result."""
-    if row["median"] != row["median"]:
+    if row["value"] != row["value"]:
         cross(axis, (x, 0), "data", (0, 0), style.colour)
         annotate(axis, row["text"], (x, 0), "data", (0, 6), rotation=90, ha="center", va="bottom")
         return
     axis.bar(
         x,
-        row["median"],
+        row["value"],
         width * 0.94,
         color=style.colour,
         hatch=style.hatch,
@@ -100,10 +100,10 @@ def bar(axis: Axes, x: float, width: float, row: pd.Series, style: Style) -> Non
     )
     spread = error_bar(row)
     if spread:
-        axis.errorbar(x, row["median"], spread, color=INK, linewidth=0.9, capsize=1.8)
+        axis.errorbar(x, row["value"], spread, color=INK, linewidth=0.9, capsize=1.8)
     if row["ok"] < row["cells"]:
         share = f"{row['ok']}/{row['cells']}"
-        annotate(axis, share, (x, row["median"]), "data", (0, 3), ha="center", fontsize=5.5)
+        annotate(axis, share, (x, row["value"]), "data", (0, 3), ha="center", fontsize=5.5)
 
 
 def scaling(experiment: Experiment, measure: Measure) -> Figure:
@@ -122,7 +122,7 @@ def scaling(experiment: Experiment, measure: Measure) -> Figure:
             if measure.baseline == "self" and set(line["gpus"]) == {1}:
                 continue
             scaling_line(axis, line, experiment.styles[str(name)], is_ratio)
-            without += [row for _, row in line.iterrows() if row["median"] != row["median"]]
+            without += [row for _, row in line.iterrows() if row["value"] != row["value"]]
         counts_axis(axis, experiment.counts, is_ratio)
         mark_failures(axis, without, experiment.counts, experiment.styles)
         axis.set_xlabel(plural(noun))
@@ -136,7 +136,7 @@ def scaling(experiment: Experiment, measure: Measure) -> Figure:
         handles.append(
             Line2D([], [], color=GREY, linestyle=(0, (4, 3)), linewidth=1, label="ideal")
         )
-    finish(figure, handles, experiment.note)
+    finish(figure, handles, f"{spread_note(experiment.cells, measure)} {experiment.note}")
     return figure
 
 
@@ -145,22 +145,22 @@ def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -
     line = line.sort_values("gpus")
     axis.plot(
         line["gpus"],
-        line["median"],
+        line["value"],
         color=style.colour,
         linestyle=style.line,
         marker=style.marker,
         markeredgecolor=INK,
         markeredgewidth=0.4,
     )
-    if set(line["gpus"]) == {1} and not is_ratio and line["median"].notna().all():
+    if set(line["gpus"]) == {1} and not is_ratio and line["value"].notna().all():
         axis.axhline(
-            line["median"].iloc[0], color=style.colour, linestyle=":", linewidth=1, zorder=1
+            line["value"].iloc[0], color=style.colour, linestyle=":", linewidth=1, zorder=1
         )
     for _, row in line.iterrows():
         spread = error_bar(row)
         if spread:
             axis.errorbar(
-                row["gpus"], row["median"], spread, color=style.colour, capsize=2, linewidth=1
+                row["gpus"], row["value"], spread, color=style.colour, capsize=2, linewidth=1
             )
 
 
@@ -174,7 +174,7 @@ def accuracy(experiment: Experiment, measure: Measure) -> Figure:
         epochs = experiment.epochs
         epochs = epochs[(epochs["model"] == model) & (epochs["gpus"] == count)]
         rows = experiment.rows("accuracy", model)
-        rows = rows[(rows["gpus"] == count) & rows["median"].isna()]
+        rows = rows[(rows["gpus"] == count) & rows["value"].isna()]
         for name, line in epochs.groupby("strategy", sort=False):
             cut = name in set(rows["strategy"])
             accuracy_line(axis, line, experiment.styles[str(name)], cut)

@@ -158,9 +158,9 @@ def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[s
     pick = {"lower": min, "higher": max, None: lambda *_: None}[measure.better]
     for model, _, found in lines:
         for count, row in found.items():
-            if pd.notna(row["median"]):
-                so_far = best.get((model, count), row["median"])
-                best[model, count] = pick(so_far, row["median"])
+            if pd.notna(row["value"]):
+                so_far = best.get((model, count), row["value"])
+                best[model, count] = pick(so_far, row["value"])
     body = []
     for model, strategy, found in lines:
         cells = []
@@ -170,15 +170,15 @@ def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[s
                 none = {"text": NO_CELL, "rest": "", "sort": "", "kind": "none", "flags": ""}
                 cells.append(none)
                 continue
-            valued = pd.notna(row["median"])
+            valued = pd.notna(row["value"])
             text, _, rest = row["text"].partition(" ") if valued else (row["text"], "", "")
-            is_best = valued and row["median"] == best[model, count]
+            is_best = valued and row["value"] == best[model, count]
             kind = "best" if is_best else "" if valued else "failed"
             cells.append(
                 {
                     "text": text,
                     "rest": rest,
-                    "sort": row["median"] if valued else "",
+                    "sort": row["value"] if valued else "",
                     "kind": kind,
                     "flags": row["flags"],
                 }
@@ -197,7 +197,7 @@ def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[s
 def has_numbers(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
     """Whether a measure is to be shown: a ratio that has a baseline in this experiment, and so on."""
     here = summary["experiment"] == rows["experiment"].iloc[0]
-    found = summary.loc[here & (summary["measure"] == measure.name), "median"]
+    found = summary.loc[here & (summary["measure"] == measure.name), "value"]
     return not (measure.baseline or measure.optional) or bool(found.notna().any())
 
 

@@ -1,38 +1,178 @@
-"""Medians, quartiles and bootstrap intervals: every statistic that a table or a figure prints."""
+"""Every statistic that a table, a figure or a decision goes by: medians, ranges, moderated t.
+
+Times are compared on logarithms, in pairs of equal repeats: half a percent is half a percent whatever
+a step takes, and a mean of logarithms is a ratio. A handful of repeats says little of its own
+variance, so the variances of a study's comparisons are pooled, as far as they look alike: Smyth,
+Linear models and empirical Bayes methods for assessing differential expression, 2004.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
+from scipy.special import digamma, polygamma
 
-#: Resamples of one interval; the interval's ends then move by less than a hundredth of its width.
-RESAMPLES = 5000
-CONFIDENCE = 0.95
+#: The rate of false claims that is allowed.
+ALPHA = 0.05
+#: Divides it for people who look again after further repeats, at 2, 3, 4, 5, 6, 8 and 10 of them; by
+#: simulation it has to be 3.8 to 5.6.
+LOOKS = 4.5
+#: Repeats from which quartiles are more than two of the values themselves.
+QUARTILES_FROM = 5
+#: Variances from which a prior is estimated at all, is trusted in full, and how far it counts between.
+FEWEST_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
 
 
-def median_and_quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, first and third quartile of `values`, with linear interpolation."""
-    q1, median, q3 = np.percentile(np.asarray(values, dtype=float), [25, 50, 75])
-    return float(median), float(q1), float(q3)
+def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
+    """Median, low and high end, and what the ends are of `values`.
+
+    `quartiles` (first and third, with linear interpolation), or with fewer than QUARTILES_FROM
+    values the `range`, from the lowest to the highest.
+    """
+    name = "quartiles" if len(values) >= QUARTILES_FROM else "range"
+    at = [25, 50, 75] if name == "quartiles" else [0, 50, 100]
+    low, median, high = np.percentile(np.asarray(values, dtype=float), at)
+    return float(median), float(low), float(high), name
 
 
-def ratio_of_medians(
-    numerators: np.ndarray, denominators: np.ndarray, axis: int = -1
+# ---------------------------------------------------------------- differences and their variances
+
+
+class Differences(NamedTuple):
+    """Of paired repeats: mean, variance (divisor n - 1) and number n; arrays of equal shape."""
+
+    mean: np.ndarray
+    variance: np.ndarray
+    repeats: np.ndarray
+
+    @property
+    def dof(self) -> np.ndarray:
+        """Degrees of freedom of the variances."""
+        return self.repeats - 1
+
+
+def differences(logs: np.ndarray, others: np.ndarray) -> Differences:
+    """Of `logs` from `others`, both shape [..., repeats] (broadcast); NaN where there is no repeat.
+
+    The mean is NaN without a common repeat, the variance with fewer than two.
+    """
+    d = np.asarray(logs, dtype=float) - np.asarray(others, dtype=float)
+    there = np.isfinite(d)
+    n = there.sum(-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(there, d, 0.0).sum(-1) / np.where(n > 0, n, np.nan)
+        squares = np.where(there, (d - mean[..., None]) ** 2, 0.0).sum(-1)
+        variance = squares / np.where(n > 1, n - 1, np.nan)
+    return Differences(mean, variance, n)
+
+
+class Prior(NamedTuple):
+    """What the other variances say of one: their common value, and how many degrees it is worth."""
+
+    dof: np.ndarray
+    variance: np.ndarray
+
+
+def variance_prior(variances: np.ndarray, dof: np.ndarray, known: np.ndarray) -> Prior:
+    """The prior of `variances` with `dof` degrees, both shape [..., G]; shape [...].
+
+    Only those of the mask `known` count. `dof` is infinite where they scatter no more than a common
+    variance's estimates do, and 0 where there are too few to tell.
+    """
+    count = known.sum(-1)
+    half = np.where(known, dof, 2) / 2
+    e = np.where(known, np.log(np.where(known, variances, 1.0)) - digamma(half) + np.log(half), 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = e.sum(-1) / count
+        scatter = np.where(known, (e - mean[..., None]) ** 2, 0.0).sum(-1) / (count - 1)
+        excess = scatter - np.where(known, polygamma(1, half), 0.0).sum(-1) / count
+    spread = excess > 1e-8
+    d0 = np.where(spread, 2 * trigamma_inverse(np.where(spread, excess, 1.0)), np.inf)
+    finite = np.where(spread, d0, 2.0)
+    correction = np.where(spread, digamma(finite / 2) - np.log(finite / 2), 0.0)
+    d0 = np.where(count < ENOUGH_VARIANCES, np.minimum(d0, FEW_DOF), d0)
+    d0 = np.where(count < FEWEST_VARIANCES, 0.0, d0)
+    return Prior(d0, np.where(d0 > 0, np.exp(mean + correction), 0.0))
+
+
+def trigamma_inverse(y: np.ndarray) -> np.ndarray:
+    """x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
+    x = 0.5 + 1.0 / np.asarray(y, dtype=float)
+    for _ in range(50):
+        trigamma = polygamma(1, x)
+        step = trigamma * (1 - trigamma / y) / polygamma(2, x)
+        x = x + step
+        if np.all(np.abs(step) <= 1e-9 * x):
+            break
+    return x
+
+
+def moderated(found: Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each variance drawn towards those of its kind, and its degrees of freedom; shape [..., G].
+
+    `kinds`, shape [G] or [..., G]: whether a parameter server takes part, since servers scatter
+    otherwise. Kinds with too few variances borrow from all. A variance of 0 teaches nothing. NaN
+    and 0 degrees where there is none.
+    """
+    kinds = np.broadcast_to(kinds, found.mean.shape)
+    own_dof = np.maximum(found.dof, 0)
+    known = (own_dof > 0) & (np.nan_to_num(found.variance) > 0)
+    d0, s0 = np.zeros(found.mean.shape), np.zeros(found.mean.shape)
+    for kind in (False, True):
+        alike = known & (kinds == kind)
+        enough = alike.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
+        prior = variance_prior(found.variance, own_dof, np.where(enough, alike, known))
+        d0 = np.where(kinds == kind, prior.dof[..., None], d0)
+        s0 = np.where(kinds == kind, prior.variance[..., None], s0)
+    d0 = np.minimum(d0, 2 * own_dof + 4)
+    dof = np.where(own_dof > 0, d0 + own_dof, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        variance = (d0 * s0 + own_dof * found.variance) / dof
+    return variance, dof
+
+
+def half_widths(
+    variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
 ) -> np.ndarray:
-    """median(numerators) / median(denominators) along `axis`."""
-    return np.median(numerators, axis=axis) / np.median(denominators, axis=axis)
+    """Half the width of t intervals that leave out `tail` on either side; infinite without degrees."""
+    known = dof > 0
+    quantile = stats.t.isf(tail, np.where(known, dof, 1.0))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        half = quantile * np.sqrt(variance / np.where(known, repeats, 1))
+    return np.where(known, half, np.inf)
 
 
-def ratio_intervals(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray | None:
-    """Percentile-bootstrap 95 % intervals of ratios of medians, resampling pairs.
+def tail_of(rivals: int | np.ndarray) -> np.ndarray:
+    """What an interval of a comparison with `rivals` others leaves out on either side.
+
+    The allowed rate is shared by the rivals and the looks. A claim rests on one end of each
+    interval, and which candidate the rivals are compared with was chosen by the same repeats: two
+    rivals are the fewest that count.
+    """
+    return ALPHA / (LOOKS * np.maximum(2, rivals))
+
+
+# ---------------------------------------------------------------- ratios of tables and claims
+
+
+def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The geometric mean of paired ratios; all values above 0."""
+    ratios = np.asarray(numerators, dtype=float) / np.asarray(denominators, dtype=float)
+    return float(stats.gmean(ratios))
+
+
+def ratio_intervals(
+    numerators: np.ndarray, denominators: np.ndarray, kinds: np.ndarray | bool = False
+) -> np.ndarray | None:
+    """95 % intervals of geometric mean ratios, each for itself, by moderated t on logarithms.
 
     Both arguments have shape [ratios, repeats]; column k of both comes from repeat k, so that what
-    a repeat's seed does to both cancels. Returns shape [ratios, 2] (low, high), or None with fewer
-    than two repeats. The same repeats always give the same interval. With few repeats it is too
-    narrow, since it cannot leave the range of what was seen: of simulated ratios with
-    normal noise it held the true one in 76 % of cases with 3 repeats and in 93 % with 5.
+    a repeat's seed does to both cancels; NaN where a ratio lacks a repeat. `kinds`, shape [ratios],
+    as in `moderated`. Returns shape [ratios, 2] (low, high), from 0 to infinity where a ratio has
+    fewer than two repeats; None where all have.
     """
     numerators, denominators = (np.asarray(a, dtype=float) for a in (numerators, denominators))
     if numerators.shape != denominators.shape or numerators.ndim != 2:
@@ -40,20 +180,9 @@ def ratio_intervals(numerators: np.ndarray, denominators: np.ndarray) -> np.ndar
             f"ratio_intervals: shapes {numerators.shape} and {denominators.shape}; "
             "expected two equal shapes [ratios, repeats]"
         )
-    ratios, repeats = numerators.shape
-    if repeats < 2:
+    found = differences(np.log(numerators), np.log(denominators))
+    if not len(found.repeats) or found.repeats.max() < 2:
         return None
-    result = stats.bootstrap(
-        (numerators, denominators),
-        ratio_of_medians,
-        n_resamples=RESAMPLES,
-        batch=max(1, 2_000_000 // max(1, ratios * repeats)),
-        paired=True,
-        vectorized=True,
-        axis=-1,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    interval = result.confidence_interval
-    return np.stack([interval.low, interval.high], axis=-1)
+    variance, dof = moderated(found, np.asarray(kinds))
+    half = half_widths(variance, dof, found.repeats, ALPHA / 2)
+    return np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))

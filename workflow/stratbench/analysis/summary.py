@@ -1,4 +1,4 @@
-"""The study in one long table: for each measure and group of repeats a median, a spread, a text.
+"""The study in one long table: for each measure and group of repeats a value, a spread, a text.
 
 Tables, figures and the report all print from here, so that no two of them can disagree.
 """
@@ -16,7 +16,7 @@ import pandas as pd
 
 from stratbench.analysis import columns
 from stratbench.analysis.measures import ALONE, MEASURES, Measure, number, status_label
-from stratbench.analysis.stats import median_and_quartiles, ratio_intervals
+from stratbench.analysis.stats import mean_ratio, median_and_spread, ratio_intervals
 
 GROUP = ["experiment", "strategy", "model", "gpus"]
 COLUMNS = (
@@ -26,17 +26,16 @@ COLUMNS = (
     "cells",
     "ok",
     "outcome",
-    "median",
-    "q1",
-    "q3",
-    "low95",
-    "high95",
+    "value",
+    "low",
+    "high",
+    "spread",
     "text",
     "flags",
 )
 #: Columns that stay text whatever they hold (a column without a value would otherwise hold
 #: numbers).
-TEXT = dict.fromkeys((*columns.TEXT, "measure", "unit", "outcome", "text", "flags"), str)
+TEXT = dict.fromkeys((*columns.TEXT, "measure", "unit", "outcome", "spread", "text", "flags"), str)
 
 Key = tuple[str, str, str, int]
 Row = dict[str, Any]
@@ -74,12 +73,14 @@ def values(frame: pd.DataFrame, measure: Measure) -> pd.Series:
 
 
 def absolute(frame: pd.DataFrame, measure: Measure) -> Row:
-    """Median and quartiles of a measure; `text` says why where there are none."""
+    """Median of a measure and the ends of its spread; `text` says why where there are none."""
     found = values(frame, measure)
     if found.empty:
         return {"text": short(outcome(frame)) or "n/a (not recorded)"}
-    median, q1, q3 = median_and_quartiles(found.to_numpy())
-    return {"median": median} | ({"q1": q1, "q3": q3} if len(found) > 1 else {})
+    median, low, high, spread = median_and_spread(found.to_numpy())
+    return {"value": median} | (
+        {"low": low, "high": high, "spread": spread} if len(found) > 1 else {}
+    )
 
 
 def baseline_of(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> Key | str:
@@ -113,34 +114,40 @@ def ratio(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> Row:
     denominators = pairs.iloc[:, 1].to_numpy()
     if measure.inverted:
         numerators, denominators = denominators, numerators
-    row: Row = {"median": float(np.median(numerators) / np.median(denominators))}
+    row: Row = {"value": mean_ratio(numerators, denominators)}
     if baseline != key:
         row["pairs"] = np.stack([numerators, denominators])
+        kinds = (groups[k]["strategy_kind"] for k in (key, baseline))
+        row["served"] = any((kind == "server").any() for kind in kinds)
     return row
 
 
 def fill_intervals(rows: list[Row]) -> None:
-    """Replace `pairs` by `low95` and `high95`: one bootstrap for each number of repeats."""
-    by_repeats: defaultdict[int, list[Row]] = defaultdict(list)
+    """Replace `pairs` by the ends of 95 % intervals; those of a measure lend each other variance."""
+    by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "pairs" in row:
-            by_repeats[row["pairs"].shape[1]].append(row)
-    for same in by_repeats.values():
-        pairs = np.stack([row.pop("pairs") for row in same])
-        intervals = ratio_intervals(pairs[:, 0], pairs[:, 1])
-        if intervals is not None:
-            for row, (low, high) in zip(same, intervals, strict=True):
-                row |= {"low95": float(low), "high95": float(high)}
+            by_measure[row["measure"]].append(row)
+    for same in by_measure.values():
+        most = max(row["pairs"].shape[1] for row in same)
+        pairs = np.full((len(same), 2, most), np.nan)
+        for i, row in enumerate(same):
+            found = row.pop("pairs")
+            pairs[i, :, : found.shape[1]] = found
+        served = np.array([row.pop("served") for row in same])
+        intervals = ratio_intervals(pairs[:, 0], pairs[:, 1], served)
+        for row, (low, high) in zip(same, intervals if intervals is not None else (), strict=False):
+            if np.isfinite(high):
+                row |= {"low": float(low), "high": float(high), "spread": "interval"}
 
 
 def text(row: Row, measure: Measure) -> str:
-    """What a table prints: the median, its spread, and what did not end well."""
+    """What a table prints: the value, its spread, and what did not end well."""
     if "text" in row:
         return row["text"]
-    parts = [number(row["median"], measure.decimals)]
-    spread = (row.get("low95", row.get("q1")), row.get("high95", row.get("q3")))
-    if spread[0] is not None:
-        low, high = (number(end, measure.decimals) for end in spread)
+    parts = [number(row["value"], measure.decimals)]
+    if "low" in row:
+        low, high = (number(row[end], measure.decimals) for end in ("low", "high"))
         parts.append(f"[{low}, {high}]")
     if row["ok"] < row["cells"]:
         parts.append(f"({row['ok']} of {row['cells']}; {row['outcome']})")

@@ -17,6 +17,7 @@ import pandas as pd
 from stratbench.analysis.audit import read_audit
 from stratbench.analysis.measures import MEASURES, Measure
 from stratbench.analysis.numbered import qualities, titled
+from stratbench.analysis.stats import QUARTILES_FROM
 from stratbench.analysis.summary import read_cells, summarise
 
 #: What stands where the study has no such cell (`single` on two workers).
@@ -72,8 +73,13 @@ def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
     if most < 2:
         return "One repeat: no spread is known."
     if measure.baseline:
-        return f"Median of {most} repeats [95 % bootstrap interval, paired by repeat]."
-    return f"Median of {most} repeats [first, third quartile]."
+        return f"Geometric mean of {most} repeats, paired [95 % interval by moderated t, each for itself]."
+    if most < QUARTILES_FROM:
+        return f"Median of {most} repeats [range: lowest, highest]."
+    return (
+        f"Median of {most} repeats [first, third quartile; where fewer than {QUARTILES_FROM} ended "
+        "well, range: lowest, highest]."
+    )
 
 
 def heading(cells: pd.DataFrame, measure: Measure) -> str:

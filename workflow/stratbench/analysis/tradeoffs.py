@@ -136,7 +136,7 @@ def tradeoff(experiment: Experiment) -> Figure:
     figure, axes = panels(experiment.models)
     for axis, model in zip(axes, experiment.models, strict=True):
         found = [
-            experiment.rows(name, model).set_index(["strategy", "gpus"])["median"].rename(name)
+            experiment.rows(name, model).set_index(["strategy", "gpus"])["value"].rename(name)
             for name in ("training_time", "accuracy", "memory")
         ]
         points = pd.concat(found, axis=1).dropna(subset=["training_time", "accuracy"])

@@ -1,0 +1,104 @@
+"""How sure an answer is: what the repeats allow to claim, and what lowers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from stratbench.analysis.accuracy import chance_points
+from stratbench.analysis.candidates import Candidate
+from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.ranking import ROUGH, Ranking
+from stratbench.analysis.tables import counted
+
+
+def confidence(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tuple[str, str]:
+    """`high`, `medium` or `low`, and the sentences that say why; docs/decision.md has the rules."""
+    first, rivals = ranking.first, [c.rival for c in ranking.compared]
+    told = [f"{first.basis[0].upper()}{first.basis[1:]}."]
+    if given.gpus is not None and given.gpus not in set(rows["gpus"]) and first.gpus != given.gpus:
+        told.append(
+            f"Nothing is known of {given.gpus} workers: too few counts were measured, or too far "
+            "from it, or more workers did not help."
+        )
+    level, claim = claimed(ranking)
+    told.append(claim)
+    hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
+    alone = min(len(c.hosts) for c in (first, *rivals)) < 2
+    if alone:
+        level = min(level, 1)
+        on = f"host {', '.join(sorted(hosts))}" if len(hosts) == 1 else "one host each"
+        told.append(f"All repeats ran on {on}: others may order them differently." if hosts else "")
+    told += accuracy_told(first, given)
+    if first.may_lose is None or first.may_lose > given.accuracy_tolerance:
+        level = min(level, 1)
+    for c in (first, *nearest(ranking)):
+        others = [doubt for doubt in c.doubts if c is first or doubt not in first.doubts]
+        if others:
+            level = min(level, 1)
+            whose = "Doubts" if c is first else f"Doubts on {c.strategy} on {c.gpus}"
+            told.append(f"{whose}: {', '.join(others)}.")
+    if first.on_cpu:
+        level = min(level, 1)
+        told.append("It holds for CPU processes on this machine and says nothing of GPUs.")
+    slowed = sorted(set(rows["slowdown"].dropna()))
+    if slowed and given.homogeneous:
+        level = min(level, 0)
+        told.append(
+            f"Workers were slowed on purpose ({'; '.join(slowed)}); yours are said to be equal."
+        )
+    if not slowed and not given.homogeneous:
+        level = min(level, 0)
+        told.append("Measured on equally fast workers; yours are said to differ.")
+    return ("low", "medium", "high")[level], " ".join(filter(None, told))
+
+
+def nearest(ranking: Ranking) -> list[Candidate]:
+    """Of each other strategy the best, and of all the next, where they are not clearly slower."""
+    close = [c.rival for c in ranking.compared if c.stand != "slower"]
+    best = {c.strategy: c for c in reversed(close) if c.strategy != ranking.first.strategy}
+    following = [c.rival for c in ranking.compared[:1] if c.rival not in best.values()]
+    return [*following, *(c for c in close if best.get(c.strategy) is c)]
+
+
+def claimed(ranking: Ranking) -> tuple[int, str]:
+    """The highest level of confidence that the repeats allow, and the claim that they make."""
+    first, repeats = ranking.first, ranking.repeats
+    if first.basis != "measured":
+        return 0, "An extrapolated time has no interval."
+    if not ranking.compared:
+        return (1 if repeats > 1 else 0), f"Over {counted(repeats, 'repeat')}, without a rival."
+    if ranking.at_most is None:
+        return 0, f"The order may be chance: {ranking.chance}, so no interval tells."
+    over = f"Over {repeats} repeats"
+    rivals = counted(len(ranking.compared), "rival")
+    rivals = f"all {rivals}" if len(ranking.compared) > 1 else "its only rival"
+    if ranking.is_clear:
+        told = f"{over} it is told apart from {rivals} (95 %, all of them together)."
+        return (2 if repeats >= 3 else 1), told
+    ties = counted(len(ranking.tied), "rival")
+    told = (
+        f"{over} it is not told apart from {ties}, and something may be up to "
+        f"{ranking.at_most:.0%} faster (95 %, all of them together)."
+    )
+    return (1 if ranking.at_most <= ROUGH else 0), told
+
+
+def accuracy_told(first: Candidate, given: Constraints) -> Iterator[str]:
+    """What is not known of the chosen one's accuracy."""
+    if first.may_lose is None:
+        yield "Nothing is known of the accuracy that it loses."
+        return
+    if first.may_lose > given.accuracy_tolerance:
+        by = "repeats" if len(first.accuracies) > 1 else "its one repeat"
+        yield (
+            f"It may lose up to {first.may_lose:.1f} points of accuracy by {by} (95 %), more than "
+            f"the {given.accuracy_tolerance:g} allowed."
+        )
+    chance = chance_points(first, first)
+    if chance > given.accuracy_tolerance:
+        yield (
+            f"Chance makes {chance:.1f} points of a test set of {first.test_samples:.0f} samples, "
+            f"more than the {given.accuracy_tolerance:g} allowed."
+        )
