@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 POLL_S = 0.5
+FILE, FOLDER = os.O_RDWR | os.O_CREAT, os.O_RDONLY | os.O_DIRECTORY
 #: Names that the folder of a user may have, one of which no stranger has taken.
 _NAMES = 100
 #: What a file system answers that has no locks.
@@ -27,12 +28,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _LONGEST_SOCKET_PATH = 103
 
 
-def try_lock(path: Path) -> int | None:
+def try_lock(path: Path, kind: int = FILE) -> int | None:
     """A descriptor that holds `path` locked until it is closed; None where another process holds it.
 
-    Makes the file where there is none; never follows a link nor changes a content.
+    `kind` is FILE, which is made where there is none, or FOLDER. Never follows a link nor changes a
+    content. Raises OSError.
     """
-    descriptor = _open(path)
+    descriptor = _open(path, kind)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -44,8 +46,7 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _open(path: Path) -> int:
-    kind = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+def _open(path: Path, kind: int = FILE) -> int:
     return os.open(path, kind | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -95,19 +96,20 @@ def scratch() -> Iterator[Path]:
     with ExitStack() as held:
         with _locked(base):
             for left in base.glob("run-*"):
-                if (descriptor := try_lock(left)) is not None:
-                    shutil.rmtree(left, ignore_errors=True)
-                    os.close(descriptor)
+                with contextlib.suppress(FileNotFoundError):  # its owner was quicker
+                    if (descriptor := try_lock(left, FOLDER)) is not None:
+                        shutil.rmtree(left, ignore_errors=True)
+                        os.close(descriptor)
             folder = Path(tempfile.mkdtemp(prefix="run-", dir=base))
-            held.callback(os.close, try_lock(folder))
+            held.callback(os.close, try_lock(folder, FOLDER))
             held.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold `path` locked in the block, as soon as nobody else does."""
-    descriptor = _open(path)
+    """Hold the folder `path` locked in the block, as soon as nobody else does."""
+    descriptor = _open(path, FOLDER)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
