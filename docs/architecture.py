@@ -19,7 +19,7 @@ LAYERS = [
     ("the wings, one for each thing a user does", ["plan", "train", "analysis"]),
     (
         "what the wings share",
-        ["strategies", "record", "config", "validation", "listing", "resources"],
+        ["strategies", "record", "config", "validation", "listing", "resources", "nodes"],
     ),
     (
         "what everything rests on",

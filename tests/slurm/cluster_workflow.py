@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 def study(experiments: dict[str, dict[str, Any]], **cluster: int) -> dict[str, Any]:
     """The tiny study with these experiments, each a change of a cell on one worker.
 
-    A node has 16 pretend CPUs, so one node takes two of these cells at a time.
+    A node has 24,000 MiB, so one node takes two of these cells at a time.
     """
     config = tiny_config()
     base = config["studies"]["tiny"]["experiments"]["second"]
@@ -34,8 +34,7 @@ def study(experiments: dict[str, dict[str, Any]], **cluster: int) -> dict[str, A
         "gpus_per_node": 1,
         "cpus_per_gpu": 8,
         "mem_mib_per_gpu": 3000,
-        "server_cpus": 1,
-        "server_mem_mib": 1000,
+        "mem_mib_per_cpu_worker": 12000,
     } | cluster
     return config
 

@@ -55,7 +55,7 @@ def disaster(
     slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Disaster]:
     # SLURM's limit, of 2 minutes where the cell has one of its own, comes a minute later.
-    config = study(ONE_OF_EACH, mem_mib_per_gpu=1500, startup_allowance_s=60)
+    config = study(ONE_OF_EACH, mem_mib_per_cpu_worker=1500, startup_allowance_s=60)
     config["datasets"]["big-batch"] = config["datasets"]["tiny-images"] | {
         "train_samples": 8192,
         "channels": 3,
@@ -63,7 +63,7 @@ def disaster(
     }
     folder = tmp_path_factory.mktemp("disaster")
     workflow = ClusterWorkflow(folder, config, slurm_session)
-    run = workflow.start("--retries", "0")
+    run = workflow.start("--retries", "0", "--jobs", "4")
 
     def launcher_that_has_begun() -> psutil.Process | None:
         log = folder / "results/tiny/logs/hung/single/vgg-compact/1gpu/rep0.log"
@@ -154,8 +154,8 @@ def test_the_next_run_trains_what_failed_and_nothing_else(disaster: Disaster) ->
 def test_a_cell_on_a_node_that_dies_is_trained_on_another(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    # Nodes of 16 CPUs: one cell a node.
-    workflow = ClusterWorkflow(tmp_path, study({"one": LONG, "two": LONG}, cpus_per_gpu=16), slurm)
+    whole = {"mem_mib_per_cpu_worker": 24000}  # one cell a node
+    workflow = ClusterWorkflow(tmp_path, study({"one": LONG, "two": LONG}, **whole), slurm)
     run = workflow.start()
     wait_for(lambda: workflow.training_worker("one") and workflow.training_worker("two"))
     lost = workflow.slurm_jobs("one")[0]

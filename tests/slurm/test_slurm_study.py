@@ -18,9 +18,9 @@ STRATEGIES = ("ddp", "fsdp", "ps-async", "two-servers")
 @pytest.fixture
 def finished(slurm: SlurmCluster, tmp_path: Path) -> ClusterWorkflow:
     """A study with a cell on one node and one on two, for each strategy, after its run."""
-    # Nodes of 16 CPUs with one GPU each: the cells of two workers span both.
+    # Nodes that are taken to have one GPU each: the cells of two workers span both.
     experiments = {"spread": {"strategies": list(STRATEGIES), "gpus": [1, 2]}}
-    config = study(experiments, cpus_per_gpu=4)
+    config = study(experiments, mem_mib_per_cpu_worker=6000)
     # Of two servers, each node has one, and workers on both.
     config["studies"]["tiny"]["variants"] = {"two-servers": {"strategy": "ps-async", "servers": 2}}
     workflow = ClusterWorkflow(tmp_path, config, slurm)

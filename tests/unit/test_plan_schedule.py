@@ -132,10 +132,9 @@ def test_a_cell_that_cannot_be_predicted_is_told_and_spoils_nothing(plan_of):
 
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
     asked = cell(plan_of(), "ps-async-modified", 8).asked
-    assert (asked["nodes"], asked["gres"], asked["cpus"]) == (2, "gpu:4", 4 * 8 + 4)
-    assert asked["runtime_min"] == 60
-    assert "--nodes=2" in asked["sbatch"]
-    assert "--gres=gpu:4" in asked["sbatch"]
+    assert (asked.nodes, asked.gres, asked.cpus, asked.runtime_min) == (2, "gpu:4", 4 * 8 + 4, 60)
+    assert "--nodes=2" in asked.sbatch
+    assert "--gres=gpu:4" in asked.sbatch
 
 
 def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, tmp_path: Path):
@@ -144,13 +143,31 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     planned = cell(plan, "ps-async-modified", 2)
     # Two workers' mirrors of weights and gradients; weights, momentum and snapshot of the server.
     assert planned.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
-    assert planned.asked["mem_mib"] == -(-planned.host_bytes // (1 << 20))
+    assert planned.asked.mem_mib == -(-planned.host_bytes // (1 << 20))
+    assert planned.asked.planned_mib
     rows.write_json(plan, tmp_path / "plan.json")
     kept = resources.StudyPlan(tmp_path / "plan.json")
-    assert kept.host_mem_mib(planned.cell) == planned.asked["mem_mib"]
+    assert kept.host_mem_mib(planned.cell) == planned.asked.mem_mib
     assert kept.longest_s(planned.cell) == round(planned.verdict.total.high_s)
-    assert resources.mem_mib(planned.cell, plan.cluster, True, 0) < planned.asked["mem_mib"]
+    without = resources.asked(planned.cell, planned.subject.settings, plan.cluster, None)
+    assert without.mem_mib < planned.asked.mem_mib
     assert resources.StudyPlan(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
+
+
+def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
+    monkeypatch.setattr(
+        schedule.nodes, "offered", lambda: schedule.nodes.parsed("gpu*|n1|16|24000|gpu:4|infinite")
+    )
+    plan = plan_of()
+    told = [line for line in summary(plan).splitlines() if "no node can hold: " in line]
+    assert told
+    assert (
+        "s/e: ddp, resnet50, 2 GPUs, repeat 0 asks for a node with 2 GPUs, 16 CPU cores" in told[1]
+    )
+    assert "the largest node of partition gpu has 4 GPUs, 16 CPU cores, 24,000 MiB" in told[1]
+    assert "lower cluster.mem_mib_per_gpu" in told[1]
+    monkeypatch.setattr(schedule.nodes, "offered", list)
+    assert "no node can hold" not in summary(plan_of())
 
 
 def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_path: Path):

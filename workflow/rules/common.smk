@@ -135,35 +135,14 @@ def data_dir(dataset):
     return f"{RESULTS}/data/{dataset}"
 
 
-def nodes_of(cell):
-    """Nodes that a cell spans."""
-    return cell_resources.nodes(cell, CLUSTER)
-
-
-def is_served(cell):
-    """Whether a cell has parameter servers."""
-    return STUDY.strategy_kind(cell.strategy) == "server"
-
-
-def cpus_of(cell):
-    """CPU cores asked for on each node: the workers' and the servers'."""
-    return cell_resources.cpus(cell, CLUSTER, is_served(cell))
-
-
-def gres_of(cell):
-    """GPUs asked for on each node, as SLURM writes it; empty for a cell that trains on CPUs."""
-    return cell_resources.gres(cell, CLUSTER, settings_of(cell).device)
-
-
-def mem_mib_of(cell):
-    """Host memory asked for on each node, in MiB; more than the config says where the plan does."""
-    return cell_resources.mem_mib(
-        cell, CLUSTER, is_served(cell), PLAN.host_mem_mib(cell)
-    )
-
-
-def runtime_min_of(cell):
-    """The scheduler's limit in minutes: the cell's own and an allowance, so that the cell's comes first."""
-    return cell_resources.runtime_min(
-        STUDY.time_limit_s(cell), CLUSTER, PLAN.longest_s(cell)
+@cache
+def asked_of(cell):
+    """What a cell asks a scheduler for."""
+    return cell_resources.asked(
+        cell,
+        settings_of(cell),
+        CLUSTER,
+        STUDY.time_limit_s(cell),
+        PLAN.host_mem_mib(cell),
+        PLAN.longest_s(cell),
     )

@@ -11,8 +11,11 @@ rule plan:
             CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}},
             sort_keys=True,
         ),
+        # The profile's, where there is one.
+        partition=lambda w, resources: str(resources.get("slurm_partition") or "*"),
     shell:
-        "python -m stratbench.plan --config {params.config:q} 2>&1 | tee {log:q}"
+        "python -m stratbench.plan --config {params.config:q} --partition {params.partition:q}"
+        " 2>&1 | tee {log:q}"
 
 
 # What the plan predicts of every finished cell beside what was measured.

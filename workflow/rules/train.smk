@@ -1,19 +1,25 @@
-from stratbench.train import devices, forkserver, resume, slurm
+from stratbench.train import devices, forkserver, pending, resume, slurm
 
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
 onstart:
     training = [job for job in workflow.dag.jobs if job.rule.name == "train_cell"]
     planned = [job for job in training if workflow.dag.needrun(job)]
+    cells = sorted((cell_of(job.wildcards), job) for job in planned)
+    requests = [
+        (job, cell, settings_of(cell), asked_of(cell)) for cell, job in cells
+    ]
+    if unheld := pending.before_submission(workflow, requests):
+        raise WorkflowError("\n".join(unheld))
     if not workflow.local_exec:
         # Snakemake does not know its SLURM jobs again after it was killed.
         slurm.hold_until_ended(workflow, planned)
         slurm.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
     if workflow.local_exec:
-        cells = [cell_of(job.wildcards) for job in planned]
         forkserver.share_until_exit(
-            devices.threads_of(settings_of(cell), cell.gpus) for cell in cells
+            devices.threads_of(settings, cell.gpus)
+            for _, cell, settings, _ in requests
         )
 
 
@@ -30,16 +36,16 @@ rule train_cell:
         ENV
     resources:
         # Not parameters: asking for other nodes or more time does not retrain what has finished.
-        nodes=lambda w: nodes_of(cell_of(w)),
-        gres=lambda w: gres_of(cell_of(w)),
+        nodes=lambda w: asked_of(cell_of(w)).nodes,
+        gres=lambda w: asked_of(cell_of(w)).gres,
         # One task a node, which the launcher starts itself: SLURM's plugin must neither derive tasks
         # from GPUs nor wrap the job in an srun of its own, which it does where `mpi` is not set.
-        tasks=lambda w: nodes_of(cell_of(w)),
+        tasks=lambda w: asked_of(cell_of(w)).nodes,
         tasks_per_gpu=0,
-        mpi=lambda w: "srun" if nodes_of(cell_of(w)) > 1 else "",
-        cpus_per_task=lambda w: cpus_of(cell_of(w)),
-        mem_mb=lambda w: mem_mib_of(cell_of(w)),
-        runtime=lambda w: runtime_min_of(cell_of(w)),
+        mpi=lambda w: "srun" if asked_of(cell_of(w)).nodes > 1 else "",
+        cpus_per_task=lambda w: asked_of(cell_of(w)).cpus,
+        mem_mb=lambda w: asked_of(cell_of(w)).mem_mib,
+        runtime=lambda w: asked_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
         gpu_slots=1,
     params:

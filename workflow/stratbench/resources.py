@@ -7,44 +7,92 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stratbench.cells import Cell
+from stratbench.config import Settings
 from stratbench.files import read_json
 
 #: Asked for where neither a limit of the cell's own nor a plan says how long it takes, in minutes.
 UNLIMITED_MIN = 24 * 60
+#: What a job holds beside the processes that are planned, in MiB: two snakemakes, the launcher, the
+#: fork server, the sampler.
+JOB_MIB = 1024
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A cell's request: nodes, and on each of them GPUs, CPU cores and memory; and for how long.
+
+    `planned_mib`: whether the memory is what a plan says, and not what the config says.
+    """
+
+    nodes: int
+    gpus: int
+    cpus: int
+    mem_mib: int
+    runtime_min: int
+    planned_mib: bool = False
+
+    @property
+    def gres(self) -> str:
+        """The GPUs of a node, as SLURM writes them; empty for a cell that trains on CPUs."""
+        return f"gpu:{self.gpus}" if self.gpus else ""
+
+    @property
+    def sbatch(self) -> str:
+        """The line that asks SLURM for it."""
+        gres = f" --gres={self.gres}" if self.gpus else ""
+        return (
+            f"sbatch --nodes={self.nodes} --ntasks={self.nodes}{gres} --cpus-per-task={self.cpus} "
+            f"--mem={self.mem_mib}M --time={self.runtime_min}"
+        )
+
+
+def asked(
+    cell: Cell,
+    settings: Settings,
+    cluster: Mapping[str, Any],
+    time_limit_s: float | None,
+    host_mem_mib: int = 0,
+    longest_s: float | None = None,
+) -> Asked:
+    """What a cell asks for. `host_mem_mib` and `longest_s` are the plan's; 0 and None without one.
+
+    A cell on GPUs asks for its GPUs' shares of a node, and for more memory where the plan says so; a
+    cell on CPUs for its threads, and for the plan's memory or a small default.
+    """
+    n_nodes = nodes(cell, cluster)
+    workers = -(-cell.gpus // n_nodes)  # the last node may have fewer
+    servers = -(-settings.options.get("servers", 0) // n_nodes)
+    on_gpus = cluster["request_gpus"] and settings.device != "cpu"
+    if on_gpus:
+        cpus = workers * cluster["cpus_per_gpu"] + (cluster["server_cpus"] if servers else 0)
+        mem_mib = workers * cluster["mem_mib_per_gpu"]
+        mem_mib += cluster["server_mem_mib"] if servers else 0
+        planned_mib = host_mem_mib > mem_mib
+        mem_mib = max(mem_mib, host_mem_mib)
+    else:
+        cpus = (workers + servers) * (settings.threads or 1)
+        planned_mib = host_mem_mib > 0
+        mem_mib = (workers + servers) * cluster["mem_mib_per_cpu_worker"]
+        if planned_mib:
+            mem_mib = -int(-host_mem_mib * (1 + cluster["memory_margin"]) // 1) + JOB_MIB
+    return Asked(
+        nodes=n_nodes,
+        gpus=workers if on_gpus else 0,
+        cpus=cpus,
+        mem_mib=mem_mib,
+        runtime_min=runtime_min(time_limit_s, cluster, longest_s),
+        planned_mib=planned_mib,
+    )
 
 
 def nodes(cell: Cell, cluster: Mapping[str, Any]) -> int:
     """Nodes that the cell spans."""
     return -(-cell.gpus // cluster["gpus_per_node"])
-
-
-def workers_per_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """Workers on each node; the last node may have fewer."""
-    return -(-cell.gpus // nodes(cell, cluster))
-
-
-def cpus(cell: Cell, cluster: Mapping[str, Any], served: bool) -> int:
-    """CPU cores on each node: the workers' and, for a `served` cell, the parameter servers'."""
-    servers_cpus = cluster["server_cpus"] if served else 0
-    return workers_per_node(cell, cluster) * cluster["cpus_per_gpu"] + servers_cpus
-
-
-def gres(cell: Cell, cluster: Mapping[str, Any], device: str) -> str:
-    """GPUs on each node, as SLURM writes it; empty for a cell that trains on CPUs."""
-    wanted = cluster["request_gpus"] and device != "cpu"
-    return f"gpu:{workers_per_node(cell, cluster)}" if wanted else ""
-
-
-def mem_mib(cell: Cell, cluster: Mapping[str, Any], served: bool, needed_mib: int = 0) -> int:
-    """Host memory on each node, in MiB: the config's, or `needed_mib` where a plan says more."""
-    servers_mib = cluster["server_mem_mib"] if served else 0
-    return max(
-        workers_per_node(cell, cluster) * cluster["mem_mib_per_gpu"] + servers_mib, needed_mib
-    )
 
 
 class StudyPlan:

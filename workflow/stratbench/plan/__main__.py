@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         config, study = configuration.load(read_config(args))
-        plan = make_plan(config, study, args.gpu)
+        plan = make_plan(config, study, args.gpu, args.partition)
     except configuration.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -48,6 +48,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     given.add_argument("--configfile", type=Path, help="the config as a YAML file")
     parser.add_argument("--study", help="the study, where it is not the config's")
     parser.add_argument("--gpu", help="the GPU to plan for, where it is not the config's")
+    parser.add_argument(
+        "--partition", default="*", help="SLURM's, where cells will run; default: any"
+    )
     return parser.parse_args(argv)
 
 

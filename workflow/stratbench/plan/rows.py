@@ -14,6 +14,8 @@ from stratbench.plan.schedule import Plan, Planned, longest_s
 from stratbench.plan.traffic import PARTS
 
 MIB = 1 << 20
+#: Of a request, what has a column.
+ASKED = ("nodes", "gres", "cpus", "mem_mib", "runtime_min")
 
 
 def row(plan: Plan, c: Planned) -> dict[str, Any]:
@@ -66,8 +68,8 @@ def row(plan: Plan, c: Planned) -> dict[str, Any]:
         )
     return fields | {
         "host_mem_mib_needed": _mib(c.host_bytes) if c.footprint else "",
-        **{f"slurm_{key}": value for key, value in c.asked.items() if key != "sbatch"},
-        "sbatch": c.asked["sbatch"],
+        **{f"slurm_{key}": getattr(c.asked, key) for key in ASKED},
+        "sbatch": c.asked.sbatch,
     }
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench import record, resources
+from stratbench import nodes, record, resources
 from stratbench.cells import Cell
 from stratbench.config import Study
 from stratbench.plan import projection
@@ -63,7 +62,7 @@ class Planned:
     host_bytes: int  # memory of a node's processes, as far as known
     verdict: Verdict | None  # on the plan's device, or the CPU for a cell that trains there
     verdicts: dict[str, Verdict]  # by device
-    asked: dict[str, Any]
+    asked: resources.Asked
 
     @property
     def cell(self) -> Cell:
@@ -82,6 +81,8 @@ class Plan:
     cells: list[Planned]
     #: What a worker may use of the device's memory, the margin taken off.
     room_bytes: float
+    #: Why no node of the cluster can hold a cell, in words; empty without SLURM.
+    unheld: list[str]
     #: FSDP with and without resharding: (experiment, model, gpus) -> option -> footprint.
     resharding: dict[tuple[str, str, int], dict[str, Footprint]]
 
@@ -91,8 +92,13 @@ class Plan:
         return self.gpu is not None or self.device == "CPU"
 
 
-def make_plan(config: Mapping[str, Any], study: Study, gpu: str | None = None) -> Plan:
-    """Plan a study. `gpu` stands in for `cluster.gpu`. Makes missing footprints, which takes minutes."""
+def make_plan(
+    config: Mapping[str, Any], study: Study, gpu: str | None = None, partition: str | None = "*"
+) -> Plan:
+    """Plan a study. `gpu` stands in for `cluster.gpu`. Makes missing footprints, which takes minutes.
+
+    `partition`: of SLURM, where cells will run (several: `a,b`; None: the default one; `*`: any).
+    """
     cluster = config["cluster"]
     named = gpu or cluster["gpu"]
     gpus = known_gpus({**cluster, "gpu": named})
@@ -123,8 +129,20 @@ def make_plan(config: Mapping[str, Any], study: Study, gpu: str | None = None) -
             gpu_device(primary, "fp32", cluster) if on_gpu else cpu_device(cluster, 1)
         ).memory_bytes
         / (1 + cluster["memory_margin"]),
+        unheld=_unheld(planned, nodes.candidates(nodes.offered(), partition)),
         resharding=_resharding(subjects, twins, made),
     )
+
+
+def _unheld(planned: list[Planned], offered: list[nodes.Node]) -> list[str]:
+    """Why no node can hold cells that are still to be trained."""
+    refusals = {
+        c.cell: refusal
+        for c in planned
+        if c.state not in ("done", "recorded")
+        and (refusal := nodes.refusal(c.cell, c.subject.settings, c.asked, offered))
+    }
+    return nodes.told(refusals)
 
 
 def _others(subjects: list[Subject], gpus: list[Gpu], primary: Gpu) -> list[str]:
@@ -159,15 +177,15 @@ def _plan_cell(
 ) -> Planned:
     footprint = made if isinstance(made, Footprint) else None
     peak, needed_bytes, wire, server_bytes = None, 0, 0.0, 0
-    host_bytes, nodes = 0, resources.nodes(s.cell, cluster)
+    host_bytes, n_nodes = 0, resources.nodes(s.cell, cluster)
     verdicts: dict[str, Verdict] = {}
     if footprint is not None:
         peak = with_data(footprint.training_peak(s.samples_per_step), s)
         needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes_of(s)
         wire = sent_bytes(s, footprint)
-        server_bytes = server_bytes_of(s, footprint, nodes)
-        host_bytes = host_bytes_of(s, footprint, needed_bytes, server_bytes, nodes)
-        work = work_of(s, footprint, wire, nodes)
+        server_bytes = server_bytes_of(s, footprint, n_nodes)
+        host_bytes = host_bytes_of(s, footprint, needed_bytes, server_bytes, n_nodes)
+        work = work_of(s, footprint, wire, n_nodes)
         devices = (
             {g.name: gpu_device(g, s.settings.precision, cluster) for g in gpus}
             if s.request.on_cuda
@@ -192,7 +210,14 @@ def _plan_cell(
         host_bytes=host_bytes,
         verdict=verdict,
         verdicts=verdicts,
-        asked=asked_of(s, cluster, -(-host_bytes // MIB), longest_s(verdict)),
+        asked=resources.asked(
+            s.cell,
+            s.settings,
+            cluster,
+            s.time_limit_s,
+            -(-host_bytes // MIB),
+            longest_s(verdict),
+        ),
     )
 
 
@@ -254,28 +279,6 @@ def _state(
 def longest_s(verdict: Verdict | None) -> int | None:
     """The longest that a cell is expected to take, in whole seconds."""
     return None if verdict is None or verdict.total is None else round(verdict.total.high_s)
-
-
-def asked_of(
-    s: Subject, cluster: Mapping[str, Any], needed_mib: int, planned_s: float | None
-) -> dict[str, Any]:
-    """What a scheduler is asked for, as the rules ask, and the sbatch line that says so."""
-    asked = {
-        "nodes": resources.nodes(s.cell, cluster),
-        "gres": resources.gres(s.cell, cluster, s.settings.device),
-        "cpus": resources.cpus(s.cell, cluster, s.served),
-        "mem_mib": resources.mem_mib(s.cell, cluster, s.served, needed_mib),
-        "runtime_min": resources.runtime_min(s.time_limit_s, cluster, planned_s),
-    }
-    line = ["sbatch", f"--nodes={asked['nodes']}", f"--ntasks={asked['nodes']}"]
-    line += [f"--gres={asked['gres']}"] if asked["gres"] else []
-    line += [
-        f"--cpus-per-task={asked['cpus']}",
-        f"--mem={asked['mem_mib']}M",
-        f"--time={asked['runtime_min']}",
-    ]
-    asked["sbatch"] = shlex.join(line)
-    return asked
 
 
 def _other_resharding(request: Request) -> Request:

@@ -104,7 +104,9 @@ def _verdicts(plan: Plan) -> Iterator[str]:
         yield from _listed(state, [c for c in plan.cells if c.state == state])
     unknown = [c for c in plan.cells if c.footprint is None]
     yield from _listed("not predicted", unknown)
-    raised = [c for c in plan.cells if c.asked["mem_mib"] << 20 == _whole_mib(c.host_bytes)]
+    for sentence in plan.unheld:
+        yield f"   no node can hold: {sentence}"
+    raised = [c for c in plan.cells if c.asked.gpus and c.asked.planned_mib]
     if raised:
         most = max(raised, key=lambda c: c.host_bytes)
         yield (
@@ -142,7 +144,3 @@ def _listed(state: str, cells: Iterable[Planned]) -> Iterator[str]:
         n = len(list(found))
         times = f" (x{n})" if n > 1 else ""
         yield f"   {state}: {experiment}, {strategy}, {model}, {gpus} workers{times}: {why}"
-
-
-def _whole_mib(n_bytes: int) -> int:
-    return -(-n_bytes // (1 << 20)) << 20

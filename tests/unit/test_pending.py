@@ -1,0 +1,294 @@
+"""What SLURM will never start is told: against recorded output of sinfo, squeue and sbatch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from stratbench import config, nodes, resources
+from stratbench.cells import Cell
+from stratbench.train import pending
+
+#: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.
+TESTS = """gpu*|node1|16|24000|gpu:4|infinite
+gpu*|node2|16|24000|gpu:4|infinite
+"""
+LARGER = """cpu*|c1|64|256000|(null)|1-00:00:00
+cpu*|c2|64|256000|(null)|1-00:00:00
+gpu|g1|48|500000+|gpu:a100:4(S:0-1)|2-12:00:00
+gpu|g2|48|500000|gpu:a100:2(S:0-1),gpu:v100:2(S:0)|2-12:00:00
+short|g1|48|500000|gpu:a100:4(S:0-1)|30:00
+old|o1|n/a|n/a|(null)|n/a
+"""
+
+
+def test_what_sinfo_prints_is_read():
+    found = nodes.parsed(LARGER)
+    assert [(n.partition, n.name, n.cpus, n.mem_mib, n.gpus, n.limit_min) for n in found] == [
+        ("cpu", "c1", 64, 256000, 0, 1440),
+        ("cpu", "c2", 64, 256000, 0, 1440),
+        ("gpu", "g1", 48, 500000, 4, 3600),
+        ("gpu", "g2", 48, 500000, 4, 3600),
+        ("short", "g1", 48, 500000, 4, 30),
+    ]
+    assert [n.limit_min for n in nodes.parsed(TESTS)] == [None, None]
+    assert nodes.parsed("sinfo: error\n\n|||||\n") == []
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [(None, ["c1", "c2"]), ("gpu", ["g1", "g2"]), ("short,gpu", ["g1", "g2", "g1"]), ("none", [])],
+)
+def test_a_job_runs_in_the_partition_named_or_in_the_default_one(partition, expected):
+    assert [n.name for n in nodes.candidates(nodes.parsed(LARGER), partition)] == expected
+    assert len(nodes.candidates(nodes.parsed(LARGER), "*")) == 5
+
+
+def study_of(device: str = "cpu", cluster: dict | None = None, **changes):
+    block = {
+        "dataset": "digits", "strategies": ["single", "ddp", "ps-async"], "models": ["vgg-compact"],
+        "gpus": [1, 2, 4, 8], "epochs": 1, "global_batch": 64, "lr": 0.1, "device": device,
+        "time_limit_s": 3000,
+    }  # fmt: skip
+    raw = {
+        "study": "s",
+        "cluster": cluster or {},
+        "studies": {"s": {"experiments": {"e": block | changes}}},
+    }
+    return config.load(raw)
+
+
+def request(strategy: str, gpus: int, planned_mib: int = 0, **given):
+    """The cell, its settings, and what it asks for."""
+    configuration, study = study_of(**given)
+    cell = Cell("s", "e", strategy, "vgg-compact", "digits", gpus, 0)
+    settings = study.settings(cell)
+    asked = resources.asked(
+        cell, settings, configuration["cluster"], study.time_limit_s(cell), planned_mib
+    )
+    return cell, settings, asked
+
+
+def test_a_cell_on_cpus_asks_for_its_threads_and_the_plans_memory():
+    def asked(*args, **given):
+        found = request(*args, **given)[2]
+        return found.nodes, found.gpus, found.cpus, found.mem_mib
+
+    assert asked("single", 1) == (1, 0, 1, 2048)
+    assert asked("ddp", 4, threads=2) == (1, 0, 8, 4 * 2048)
+    assert asked("ps-async", 4) == (1, 0, 5, 5 * 2048)  # its server is one more process
+    assert asked("ddp", 8, threads=2) == (2, 0, 8, 4 * 2048)
+    assert asked("ddp", 4, planned_mib=4000) == (1, 0, 4, 4600 + resources.JOB_MIB)
+    assert asked("ddp", 4, cluster={"mem_mib_per_cpu_worker": 500}) == (1, 0, 4, 2000)
+    # On GPUs it asks for their shares; a plan can only ask for more.
+    assert asked("ddp", 4, device="auto") == (1, 4, 32, 4 * 32768)
+    assert asked("ps-async", 4, device="auto") == (1, 4, 36, 4 * 32768 + 16384)
+    assert asked("ddp", 4, device="auto", planned_mib=4000) == (1, 4, 32, 4 * 32768)
+    assert asked("ddp", 4, device="auto", cluster={"request_gpus": False}) == (1, 0, 4, 8192)
+
+
+def test_the_demo_fits_on_small_nodes():
+    """Every cell of the demo, on nodes of 16 cores and 24 GB."""
+    import yaml
+
+    raw = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
+    configuration, study = config.load(raw | {"study": "demo"})
+    for cell in study.cells:
+        settings = study.settings(cell)
+        asked = resources.asked(cell, settings, configuration["cluster"], study.time_limit_s(cell))
+        assert nodes.refusal(cell, settings, asked, nodes.parsed(TESTS)) is None
+        assert asked.cpus <= 5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "given", "parts"),
+    [
+        ("ddp", 4, {"threads": 8},
+         ["4 GPUs, repeat 0 asks for a node with 32 CPU cores, 8,192 MiB and 60 minutes",
+          "the largest node of partition gpu has 16 CPU cores, 24,000 MiB and no time limit",
+          "lower studies.s.experiments.e.threads"]),
+        ("ddp", 4, {"cluster": {"mem_mib_per_cpu_worker": 9000}},
+         ["36,000 MiB", "24,000 MiB", "lower cluster.mem_mib_per_cpu_worker"]),
+        ("ddp", 4, {"planned_mib": 30_000},
+         ["35,524 MiB", "the plan says that it needs so much memory: lower cluster.gpus_per_node"]),
+        ("ddp", 4, {"device": "auto"},
+         ["a node with 4 GPUs, 32 CPU cores, 131,072 MiB", "has 4 GPUs, 16 CPU cores, 24,000 MiB",
+          "lower cluster.cpus_per_gpu; lower cluster.mem_mib_per_gpu"]),
+        ("ps-async", 4, {"device": "auto", "cluster": {"cpus_per_gpu": 4, "mem_mib_per_gpu": 1024}},
+         ["20 CPU cores", "lower cluster.cpus_per_gpu or cluster.server_cpus"]),
+        ("ddp", 8, {"device": "auto", "cluster": {"gpus_per_node": 8, "cpus_per_gpu": 1,
+                                                "mem_mib_per_gpu": 1024}},
+         ["8 GPUs, 8 CPU cores", "has 4 GPUs, 16 CPU cores", "set cluster.gpus_per_node to 4"]),
+        ("ddp", 8, {"cluster": {"gpus_per_node": 2}},
+         ["asks for 4 nodes, each with 2 CPU cores", "partition gpu has 2 such nodes",
+          "raise cluster.gpus_per_node, or take 8 out of studies.s.experiments.e.gpus"]),
+    ],
+)  # fmt: skip
+def test_what_no_node_can_hold_is_one_sentence_with_the_key_to_change(strategy, gpus, given, parts):
+    cell, settings, asked = request(strategy, gpus, **given)
+    sentence = nodes.refusal(cell, settings, asked, nodes.parsed(TESTS))
+    assert sentence is not None
+    assert "\n" not in sentence
+    for part in parts:
+        assert part in sentence, sentence
+
+
+def test_the_time_limit_of_a_partition_counts():
+    cell, settings, asked = request("ddp", 4, device="auto", time_limit_s=4 * 3600)
+    larger = nodes.parsed(LARGER)
+    assert nodes.refusal(cell, settings, asked, nodes.candidates(larger, "gpu")) is None
+    sentence = nodes.refusal(cell, settings, asked, nodes.candidates(larger, "short"))
+    assert "and 250 minutes, but the largest node of partition short has" in sentence
+    assert "and 30 minutes: set a lower studies.s.experiments.e.time_limit_s" in sentence
+    # One partition that can hold it is enough.
+    assert nodes.refusal(cell, settings, asked, nodes.candidates(larger, "short,gpu")) is None
+    on_cpus = nodes.refusal(cell, settings, asked, nodes.candidates(larger, None))
+    assert "set cluster.request_gpus to false, or studies.s.experiments.e.device to cpu" in on_cpus
+    assert nodes.refusal(cell, settings, asked, []) is None  # nothing is known
+
+
+def test_cells_with_the_same_reason_are_told_once():
+    cell, settings, asked = request("ddp", 4, threads=8)
+    sentence = nodes.refusal(cell, settings, asked, nodes.parsed(TESTS))
+    cells = [replace(cell, repeat=i) for i in range(3)]
+    told = nodes.told({c: sentence.replace(str(cell), str(c)) for c in cells})
+    assert told == [sentence + " (and 2 more cells)"]
+    assert nodes.told({}) == []
+
+
+def snakemake_job(cell: Cell, **given) -> SimpleNamespace:
+    return SimpleNamespace(resources=given, output=[f"results/{cell.path}/record.json"])
+
+
+def test_what_the_profile_asks_for_is_judged_and_named():
+    cell, settings, asked = request("ddp", 4)
+    same = {"nodes": 1, "gres": "", "cpus_per_task": 4, "mem_mb": asked.mem_mib, "runtime": 60}
+    offered = nodes.parsed(LARGER)
+
+    def refusal(**given):
+        job = snakemake_job(cell, **(same | given))
+        return pending.refusals([(job, cell, settings, asked)], offered, anywhere=False).get(cell)
+
+    assert refusal() is None
+    assert "lower it in the profile" in refusal(mem_mb=900_000)
+    assert "lower it in the profile" in refusal(cpus_per_task=100, slurm_partition="gpu")
+    assert refusal(gres="gpu:4", slurm_partition="gpu") is None
+    assert "4 GPUs, 4 CPU cores" in refusal(gres="gpu:4")
+
+
+# ---------------------------------------------------------------- refused by sbatch
+
+REFUSED = """SLURM sbatch failed. \
+The error message was 'sbatch: error: CPU count per node can not be satisfied
+sbatch: error: Batch job submission failed: Requested node configuration is not available'.
+    sbatch call:
+        sbatch --parsable --export=ALL --job-name 1 --wrap="/usr/bin/python3 -m snakemake ..."
+For further error details see the cluster/cloud log and the log files of the involved rule(s)."""
+
+
+def test_a_refused_sbatch_is_two_sentences():
+    record = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, "Error in rule", (), None)
+    record.rule_msg, record.output, record.shellcmd = REFUSED, ["a/record.json"], "python -m x"
+    asks = {"a/record.json": "s/e: ddp asks for a node with 32 CPU cores"}
+    assert pending.RefusalFilter(asks).filter(record)
+    assert record.rule_msg == (
+        "SLURM refuses it: CPU count per node can not be satisfied; Batch job submission failed: "
+        "Requested node configuration is not available. s/e: ddp asks for a node with 32 CPU cores."
+    )
+    assert record.shellcmd is None
+
+
+def test_other_reports_are_left_alone():
+    record = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, "Error in rule", (), None)
+    record.rule_msg, record.shellcmd = "SLURM-job '7' failed", "python -m x"
+    assert pending.RefusalFilter({}).filter(record)
+    assert (record.rule_msg, record.shellcmd) == ("SLURM-job '7' failed", "python -m x")
+
+
+def test_the_plugin_reports_a_refusal_in_these_words():
+    """As pinned in envs/: the filter reads the plugin's report."""
+    pytest.importorskip("snakemake_executor_plugin_slurm")
+    import snakemake_executor_plugin_slurm as plugin
+
+    source = Path(plugin.__file__).read_text()
+    assert '"SLURM sbatch failed. "\n' in source
+    assert "f\"The error message was '{e.output.strip()}'.\\n\"" in source
+
+
+# ---------------------------------------------------------------- pending for ever
+
+
+def queue(here: Path, *rows: str) -> str:
+    return "".join(row.replace("HERE", str(here)) + "\n" for row in rows)
+
+
+def test_reasons_that_do_not_pass_are_told_from_those_that_do(tmp_path):
+    text = queue(
+        tmp_path,
+        "1|HERE|PENDING|PartitionConfig|a",
+        "2|HERE|PENDING|Resources|b",
+        "3|HERE|PENDING|Priority|c",
+        "4|HERE|PENDING|QOSMaxWallDurationPerJobLimit|d",
+        "5|HERE|PENDING|QOSMaxJobsPerUserLimit|e",
+        "6|/elsewhere|PENDING|BadConstraints|f",
+        "7|HERE|RUNNING|None|g",
+        "8|HERE|PENDING|JobHeldUser|h",
+        "9|HERE|PENDING|AssocMaxCpuPerJobLimit|i",
+        "10|HERE|PENDING|BadConstraints|j",
+    )
+    found = {job: reason for (job, _), (reason, _) in pending.stuck_jobs(text, tmp_path)}
+    assert found == {
+        "1": "PartitionConfig",
+        "4": "QOSMaxWallDurationPerJobLimit",
+        "8": "JobHeldUser",
+        "9": "AssocMaxCpuPerJobLimit",
+        "10": "BadConstraints",
+    }
+
+
+def test_a_limit_on_all_jobs_together_is_told_once_none_of_them_runs(tmp_path):
+    text = queue(tmp_path, "5|HERE|PENDING|AssocGrpCpuLimit|e")
+    ((_, (reason, remedy)),) = pending.stuck_jobs(text, tmp_path)
+    assert reason == "AssocGrpCpuLimit"
+    assert "no job of yours runs" in remedy
+
+
+def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
+    said = [queue(tmp_path, "12|HERE|PENDING|PartitionConfig|c1", "13|HERE|PENDING|Priority|c2")]
+    monkeypatch.setattr(
+        pending.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=said[-1])
+    )
+    cells, seen = {"c1": "results/a/record.json", "c2": "results/b/record.json"}, {}
+
+    def look(now_s):
+        return pending.look(seen, cells, tmp_path, now_s)
+
+    assert look(0.0) == []
+    assert look(59.0) == []
+    ((job, sentence),) = look(61.0)
+    assert job == "12"
+    assert sentence.startswith(
+        "SLURM job 12 (results/a/record.json) waits for a reason that does not pass by itself, "
+        "PartitionConfig: no node of the partition has what it asks for"
+    )
+    assert sentence.endswith("scancel 12 gives it up")
+    # A job that waits for something else in between starts anew.
+    said.append(queue(tmp_path, "12|HERE|PENDING|Priority|c1"))
+    assert look(70.0) == []
+    said.append(said[0])
+    assert look(80.0) == []
+
+
+def test_a_silent_slurm_stops_nothing(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise pending.subprocess.TimeoutExpired("squeue", 60)
+
+    monkeypatch.setattr(pending.subprocess, "run", fail)
+    assert pending.look({}, {}, tmp_path, 0.0) == []
+    monkeypatch.setattr(nodes.subprocess, "run", fail)
+    monkeypatch.setattr(nodes.shutil, "which", lambda name: name)
+    assert nodes.offered() == []

@@ -1,0 +1,220 @@
+"""What SLURM will never start, told: before anything is submitted, when it refuses, while it is pending."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stratbench import nodes
+from stratbench.cells import Cell
+from stratbench.config import Settings
+from stratbench.resources import Asked
+from stratbench.train.slurm import comment_of, tell
+
+#: Between two looks at the pending jobs, and how long one must have waited for a reason, in seconds.
+LOOK_S = 20
+PATIENCE_S = 60
+#: Why a job is pending that only a person can start: what SLURM calls it, and what to do.
+FOR_EVER = {
+    r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints": (
+        "no node of the partition has what it asks for, or its limits forbid it: change `cluster` or the "
+        "experiment's time_limit_s in config.yaml, or partition and constraint in the profile"
+    ),
+    r"InvalidAccount|AccountNotAllowed|InvalidQOS|QOSNotAllowed": (
+        "change slurm_account, qos or slurm_partition in the profile"
+    ),
+    r"PartitionDown|PartitionInactive": "the partition takes no jobs: name another in the profile",
+    r"JobHeld\w*|launch failed requeued held": "it is held: scontrol release JOB, or cancel it",
+    r"(QOS|Assoc)\w*(PerJob|PerNode|MaxWall|TimeLimit|ResourceLimit)\w*|QOSMin\w*|MaxMemPerLimit": (
+        "your QOS or association allows one job less: change `cluster` or the experiment's time_limit_s "
+        "in config.yaml, or qos and slurm_account in the profile"
+    ),
+}
+#: Limits on all jobs of a user or an account together: they pass when others of them end.
+SHARED_LIMITS = r"(QOS|Assoc|Max)\w+"
+
+
+def request_of(resources: Any) -> Asked:
+    """What a job of Snakemake's will ask SLURM for, the profile's changes included."""
+    return Asked(
+        nodes=int(resources.get("nodes") or 1),
+        gpus=nodes.gpus_in(str(resources.get("gres") or "")),
+        cpus=int(resources.get("cpus_per_task") or 1),
+        mem_mib=int(resources.get("mem_mb") or 0),
+        runtime_min=int(resources.get("runtime") or 0),
+    )
+
+
+#: Snakemake's job, its cell and settings, and what the config asks for it.
+Job = tuple[Any, Cell, Settings, Asked]
+
+
+def before_submission(workflow: Any, jobs: Sequence[Job]) -> list[str]:
+    """Why no node can hold jobs, in sentences; where all can be held, refused and stuck ones are told.
+
+    `workflow` is Snakemake's, about to submit to SLURM. Another scheduler is left alone.
+    """
+    if workflow.local_exec or workflow.executor_plugin.name != "slurm":
+        return []
+    # The plugin chooses among the partitions of such a file, which is not read here.
+    anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
+    refused_cells = refusals(jobs, nodes.offered(), anywhere)
+    if not refused_cells:
+        explain_refusals(
+            {
+                str(job.output[0]): nodes.request(cell, request_of(job.resources))
+                for job, cell, _, _ in jobs
+            }
+        )
+        watch(
+            {
+                comment_of(job.rule.name, list(job.wildcards)): str(job.output[0])
+                for job, *_ in jobs
+            },
+            Path.cwd(),
+        )
+    return nodes.told(refused_cells)
+
+
+def refusals(jobs: Iterable[Job], offered: list[nodes.Node], anywhere: bool) -> dict[Cell, str]:
+    """Why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
+    found = {}
+    for job, cell, settings, from_config in jobs:
+        asked = request_of(job.resources)
+        partition = "*" if anywhere else job.resources.get("slurm_partition")
+        in_profile = _plain(asked) != _plain(from_config)
+        sentence = nodes.refusal(
+            cell,
+            settings,
+            asked if in_profile else from_config,
+            nodes.candidates(offered, partition),
+            in_profile,
+        )
+        if sentence:
+            found[cell] = sentence
+    return found
+
+
+def _plain(asked: Asked) -> tuple[int, ...]:
+    return asked.nodes, asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min
+
+
+# ---------------------------------------------------------------- a refused sbatch
+
+
+class RefusalFilter(logging.Filter):
+    """Turns the report of a refused sbatch, a page of its command line, into two sentences."""
+
+    def __init__(self, asks: Mapping[str, str]) -> None:
+        """`asks`: what a job asks for, in words, by the first file that it makes."""
+        super().__init__()
+        self._asks = asks
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = getattr(record, "rule_msg", None)
+        why = refused(message) if isinstance(message, str) else None
+        if why is not None:
+            asks = next(
+                (self._asks[o] for o in getattr(record, "output", ()) if o in self._asks), None
+            )
+            record.rule_msg = f"SLURM refuses it: {why}." + (f" {asks}." if asks else "")
+            record.shellcmd = None
+        return True
+
+
+def refused(message: str) -> str | None:
+    """Why sbatch refused a job, from the report of Snakemake's SLURM plugin; None for another."""
+    found = re.match(
+        r"SLURM sbatch failed\. The error message was '(.*?)'\.\n\s+sbatch call:",
+        message,
+        re.DOTALL,
+    )
+    if found is None:
+        return None
+    lines = [line.removeprefix("sbatch: ").strip() for line in found[1].splitlines()]
+    return "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line)
+
+
+def explain_refusals(asks: Mapping[str, str]) -> None:
+    """From now on, show what sbatch said and what the job asks for (by the file that it makes)."""
+    logging.getLogger("snakemake.logging").addFilter(RefusalFilter(asks))
+
+
+# ---------------------------------------------------------------- pending for ever
+
+
+def watch(cells: Mapping[str, str], directory: Path) -> None:
+    """Look at the pending jobs of `directory` until this process ends, and tell those that stay.
+
+    `cells`: what a job makes, by its comment. A thread that holds nothing up.
+    """
+    seen: dict[tuple[str, str], float] = {}
+
+    def look_for_ever() -> None:
+        told: set[str] = set()
+        while True:
+            time.sleep(LOOK_S)
+            for job, sentence in look(seen, cells, directory, time.monotonic()):
+                if job not in told:
+                    told.add(job)
+                    tell(sentence)
+
+    threading.Thread(target=look_for_ever, name="pending jobs", daemon=True).start()
+
+
+def look(
+    seen: dict[tuple[str, str], float],
+    cells: Mapping[str, str],
+    directory: Path,
+    now_s: float,
+) -> list[tuple[str, str]]:
+    """(job id, sentence) of each job that has waited PATIENCE_S for a reason that does not pass.
+
+    `seen` keeps since when each job was seen with its reason. Empty where SLURM does not answer.
+    """
+    command = ["squeue", "--me", "--noheader", "--format=%i|%Z|%T|%r|%k"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    stuck = dict(stuck_jobs(done.stdout, directory)) if done.returncode == 0 else {}
+    found = []
+    for (job, comment), (reason, remedy) in stuck.items():
+        since_s = seen.setdefault((job, reason), now_s)
+        if comment in cells and now_s - since_s >= PATIENCE_S:
+            found.append(
+                (
+                    job,
+                    f"SLURM job {job} ({cells[comment]}) waits for a reason that does not pass by "
+                    f"itself, {reason}: {remedy.replace('JOB', job)}; scancel {job} gives it up",
+                )
+            )
+    for key in [
+        key for key in seen if key not in {(job, why) for (job, _), (why, _) in stuck.items()}
+    ]:
+        del seen[key]
+    return found
+
+
+def stuck_jobs(text: str, directory: Path) -> Iterable[tuple[tuple[str, str], tuple[str, str]]]:
+    """((job id, comment), (reason, remedy)) of the pending jobs of `directory` that will not start.
+
+    `text` is squeue's. A limit on all jobs together counts only while none of the user's runs.
+    """
+    rows = [line.split("|", 4) for line in text.splitlines() if line.count("|") >= 4]
+    running = any(state in ("RUNNING", "COMPLETING", "CONFIGURING") for _, _, state, _, _ in rows)
+    here = directory.resolve()
+    for job, folder, state, reason, comment in rows:
+        if state != "PENDING" or Path(folder).resolve() != here:
+            continue
+        remedy = next((r for p, r in FOR_EVER.items() if re.fullmatch(p, reason)), None)
+        if remedy is None and not running and re.fullmatch(SHARED_LIMITS, reason):
+            remedy = "your QOS or association allows no more, and no job of yours runs"
+        if remedy is not None:
+            yield (job, comment), (reason, remedy)
