@@ -16,7 +16,8 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from stratbench import cells as cells_module
 from stratbench.cells import Cell
 from stratbench.config import option_defaults
 from stratbench.strategies import strategy_class, traits_of
+from stratbench.strategies.base import Traits
 
 MIB = 2**20
 GPU_NAME = "Constructed GPU (not measured)"
@@ -53,6 +55,7 @@ BASES = {
 }
 TIME_LIMIT_S = 3000.0
 EPOCHS = 6
+TEST_SAMPLES = 10_000
 
 
 def random_of(*key: object) -> random.Random:
@@ -72,41 +75,120 @@ def provenance_of_worker(cell: Cell, rank: int, device: str) -> dict[str, Any]:
         "device": f"cuda:{rank}" if device == "cuda" else "cpu",
         "host": {
             "name": "constructed-host",
+            "os": "Constructed OS",
             "cpu_model": "Constructed CPU (not measured)",
-            "cores_logical": cores,
+            "cores_logical": 64,
             "affinity": list(range(cores)),
+            "threads": 1,
+            "memory_bytes": 256 * 1024 * MIB,
         },
         "load_1m": 0.1,
-        "software": {"torch": "0.0.0+constructed"},
+        "software": {"python": "3.0.0", "torch": "0.0.0+constructed", "numpy": "0.0.0"},
+        "flags": {
+            "cudnn_benchmark": True,
+            "float32_matmul_precision": "highest",
+            "matmul_tf32": False,
+            "cudnn_tf32": False,
+            "default_dtype": "torch.float32",
+        },
+        "environment": {"OMP_NUM_THREADS": "1"},
     }
     if device == "cuda":
-        facts |= {"gpu": {"name": GPU_NAME}, "driver": "000.00"}
+        gpu = {
+            "name": GPU_NAME,
+            "index": rank,
+            "uuid": f"GPU-constructed-{rank}",
+            "pci_bus_id": f"00000000:0{rank}:00.0",
+            "memory_bytes": 80 * 1024 * MIB,
+            "capability": "0.0",
+            "power_limit_w": 400.0,
+            "max_sm_clock_mhz": 1980,
+            "application_sm_clock_mhz": 1980,
+        }
+        facts["software"] |= {"cuda": "0.0", "cudnn": 0, "nccl": "0.0.0"}
+        facts |= {"gpu": gpu, "driver": {"driver_version": "000.00", "cuda_driver_version": "0.0"}}
     return facts
 
 
-def server_statistics(cell: Cell, pushes: int, parameter_bytes: int) -> dict[str, Any]:
-    """What one server says, with the keys that the report reads; as stale as there are workers."""
-    waits = cell.strategy == "ps-sync"
-    counts = [pushes] if waits else [pushes // cell.gpus] * cell.gpus
-    link = {"bytes_in": pushes * parameter_bytes, "bytes_out": pushes * parameter_bytes}
-    workers = [link | {"worker": rank, "wait_s": 1.0} for rank in range(cell.gpus)]
-    return {"servers": [{"workers": workers, "lost": [], "staleness_all_shards": counts}]}
+def server_statistics(
+    cell: Cell, traits: Traits, own: Pushes, epoch_times_s: Sequence[float], moved_bytes: int
+) -> dict[str, Any]:
+    """What one server says, with the keys of `ps.run.Run.statistics`; as stale as there are workers."""
+    ends = [sum(epoch_times_s[: e + 1]) for e in range(len(epoch_times_s))]
+    spread = 1 if traits.equals_ddp else cell.gpus
+    counts = [own.pushes // spread] * spread
+    counts[0] += own.pushes - sum(counts)
+    share, rest = divmod(own.pushes, cell.gpus)
+    links = [
+        {
+            "worker": rank,
+            "tickets": share + (rank < rest),
+            "skips": 0,
+            "bytes_in": (share + (rank < rest)) * moved_bytes,
+            "bytes_out": (share + (rank < rest) + 1) * moved_bytes,
+            "wait_s": 1.0,
+        }
+        for rank in range(cell.gpus)
+    ]
+    return {
+        "servers": [
+            {
+                "status": "ok",
+                "error": None,
+                "policy": cell.strategy,
+                "server": 0,
+                "n_servers": 1,
+                "train_time_s": ends[-1],
+                "epochs": [{"epoch": e, "end_s": end} for e, end in enumerate(ends)],
+                "tickets_settled": own.pushes,
+                "workers": links,
+                "lost": [],
+                "reassigned": [],
+                "shard_numel": moved_bytes // 4,
+                "updates": [own.updates],
+                "staleness": [counts],
+                "staleness_all_shards": counts,
+                "dropped": [0],
+                "apply_s": 0.1 * ends[-1],
+            }
+        ]
+    }
+
+
+@dataclass(frozen=True)
+class Pushes:
+    """How many a server took, and what it made of them."""
+
+    pushes: int
+    updates: int
 
 
 def communication(
-    server: bool, workers: int, parameter_bytes: int, step_ms: float
+    traits: Traits, record: dict[str, Any], parameter_bytes: int, step_ms: float
 ) -> dict[str, Any]:
     """What a worker sends and receives in a step."""
-    share = 1.0 if server else 2 * (workers - 1) / workers
-    sent = share * parameter_bytes
+    workers, train_time_s = record["cell"]["gpus"], record["time"]["train_time_s"]
+    server = record["server"]
+    sent = float(parameter_bytes)
+    if not server:
+        buffers = record["memory"]["model_states"]["buffers_bytes"]
+        sent = (workers - 1) / workers * ((traits.ring_copies or 0) * parameter_bytes + buffers)
+    steps = sum(worker["steps"] for worker in record["workers"]) / workers
     found = {
         "method": "measured" if server else "ring",
         "sent_bytes_per_step": sent,
         "received_bytes_per_step": sent,
-        "implied_bytes_per_s": sent * 1000 / step_ms,
+        "implied_bytes_per_s": sent * steps / train_time_s,
     }
     if server:
-        found["busiest_server_bytes_per_s"] = 2 * workers * sent * 1000 / step_ms
+        links = server["servers"][0]["workers"]
+        moved = sum(link["bytes_in"] + link["bytes_out"] for link in links)
+        found["busiest_server_bytes_per_s"] = moved / train_time_s
+        found["server_wait_ms"] = 0.1 * step_ms
+    elif record["strategy"]["name"] == "ddp":
+        found |= {"total_ms": 0.15 * step_ms, "overlapped_ms": 0.1 * step_ms}
+        found["exposed_ms"] = found["total_ms"] - found["overlapped_ms"]
+        found["timed_steps"] = steps
     return found
 
 
@@ -128,163 +210,242 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         accuracy = STRATEGIES["ps-sync" if cell.strategy.startswith("ps-") else "single"][2]
     strategy, given = BASES.get(cell.strategy, (cell.strategy, {}))
     options = option_defaults(strategy) | given
+    traits = traits_of(strategy, options, cell.gpus)
     noise = random_of(cell)
     server = strategy_class(strategy).kind == "server"
-    sharded = cell.strategy.startswith("fsdp")
     epoch_time_s = epoch_s * factor * ((1 - serial) / cell.gpus + serial * math.sqrt(cell.gpus))
     if cell.gpus == 1:
         epoch_time_s = epoch_s * factor
     epoch_time_s *= noise.uniform(0.965, 1.035)
-    epoch_times_s = [epoch_time_s * noise.uniform(0.985, 1.015) for _ in range(EPOCHS)]
     global_batch, steps = 128, 390
-    finished = {"ok": EPOCHS, "timeout": 2, "diverged": 1, "oom": 0}[status]
-    epoch_times_s = epoch_times_s[:finished]
-    train_time_s = sum(epoch_times_s) if status == "ok" else None
-    samples = steps * global_batch * EPOCHS
-    step_ms = epoch_time_s / steps * 1000
+    each = global_batch // cell.gpus
+    per_step = each // options.get("pushes_per_batch", 1)
+    # A server's workers wait for no epoch, so that all are trained before a loss is looked at.
+    run = {"ok": EPOCHS, "timeout": 2, "diverged": EPOCHS if server else 1, "oom": 0}[status]
+    finished = status in ("ok", "diverged")
+    epoch_times_s = [epoch_time_s * noise.uniform(0.985, 1.015) for _ in range(run)]
+    train_time_s = sum(epoch_times_s) if finished else None
+    samples = steps * global_batch * run
+    #: Steps of one worker.
+    own_steps = steps * run * each // per_step
+    step_ms = 1000 * sum(epoch_times_s) / own_steps if own_steps else 0.0
+    ends = [sum(epoch_times_s[: e + 1]) for e in range(run)]
     per_epoch = [
         {
             "epoch": e + 1,
-            "train_time_s": sum(epoch_times_s[: e + 1]),
+            "train_time_s": ends[e],
             "train_loss": 2.3 * math.exp(-0.6 * (e + 1)),
             "test_loss": 2.2 * math.exp(-0.5 * (e + 1)),
-            "accuracy": 0.1
-            + (accuracy - 0.1) * (1 - math.exp(-0.9 * (e + 1)))
-            + noise.uniform(-0.002, 0.002),
+            "accuracy": round(
+                TEST_SAMPLES
+                * (
+                    0.1
+                    + (accuracy - 0.1) * (1 - math.exp(-0.9 * (e + 1)))
+                    + noise.uniform(-0.002, 0.002)
+                )
+            )
+            / TEST_SAMPLES,
         }
-        for e in range(finished)
+        for e in range(run)
     ]
-    parameter_bytes = int(millions * 1e6) * 4
-    shards = cell.gpus if sharded else 1
-    held = -(-parameter_bytes // shards)
+    if status == "diverged":
+        per_epoch[-1] |= {"train_loss": None, "test_loss": None, "accuracy": 0.1}
+    parameters = int(millions * 1e6)
+    parameter_bytes = parameters * 4
+    held = -(-parameters // cell.gpus) * 4 if traits.shards_states else parameter_bytes
+    batchnorm = not cell.model.startswith(("vgg", "convnext"))
     states = {
         "parameters_bytes": held,
         "gradients_bytes": held,
         "optimizer_bytes": 0 if server else held,
-        "buffers_bytes": 53_120,
+        "buffers_bytes": 53_120 if batchnorm else 0,
     }
     peak = sum(states.values()) + int(activations_mib * MIB / cell.gpus)
     peak += int(0.06 * parameter_bytes) if cell.gpus > 1 else 0
     base = sum(states.values()) - states["gradients_bytes"]  # held when the clock starts
-    ok = status == "ok"
-    return {
+    if device == "cpu":
+        peak, base = peak + 300 * MIB, base + 300 * MIB
+    method = "cuda-allocator" if device == "cuda" else "vmhwm"
+    used = {"method": method, "base_bytes": base, "peak_bytes": peak}
+    used["peak_over_base_bytes"] = peak - base
+    if device == "cuda":
+        used |= {"allocated_peak_bytes": peak, "reserved_peak_bytes": peak + 64 * MIB}
+        used["nvml_used_bytes"] = peak + 700 * MIB
+    total_s = {"timeout": TIME_LIMIT_S + 1, "oom": 9.0}.get(status, 14.0 + sum(epoch_times_s))
+    started = datetime(2000, 1, 1, tzinfo=UTC)
+    slow = TIME_LIMIT_S / EPOCHS if status == "timeout" else 0.0
+    for entry in per_epoch if slow else ():
+        entry["train_time_s"] = slow * entry["epoch"]
+    workers = [
+        {
+            "rank": rank,
+            "steps": own_steps,
+            "samples": own_steps * per_step,
+            "train_time_s": train_time_s,
+            "memory": used,
+            "provenance": provenance_of_worker(cell, rank, device),
+        }
+        for rank in range(cell.gpus)
+    ]
+    updates = round((traits.updates_per_step or 1) * steps * run)
+    pushes = Pushes(own_steps * cell.gpus, updates)
+    record: dict[str, Any] = {
         "schema_version": 1,
         "cell": cell.as_dict(),
         "status": status,
         "reason": {
             "ok": None,
             "oom": "rank 0 ran out of device memory in step 1",
-            "timeout": f"reached the cell's limit of {TIME_LIMIT_S:.0f} s in epoch 3",
-            "diverged": "loss became non-finite in epoch 2",
+            "timeout": f"the cell's limit of {TIME_LIMIT_S:g} s was reached",
+            "diverged": "the training loss became nan in epoch 1 of 6",
         }[status],
-        "settings": {"epochs": EPOCHS, "precision": "fp32", "lr": 0.01},
+        "settings": {
+            "strategy": strategy,
+            "options": options,
+            "model": cell.model,
+            "dataset": cell.dataset,
+            "gpus": cell.gpus,
+            "seed": 1000 + cell.repeat,
+            "epochs": EPOCHS,
+            "global_batch": global_batch,
+            "per_worker_batch": each,
+            "precision": "fp32",
+            "lr": 0.01,
+            "momentum": 0.9,
+            "weight_decay": 0.0,
+            "nesterov": False,
+            "augment": False,
+            "warmup_steps": 3,
+            "device": device,
+            "threads": 1,
+            "slowdown": None,
+            "profile": False,
+        },
         "strategy": {
             "name": strategy,
             "kind": strategy_class(strategy).kind,
             "options": options,
-            "traits": asdict(traits_of(strategy, options, cell.gpus)),
-            "wrap_groups": [],
-            "details": {"compute_dtype": "float32"},
+            "traits": asdict(traits),
+            "wrap_groups": [{"label": f"block{i}", "parameters": parameters // 4} for i in range(4)]
+            if strategy_class(strategy).uses_wrap_groups and finished
+            else [],
+            "details": {
+                "compute_dtype": "float32",
+                "weights_dtype": "float32",
+                "skipped_steps": 0,
+            }
+            if finished
+            else {},
         },
         "model": {
-            "parameters": int(millions * 1e6),
-            "initial_weights_sha256": sha(cell.model, cell.repeat),
+            "parameters": parameters if finished else None,
+            "initial_weights_sha256": sha(cell.model, cell.repeat) if finished else None,
             "input_shape": [3, 32, 32],
             "classes": 10,
-            "batchnorm": not cell.model.startswith(("vgg", "convnext")),
-            "dropout": cell.model.startswith(("vgg", "convnext", "efficientnet")),
+            "batchnorm": batchnorm if finished else None,
+            "dropout": cell.model.startswith(("vgg", "convnext", "efficientnet"))
+            if finished
+            else None,
         },
         "data": {
             "name": cell.dataset,
             "sha256": sha(cell.dataset),
             "train_samples": 50_000,
-            "test_samples": 10_000,
+            "test_samples": TEST_SAMPLES,
             "synthetic": False,
         },
         "batch": {
             "global_batch": global_batch,
-            "per_worker_batch": global_batch // cell.gpus,
+            "per_worker_batch": each,
+            "samples_per_step": per_step,
             "steps_per_epoch": steps,
-            "samples_seen": samples if ok else None,
-            "samples_applied": samples if ok else None,
-            "updates_applied": steps * EPOCHS * (cell.gpus if "async" in cell.strategy else 1)
-            if ok
-            else None,
+            "samples_seen": samples if finished else None,
+            "samples_applied": samples if finished else None,
+            "updates_applied": updates if finished else None,
         },
         "time": {
             "train_time_s": train_time_s,
-            "epoch_times_s": epoch_times_s,
+            "epoch_times_s": epoch_times_s if finished else [],
             "step_ms": {
-                "count": steps * EPOCHS,
+                "count": own_steps * cell.gpus,
                 "mean": step_ms,
+                "std": step_ms * 0.05,
+                "min": step_ms * 0.9,
+                "p10": step_ms * 0.94,
                 "p50": step_ms * 0.99,
                 "p90": step_ms * 1.05,
                 "p99": step_ms * 1.21,
+                "max": step_ms * 1.4,
             }
-            if ok
+            if finished
             else None,
             "breakdown_ms": {
                 "data": 0.01 * step_ms,
                 "forward": 0.3 * step_ms,
-                "backward": 0.55 * step_ms,
-                "server" if server else "optimizer": 0.14 * step_ms,
+                "backward": 0.5 * step_ms,
             }
-            if ok
+            | (
+                {"push": 0.09 * step_ms, "server_wait": 0.1 * step_ms}
+                if server
+                else {"exposed_communication": 0.05 * step_ms, "optimizer": 0.14 * step_ms}
+                if strategy == "ddp"
+                else {"optimizer": 0.19 * step_ms}
+            )
+            if finished
             else None,
             "throughput_samples_per_s": samples / train_time_s if train_time_s else None,
-            "setup_s": 6.0,
-            "data_s": 0.8,
-            "warmup_s": 1.5,
-            "eval_s": 2.0,
-            "total_s": 12.0 + sum(epoch_times_s),
+            "setup_s": 6.0 if finished else None,
+            "data_s": 0.8 if finished else None,
+            "warmup_s": 1.5 if finished else None,
+            "eval_s": 2.0 if finished else None,
+            "total_s": total_s,
             "time_limit_s": TIME_LIMIT_S,
         },
-        "compute": {
-            "forward_flops_per_sample": 2e6 * millions,
-            "achieved_flops_per_s": 6e6 * millions * samples / train_time_s,
-            "peak_flops_per_s": 1e14 * cell.gpus,
-            "mfu": 6e6 * millions * samples / train_time_s / (1e14 * cell.gpus),
-        }
-        if ok
-        else None,
-        "communication": communication(server, cell.gpus, parameter_bytes, step_ms) if ok else None,
-        "energy": {
-            "train_joules": 300.0 * train_time_s,
-            "joules_per_sample": 300.0 * train_time_s / samples,
-        }
-        if ok and device == "cuda"
-        else None,
+        "compute": None,
+        "communication": None,
+        "energy": None,
         "memory": {
-            "method": "cuda-allocator" if device == "cuda" else "vmhwm",
-            "peak_bytes": (peak if device == "cuda" else peak + 300 * MIB) if ok else None,
-            "peak_over_base_bytes": peak - base if ok else None,
-            "model_states": states if ok else None,
+            "method": method if finished else None,
+            "peak_bytes": peak if finished else None,
+            "peak_over_base_bytes": peak - base if finished else None,
+            "model_states": states if finished else None,
         },
         "accuracy": {
-            "final": per_epoch[-1]["accuracy"] if ok else None,
-            "best": max((p["accuracy"] for p in per_epoch), default=None) if ok else None,
+            "final": per_epoch[-1]["accuracy"] if status == "ok" else None,
+            "best": max((p["accuracy"] for p in per_epoch), default=None),
             "per_epoch": per_epoch,
             "evaluated_on": "server state" if server else "rank 0",
         },
-        "server": server_statistics(cell, steps * EPOCHS, parameter_bytes) if server else None,
-        "workers": [
-            {
-                "rank": rank,
-                "steps": steps * EPOCHS if ok else None,
-                "samples": samples // cell.gpus if ok else None,
-                "train_time_s": train_time_s,
-                "memory": {"peak_bytes": peak, "peak_over_base_bytes": peak - base} if ok else None,
-                "provenance": provenance_of_worker(cell, rank, device),
-            }
-            for rank in range(cell.gpus)
-        ],
+        "server": server_statistics(cell, traits, pushes, epoch_times_s, parameter_bytes)
+        if server and finished
+        else None,
+        "workers": workers if finished else [],
         "provenance": {
             "constructed": "synthetic fixture, not measured",
             "git": {"revision": "0" * 40, "dirty": False},
             "device": device,
-            "started": "2000-01-01T00:00:00+00:00",
+            "nodes": 1,
+            "workers_per_node": cell.gpus,
+            "threads_per_worker": 1,
+            "started": started.isoformat(timespec="seconds"),
+            "finished": (started + timedelta(seconds=total_s)).isoformat(timespec="seconds"),
         },
     }
+    if not finished:
+        return record
+    achieved = 6e6 * millions * samples / train_time_s
+    record["compute"] = {
+        "forward_flops_per_sample": int(2e6 * millions),
+        "achieved_flops_per_s": achieved,
+    }
+    if device == "cuda":
+        peak_flops_per_s = 1e14 * cell.gpus
+        record["compute"] |= {"peak_flops_per_s": peak_flops_per_s}
+        record["compute"]["mfu"] = achieved / peak_flops_per_s
+        joules = 300.0 * cell.gpus * train_time_s
+        record["energy"] = {"train_joules": joules, "joules_per_sample": joules / samples}
+    record["communication"] = communication(traits, record, parameter_bytes, step_ms)
+    return record
 
 
 def expand(

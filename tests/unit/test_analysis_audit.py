@@ -103,8 +103,8 @@ PLANTED = {
     "mixed-data": (only(put("data", "sha256", value="0" * 64), "fsdp"), None),
     "mixed-devices": (only(of_each_worker("gpu", "name", value="Other GPU")), None),
     "mixed-hosts": (only(of_each_worker("host", "name", value="other-host")), None),
-    "mixed-torch": (only(of_each_worker("software", "torch", value="9.9")), None),
-    "mixed-drivers": (only(of_each_worker("driver", value="999.0")), None),
+    "mixed-versions": (only(of_each_worker("software", "torch", value="9.9")), None),
+    "mixed-drivers": (only(of_each_worker("driver", "driver_version", value="999.0")), None),
     "mixed-revisions": (only(put("provenance", "git", "dirty", value=True)), None),
     "busy-machine": (
         only(put("provenance", "busy_at_start", value={"0": {"other_cpu_cores": 1.5}})),

@@ -14,7 +14,18 @@ from typing import Any
 import pandas as pd
 
 from stratbench import record
-from stratbench.analysis.audit import accuracy, comparability, machines, memory, speed, traffic
+from stratbench.analysis.audit import (
+    accuracy,
+    comparability,
+    counts,
+    efficiency,
+    machines,
+    memory,
+    servers,
+    speed,
+    times,
+    traffic,
+)
 from stratbench.analysis.audit.rule import SEVERITIES, Rule, Study
 from stratbench.analysis.summary import TEXT, read_cells
 from stratbench.record import Record
@@ -35,7 +46,18 @@ COLUMNS = (
 DESCRIPTION = (
     "Writes audit.csv: one row for each cell or comparison that trips a rule, with its figures."
 )
-KINDS = (comparability, speed, traffic, memory, accuracy, machines)
+KINDS = (
+    counts,
+    times,
+    servers,
+    traffic,
+    memory,
+    efficiency,
+    accuracy,
+    comparability,
+    speed,
+    machines,
+)
 
 
 def rules_of(module: Any) -> list[Rule]:

@@ -1,46 +1,171 @@
-"""Accuracies that say that training did not work, or not as it should."""
+"""Accuracies that contradict themselves, or that say that training did not work as it should."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
+from statistics import median
+from typing import Any
 
-from stratbench.analysis.audit.rule import Found, Study, of, rule, without_count
+import pandas as pd
 
-#: Accuracy that any working training reaches within a few epochs, by data set.
-ACCURACY_FLOORS = {"digits": 0.70, "mnist": 0.95, "cifar10": 0.40}
-ALIKE = 0.01
+from stratbench.analysis.audit.figures import Facts, other, present, under, unlike
+from stratbench.analysis.audit.rule import Found, Study, of, record_rule, rule, without_count
+from stratbench.analysis.measures import ALONE
+from stratbench.record import Record
+
+#: What of the reference's gain over guessing training that works reaches in the same epochs.
+WORKING = 0.5
+#: Difference of accuracies that need no explanation, and how many standard deviations of chance.
+ALIKE, DEVIATIONS = 0.01, 3.0
+#: Differences of losses to which rounding grows in some epochs: absolute, and of the loss.
+LOSS, LOSS_SHARE = 0.05, 0.25
 
 
 @rule(
     "accuracy-below-floor",
     "doubtful",
     "accuracy",
-    "Working training of any of the models is more accurate on this data set. Look at the learning "
-    "rate, BatchNorm statistics that never reach the evaluated model, summed gradients.",
+    "It learnt less than half of what `single`, or a synchronous strategy on the fewest workers, "
+    "learnt in as many epochs, or no more than guessing. Look at the learning rate, BatchNorm "
+    "statistics that never reach the evaluated model, summed gradients.",
 )
 def accuracy_below_floor(study: Study) -> Iterator[Found]:
     for row in study.ok.itertuples():
-        floor = ACCURACY_FLOORS.get(row.dataset)
-        if floor and row.accuracy_final < floor:
-            yield Found(of(row), f"{row.accuracy_final:.1%}; working training reaches {floor:.0%}")
+        if pd.isna(row.accuracy_final):
+            continue
+        guess = 1 / row.classes if row.classes > 0 else 0.0
+        name, reference = reference_of(study, row)
+        floor = 0.0 if reference is None else guess + WORKING * (reference - guess)
+        told = f"{name} reaches {reference:.1%}" if reference is not None else ""
+        n = row.test_samples or math.nan
+        by_chance = guess if pd.isna(n) else guess + DEVIATIONS * math.sqrt(guess * (1 - guess) / n)
+        if by_chance > floor:
+            floor, told = by_chance, f"guessing reaches {guess:.0%}"
+        if (given := study.floors.get(row.dataset, 0.0)) > floor:
+            floor, told = given, f"known of this data set: {given:.0%} with the simplest models"
+        if row.accuracy_final < floor:
+            yield Found(of(row), f"{row.accuracy_final:.1%}; {told}")
+
+
+def reference_of(study: Study, row: Any) -> tuple[str, float | None]:
+    """The accuracy to expect, and whose: synchronous training in as many epochs, on fewest workers."""
+    rows = study.ok
+    as_long = rows["epochs"].isna() if pd.isna(row.epochs) else rows["epochs"] == row.epochs
+    same = (rows["experiment"] == row.experiment) & (rows["model"] == row.model) & as_long
+    plain = rows[same & rows["equals_ddp"].eq(True) & rows["ends_with_a_worker"].eq(True)]
+    plain = plain[plain["accuracy_final"].notna()]
+    if plain.empty:
+        return "", None
+    few = plain[plain["gpus"] == plain["gpus"].min()]
+    best = few.groupby("strategy", sort=False)["accuracy_final"].median()
+    name = ALONE if ALONE in best.index else str(best.idxmax())
+    return f"{name} on {few['gpus'].iloc[0]}", float(best[name])
 
 
 @rule(
     "async-alone-unlike-sync",
     "unusable",
     "accuracy",
-    "With one worker nothing is ever stale: asynchronous training must equal synchronous training. "
-    "The implementations differ in something else.",
+    "With one worker nothing is ever stale, and this strategy says that it then trains as plain "
+    "synchronous SGD does: the implementations differ in something else.",
 )
 def async_alone_unlike_sync(study: Study) -> Iterator[Found]:
-    for key in study.groups:
-        experiment, model, _, gpus = key
-        base = str(study.says(key, "strategy_base"))
-        if gpus != 1 or not base.startswith("ps-") or base == "ps-sync":
+    alone = [key for key in study.groups if key[3] == 1 and study.says(key, "synchronous_alone")]
+    for key in alone:
+        # By their nature synchronous, whatever the number of workers.
+        plain = [
+            other
+            for other in alone
+            if other[:2] == key[:2]
+            and study.says(other, "equals_ddp")
+            and study.says(other, "ends_with_a_worker")
+        ]
+        if key in plain:
+            plain = [other for other in plain if other[2] == ALONE]
+        kind = study.says(key, "strategy_kind")
+        nearest = [other for other in plain if study.says(other, "strategy_kind") == kind] or plain
+        if not nearest:
             continue
-        sync = (experiment, model, "ps-sync", 1)
-        mine, its = (study.median(k, "accuracy_final") for k in (key, sync))
-        if mine is not None and its is not None and abs(mine - its) > ALIKE:
-            yield Found(
-                without_count(key), f"on one worker: accuracy {mine:.1%}, ps-sync {its:.1%}"
-            )
+        mine, its = (study.median(k, "accuracy_final") for k in (key, nearest[0]))
+        if mine is None or its is None:
+            continue
+        n = study.median(key, "test_samples")
+        chance = DEVIATIONS * math.sqrt(2 * its * (1 - its) / n) if n else 0.0
+        if abs(mine - its) > max(ALIKE, chance):
+            figures = f"on one worker: accuracy {mine:.1%}, {nearest[0][2]} {its:.1%}"
+            yield Found(without_count(key), figures)
+
+
+@rule(
+    "equal-arithmetic-unequal-loss",
+    "doubtful",
+    "accuracy",
+    "These strategies say that their updates are DDP's, but for rounding, and on as many workers from "
+    "the same weights their losses differ by more than rounding grows to.",
+)
+def equal_arithmetic_unequal_loss(study: Study) -> Iterator[Found]:
+    groups: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
+    for record in study.records:
+        facts = Facts(record)
+        if facts.status == "ok" and facts("strategy.traits.equals_ddp"):
+            cell = record["cell"]
+            names = ("experiment", "model", "gpus", "repeat")
+            groups[tuple(cell[name] for name in names)].append(facts)
+    for (experiment, model, gpus, repeat), members in groups.items():
+        where = {"experiment": experiment, "model": model, "gpus": gpus, "repeat": repeat}
+        if len(members) < 3:
+            continue  # which of two is wrong, nobody can say
+        for epoch, entries in enumerate(
+            zip(*(facts("accuracy.per_epoch") for facts in members), strict=False), 1
+        ):
+            for name in ("train_loss", "test_loss"):
+                losses = [entry[name] for entry in entries]
+                if None in losses:
+                    continue
+                usual = median(losses)
+                for facts, loss in zip(members, losses, strict=True):
+                    if abs(loss - usual) > LOSS + LOSS_SHARE * usual:
+                        text = f"{name} of epoch {epoch} is {loss:.4g}, of most {usual:.4g}"
+                        yield Found(where | {"strategy": facts("cell.strategy")}, text)
+
+
+@record_rule(
+    "contradictory-accuracy",
+    "unusable",
+    "accuracy",
+    "Accuracies and losses of the record do not agree: the last epoch and the final accuracy, the best "
+    "of all, whole samples of the test set, a loss too small for its errors.",
+)
+def contradictory_accuracy(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    entries = facts("accuracy.per_epoch")
+    numbered = [entry["epoch"] for entry in entries]
+    yield from other(
+        "epochs of accuracy.per_epoch", numbered, "counted they", list(range(1, len(entries) + 1))
+    )
+    reached = [entry["accuracy"] for entry in entries]
+    if reached:
+        yield from unlike(
+            "accuracy.final", facts("accuracy.final"), "that of the last epoch", reached[-1]
+        )
+        yield from unlike("accuracy.best", facts("accuracy.best"), "the best epoch's", max(reached))
+    else:
+        for name in ("final", "best"):
+            yield from present(f"accuracy.{name}", facts(f"accuracy.{name}"), "without any epoch")
+    n = facts("data.test_samples")
+    for entry in entries:
+        name, right = f"epoch {entry['epoch']}", entry["accuracy"]
+        if n and abs(right * n - round(right * n)) > 1e-3:
+            yield f"the accuracy of {name}, {right:.6g}, is of {n} samples no whole number"
+        if not 0 <= right <= 1:
+            yield f"the accuracy of {name} is {right:.6g}"
+        # Who errs gives the right class half at most.
+        yield from under(
+            f"test_loss of {name}",
+            entry["test_loss"],
+            "ln 2 for each error",
+            math.log(2) * (1 - right),
+            1e-3,
+        )

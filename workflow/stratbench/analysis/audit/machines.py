@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratbench.analysis.audit.rule import Found, Study, of, rule
+from stratbench.analysis.audit.figures import Facts, other
+from stratbench.analysis.audit.rule import Found, Study, of, record_rule, rule
+from stratbench.analysis.columns import field
+from stratbench.record import Record
 
 #: Share of the samples, and CPU cores.
 THROTTLED, OTHERS = 0.01, 0.25
@@ -63,3 +66,38 @@ def processes_share_cores(study: Study) -> Iterator[Found]:
             cores = crowded["cpu_cores"].max()
             where = {"experiment": experiment, "gpus": gpus}
             yield Found(where, f"{gpus} processes on {cores:g} cores")
+
+
+@record_rule(
+    "contradictory-devices",
+    "unusable",
+    "all",
+    "The workers did not run where the record says: two of them on one GPU, none, or another kind.",
+)
+def contradictory_devices(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    places: dict[tuple[str, str], int] = {}
+    for worker in facts.workers:
+        place, name = worker["provenance"], f"rank {worker['rank']}"
+        if not place:
+            yield f"{name} does not say where it ran"
+            continue
+        device, host = place["device"], place["host"]["name"]
+        yield from other(
+            f"device of {name}",
+            device.partition(":")[0],
+            "provenance.device",
+            facts("provenance.device"),
+        )
+        is_cuda = device.startswith("cuda")
+        if is_cuda != ("gpu" in place):
+            yield f"{name} ran on {device} and {'names a' if 'gpu' in place else 'names no'} GPU"
+        if not is_cuda:
+            continue
+        uuid = field(place, "gpu.uuid")
+        for what, value in (("GPU", uuid), ("device", f"{host} {device}")):
+            if value is None:
+                continue
+            if (what, value) in places:
+                yield f"ranks {places[what, value]} and {worker['rank']} both ran on {what} {value}"
+            places[what, value] = worker["rank"]

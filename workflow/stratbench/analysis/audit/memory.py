@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from stratbench.analysis.audit.rule import Found, Study, at, rule
+from stratbench.analysis.audit.figures import Facts, absent, other, over, under, unlike
+from stratbench.analysis.audit.rule import Found, Study, at, record_rule, rule
+from stratbench.analysis.columns import field
+from stratbench.record import Record
 
 #: From where on dividing by the number of workers does not explain it.
 REDUCED = 1.05
+#: What a rank may hold of a sharded model over its part of it.
+PADDED = 1.25
+#: The way of measuring that CUDA devices have.
+ALLOCATOR = "cuda-allocator"
 
 
 @rule(
@@ -19,16 +27,146 @@ REDUCED = 1.05
 def memory_reduced_too_much(study: Study) -> Iterator[Found]:
     columns = {"model_states_bytes": "model states", "peak_memory_bytes": "peak memory"}
     for key, rows in study.groups.items():
-        experiment, model, strategy, gpus = key
-        if study.says(key, "strategy_kind") == "server":
+        other = study.unsharded(key)
+        if other is None or study.says(key, "strategy_kind") == "server":
             continue  # its servers hold the rest
         # A CPU's resident set holds more than the tensors: only its model states compare.
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
-            whole = study.median((experiment, model, "ddp", gpus), column)
-            held = study.median(key, column)
+            whole, held = (study.median(k, column) for k in (other, key))
             if not whole or not held or (on_cpu and column != "model_states_bytes"):
                 continue
-            if whole / held > REDUCED * gpus:
-                figures = f"{name}: ddp {whole / 2**20:.4g} MiB, {strategy} {held / 2**20:.4g} MiB"
-                yield Found(at(key), f"{figures}: {whole / held:.2f} times on {gpus}")
+            if whole / held > REDUCED * key[3]:
+                sizes = f"{other[2]} {whole / 2**20:.4g} MiB, {key[2]} {held / 2**20:.4g} MiB"
+                yield Found(at(key), f"{name}: {sizes}: {whole / held:.2f} times on {key[3]}")
+
+
+@rule(
+    "oom-with-more-workers",
+    "doubtful",
+    "memory",
+    "With more workers each computes on less, so what fits one fits one of several. Something else was "
+    "in the GPU's memory.",
+)
+def oom_with_more_workers(study: Study) -> Iterator[Found]:
+    failed = study.cells[study.cells["status"].eq("oom") & study.cells["device_kind"].eq("cuda")]
+    for row in failed.drop_duplicates(["experiment", "model", "strategy", "gpus"]).itertuples():
+        key = (row.experiment, row.model, row.strategy, row.gpus)
+        fewer = [k for k in study.groups if k[:3] == key[:3] and k[3] < row.gpus]
+        if fewer:
+            yield Found(at(key), f"out of memory on {row.gpus}, but not on {fewer[-1][3]}")
+
+
+@record_rule(
+    "contradictory-memory",
+    "unusable",
+    "memory",
+    "Memory of the record does not agree with itself, with the model's size, or with the device's: "
+    "peaks, model states, capacity.",
+)
+def contradictory_memory(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    yield from of_states(facts)
+    yield from of_peaks(facts)
+    for worker in facts.workers:
+        yield from of_worker(facts, worker)
+
+
+def of_states(facts: Facts) -> Iterator[str]:
+    """Model states by the model's size; a strategy that shards holds the N-th part at least."""
+    states, size = facts("memory.model_states"), facts.parameter_bytes
+    if not states or size is None:
+        return
+    is_served, sharded = facts("strategy.kind") == "server", facts("strategy.traits.shards_states")
+    expected = {"parameters": size, "gradients": size}
+    if facts("settings.momentum") is not None:
+        # Momentum is as large as the parameters; SGD without it keeps nothing, nor does a served worker.
+        expected["optimizer"] = 0 if is_served or not facts("settings.momentum") else size
+    for name, whole in expected.items():
+        held, what = states.get(f"{name}_bytes"), f"memory.model_states.{name}_bytes"
+        if not sharded:
+            yield from unlike(what, held, "what the whole model takes", whole)
+            continue
+        # The first dimension of each tensor is what is divided: small layers more unevenly.
+        yield from under(what, held, f"a part of {facts.gpus} of it", whole / facts.gpus, 1e-3)
+        yield from over(
+            what, held, f"a part of {facts.gpus} of it, padded", PADDED * whole / facts.gpus + 4096
+        )
+    if facts("model.batchnorm") is False:
+        yield from over(
+            "memory.model_states.buffers_bytes",
+            states.get("buffers_bytes"),
+            "a model without BatchNorm has",
+            0,
+        )
+
+
+def of_peaks(facts: Facts) -> Iterator[str]:
+    """The cell's peak is that of the rank that used most, and holds its model states."""
+    peak, method = facts("memory.peak_bytes"), facts("memory.method")
+    grown = facts("memory.peak_over_base_bytes")
+    peaks = [field(worker, "memory.peak_bytes") for worker in facts.workers]
+    known = [value for value in peaks if value is not None]
+    if known and len(known) == len(peaks):
+        yield from unlike("memory.peak_bytes", peak, "the most of its workers", max(known))
+    worst = next((w for w in facts.workers if field(w, "memory.peak_bytes") == peak), None)
+    yield from unlike(
+        "memory.peak_over_base_bytes",
+        grown,
+        "that of the rank that used most",
+        field(worst, "memory.peak_over_base_bytes"),
+    )
+    yield from over("memory.peak_over_base_bytes", grown, "memory.peak_bytes", peak)
+    states = facts("memory.model_states") or {}
+    if states:
+        yield from under("memory.peak_bytes", peak, "its model states", sum(states.values()))
+    if facts.status == "ok":
+        yield from absent("memory.peak_bytes", peak, "although the cell ended well")
+        yield from absent(
+            "memory.model_states", facts("memory.model_states"), "although the cell ended well"
+        )
+    device = facts("provenance.device")
+    if method is not None and device is not None and (method == ALLOCATOR) != (device == "cuda"):
+        yield f"memory.method is {method} on a device of kind {device}"
+
+
+def of_worker(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
+    """A worker's own figures, within its device and its host."""
+    name, own, place = f"rank {worker['rank']}", worker["memory"] or {}, worker["provenance"] or {}
+    peak, base, grown = (own.get(f"{key}_bytes") for key in ("peak", "base", "peak_over_base"))
+    if peak is not None and base is not None:
+        yield from unlike(
+            f"peak_over_base_bytes of {name}", grown, "peak_bytes - base_bytes", max(0, peak - base)
+        )
+        yield from over(f"idle_bytes of {name}", own.get("idle_bytes"), "its base_bytes", base, 0.1)
+    yield from unlike(
+        f"allocated_peak_bytes of {name}", own.get("allocated_peak_bytes"), "its peak_bytes", peak
+    )
+    yield from over(
+        f"peak_bytes of {name}", peak, "reserved_peak_bytes", own.get("reserved_peak_bytes")
+    )
+    capacity = field(place, "gpu.memory_bytes")
+    for key in ("peak", "reserved_peak", "nvml_used", "nvml_process_used"):
+        yield from over(
+            f"{key}_bytes of {name}", own.get(f"{key}_bytes"), "the GPU's memory", capacity
+        )
+    yield from over(
+        f"nvml_process_used_bytes of {name}",
+        own.get("nvml_process_used_bytes"),
+        "nvml_used_bytes",
+        own.get("nvml_used_bytes"),
+    )
+    yield from under(
+        f"nvml_used_bytes of {name}",
+        own.get("nvml_used_bytes"),
+        "its base_bytes",
+        base if capacity else None,
+    )
+    if not capacity:
+        yield from over(
+            f"peak_bytes of {name}", peak, "the host's memory", field(place, "host.memory_bytes")
+        )
+    if own and facts("memory.method") is not None:
+        yield from other(
+            f"memory.method of {name}", own.get("method"), "the cell's", facts("memory.method")
+        )

@@ -6,6 +6,7 @@ function yields what trips it, with the figures. What a record does not say cann
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,6 +60,24 @@ class Study:
         rows = self.groups.get(key)
         values = pd.Series(dtype=float) if rows is None else rows[column].dropna()
         return float(values.median()) if len(values) else None
+
+    def product(self, key: Key, *columns: str) -> float | None:
+        """The product of some columns' medians; None where one is absent."""
+        values = [self.median(key, column) for column in columns]
+        return None if None in values else math.prod(values)
+
+    def unsharded(self, key: Key) -> Key | None:
+        """The collective on as many workers of which each holds the whole model; None without one."""
+        return next(
+            (
+                k
+                for k in self.groups
+                if (*k[:2], k[3]) == (*key[:2], key[3])
+                and self.says(k, "ring_copies")
+                and not self.says(k, "shards_states")
+            ),
+            None,
+        )
 
     def says(self, key: Key, column: str) -> Any:
         """What the cells of a group say of their strategy; None where they do not say it."""

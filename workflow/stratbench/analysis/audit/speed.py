@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratbench.analysis.audit.rule import Found, Study, at, of, rule, without_count
+from stratbench.analysis.audit.machines import OTHERS
+from stratbench.analysis.audit.rule import Found, Key, Study, at, of, rule, without_count
+from stratbench.analysis.measures import ALONE
 
 #: From where on a figure is suspicious, as a ratio.
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
+#: The same against `single` on one worker, where both are measured with their noise.
+FASTER_ALONE = 1.15
+#: What sharding may cost the host in a step, in ms.
+HOST_MS = 5.0
+#: Measured figures, and digits that do not agree by chance.
+MEASURED = {
+    "train_time_s": 4,
+    **dict.fromkeys(
+        ("total_s", "step_mean_ms", "setup_s", "warmup_s", "eval_s", "train_joules"), 9
+    ),
+}
 #: Shares of a training time, and of a step.
 UNEVEN_REPEATS, INPUT = 0.10, 0.10
 
@@ -17,18 +30,24 @@ UNEVEN_REPEATS, INPUT = 0.10, 0.10
     "doubtful",
     "time",
     "With one worker there is nothing to communicate, so sharding cannot explain being slower than "
-    "DDP. Look at precision, wrap groups and the optimizer.",
+    "the same training unsharded. Look at precision, wrap groups and the optimizer.",
 )
 def sharding_slow_alone(study: Study) -> Iterator[Found]:
     for key in study.groups:
-        experiment, model, strategy, gpus = key
-        if gpus != 1 or study.says(key, "strategy_base") != "fsdp":
+        other = study.unsharded(key)
+        if key[3] != 1 or other is None or not study.says(key, "shards_states"):
             continue
-        fsdp_s = study.median(key, "train_time_s")
-        ddp_s = study.median((experiment, model, "ddp", 1), "train_time_s")
-        if fsdp_s and ddp_s and fsdp_s / ddp_s > SLOW_ALONE:
-            figures = f"{strategy} {fsdp_s:.4g} s, ddp {ddp_s:.4g} s: {fsdp_s / ddp_s:.2f} times"
-            yield Found(without_count(key), f"on one worker: {figures}")
+        its_s, other_s = (study.median(k, "train_time_s") for k in (key, other))
+        if not its_s or not other_s or its_s / other_s <= SLOW_ALONE:
+            continue
+        # What the host does for each group in a step is a fixed time, which small models show; and
+        # a busy machine has a rule of its own.
+        steps = study.product(key, "steps_per_epoch", "epochs")
+        busy = any((study.median(k, "other_cpu_cores") or 0.0) > OTHERS for k in (key, other))
+        if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
+            continue
+        figures = f"{key[2]} {its_s:.4g} s, {other[2]} {other_s:.4g} s: {its_s / other_s:.2f} times"
+        yield Found(without_count(key), f"on one worker: {figures}")
 
 
 @rule(
@@ -39,14 +58,51 @@ def sharding_slow_alone(study: Study) -> Iterator[Found]:
     "for one worker's cache or memory, other settings, or a busy machine.",
 )
 def superlinear(study: Study) -> Iterator[Found]:
-    fewest = study.ok.groupby(["experiment", "model", "strategy"])["gpus"].min().to_dict()
+    column = "throughput_samples_per_s"
     for key in study.groups:
         experiment, model, strategy, gpus = key
-        few = fewest[key[:3]]
-        base = study.median((experiment, model, strategy, few), "throughput_samples_per_s")
-        here = study.median(key, "throughput_samples_per_s")
-        if gpus > few and base and here and here / base > SUPERLINEAR * gpus / few:
-            yield Found(at(key), f"{here / base:.2f} times as fast on {gpus} as on {few}")
+        here = study.median(key, column)
+        if not here:
+            continue
+        own = [k for k in study.groups if k[:3] == key[:3] and k[3] < gpus]
+        bases = [min(own, key=lambda k: k[3])] if own else []
+        if strategy != ALONE and (experiment, model, ALONE, 1) in study.groups:
+            bases.append((experiment, model, ALONE, 1))
+        for base in bases:
+            there, times = study.median(base, column), gpus / base[3]
+            if times == 1 and any(
+                (study.median(k, "other_cpu_cores") or 0) > OTHERS for k in (key, base)
+            ):
+                continue  # a busy machine has a rule of its own
+            limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
+            if there and here / there > limit:
+                name = "" if base[2] == strategy else f"{base[2]} "
+                text = f"{here / there:.2f} times as fast on {gpus} as {name}on {base[3]}"
+                yield Found(at(key), text)
+        yield from superlinear_at_least(study, key)
+
+
+def superlinear_at_least(study: Study, key: Key) -> Iterator[Found]:
+    """Against the next fewer workers, where these were stopped at a time limit and took more."""
+    cells = study.cells
+    same = (
+        (cells["experiment"] == key[0]) & (cells["model"] == key[1]) & (cells["strategy"] == key[2])
+    )
+    stopped = cells[same & (cells["status"] == "timeout") & (cells["gpus"] < key[3])]
+    time_s, limits = study.median(key, "train_time_s"), stopped["time_limit_s"].dropna()
+    if not time_s or limits.empty:
+        return
+    # The limit is on all of the cell; what is no training took about as long there.
+    rest_s = sum(
+        study.median(key, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
+    )
+    few = int(stopped.loc[limits.index, "gpus"].max())
+    least_s = float(limits[stopped["gpus"] == few].min()) - rest_s
+    if least_s / time_s > SUPERLINEAR * key[3] / few:
+        text = f"at least {least_s / time_s:.1f} times as fast on {key[3]} as on {few}"
+        yield Found(
+            at(key), f"{text}, which was stopped: {time_s:.6g} s, more than {least_s:.6g} s"
+        )
 
 
 @rule(
@@ -56,12 +112,12 @@ def superlinear(study: Study) -> Iterator[Found]:
     "Two measured times never agree to the last digit: one is a copy.",
 )
 def same_value_twice(study: Study) -> Iterator[Found]:
-    timed = study.ok.dropna(subset=["train_time_s"])
-    for value, rows in timed.groupby("train_time_s", sort=False):
-        if len(rows) > 1 and len(str(value).replace(".", "").strip("0")) >= 4:
-            cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
-            for row in rows.itertuples():
-                yield Found(of(row), f"{value} s in {' and in '.join(cells)}")
+    for column, digits in MEASURED.items():
+        for value, rows in study.ok.dropna(subset=[column]).groupby(column, sort=False):
+            if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= digits:
+                cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
+                for row in rows.itertuples():
+                    yield Found(of(row), f"{column} {value!r} in {' and in '.join(cells)}")
 
 
 @rule(

@@ -7,11 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.rule import Found, Study, of, rule
+from stratbench.analysis.audit.figures import Facts, over, under, unlike
+from stratbench.analysis.audit.rule import Found, Study, of, record_rule, rule
+from stratbench.record import Record
 
 #: More bytes a second than hardware moves. Collectives: what one GPU sends over NVLink 5. Servers: all
 #: traffic of one server node, of which its memory moves a multiple.
 MOST_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
+#: Shards are padded to a multiple of the workers, which shows in small layers.
+RING_PADDING = 1.3
+#: Reads of a server's weights by each worker before its first step, and after its last.
+FIRST_READS = 4
 
 
 @rule(
@@ -46,9 +52,9 @@ def implied_bytes_per_s(row: Any) -> float | None:
 def least_bytes_per_s(row: Any) -> float | None:
     """The least traffic that a cell's training needs, in bytes a second.
 
-    Collectives, what one rank sends: a ring moves 2(W-1)/W of the parameters to all-reduce, 3(W-1)/W
-    to gather twice and reduce-scatter. Servers, an equal share of all workers' traffic: the gradients
-    in and the parameters out for every batch. Two bytes a parameter in mixed precision, else four.
+    Collectives, what one rank sends: (W-1)/W of as many copies of the parameters as the strategy says.
+    Servers, an equal share of all workers' traffic: the gradients in and the parameters out for every
+    batch. Two bytes a parameter in mixed precision, else four.
     """
     needed = (row.model_parameters, row.samples_seen, row.global_batch, row.train_time_s)
     if any(pd.isna(value) for value in needed) or not row.train_time_s:
@@ -58,7 +64,133 @@ def least_bytes_per_s(row: Any) -> float | None:
     if row.strategy_kind == "server":
         servers = 1 if pd.isna(row.servers) else row.servers
         return float(2 * row.gpus * one_copy / servers / row.train_time_s)
-    share = (row.gpus - 1) / row.gpus
-    return float(
-        {"ddp": 2, "fsdp": 3}.get(row.strategy_base, 0) * share * one_copy / row.train_time_s
+    copies = 0 if pd.isna(row.ring_copies) else row.ring_copies
+    return float(copies * (row.gpus - 1) / row.gpus * one_copy / row.train_time_s)
+
+
+@record_rule(
+    "contradictory-traffic",
+    "unusable",
+    "time",
+    "Bytes and waits of communication do not agree with each other, with the model's size, or with "
+    "what the strategy says that it sends.",
+)
+def contradictory_traffic(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    if not facts("communication"):
+        return
+    sent, received = (facts(f"communication.{way}_bytes_per_step") for way in ("sent", "received"))
+    if facts("communication.method") == "ring":
+        yield from unlike("communication.sent_bytes_per_step", sent, "what is received", received)
+        yield from of_rings(facts, sent)
+    if facts.servers and facts.whole:
+        yield from of_servers(facts, sent, received)
+    yield from of_rates(facts, sent, received)
+    yield from of_waits(facts)
+
+
+def of_rings(facts: Facts, sent: float) -> Iterator[str]:
+    """Collectives: as many copies of the parameters as the strategy says, and the buffers."""
+    share = (facts.gpus - 1) / facts.gpus
+    copies, size = facts("strategy.traits.ring_copies"), facts.parameter_bytes
+    if not share:
+        yield from over(
+            "communication.sent_bytes_per_step", sent, "one worker alone has to send", 0
+        )
+    if copies is None or size is None or not share:
+        return
+    whole = share * copies * size
+    halved = facts("strategy.traits.shards_states") and facts("settings.precision") in (
+        "fp16",
+        "bf16",
+    )
+    what = f"{copies:g} copies x (W - 1) / W of the parameters"
+    yield from under(
+        "communication.sent_bytes_per_step", sent, what, whole / 2 if halved else whole, 0.01
+    )
+    buffers = facts("memory.model_states.buffers_bytes") or 0
+    yield from over(
+        "communication.sent_bytes_per_step",
+        sent,
+        f"{what} and the buffers, padded,",
+        RING_PADDING * whole + 4 * buffers + 4096,
+    )
+
+
+def of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
+    """Servers: a model each way at most, and as many bytes as they counted."""
+    size, buffers = facts.parameter_bytes, facts("memory.model_states.buffers_bytes") or 0
+    steps = sum(worker["steps"] for worker in facts.workers)
+    if size is None or not steps:
+        return
+    done = (steps - facts.skips) / steps
+    for way, each, least in (("sent", sent, 0.5 * done), ("received", received, 0.9)):
+        what = f"communication.{way}_bytes_per_step"
+        yield from over(
+            what, each, "the parameters and buffers, framed,", 1.1 * (size + buffers) + 65536
+        )
+        yield from under(what, each, "what the parameters need", least * size, 0.02)
+    links = [link for server in facts.servers for link in server["workers"]]
+    # Warm-up exchanges and first reads are in the servers' sums.
+    extra = facts.gpus * ((facts("settings.warmup_steps") or 0) + FIRST_READS)
+    for way, each, other_way in (("bytes_in", sent, "sent"), ("bytes_out", received, "received")):
+        moved = sum(link[way] for link in links)
+        what = f"{way} of all servers"
+        yield from under(what, moved, f"steps x {other_way}_bytes_per_step", steps * each, 0.01)
+        yield from over(
+            what,
+            moved,
+            f"(steps and warm-up) x {other_way}_bytes_per_step",
+            (steps + extra) * max(each, size),
+            0.01,
+        )
+
+
+def of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]:
+    """Bytes a second, from bytes a step and the training time."""
+    train_time_s = facts("time.train_time_s")
+    steps = [worker["steps"] for worker in facts.workers]
+    if not train_time_s or not facts.finished or None in steps:
+        return
+    per_s = sum(steps) / len(steps) / train_time_s
+    yield from unlike(
+        "communication.implied_bytes_per_s",
+        facts("communication.implied_bytes_per_s"),
+        "the larger of both ways x steps / train_time_s",
+        max(sent, received) * per_s,
+    )
+    if facts.servers:
+        moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in facts.servers]
+        yield from unlike(
+            "communication.busiest_server_bytes_per_s",
+            facts("communication.busiest_server_bytes_per_s"),
+            "bytes of the busiest server / train_time_s",
+            max(moved) / train_time_s,
+        )
+
+
+def of_waits(facts: Facts) -> Iterator[str]:
+    """Times of communication within a step."""
+    total, hidden, exposed = (
+        facts(f"communication.{name}_ms") for name in ("total", "overlapped", "exposed")
+    )
+    longest = facts("time.step_ms.max")
+    if total is not None and hidden is not None:
+        # The difference of means over workers is at least the mean of the differences cut at 0.
+        yield from under(
+            "communication.exposed_ms", exposed, "total_ms - overlapped_ms", total - hidden
+        )
+        yield from over("communication.exposed_ms", exposed, "total_ms", total)
+        yield from over("communication.overlapped_ms", hidden, "total_ms", total)
+    for name, value in (
+        ("total_ms", total),
+        ("server_wait_ms", facts("communication.server_wait_ms")),
+    ):
+        yield from over(f"communication.{name}", value, "the longest step", longest)
+    steps = [worker["steps"] for worker in facts.workers if worker["steps"]]
+    yield from over(
+        "communication.timed_steps",
+        facts("communication.timed_steps"),
+        "a worker's steps",
+        max(steps, default=None),
     )

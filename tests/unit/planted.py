@@ -1,0 +1,136 @@
+"""Constructed studies in memory, and faults planted in their records."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fixture_records as fixture
+import pandas as pd
+
+from stratbench import record as record_module
+from stratbench.analysis.audit.rule import Study
+from stratbench.analysis.columns import COLUMNS, measured
+from stratbench.cells import Cell
+
+Record = dict[str, Any]
+#: experiment, strategy, workers, repeat
+Place = tuple[str, str, int, int]
+Records = dict[Place, Record]
+STRATEGIES = ("single", "ddp", "fsdp", "ps-sync", "ps-async", "ps-async-modified")
+#: Cells that did not finish, in an experiment of their own.
+ENDS = {
+    ("ddp", 1): "oom",
+    ("ddp", 2): "timeout",
+    ("ps-async", 2): "diverged",
+    ("fsdp", 2): "diverged",
+}
+
+
+@cache
+def sound(device: str) -> Records:
+    """A study without a fault: two repeats of some strategies, and cells that did not finish."""
+    found: Records = {}
+    for cell in fixture.expand(STRATEGIES, ("resnet50",), (1, 2), repeats=2):
+        found["main", cell.strategy, cell.gpus, cell.repeat] = fixture.make_record(
+            cell, "ok", device
+        )
+    for (strategy, gpus), status in ENDS.items():
+        cell = Cell("constructed", "ends", strategy, "resnet50", "cifar10", gpus, 0)
+        found["ends", strategy, gpus, 0] = fixture.make_record(cell, status, device)
+    return found
+
+
+@cache
+def sound_row(device: str, place: Place) -> dict[str, Any]:
+    """A sound record's row of cells.csv."""
+    return row(sound(device)[place])
+
+
+def row(record: Record) -> dict[str, Any]:
+    """The record's row of cells.csv; RecordError where it is no record."""
+    record_module.validate(record)
+    return record["cell"] | measured(record, Path("no timeline"))
+
+
+def study(records: Records, device: str) -> Study:
+    """What the rules are given; RecordError where the merge would refuse a record."""
+    sound_ones = sound(device)
+    rows = [
+        sound_row(device, place) if record is sound_ones.get(place) else row(record)
+        for place, record in records.items()
+    ]
+    return Study(pd.DataFrame(rows, columns=list(COLUMNS)), list(records.values()))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong in the record at `place`, that `rule` must find; `says` stands in the figures."""
+
+    name: str
+    place: Place
+    plant: Callable[[Record], None]
+    rule: str
+    says: str = ""
+    device: str = "cuda"
+
+    def planted(self) -> Records:
+        """The sound study with the fault."""
+        records = dict(sound(self.device))
+        records[self.place] = copy.deepcopy(records[self.place])
+        self.plant(records[self.place])
+        return records
+
+
+def put(path: str, value: Any) -> Callable[[Record], None]:
+    """A fault: another value; in a path, a number is a place in a list and * all of them."""
+    return change(path, lambda old: value)
+
+
+def times(path: str, factor: float) -> Callable[[Record], None]:
+    """A fault: a figure multiplied, a whole number staying one."""
+    return change(path, lambda old: type(old)(old * factor))
+
+
+def both(*plants: Callable[[Record], None]) -> Callable[[Record], None]:
+    """Several changes that make one fault."""
+
+    def plant(record: Record) -> None:
+        for one in plants:
+            one(record)
+
+    return plant
+
+
+def change(path: str, new: Callable[[Any], Any]) -> Callable[[Record], None]:
+    """A fault: what `new` makes of the value at `path`."""
+
+    def at(place: Any, keys: list[str]) -> None:
+        key, *rest = keys
+        if key == "*":
+            for i in range(len(place)):
+                at(place, [str(i), *rest])
+            return
+        where = int(key) if isinstance(place, list) else key
+        if rest:
+            at(place[where], rest)
+        else:
+            old = place.get(where) if isinstance(place, dict) else place[where]
+            place[where] = new(old)
+
+    return lambda record: at(record, path.split("."))
+
+
+def swap(path: str, one: int = 0, other: int = 1) -> Callable[[Record], None]:
+    """A fault: two entries of a list exchanged."""
+
+    def exchanged(values: list[Any]) -> list[Any]:
+        values = list(values)
+        values[one], values[other] = values[other], values[one]
+        return values
+
+    return change(path, exchanged)

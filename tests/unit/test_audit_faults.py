@@ -1,0 +1,938 @@
+"""The audit against planted faults: each is found by a rule that names it, sound records by none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import planted
+import pytest
+from planted import ENDS, Fault, both, change, put, sound, swap, times
+
+from stratbench.analysis.audit import RULES
+
+DDP, FSDP = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0)
+SINGLE, ASYNC, SYNC = (
+    ("main", "single", 1, 0),
+    ("main", "ps-async", 2, 0),
+    ("main", "ps-sync", 2, 0),
+)
+ALONE, MODIFIED = ("main", "ps-async", 1, 0), ("main", "ps-async-modified", 2, 0)
+OOM, TIMEOUT = ("ends", "ddp", 1, 0), ("ends", "ddp", 2, 0)
+DIVERGED, SERVED_DIVERGED = ("ends", "fsdp", 2, 0), ("ends", "ps-async", 2, 0)
+SERVER = "server.servers.0"
+
+
+def faster(factor: float):
+    """Training time and all that follows from it, so that the record agrees with itself."""
+
+    def plant(record: dict[str, Any]) -> None:
+        t, c = record["time"], record["communication"]
+        for key in ("train_time_s",):
+            t[key] /= factor
+        t["epoch_times_s"] = [s / factor for s in t["epoch_times_s"]]
+        t["step_ms"] = {k: v if k == "count" else v / factor for k, v in t["step_ms"].items()}
+        t["breakdown_ms"] = {k: v / factor for k, v in t["breakdown_ms"].items()}
+        t["throughput_samples_per_s"] *= factor
+        for entry in record["accuracy"]["per_epoch"]:
+            entry["train_time_s"] /= factor
+        for worker in record["workers"]:
+            worker["train_time_s"] /= factor
+        for key in ("achieved_flops_per_s", "mfu"):
+            record["compute"][key] *= factor
+        for key in c:
+            if key.endswith("_per_s"):
+                c[key] *= factor
+            elif key.endswith("_ms"):
+                c[key] /= factor
+        for key in record["energy"] or ():
+            record["energy"][key] /= factor
+        for server in (record["server"] or {"servers": ()})["servers"]:
+            server["train_time_s"] /= factor
+            server["apply_s"] /= factor
+            for epoch in server["epochs"]:
+                epoch["end_s"] /= factor
+
+    return plant
+
+
+def less_accurate(record: dict[str, Any]) -> None:
+    for entry in record["accuracy"]["per_epoch"]:
+        entry["accuracy"] = 0.5
+    record["accuracy"] |= {"final": 0.5, "best": 0.5}
+
+
+def without_worker(record: dict[str, Any]) -> None:
+    del record["workers"][1]
+
+
+def lost_to_the_server(record: dict[str, Any]) -> None:
+    record["server"]["servers"][0]["lost"] = [{"worker": 1, "step": 40, "reason": "killed"}]
+
+
+def stale(record: dict[str, Any]) -> None:
+    for server in record["server"]["servers"]:
+        total = sum(server["staleness"][0])
+        server["staleness"] = [[total - 9, 9]]
+        server["staleness_all_shards"] = [total - 9, 9]
+
+
+def worker(path: str) -> str:
+    return f"workers.*.provenance.{path}"
+
+
+FAULTS = [
+    # Times.
+    Fault(
+        "throughput doubled",
+        DDP,
+        times("time.throughput_samples_per_s", 2),
+        "contradictory-time",
+        "throughput",
+    ),
+    Fault(
+        "throughput of samples seen",
+        ASYNC,
+        times("time.throughput_samples_per_s", 0.9),
+        "contradictory-time",
+        "throughput",
+    ),
+    Fault(
+        "training time halved",
+        DDP,
+        times("time.train_time_s", 0.5),
+        "contradictory-time",
+        "train_time_s",
+    ),
+    Fault(
+        "training time without an epoch",
+        FSDP,
+        change("time.epoch_times_s", lambda old: old[:-1]),
+        "contradictory-counts",
+        "epoch_times_s",
+    ),
+    Fault("an epoch doubled", DDP, times("time.epoch_times_s.2", 2), "contradictory-time", "epoch"),
+    Fault("epochs exchanged", DDP, swap("time.epoch_times_s"), "contradictory-time", "epoch"),
+    Fault(
+        "an epoch ends before the one before",
+        FSDP,
+        swap("accuracy.per_epoch", 1, 2),
+        "contradictory-time",
+        "ascending",
+    ),
+    Fault(
+        "training longer than the cell",
+        DDP,
+        times("time.total_s", 0.3),
+        "contradictory-time",
+        "total_s",
+    ),
+    Fault(
+        "the whole too long for its clock",
+        DDP,
+        times("time.total_s", 1.5),
+        "contradictory-time",
+        "total_s",
+    ),
+    Fault(
+        "set-up longer than the cell",
+        DDP,
+        times("time.setup_s", 1000),
+        "contradictory-time",
+        "setup_s",
+    ),
+    Fault("evaluation took no time", FSDP, put("time.eval_s", 0.0), "contradictory-time", "eval_s"),
+    Fault(
+        "finished after its limit",
+        DDP,
+        put("time.time_limit_s", 20.0),
+        "contradictory-time",
+        "time_limit_s",
+    ),
+    Fault(
+        "steps shorter than the workers' time",
+        DDP,
+        times("time.step_ms.mean", 0.5),
+        "contradictory-time",
+        "step_ms.mean",
+    ),
+    Fault(
+        "median above the longest step",
+        DDP,
+        times("time.step_ms.p50", 3),
+        "contradictory-time",
+        "ascending",
+    ),
+    Fault("no spread", FSDP, put("time.step_ms.std", 0.0), "contradictory-time", "std"),
+    Fault(
+        "spread beyond the range", FSDP, times("time.step_ms.std", 9), "contradictory-time", "std"
+    ),
+    Fault(
+        "steps counted twice", DDP, times("time.step_ms.count", 2), "contradictory-time", "count"
+    ),
+    Fault(
+        "phases beyond the step",
+        DDP,
+        times("time.breakdown_ms.forward", 2),
+        "contradictory-time",
+        "breakdown_ms",
+    ),
+    Fault(
+        "exposed communication twice",
+        DDP,
+        times("communication.exposed_ms", 2),
+        "contradictory-time",
+        "exposed",
+    ),
+    Fault(
+        "waits unlike the breakdown's",
+        ASYNC,
+        times("communication.server_wait_ms", 0.5),
+        "contradictory-time",
+        "server_wait",
+    ),
+    Fault(
+        "one worker in half the time",
+        DDP,
+        times("workers.1.train_time_s", 0.4),
+        "contradictory-time",
+        "rank 1",
+    ),
+    Fault(
+        "server's time of another run",
+        SYNC,
+        times(f"{SERVER}.train_time_s", 0.7),
+        "contradictory-time",
+        "server",
+    ),
+    Fault(
+        "threads not as asked",
+        DDP,
+        put("workers.0.provenance.host.threads", 16),
+        "contradictory-time",
+        "threads",
+    ),
+    # Counts.
+    Fault(
+        "fewer samples seen",
+        DDP,
+        times("batch.samples_seen", 0.5),
+        "contradictory-counts",
+        "samples_seen",
+    ),
+    Fault(
+        "more samples applied than seen",
+        ASYNC,
+        times("batch.samples_applied", 2),
+        "contradictory-counts",
+        "samples_applied",
+    ),
+    Fault(
+        "updates of one epoch less",
+        DDP,
+        change("batch.updates_applied", lambda n: n - 390),
+        "contradictory-counts",
+        "updates_applied",
+    ),
+    Fault(
+        "asynchronous updates halved",
+        ASYNC,
+        times("batch.updates_applied", 0.5),
+        "contradictory-counts",
+        "updates_applied",
+    ),
+    Fault(
+        "synchronous updates by push",
+        SYNC,
+        both(times("batch.updates_applied", 2), times(f"{SERVER}.updates.0", 2)),
+        "contradictory-counts",
+        "updates_per_step",
+    ),
+    Fault(
+        "batch not divided",
+        DDP,
+        times("batch.per_worker_batch", 2),
+        "contradictory-counts",
+        "global_batch",
+    ),
+    Fault(
+        "batch not that of the settings",
+        FSDP,
+        both(times("batch.global_batch", 2), times("batch.per_worker_batch", 2)),
+        "contradictory-counts",
+        "settings",
+    ),
+    Fault(
+        "steps of another batch",
+        DDP,
+        times("batch.steps_per_epoch", 0.5),
+        "contradictory-counts",
+        "steps_per_epoch",
+    ),
+    Fault(
+        "an epoch's accuracy missing",
+        DDP,
+        change("accuracy.per_epoch", lambda old: old[:-1]),
+        "contradictory-counts",
+        "per_epoch",
+    ),
+    Fault(
+        "a worker with half the samples",
+        DDP,
+        times("workers.1.samples", 0.5),
+        "contradictory-counts",
+        "rank 1",
+    ),
+    Fault(
+        "a worker with half the steps",
+        FSDP,
+        times("workers.0.steps", 0.5),
+        "contradictory-counts",
+        "rank 0",
+    ),
+    Fault("ranks exchanged", DDP, swap("workers"), "contradictory-counts", "ranks"),
+    Fault("a rank twice", DDP, put("workers.1.rank", 0), "contradictory-counts", "ranks"),
+    Fault(
+        "another model trained",
+        DDP,
+        put("settings.model", "vgg16"),
+        "contradictory-counts",
+        "settings.model",
+    ),
+    Fault(
+        "another strategy trained",
+        DDP,
+        put("settings.strategy", "fsdp"),
+        "contradictory-counts",
+        "strategy",
+    ),
+    Fault(
+        "other options trained",
+        FSDP,
+        put("strategy.options", {"reshard_after_forward": "never", "mixed_precision": "autocast"}),
+        "contradictory-counts",
+        "options",
+    ),
+    Fault(
+        "other precision computed",
+        DDP,
+        put("strategy.details.compute_dtype", "float16 (autocast)"),
+        "contradictory-counts",
+        "compute_dtype",
+    ),
+    Fault(
+        "groups larger than the model",
+        FSDP,
+        times("strategy.wrap_groups.0.parameters", 9),
+        "contradictory-counts",
+        "wrap_groups",
+    ),
+    Fault(
+        "nodes for fewer workers",
+        DDP,
+        put("provenance.workers_per_node", 1),
+        "contradictory-counts",
+        "nodes",
+    ),
+    Fault(
+        "a figure that is no number",
+        DDP,
+        put("time.breakdown_ms.forward", float("nan")),
+        "contradictory-counts",
+        "no number",
+    ),
+    Fault(
+        "less than nothing",
+        ASYNC,
+        put("strategy.details.skipped_steps", -1),
+        "contradictory-counts",
+        "less than nothing",
+    ),
+    Fault(
+        "a CPU's record among GPUs",
+        DDP,
+        put("provenance.device", "cpu"),
+        "contradictory-counts",
+        "device",
+    ),
+    # Ends.
+    Fault(
+        "ok with a reason",
+        DDP,
+        put("reason", "rank 1 was killed"),
+        "contradictory-status",
+        "reason",
+    ),
+    Fault(
+        "ok without a time",
+        DDP,
+        put("time.train_time_s", None),
+        "contradictory-status",
+        "train_time_s",
+    ),
+    Fault(
+        "ok with a loss that is not finite",
+        FSDP,
+        put("accuracy.per_epoch.3.test_loss", None),
+        "contradictory-status",
+        "finite",
+    ),
+    Fault(
+        "out of memory, with a time",
+        OOM,
+        put("time.train_time_s", 12.0),
+        "contradictory-status",
+        "train_time_s",
+    ),
+    Fault(
+        "out of memory without a reason",
+        OOM,
+        put("reason", None),
+        "contradictory-status",
+        "no reason",
+    ),
+    Fault(
+        "stopped, with a final accuracy",
+        TIMEOUT,
+        put("accuracy.final", 0.5),
+        "contradictory-status",
+        "final",
+    ),
+    Fault(
+        "stopped long before its limit",
+        TIMEOUT,
+        put("time.total_s", 12.0),
+        "contradictory-time",
+        "limit",
+    ),
+    Fault(
+        "stopped without a limit",
+        TIMEOUT,
+        put("time.time_limit_s", None),
+        "contradictory-time",
+        "limit",
+    ),
+    Fault(
+        "diverged, and every loss is finite",
+        DIVERGED,
+        both(
+            put("accuracy.per_epoch.0.train_loss", 2.0), put("accuracy.per_epoch.0.test_loss", 2.0)
+        ),
+        "contradictory-status",
+        "finite",
+    ),
+    Fault(
+        "diverged, with a final accuracy",
+        SERVED_DIVERGED,
+        put("accuracy.final", 0.5),
+        "contradictory-status",
+        "final",
+    ),
+    # Workers.
+    Fault("a worker left no result", DDP, without_worker, "lost-workers", "ranks 1"),
+    Fault("a server's worker left no result", ASYNC, without_worker, "lost-workers", "ranks 1"),
+    Fault("a worker was lost", ASYNC, lost_to_the_server, "lost-workers", "1 of 2"),
+    Fault(
+        "a worker without samples",
+        ASYNC,
+        both(put("workers.1.samples", 0), put("workers.1.steps", 0)),
+        "lost-workers",
+        "rank 1",
+    ),
+    Fault(
+        "two ranks on one GPU",
+        DDP,
+        put("workers.1.provenance.gpu.uuid", "GPU-constructed-0"),
+        "contradictory-devices",
+        "GPU-constructed-0",
+    ),
+    Fault(
+        "two ranks on one device",
+        DDP,
+        put("workers.1.provenance.device", "cuda:0"),
+        "contradictory-devices",
+        "cuda:0",
+    ),
+    Fault(
+        "a worker on a CPU",
+        FSDP,
+        put("workers.1.provenance.device", "cpu"),
+        "contradictory-devices",
+        "rank 1",
+    ),
+    # Servers.
+    Fault("stale with one worker", ALONE, stale, "contradictory-server", "stale"),
+    Fault("stale under a barrier", SYNC, stale, "contradictory-server", "stale"),
+    Fault(
+        "tickets that no worker had",
+        ASYNC,
+        times(f"{SERVER}.tickets_settled", 2),
+        "contradictory-server",
+        "tickets_settled",
+    ),
+    Fault(
+        "a worker's tickets elsewhere",
+        ASYNC,
+        times(f"{SERVER}.workers.0.tickets", 2),
+        "contradictory-server",
+        "rank 0",
+    ),
+    Fault(
+        "pushes missing from the staleness",
+        ASYNC,
+        times(f"{SERVER}.staleness.0.0", 0.5),
+        "contradictory-server",
+        "staleness",
+    ),
+    Fault(
+        "more updates than pushes",
+        MODIFIED,
+        times(f"{SERVER}.updates.0", 2),
+        "contradictory-server",
+        "updates",
+    ),
+    Fault(
+        "drops nobody pushed",
+        ASYNC,
+        put(f"{SERVER}.dropped.0", 50),
+        "contradictory-server",
+        "dropped",
+    ),
+    Fault(
+        "another policy",
+        ASYNC,
+        put(f"{SERVER}.policy", "ps-sync"),
+        "contradictory-server",
+        "policy",
+    ),
+    Fault(
+        "a server that failed",
+        SYNC,
+        put(f"{SERVER}.status", "lost"),
+        "contradictory-server",
+        "lost",
+    ),
+    Fault(
+        "a shard for another model",
+        ASYNC,
+        times(f"{SERVER}.shard_numel", 0.5),
+        "contradictory-server",
+        "shard",
+    ),
+    Fault(
+        "work beyond the time",
+        ASYNC,
+        times(f"{SERVER}.apply_s", 50),
+        "contradictory-server",
+        "apply_s",
+    ),
+    Fault(
+        "waits beyond the time",
+        SYNC,
+        put(f"{SERVER}.workers.1.wait_s", 1e4),
+        "contradictory-server",
+        "wait_s",
+    ),
+    Fault(
+        "two servers asked for",
+        ASYNC,
+        both(put("strategy.options.servers", 2), put("settings.options.servers", 2)),
+        "contradictory-server",
+        "servers",
+    ),
+    # Traffic.
+    Fault(
+        "half the gradients sent",
+        DDP,
+        both(
+            times("communication.sent_bytes_per_step", 0.5),
+            times("communication.received_bytes_per_step", 0.5),
+            times("communication.implied_bytes_per_s", 0.5),
+        ),
+        "contradictory-traffic",
+        "copies",
+    ),
+    Fault(
+        "twice the shards gathered",
+        FSDP,
+        both(
+            times("communication.sent_bytes_per_step", 2),
+            times("communication.received_bytes_per_step", 2),
+            times("communication.implied_bytes_per_s", 2),
+        ),
+        "contradictory-traffic",
+        "copies",
+    ),
+    Fault(
+        "more received than sent",
+        DDP,
+        times("communication.received_bytes_per_step", 2),
+        "contradictory-traffic",
+        "received",
+    ),
+    Fault(
+        "one worker sends",
+        SINGLE,
+        both(
+            put("communication.sent_bytes_per_step", 1e6),
+            put("communication.received_bytes_per_step", 1e6),
+        ),
+        "contradictory-traffic",
+        "one worker",
+    ),
+    Fault(
+        "bandwidth of another time",
+        FSDP,
+        times("communication.implied_bytes_per_s", 3),
+        "contradictory-traffic",
+        "implied",
+    ),
+    Fault(
+        "bytes that the server did not get",
+        ASYNC,
+        times(f"{SERVER}.workers.0.bytes_in", 0.5),
+        "contradictory-traffic",
+        "bytes_in",
+    ),
+    Fault(
+        "pushes of half a model",
+        ASYNC,
+        times("communication.sent_bytes_per_step", 0.4),
+        "contradictory-traffic",
+        "sent",
+    ),
+    Fault(
+        "more overlapped than there was",
+        DDP,
+        times("communication.overlapped_ms", 4),
+        "contradictory-traffic",
+        "overlapped",
+    ),
+    Fault(
+        "more steps timed than made",
+        DDP,
+        times("communication.timed_steps", 2),
+        "contradictory-traffic",
+        "timed_steps",
+    ),
+    # Memory.
+    Fault(
+        "peak below the model states",
+        DDP,
+        both(
+            times("memory.peak_bytes", 0.1),
+            times("workers.*.memory.peak_bytes", 0.1),
+            times("workers.*.memory.allocated_peak_bytes", 0.1),
+        ),
+        "contradictory-memory",
+        "model states",
+    ),
+    Fault(
+        "peak of nobody", DDP, times("memory.peak_bytes", 1.5), "contradictory-memory", "the most"
+    ),
+    Fault(
+        "growth unlike peak and base",
+        DDP,
+        times("workers.*.memory.base_bytes", 0.5),
+        "contradictory-memory",
+        "base_bytes",
+    ),
+    Fault(
+        "replica of half a model",
+        DDP,
+        times("memory.model_states.parameters_bytes", 0.5),
+        "contradictory-memory",
+        "parameters_bytes",
+    ),
+    Fault(
+        "shard of the whole model",
+        FSDP,
+        times("memory.model_states.gradients_bytes", 2),
+        "contradictory-memory",
+        "gradients_bytes",
+    ),
+    Fault(
+        "momentum nobody asked for",
+        ASYNC,
+        put("memory.model_states.optimizer_bytes", 94_000_000),
+        "contradictory-memory",
+        "optimizer_bytes",
+    ),
+    Fault(
+        "more memory than the GPU has",
+        DDP,
+        put("workers.*.provenance.gpu.memory_bytes", 2**20),
+        "contradictory-memory",
+        "GPU",
+    ),
+    Fault(
+        "a CPU's method on a GPU",
+        DDP,
+        put("memory.method", "vmhwm"),
+        "contradictory-memory",
+        "method",
+    ),
+    # Operations and energy.
+    Fault(
+        "more than the peak",
+        DDP,
+        both(times("compute.mfu", 400), times("compute.peak_flops_per_s", 1 / 400)),
+        "contradictory-efficiency",
+        "mfu",
+    ),
+    Fault(
+        "operations of another time",
+        FSDP,
+        times("compute.achieved_flops_per_s", 2),
+        "contradictory-efficiency",
+        "achieved",
+    ),
+    Fault(
+        "an MFU of another peak", DDP, times("compute.mfu", 0.5), "contradictory-efficiency", "mfu"
+    ),
+    Fault(
+        "energy beyond the power limit",
+        DDP,
+        both(times("energy.train_joules", 3), times("energy.joules_per_sample", 3)),
+        "contradictory-energy",
+        "power limit",
+    ),
+    Fault(
+        "no energy",
+        DDP,
+        both(put("energy.train_joules", 0.0), put("energy.joules_per_sample", 0.0)),
+        "contradictory-energy",
+        "W x time",
+    ),
+    Fault(
+        "energy of other samples",
+        FSDP,
+        times("energy.joules_per_sample", 2),
+        "contradictory-energy",
+        "joules_per_sample",
+    ),
+    # Accuracy.
+    Fault(
+        "final accuracy of no epoch",
+        DDP,
+        put("accuracy.final", 0.9612),
+        "contradictory-accuracy",
+        "final",
+    ),
+    Fault(
+        "the best below an epoch",
+        FSDP,
+        times("accuracy.best", 0.5),
+        "contradictory-accuracy",
+        "best",
+    ),
+    Fault(
+        "half a sample right",
+        DDP,
+        change("accuracy.per_epoch.1.accuracy", lambda a: a + 5e-5),
+        "contradictory-accuracy",
+        "whole",
+    ),
+    Fault(
+        "too small a loss",
+        DDP,
+        put("accuracy.per_epoch.0.test_loss", 0.01),
+        "contradictory-accuracy",
+        "test_loss",
+    ),
+    Fault(
+        "epochs numbered twice",
+        DDP,
+        put("accuracy.per_epoch.2.epoch", 2),
+        "contradictory-accuracy",
+        "epochs",
+    ),
+    Fault(
+        "losses unlike equal strategies'",
+        DDP,
+        times("accuracy.per_epoch.4.train_loss", 3),
+        "equal-arithmetic-unequal-loss",
+        "train_loss",
+    ),
+    Fault(
+        "did not learn", ("main", "ps-async", 2, 1), less_accurate, "accuracy-below-floor", "50.0%"
+    ),
+    Fault("alone unlike synchronous", ALONE, less_accurate, "async-alone-unlike-sync", "ps-sync"),
+    # Speed.
+    Fault("superlinear against itself", DDP, faster(3), "superlinear", "on 2 as on 1"),
+    Fault("superlinear against single only", SINGLE, faster(1 / 9), "superlinear", "single"),
+    Fault("faster than memory moves", SYNC, faster(9000), "bandwidth-impossible", "GB/s"),
+    # Cells of a comparison.
+    Fault(
+        "TF32 in one cell",
+        DDP,
+        put(worker("flags.matmul_tf32"), True),
+        "mixed-precision",
+        "matmul_tf32",
+    ),
+    Fault("another cuDNN", FSDP, put(worker("software.cudnn"), 99), "mixed-versions", "cudnn"),
+    Fault(
+        "another torch on one rank",
+        DDP,
+        put("workers.1.provenance.software.torch", "9.9"),
+        "mixed-versions",
+        "torch",
+    ),
+    Fault(
+        "another resolution",
+        DDP,
+        put("model.input_shape", [3, 224, 224]),
+        "mixed-models",
+        "input_shape",
+    ),
+    Fault("a smaller test set", DDP, put("data.test_samples", 5000), "mixed-data", "test_samples"),
+    Fault("other data", FSDP, put("data.sha256", "0" * 64), "mixed-data", "sha256"),
+    Fault("generated data", FSDP, put("data.synthetic", True), "mixed-data", "synthetic"),
+    Fault("another learning rate", DDP, put("settings.lr", 0.1), "mixed-settings", "settings.lr"),
+    Fault("another seed", DDP, put("settings.seed", 7), "mixed-seeds", "seed"),
+    Fault(
+        "a repeat told twice",
+        ("main", "ddp", 2, 1),
+        put("model.initial_weights_sha256", sound("cuda")[DDP]["model"]["initial_weights_sha256"]),
+        "repeats-alike",
+        "0, 1",
+    ),
+    Fault(
+        "other weights",
+        FSDP,
+        put("model.initial_weights_sha256", "0" * 64),
+        "unequal-start",
+        "fsdp",
+    ),
+    Fault("another GPU", DDP, put(worker("gpu.name"), "Another GPU"), "mixed-devices", "gpu.name"),
+    Fault(
+        "clocks capped",
+        FSDP,
+        put(worker("gpu.application_sm_clock_mhz"), 900),
+        "mixed-clocks",
+        "application_sm_clock",
+    ),
+    Fault(
+        "power capped", FSDP, put(worker("gpu.power_limit_w"), 350.0), "mixed-clocks", "power_limit"
+    ),
+    Fault("fewer cores", DDP, put(worker("host.affinity"), [0]), "mixed-cores", "cores"),
+    Fault("another host", DDP, put(worker("host.name"), "other-host"), "mixed-hosts", "host.name"),
+    Fault(
+        "another driver",
+        DDP,
+        put(worker("driver.driver_version"), "999"),
+        "mixed-drivers",
+        "driver",
+    ),
+    Fault("changed code", DDP, put("provenance.git.dirty", True), "mixed-revisions", "dirty"),
+    Fault(
+        "another environment",
+        DDP,
+        put(worker("environment.OMP_NUM_THREADS"), "8"),
+        "mixed-environments",
+        "OMP",
+    ),
+    Fault(
+        "more work a sample",
+        FSDP,
+        both(
+            times("compute.forward_flops_per_sample", 2),
+            times("compute.achieved_flops_per_s", 2),
+            times("compute.mfu", 2),
+        ),
+        "mixed-models",
+        "forward_flops",
+    ),
+    Fault(
+        "a repeat sharded otherwise",
+        FSDP,
+        change("strategy.wrap_groups", lambda old: old[:3]),
+        "repeats-differ",
+        "wrap_groups",
+    ),
+    Fault("copied time", DDP, put("time.total_s", 123.456789), "contradictory-time", "total_s"),
+    # CPU processes.
+    Fault(
+        "energy without a GPU",
+        DDP,
+        put("energy", {"train_joules": 1e4, "joules_per_sample": 1e4 / 299520}),
+        "contradictory-energy",
+        "no GPUs",
+        "cpu",
+    ),
+    Fault(
+        "faster than cores",
+        DDP,
+        both(
+            times("compute.forward_flops_per_sample", 300),
+            times("compute.achieved_flops_per_s", 300),
+        ),
+        "contradictory-efficiency",
+        "cores",
+        "cpu",
+    ),
+    Fault(
+        "a process without its host's memory",
+        DDP,
+        put(worker("host.memory_bytes"), 2**20),
+        "contradictory-memory",
+        "host",
+        "cpu",
+    ),
+    Fault(
+        "a method of another system",
+        FSDP,
+        put("memory.method", "maxrss-since-process-start"),
+        "mixed-methods",
+        "maxrss",
+        "cpu",
+    ),
+    Fault(
+        "throughput of a CPU doubled",
+        FSDP,
+        times("time.throughput_samples_per_s", 2),
+        "contradictory-time",
+        "throughput",
+        "cpu",
+    ),
+    Fault(
+        "a CPU's epoch doubled",
+        ASYNC,
+        times("time.epoch_times_s.0", 2),
+        "contradictory-time",
+        "epoch",
+        "cpu",
+    ),
+    Fault(
+        "a GPU among processes",
+        DDP,
+        put("workers.0.provenance.gpu", {"name": "Another GPU"}),
+        "contradictory-devices",
+        "GPU",
+        "cpu",
+    ),
+]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_sound_records_of_every_end_trip_no_rule_that_is_not_about_cpus(device):
+    whole = planted.study(sound(device), device)
+    rules = {rule.id for rule in RULES if any(rule.check(whole))}
+    assert rules == ({"workers-are-processes"} if device == "cpu" else set())
+    ends = {record["status"] for record in sound(device).values()}
+    assert ends == {"ok", *ENDS.values()}
+
+
+def test_planted_faults_are_found_by_rules_that_name_them():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 80
+    missed = [fault.name for fault in FAULTS if not named(fault)]
+    print(f"{len(FAULTS) - len(missed)} of {len(FAULTS)} planted faults found")
+    assert missed == []
+
+
+RULE = {rule.id: rule for rule in RULES}
+
+
+def named(fault: Fault) -> bool:
+    """Whether the rule of the fault finds it, and its figures say what it is."""
+    study = planted.study(fault.planted(), fault.device)
+    return any(fault.says in found.figures for found in RULE[fault.rule].check(study))

@@ -1,0 +1,132 @@
+"""How rules look at one record: its fields by path, and what two figures should have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+from stratbench.analysis.columns import field
+from stratbench.record import Record
+
+#: What rounding explains.
+ROUNDING = 1e-6
+
+
+class Facts:
+    """A record by the paths of its fields: `facts("time.train_time_s")`; None where absent."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.workers: list[dict[str, Any]] = record["workers"]
+        self.servers: list[dict[str, Any]] = self("server.servers") or []
+        self.gpus: int = self("cell.gpus")
+        self.status: str = self("status")
+        #: The workers trained to an end, so that what they did in all is known.
+        self.finished = self.status in ("ok", "diverged") and bool(self.workers)
+        #: Workers that servers lost, by their number.
+        self.lost = {str(entry) for server in self.servers for entry in server.get("lost") or ()}
+        #: Nobody was lost, and every worker says what it did.
+        self.whole = self.finished and not self.lost and len(self.workers) == self.gpus
+
+    def __call__(self, path: str) -> Any:
+        return field(self.record, path)
+
+    def product(self, *paths: str) -> float | None:
+        """The product of some fields; None where one of them is absent."""
+        values = [self(path) for path in paths]
+        return None if None in values else math.prod(values)
+
+    def ratio(self, one: str, other: str) -> float | None:
+        """The ratio of two fields; None where one is absent or the second is 0."""
+        a, b = self(one), self(other)
+        return None if a is None or not b else a / b
+
+    @property
+    def epochs_run(self) -> int:
+        """Epochs that were trained to their end, as the accuracies tell it."""
+        return len(self("accuracy.per_epoch") or ())
+
+    @property
+    def skips(self) -> int:
+        """Steps that overflowed, of all workers together."""
+        if self.servers:
+            return sum(link.get("skips") or 0 for link in self.servers[0].get("workers") or ())
+        return self("strategy.details.skipped_steps") or 0
+
+    @property
+    def parameter_bytes(self) -> float | None:
+        """What the whole model's parameters take, by their number and format."""
+        wide = self("strategy.details.weights_dtype") == "float64"
+        count = self("model.parameters")
+        return None if count is None else count * (8 if wide else 4)
+
+
+def unlike(
+    what: str,
+    value: float | None,
+    formula: str,
+    expected: float | None,
+    relative: float = ROUNDING,
+    absolute: float = 0.0,
+) -> Iterator[str]:
+    """Says so where a figure is not what a formula gives; nothing where either is absent."""
+    if value is None or expected is None:
+        return
+    # Written so that a figure that is not a number is unlike everything.
+    if not abs(value - expected) <= absolute + relative * max(abs(value), abs(expected)):
+        yield f"{what} is {value:.6g}, but {formula} is {expected:.6g}"
+
+
+def over(
+    what: str, value: float | None, formula: str, most: float | None, slack: float = ROUNDING
+) -> Iterator[str]:
+    """Says so where a figure is more than it can be; nothing where either is absent."""
+    if value is not None and most is not None and not value <= most + slack * abs(most):
+        yield f"{what} is {value:.6g}, more than {formula}, {most:.6g}"
+
+
+def under(
+    what: str, value: float | None, formula: str, least: float | None, slack: float = ROUNDING
+) -> Iterator[str]:
+    """Says so where a figure is less than it can be; nothing where either is absent."""
+    if value is not None and least is not None and not value >= least - slack * abs(least):
+        yield f"{what} is {value:.6g}, less than {formula}, {least:.6g}"
+
+
+def absent(what: str, value: Any, why: str) -> Iterator[str]:
+    """Says so where there is no figure although there must be one."""
+    if value is None:
+        yield f"{what} is absent, {why}"
+
+
+def present(what: str, value: Any, why: str) -> Iterator[str]:
+    """Says so where there is a figure although there cannot be one."""
+    if value is not None:
+        yield f"{what} is {value:.6g}, {why}"
+
+
+def other(what: str, value: Any, formula: str, expected: Any) -> Iterator[str]:
+    """Says so where two things that are no numbers differ; nothing where either is absent."""
+    if value is not None and expected is not None and value != expected:
+        yield f"{what} is {value}, but {formula} is {expected}"
+
+
+def rising(what: str, values: Iterable[float]) -> Iterator[str]:
+    """Says so where values are not in ascending order."""
+    listed = [value for value in values if value is not None]
+    if any(not a <= b for a, b in pairwise(listed)):
+        yield f"{what} are not in ascending order: {', '.join(f'{v:.6g}' for v in listed)}"
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a record with its path."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from numbers(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from numbers(inner, f"{path}[{i}]")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, value

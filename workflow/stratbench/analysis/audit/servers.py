@@ -1,0 +1,212 @@
+"""What parameter servers counted, against what the workers and the policy say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from stratbench.analysis.audit.figures import Facts, other, over, rising, under, unlike
+from stratbench.analysis.audit.rule import record_rule
+from stratbench.record import Record
+
+#: Shards are padded, and hold the float buffers too.
+PADDING = 0.1
+
+
+@record_rule(
+    "contradictory-server",
+    "unusable",
+    "all",
+    "What the parameter servers counted does not agree in itself, with the workers, or with the "
+    "policy: tickets, pushes, updates, staleness, waits.",
+)
+def contradictory_server(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    if not facts.servers:
+        return
+    asked = facts("strategy.options.servers")
+    yield from unlike("the number of servers", len(facts.servers), "the option's", asked)
+    yield from of_tickets(facts)
+    yield from of_shards(facts)
+    for i, server in enumerate(facts.servers):
+        name = f"server {i}"
+        yield from other(f"the number of {name}", server.get("server"), "by its place it", i)
+        yield from unlike(f"n_servers of {name}", server.get("n_servers"), "the option's", asked)
+        yield from other(
+            f"policy of {name}", server.get("policy"), "the strategy", facts("strategy.name")
+        )
+        if facts.status == "ok" and server.get("status") not in (None, "ok"):
+            yield f"{name} ended as {server['status']}, although the cell ended well"
+        yield from of_pushes(facts, server, name)
+        yield from of_times(facts, server, name)
+
+
+def of_tickets(facts: Facts) -> Iterator[str]:
+    """Batches handed out, settled, and done by the workers."""
+    first = facts.servers[0]
+    settled, per_step = first.get("tickets_settled"), facts("batch.samples_per_step")
+    if settled is not None and per_step is not None:
+        yield from unlike(
+            "batch.samples_seen",
+            facts("batch.samples_seen"),
+            "tickets_settled x samples_per_step",
+            settled * per_step,
+        )
+    if facts.lost or first.get("reassigned"):
+        return
+    links = {link["worker"]: link for link in first["workers"]}
+    tickets = [link["tickets"] for link in links.values() if "tickets" in link]
+    if settled is not None and tickets:
+        yield from unlike(
+            "tickets_settled", settled, "the sum of the workers' tickets", sum(tickets)
+        )
+    for worker in facts.workers:
+        link = links.get(worker["rank"])
+        if link is None:
+            yield f"rank {worker['rank']} is unknown to its server"
+        elif "tickets" in link:
+            yield from unlike(
+                f"steps of rank {worker['rank']}",
+                worker["steps"],
+                "the tickets that its server counted",
+                link["tickets"],
+            )
+            yield from over(
+                f"skips of rank {worker['rank']}", link.get("skips"), "its tickets", link["tickets"]
+            )
+
+
+def of_shards(facts: Facts) -> Iterator[str]:
+    """The shards of all servers hold the model."""
+    shards = [(s.get("shard_numel"), len(s.get("updates") or ())) for s in facts.servers]
+    size = facts("model.parameters")
+    if size is None or any(numel is None for numel, _ in shards):
+        return
+    held = sum(numel * n for numel, n in shards)
+    yield from under("the elements of all shards", held, "model.parameters", size)
+    numel, total = shards[0][0], sum(n for _, n in shards)
+    # The last shard may be anything but empty.
+    yield from over(
+        "the elements of all shards but one",
+        numel * (total - 1),
+        "model.parameters, padded",
+        size * (1 + PADDING) + 4096,
+    )
+    if total == 1:
+        yield from over(
+            "the elements of the shard",
+            held,
+            "model.parameters, padded",
+            size * (1 + PADDING) + 4096,
+        )
+
+
+def of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
+    """Pushes, staleness and updates of each shard."""
+    counts, updates = server.get("staleness"), server.get("updates")
+    total = server.get("staleness_all_shards")
+    if counts is not None and total is not None:
+        width = max((len(c) for c in counts), default=0)
+        summed = [sum(c[i] if i < len(c) else 0 for c in counts) for i in range(width)]
+        if strip(summed) != strip(total):
+            yield f"staleness_all_shards of {name} is {total}, but its shards make {summed}"
+    waiting = facts.gpus == 1 or facts("strategy.traits.equals_ddp")
+    if total is not None and waiting and len(strip(total)) > 1:
+        why = "one worker" if facts.gpus == 1 else "every update is made of all workers' pushes"
+        yield f"staleness of {name} is {total}, although nothing can be stale: {why}"
+    if counts is None or updates is None:
+        return
+    dropped = server.get("dropped") or [0] * len(updates)
+    if not len(counts) == len(updates) == len(dropped):
+        yield f"{name} has {len(updates)} shards' updates, {len(counts)} staleness, {len(dropped)} dropped"
+        return
+    skips = sum(link.get("skips") or 0 for link in server["workers"])
+    tickets = sum(link.get("tickets") or 0 for link in server["workers"])
+    per_step = facts("strategy.traits.updates_per_step")
+    steps = facts.epochs_run * facts("batch.steps_per_epoch")
+    for i, (count, made, late) in enumerate(zip(counts, updates, dropped, strict=True)):
+        shard, pushes = f"shard {i} of {name}", sum(count)
+        if tickets and not facts.lost and not server.get("reassigned"):
+            yield from unlike(
+                f"pushes by staleness of {shard}",
+                pushes,
+                "tickets - skips - dropped",
+                tickets - skips - late,
+            )
+        yield from over(f"updates of {shard}", made, "the pushes that made them", pushes)
+        yield from over(f"staleness of {shard}", len(strip(count)) - 1, "its updates", made)
+        if per_step is not None and not skips and not facts.lost and facts.status == "ok":
+            yield from unlike(
+                f"updates of {shard}",
+                made,
+                "steps x the strategy's updates_per_step",
+                steps * per_step,
+                absolute=1.0,
+            )
+    yield from unlike(
+        "batch.updates_applied",
+        facts("batch.updates_applied"),
+        "the most updates of a shard",
+        max(n for s in facts.servers for n in s["updates"]),
+    )
+    shards = [sum(c) for s in facts.servers for c in s["staleness"]]
+    yield from unlike(
+        "batch.samples_applied",
+        facts("batch.samples_applied"),
+        "the pushes that the shards took x samples_per_step",
+        facts("batch.samples_per_step")
+        and sum(shards) / len(shards) * facts("batch.samples_per_step"),
+        absolute=1.0,
+    )
+
+
+def of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
+    """Epochs, waits and work of a server within its training time."""
+    train_time_s = server.get("train_time_s")
+    epochs = server.get("epochs") or ()
+    if facts.status == "ok":
+        yield from other(
+            f"epochs of {name}",
+            [e["epoch"] for e in epochs],
+            "what was asked for",
+            list(range(facts.epochs_run)),
+        )
+    ends = [e["end_s"] for e in epochs]
+    yield from rising(f"end_s of {name}", ends)
+    if ends:
+        yield from over(
+            f"the last end_s of {name}", ends[-1], "its train_time_s", train_time_s, 0.01
+        )
+        yield from under(
+            f"the last end_s of {name}", ends[-1], "its train_time_s", train_time_s, 0.05
+        )
+    if name == "server 0" and facts.finished and len(ends) == len(facts("time.epoch_times_s")):
+        for i, (end, entry) in enumerate(zip(ends, facts("accuracy.per_epoch"), strict=False), 1):
+            yield from unlike(
+                f"end_s of epoch {i}",
+                end,
+                "accuracy.per_epoch's train_time_s",
+                entry["train_time_s"],
+            )
+    if train_time_s is None:
+        return
+    yield from over(
+        f"apply_s of {name}",
+        server.get("apply_s"),
+        "its workers x train_time_s",
+        facts.gpus * train_time_s,
+    )
+    for link in server["workers"]:
+        yield from over(
+            f"wait_s of worker {link['worker']} at {name}",
+            link.get("wait_s"),
+            "train_time_s",
+            train_time_s,
+            0.1,
+        )
+
+
+def strip(counts: list[int]) -> list[int]:
+    """A histogram without its trailing zeros."""
+    last = max((i for i, count in enumerate(counts) if count), default=-1)
+    return counts[: last + 1]

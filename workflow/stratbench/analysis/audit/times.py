@@ -1,0 +1,244 @@
+"""Times of a record that must agree: epochs, steps, phases, and the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from stratbench.analysis.audit.figures import Facts, other, over, rising, under, unlike
+from stratbench.analysis.audit.rule import record_rule
+from stratbench.record import Record
+
+#: By how much the sum of the steps may miss the time around them: the device's clock and the host's.
+STEPS = 0.05
+#: A server's training ends with its last push, its workers' with the reply.
+SERVED, SERVED_S = 0.1, 0.5
+#: Clock readings of one moment by two processes, in seconds; start and end are told in whole ones.
+READINGS_S = 2.5
+PHASES = ("setup_s", "data_s", "warmup_s", "eval_s")
+ORDER = ("min", "p10", "p50", "p90", "p99", "max")
+
+
+@record_rule(
+    "contradictory-time",
+    "unusable",
+    "time",
+    "Times of the record that follow from each other do not agree: throughput and training time, "
+    "epochs and their sum, steps and phases, training and the whole.",
+)
+def contradictory_time(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    if facts.finished:
+        yield from of_training(facts)
+        yield from of_workers(facts)
+    yield from of_epochs(facts)
+    yield from of_steps(facts)
+    yield from of_phases(facts)
+    yield from of_the_whole(facts)
+
+
+def of_training(facts: Facts) -> Iterator[str]:
+    """The training time by samples, workers and servers."""
+    train_time_s = facts("time.train_time_s")
+    yield from unlike(
+        "time.throughput_samples_per_s",
+        facts("time.throughput_samples_per_s"),
+        "samples_applied / train_time_s",
+        facts.ratio("batch.samples_applied", "time.train_time_s"),
+    )
+    slowest = max((w["train_time_s"] for w in facts.workers if w["train_time_s"]), default=None)
+    if facts("strategy.kind") == "collective":
+        yield from unlike("time.train_time_s", train_time_s, "the slowest worker's", slowest)
+    else:
+        yield from unlike(
+            "time.train_time_s", train_time_s, "the slowest worker's", slowest, SERVED, SERVED_S
+        )
+        served = max((s["train_time_s"] for s in facts.servers), default=None)
+        yield from unlike("time.train_time_s", train_time_s, "the slowest server's", served)
+    if train_time_s is not None and not train_time_s > 0:
+        yield f"time.train_time_s is {train_time_s}"
+
+
+def of_workers(facts: Facts) -> Iterator[str]:
+    """Each worker's own time, and the steps of all together."""
+    means = facts("time.step_ms") or {}
+    own = [w["train_time_s"] for w in facts.workers]
+    steps = [w["steps"] for w in facts.workers]
+    if None in own or None in steps:
+        return
+    yield from unlike(
+        "time.step_ms.count", means.get("count"), "the sum of the workers' steps", sum(steps)
+    )
+    if "mean" in means and "count" in means:
+        total_s = means["mean"] * means["count"] / 1e3
+        yield from unlike(
+            "time.step_ms.mean x count", total_s, "the sum of the workers' times", sum(own), STEPS
+        )
+    if facts("strategy.kind") == "collective":
+        slowest = max(own)
+        for worker in facts.workers:  # they step together
+            yield from under(
+                f"train_time_s of rank {worker['rank']}",
+                worker["train_time_s"],
+                "half the slowest worker's",
+                slowest / 2,
+            )
+    phases = facts("time.breakdown_ms")
+    if phases and all(steps):
+        mean_ms = sum(1e3 * t / n for t, n in zip(own, steps, strict=True)) / len(own)
+        yield from unlike(
+            "the sum of time.breakdown_ms",
+            sum(phases.values()),
+            "a step's time by the workers",
+            mean_ms,
+            STEPS,
+        )
+
+
+def of_epochs(facts: Facts) -> Iterator[str]:
+    """Epochs one after the other, and their sum."""
+    spans = facts("time.epoch_times_s")
+    ends = [entry["train_time_s"] for entry in facts("accuracy.per_epoch")]
+    yield from rising("accuracy.per_epoch's train_time_s", ends)
+    if any(not span > 0 for span in spans):
+        yield f"time.epoch_times_s holds {min(spans):.6g}"
+    if not facts.finished or len(spans) != len(ends):
+        return
+    total = 0.0
+    for i, (span, end) in enumerate(zip(spans, ends, strict=True), 1):
+        total += span
+        yield from unlike(
+            f"train_time_s after epoch {i}", end, "the sum of time.epoch_times_s", total
+        )
+    if facts.whole and facts("strategy.kind") == "collective":
+        own = facts.workers[0]["train_time_s"]
+        yield from unlike(
+            "the sum of time.epoch_times_s",
+            total,
+            f"train_time_s of rank {facts.workers[0]['rank']}",
+            own,
+        )
+    elif facts.status == "ok":
+        yield from unlike(
+            "the sum of time.epoch_times_s",
+            total,
+            "train_time_s",
+            facts("time.train_time_s"),
+            0.02,
+            0.1,
+        )
+
+
+def of_steps(facts: Facts) -> Iterator[str]:
+    """Percentiles in their order, with mean and spread within."""
+    steps = facts("time.step_ms")
+    if not steps:
+        return
+    yield from rising(f"time.step_ms's {', '.join(ORDER)}", (steps.get(name) for name in ORDER))
+    for name in ("mean", "p50"):
+        yield from under(
+            f"time.step_ms.{name}", steps.get(name), "the shortest step", steps.get("min")
+        )
+        yield from over(
+            f"time.step_ms.{name}", steps.get(name), "the longest step", steps.get("max")
+        )
+    if {"std", "min", "max", "mean", "count"} <= set(steps):
+        # Bhatia and Davis (2000); n / (n - 1) for the sample's.
+        most = (steps["max"] - steps["mean"]) * (steps["mean"] - steps["min"])
+        n = max(2, steps["count"])
+        yield from over(
+            "time.step_ms.std squared",
+            steps["std"] ** 2,
+            "(max - mean)(mean - min)",
+            max(0.0, most) * n / (n - 1),
+            1e-3,
+        )
+        # A single step as far from the mean as the longest makes at least this spread.
+        least = max(steps["max"] - steps["mean"], steps["mean"] - steps["min"]) ** 2 / (n - 1)
+        yield from under(
+            "time.step_ms.std squared",
+            steps["std"] ** 2,
+            "what the longest step alone makes",
+            least,
+            1e-3,
+        )
+    if {"mean", "p10", "p50", "p90", "p99", "min", "max"} <= set(steps) and steps.get(
+        "count", 0
+    ) > 50:
+        # Means of the parts between percentiles lie between these.
+        parts = (
+            (0.1, "min", "p10"),
+            (0.4, "p10", "p50"),
+            (0.4, "p50", "p90"),
+            (0.09, "p90", "p99"),
+            (0.01, "p99", "max"),
+        )
+        low = sum(share * steps[name] for share, name, _ in parts)
+        high = sum(share * steps[name] for share, _, name in parts)
+        yield from under(
+            "time.step_ms.mean", steps["mean"], "what its percentiles allow", low, 0.02
+        )
+        yield from over(
+            "time.step_ms.mean", steps["mean"], "what its percentiles allow", high, 0.02
+        )
+
+
+def of_phases(facts: Facts) -> Iterator[str]:
+    """Phases of a step against its waits."""
+    phases, waits = facts("time.breakdown_ms") or {}, facts("communication") or {}
+    if "exposed_ms" in waits and phases.get("backward"):
+        yield from unlike(
+            "time.breakdown_ms.exposed_communication",
+            phases.get("exposed_communication"),
+            "communication.exposed_ms",
+            waits["exposed_ms"],
+        )
+    if "server_wait_ms" in waits and phases.get("push"):
+        yield from unlike(
+            "time.breakdown_ms.server_wait",
+            phases.get("server_wait"),
+            "communication.server_wait_ms",
+            waits["server_wait_ms"],
+        )
+
+
+def of_the_whole(facts: Facts) -> Iterator[str]:
+    """The cell from its start to its end, and its limit."""
+    total_s, limit_s = facts("time.total_s"), facts("time.time_limit_s")
+    parts = {name: facts(f"time.{name}") for name in (*PHASES, "train_time_s")}
+    known = {name: value for name, value in parts.items() if value is not None}
+    for name, value in known.items():
+        yield from over(f"time.{name}", value, "time.total_s", total_s)
+        if facts.status == "ok" and not value > 0:
+            yield f"time.{name} is {value}"
+    yield from over(
+        f"the sum of {', '.join(known)}", sum(known.values()), "time.total_s", total_s, 0.1
+    )
+    started, finished = facts("provenance.started"), facts("provenance.finished")
+    if started and finished:
+        span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
+        yield from unlike(
+            "time.total_s",
+            total_s,
+            "from provenance.started to finished",
+            span.total_seconds(),
+            0.01,
+            READINGS_S,
+        )
+    if facts.status == "ok":
+        yield from over("time.total_s", total_s, "time.time_limit_s", limit_s, 0.05)
+    if facts.status == "timeout":
+        if limit_s is None:
+            yield "the cell ended at its time limit, but time.time_limit_s is absent"
+        yield from under("time.total_s", total_s, "the time limit at which it ended", limit_s, 0.02)
+        if facts.epochs_run:
+            last = facts("accuracy.per_epoch")[-1]["train_time_s"]
+            yield from over("train_time_s after the last epoch", last, "time.total_s", total_s)
+    threads = {w["provenance"]["host"].get("threads") for w in facts.workers if w["provenance"]}
+    for count in threads - {None}:
+        yield from other(
+            "threads of a worker",
+            count,
+            "provenance.threads_per_worker",
+            facts("provenance.threads_per_worker"),
+        )
