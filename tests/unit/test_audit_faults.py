@@ -6,9 +6,11 @@ from typing import Any
 
 import planted
 import pytest
-from planted import ENDS, Fault, both, change, put, sound, swap, times
+from planted import ENDS, Fault, both, change, faster, put, sound, swap, times
+from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
+from stratbench.analysis.audit.rule import SEVERITIES
 
 DDP, FSDP = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0)
 SINGLE, ASYNC, SYNC = (
@@ -20,39 +22,6 @@ ALONE, MODIFIED = ("main", "ps-async", 1, 0), ("main", "ps-async-modified", 2, 0
 OOM, TIMEOUT = ("ends", "ddp", 1, 0), ("ends", "ddp", 2, 0)
 DIVERGED, SERVED_DIVERGED = ("ends", "fsdp", 2, 0), ("ends", "ps-async", 2, 0)
 SERVER = "server.servers.0"
-
-
-def faster(factor: float):
-    """Training time and all that follows from it, so that the record agrees with itself."""
-
-    def plant(record: dict[str, Any]) -> None:
-        t, c = record["time"], record["communication"]
-        for key in ("train_time_s",):
-            t[key] /= factor
-        t["epoch_times_s"] = [s / factor for s in t["epoch_times_s"]]
-        t["step_ms"] = {k: v if k == "count" else v / factor for k, v in t["step_ms"].items()}
-        t["breakdown_ms"] = {k: v / factor for k, v in t["breakdown_ms"].items()}
-        t["throughput_samples_per_s"] *= factor
-        for entry in record["accuracy"]["per_epoch"]:
-            entry["train_time_s"] /= factor
-        for worker in record["workers"]:
-            worker["train_time_s"] /= factor
-        for key in ("achieved_flops_per_s", "mfu"):
-            record["compute"][key] *= factor
-        for key in c:
-            if key.endswith("_per_s"):
-                c[key] *= factor
-            elif key.endswith("_ms"):
-                c[key] /= factor
-        for key in record["energy"] or ():
-            record["energy"][key] /= factor
-        for server in (record["server"] or {"servers": ()})["servers"]:
-            server["train_time_s"] /= factor
-            server["apply_s"] /= factor
-            for epoch in server["epochs"]:
-                epoch["end_s"] /= factor
-
-    return plant
 
 
 def less_accurate(record: dict[str, Any]) -> None:
@@ -788,6 +757,7 @@ FAULTS = [
     Fault("other data", FSDP, put("data.sha256", "0" * 64), "mixed-data", "sha256"),
     Fault("generated data", FSDP, put("data.synthetic", True), "mixed-data", "synthetic"),
     Fault("another learning rate", DDP, put("settings.lr", 0.1), "mixed-settings", "settings.lr"),
+    Fault("another batch", FSDP, times("batch.global_batch", 2), "mixed-batches", "global_batch"),
     Fault("another seed", DDP, put("settings.seed", 7), "mixed-seeds", "seed"),
     Fault(
         "a repeat told twice",
@@ -927,6 +897,15 @@ def test_planted_faults_are_found_by_rules_that_name_them():
     missed = [fault.name for fault in FAULTS if not named(fault)]
     print(f"{len(FAULTS) - len(missed)} of {len(FAULTS)} planted faults found")
     assert missed == []
+
+
+def test_every_rule_has_a_planted_fault_and_says_what_it_is_about():
+    ids = [rule.id for rule in RULES]
+    assert set(ids) == {fault.rule for fault in FAULTS} | set(PLANTED) | ELSEWHERE
+    assert len(set(ids)) == len(ids)
+    for rule in RULES:
+        assert rule.severity in SEVERITIES
+        assert len(rule.explanation) > 40
 
 
 RULE = {rule.id: rule for rule in RULES}

@@ -50,6 +50,19 @@ rule audit_records:
         " --out {output:q} > {log:q} 2>&1"
 
 
+# The published tables under the same rules; they are the same for every study.
+rule audit_paper:
+    output:
+        f"{RESULTS}/{{study}}/paper_audit.csv",
+    log:
+        f"{RESULTS}/{{study}}/logs/audit_paper.log",
+    localrule: True
+    conda:
+        ENV
+    shell:
+        "python -m stratbench.analysis.paper_audit --out {output:q} > {log:q} 2>&1"
+
+
 rule make_tables:
     input:
         cells=f"{RESULTS}/{{study}}/cells.csv",
@@ -159,6 +172,7 @@ rule write_report:
         audit=f"{RESULTS}/{{study}}/audit.csv",
         summary=f"{RESULTS}/{{study}}/summary.csv",
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
+        paper=f"{RESULTS}/{{study}}/paper_audit.csv",
         svg=[
             f"{FIGURES}/{experiment}/{plot}.svg"
             for experiment in STUDY.experiments
@@ -184,6 +198,7 @@ rule write_report:
     shell:
         "python -m stratbench.analysis.report --cells {input.cells:q} --audit {input.audit:q}"
         " --summary {input.summary:q} --prediction {input.prediction:q}"
+        " --paper-audit {input.paper:q}"
         " --plots-dir {params.plots:q} --study-dir {params.study:q}"
         " --constraints {params.constraints:q} --description={params.description:q}"
         " --out {output:q} > {log:q} 2>&1"
@@ -226,7 +241,9 @@ rule partial:
         " && python -m stratbench.analysis.against --cells {params.out:q}/cells.csv"
         " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
         " --claims-out {params.out:q}/against_claims.csv"
+        " && python -m stratbench.analysis.paper_audit --out {params.out:q}/paper_audit.csv"
         " && python -m stratbench.analysis.report --partial --cells {params.out:q}/cells.csv"
+        " --paper-audit {params.out:q}/paper_audit.csv"
         " --audit {params.out:q}/audit.csv"
         " --summary {params.out:q}/summary.csv --plots-dir {params.out:q}/plots"
         " --study-dir {params.study:q} --description={params.description:q}"

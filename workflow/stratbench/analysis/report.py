@@ -18,6 +18,7 @@ import jinja2
 import pandas as pd
 from PIL import Image
 
+from stratbench.analysis import paper_audit
 from stratbench.analysis.audit import read_audit
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import Decision, across, decisions
@@ -249,6 +250,13 @@ def audit_rules(findings: pd.DataFrame) -> list[dict[str, Any]]:
     return rules
 
 
+def paper_audited(path: Path) -> list[dict[str, Any]]:
+    """`audit_rules` of paper_audit.csv, each place with the version of the paper."""
+    findings = paper_audit.read(path)
+    both = findings["version"] == "both"
+    return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
+
+
 def by_experiment(found: list[Decision]) -> list[tuple[str, list[Decision]]]:
     """Decisions of an experiment together, in the order of the config."""
     return [(name, list(group)) for name, group in groupby(found, key=lambda d: d.experiment)]
@@ -313,6 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
     parser.add_argument("--prediction", type=Path, help="prediction.csv")
+    parser.add_argument("--paper-audit", type=Path, help="paper_audit.csv")
     parser.add_argument("--plots-dir", type=Path, required=True, help="folder of the figures")
     parser.add_argument("--study-dir", type=Path, required=True, help="results/<study>, for links")
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
@@ -326,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     values["audit"] = audit_rules(findings)
     values["decisions"] = by_experiment(decisions(cells, findings, given))
     values["paper"] = against_paper(cells, findings)
+    values["paper_audit"] = paper_audited(args.paper_audit) if args.paper_audit else []
     values["predictions"] = predictions(args.prediction) if args.prediction else []
     values |= {"constraints": list(given.sentences()), "across": across(findings)}
     values |= {"description": args.description, "notices": list(notices(cells, args.partial))}

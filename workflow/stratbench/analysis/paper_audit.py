@@ -1,0 +1,136 @@
+"""The paper, audited: what the audit's rules find in the published tables, and its versions in each other.
+
+Writes paper_audit.csv. The tables are judged by the same rules as a study's records; what the text
+alone says (of memory, of sizes) is judged by the bounds that the rules go by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis import paper
+from stratbench.analysis.audit import COLUMNS as AUDIT_COLUMNS
+from stratbench.analysis.audit import RULES, SEVERITIES, audit
+
+VERSIONS = ("v1", "v2")
+COLUMNS = ("version", *AUDIT_COLUMNS)
+#: Metrics of claims that this module judges, as claims.csv names them.
+MEMORY = "memory of ddp / memory of fsdp"
+SIZES = {
+    "parameters of vgg16 in fp32 (MB)": 4e-6,
+    "parameters of vgg16 / 4 (millions)": 1e-6 / 4,
+}
+#: What two sizes may differ by and be the same, as a share.
+SAME_SIZE = 0.05
+
+
+def findings() -> list[dict[str, Any]]:
+    """Everything that is found, the most severe first; keys are COLUMNS."""
+    found: list[dict[str, Any]] = []
+    for version in VERSIONS:
+        cells = paper.as_cells(version)
+        found += [{"version": version} | finding for finding in audit(cells, floors=paper.floors())]
+        found += [{"version": version} | finding for finding in of_claims(version, cells)]
+    found += list(between_versions())
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding["severity"]))
+
+
+def of_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Claims of the text that no hardware and no model can bear out."""
+    claims = paper.published_claims()
+    claims = claims[claims["version"] == version]
+    bound = next(rule for rule in RULES if rule.id == "memory-reduced-too-much")
+    for claim in claims[claims["metric"] == MEMORY].itertuples():
+        counts = sorted(cells.loc[cells["strategy"] == "fsdp", "gpus"].unique())
+        # Sharding divides by N at most; the claim makes no difference between the numbers of GPUs.
+        beyond = [n for n in counts if claim.low > n or claim.high > n]
+        if beyond:
+            stated = (
+                f"{claim.low:g} to {claim.high:g}" if pd.notna(claim.high) else f"{claim.low:g}"
+            )
+            yield {
+                "rule": bound.id,
+                "severity": bound.severity,
+                "affects": bound.affects,
+                "explanation": bound.explanation,
+                "strategy": "fsdp",
+                "figures": f"{claim.claim}: {stated} times, more than N on {listed(beyond)} GPUs",
+            }
+    for claim in claims[claims["metric"].isin(SIZES)].itertuples():
+        stated, scale = claim.low, SIZES[claim.metric]
+        real = paper.PARAMETERS[claim.model] * scale
+        others = [
+            name
+            for name, count in paper.PARAMETERS.items()
+            if abs(count * scale / stated - 1) <= SAME_SIZE
+        ]
+        if abs(stated / real - 1) > SAME_SIZE:
+            yield {
+                "rule": "size-of-another-model",
+                "severity": "unusable",
+                "affects": "memory",
+                "model": claim.model,
+                "explanation": "The size that is stated is not that of the model.",
+                "figures": f"{claim.claim}: it is {real:.0f}; {stated:g} fits {listed(others) or 'none'}",
+            }
+
+
+def between_versions() -> Iterator[dict[str, Any]]:
+    """Cells of one label that the two versions give different values, and nothing says why."""
+    tables = paper.published_tables()
+    place = ["strategy", "model", "dataset", "gpus", "measure"]
+    one, other = (
+        tables[tables["version"] == version].drop_duplicates(place).set_index(place)["value"]
+        for version in VERSIONS
+    )
+    both = pd.concat([one, other], axis=1, join="inner", keys=VERSIONS).dropna()
+    for (strategy, model, _, gpus, measure), row in both[both["v1"] != both["v2"]].iterrows():
+        yield {
+            "version": "both",
+            "rule": "versions-disagree",
+            "severity": "unusable",
+            "affects": "accuracy" if measure == "accuracy_percent" else "time",
+            "strategy": strategy,
+            "model": model,
+            "gpus": gpus,
+            "explanation": "Two versions of one study print different values for one cell, and neither "
+            "says what was changed.",
+            "figures": f"{measure}: {row['v1']:g} in v1, {row['v2']:g} in v2",
+        }
+
+
+def listed(values: Sequence[Any]) -> str:
+    """`1, 2 and 4`"""
+    texts = [str(value) for value in values]
+    return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
+def read(path: Path) -> pd.DataFrame:
+    """paper_audit.csv."""
+    return pd.read_csv(
+        path, dtype={"gpus": "Int64", "repeat": "Int64"}, keep_default_na=False, na_values=[""]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="stratbench.analysis.paper_audit", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the findings (CSV)")
+    args = parser.parse_args(argv)
+    found = findings()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(found, columns=list(COLUMNS)).to_csv(args.out, index=False)
+    print(
+        f"{len(found)} findings in the paper's tables, by {len({f['rule'] for f in found})} rules"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
