@@ -51,6 +51,7 @@ STRATEGIES = {
 }
 BASES = {
     "fsdp-zero2": ("fsdp", {"reshard_after_forward": "never"}),
+    "fsdp-mixed": ("fsdp", {"mixed_precision": "policy"}),
     "async-scaled": ("ps-async", {"lr_scale": "1/N"}),
 }
 TIME_LIMIT_S = 3000.0
@@ -135,7 +136,7 @@ def server_statistics(
             {
                 "status": "ok",
                 "error": None,
-                "policy": cell.strategy,
+                "policy": BASES.get(cell.strategy, (cell.strategy,))[0],
                 "server": 0,
                 "n_servers": 1,
                 "train_time_s": ends[-1],

@@ -173,14 +173,16 @@ def test_a_cpu_study_says_first_that_it_is_one(tmp_path):
 def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path):
     def change(cell, record):
         if cell.gpus == 2:
-            record["accuracy"]["final"] = 0.11
+            for entry in record["accuracy"]["per_epoch"]:
+                entry |= {"accuracy": 0.11, "test_loss": 2.3}
+            record["accuracy"] |= {"final": 0.11, "best": 0.11}
         return record
 
     cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",), gpus=(1, 2))
     text = write_page(tmp_path, cells, change=change).read_text()
     said = " ".join(" ".join(Page(text).text).split())
     assert "doubtful accuracy-below-floor (1; affects accuracy)" in said
-    assert "main, ddp, vgg16, 2 workers, repeat 0 11.0%; working training reaches 40%" in said
+    assert "main, ddp, vgg16, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
     assert text.count('<sup><a href="#audit" title="accuracy-below-floor">') == 1
     assert "No rule was tripped" in write_page(tmp_path / "sound", cells).read_text()
 
