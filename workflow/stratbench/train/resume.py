@@ -31,12 +31,13 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
         again |= planned and bool(dag.reason(job).missing_output)
         cut_off = planned and bool(workflow.async_run(persistence.incomplete(job)))
         unknown = not planned and not persistence.has_metadata(job)
-        if not (cut_off or unknown):
-            continue
-        if is_record_of(job.output.record, job.params.cell, job.params.settings):
+        if (cut_off or unknown) and is_record_of(
+            job.output.record, job.params.cell, job.params.settings
+        ):
             workflow.async_run(persistence.finished(job))
-            again |= planned
-            print(f"finished while snakemake was away: {job.output.record}", file=sys.stderr)
+            if cut_off:
+                again = True
+                print(f"finished as snakemake was killed: {job.output.record}", file=sys.stderr)
     if again:
         restart(workflow)
 
