@@ -83,11 +83,11 @@ def write(path, record):
 
 @pytest.fixture
 def ten_cells(tmp_path: Path) -> Workflow:
-    """Ten cells of all kinds of strategies, with a witness."""
+    """Ten cells of all kinds of strategies, one of them long, with a witness."""
     config = tiny_config()
     first, second = config["studies"]["tiny"]["experiments"].values()
     first |= {"strategies": ["single", "ddp", "fsdp", "ps-sync", "ps-async"], "threads": 1}
-    second |= {"threads": 1}
+    second |= {"threads": 1, "epochs": 800}  # lasts longer than Snakemake's next start
     workflow = Workflow(tmp_path, config)
     package = tmp_path / "workflow/stratbench"
     (package / "witness.py").write_text(WITNESS)
@@ -135,9 +135,15 @@ def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
             time.sleep(rng.uniform(0.1, 3.0))
             there = list(processes(folder))
             training = any(kind == "worker" for kind, _ in there)
-            victims = [(kind, process) for kind, process in there if kind in to_kill]
+            at_long_cell = "/second/" in (events(folder) or [{"cell": ""}])[-1]["cell"]
+            victims = [
+                (kind, process)
+                for kind, process in there
+                if kind in to_kill and (kind == "snakemake") == at_long_cell
+            ]
             if training and victims:
-                kind, victim = rng.choice(victims)
+                rare = [(kind, process) for kind, process in victims if kind == "server"]
+                kind, victim = rng.choice(rare or victims)
                 with contextlib.suppress(psutil.NoSuchProcess):
                     victim.kill()
                     to_kill.remove(kind)
@@ -147,7 +153,7 @@ def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
         if run.returncode == -signal.SIGKILL:  # what it had started may live for a moment
             assert ten_cells.run("--unlock").returncode == 0
     assert run.returncode == 0, output
-    assert to_kill == []
+    assert len(to_kill) <= 1, "the run was over before the kills were"
     assert not (folder / AT_RECORD).exists()
     seen = events(folder)
     assert [e for e in seen if e["event"] == "two at once"] == []
