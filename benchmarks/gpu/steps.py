@@ -69,7 +69,7 @@ def compare(
         for variant in VARIANTS[turn:] + VARIANTS[:turn]:
             t = trainees[variant]
             # An epoch of the data set is one block.
-            loop.train_epoch(t.strategy, t.data, t.worker, clocks[variant], block)
+            loop.train_epoch(t.strategy, t.data, t.worker, clocks[variant], t.log, block)
     judge(stage, name, {v: block_medians(clock, sizes) for v, clock in clocks.items()}, setup)
     for t in trainees.values():
         t.strategy.close()

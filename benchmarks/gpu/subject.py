@@ -28,6 +28,7 @@ from stratbench.ps.server import serve
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import server_configs
+from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 
@@ -101,6 +102,7 @@ class Trainee:
     strategy: Strategy
     data: DeviceData
     worker: Worker
+    log: PhaseLog
 
 
 def device_of(job: Job) -> torch.device:
@@ -125,7 +127,8 @@ def set_up(job: Job, data: DeviceData | None = None) -> Trainee:
     worker = Worker(s, 0, job.world_size, device, job.run_dir, groups)
     strategy.setup(model, worker)
     torch.manual_seed(s.seed + 1)
-    return Trainee(strategy, data, worker)
+    log = PhaseLog(job.run_dir / "phases0.jsonl", 0, job.origin_s)
+    return Trainee(strategy, data, worker, log)
 
 
 def weights_of(strategy: Strategy) -> list[torch.Tensor]:

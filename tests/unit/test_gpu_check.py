@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 pytestmark = pytest.mark.timeout(300)
@@ -53,7 +54,7 @@ def run_check(*arguments, code=None, path=()):
 
 @pytest.mark.slow
 def test_what_needs_no_gpu_holds(tmp_path):
-    stages = ("preflight", "matrix", "memory", "clock")
+    stages = ("preflight", "matrix", "steps", "memory", "server", "clock", "power")
     code, output, evidence = run_check(
         "--device", "cpu", "--small", "--stages", *stages, "--out", str(tmp_path / "evidence.json")
     )
@@ -65,7 +66,7 @@ def test_what_needs_no_gpu_holds(tmp_path):
     matrix = evidence["stages"]["matrix"]["checks"]
     assert sum("is single" in check["what"] for check in matrix) == 2 * 2 * 4
     assert any("NCCL" in what for what in evidence["unproven"])
-    assert "stage server: not asked for" in evidence["unproven"]
+    assert "stage cells: not asked for" in evidence["unproven"]
     assert evidence["git"]["revision"]
     assert evidence["packages"]["torch"]
 
@@ -104,6 +105,23 @@ def test_a_stage_that_hangs_dies_or_raises_does_not_stop_the_next(tmp_path):
 
 
 # ---------------------------------------------------------------- what only a GPU's figures go through
+
+
+@pytest.mark.parametrize(
+    ("after", "layouts", "holds"),
+    [(1.0, 3, True), (1.02, 3, False), (1.0, 2, False)],
+)
+def test_a_training_that_is_not_singles_is_found(part, after, layouts, holds):
+    """Weights went from 0 to 1; two hundredths more of that way are too many in fp32."""
+    matrix, stage = part("matrix"), Noted()
+
+    def trained(weight, n):
+        before, end = torch.zeros(4), torch.full((4,), weight)
+        return matrix.Trained([2.0], [before], [end], {"contiguous": n}, None)
+
+    single = trained(1.0, 3)
+    matrix.compare(stage, "vgg-compact fp32 ddp", single, trained(after, layouts), "fp32")
+    assert list(stage.verdicts.values()) == [holds]
 
 
 def test_overlap_is_the_share_of_copies_beside_kernels(part, tmp_path):
