@@ -1,0 +1,201 @@
+"""A CUDA device that computes nothing, for PyTorch built for CPUs: fake tensors on `cuda:0`.
+
+Runs the functions that a worker trains with: the model, the data, the strategy, warm-up, timed steps,
+evaluation. The process must have loaded what cuda_guard.cpp makes before it imports PyTorch, which
+asks at once whether there is an accelerator. Streams and events are stand-ins that take only what
+the real ones take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from launching import settings
+from stratbench import models
+from stratbench.config import option_defaults
+from stratbench.data import DeviceData
+from stratbench.plan import fake
+from stratbench.precision import batch_format, weights_dtype
+from stratbench.ps import flat
+from stratbench.strategies import ddp, slowdown, strategy_class
+from stratbench.strategies.base import Worker
+from stratbench.telemetry.clock import StepClock
+from stratbench.train import loop
+
+warnings.simplefilter("ignore")  # of what a CPU build says of CUDA
+
+DEVICE = torch.device("cuda", 0)
+CLASSES, SIDE, SAMPLES, BATCH, WORKERS = 10, 32, 8, 4, 2
+
+
+def stand_in(real: type, **answers: Any) -> type:
+    """A class that takes the calls that `real` takes, with no others, and does nothing.
+
+    `answers`: what its methods return, None unless given.
+    """
+
+    def answering(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            signature.bind(*args, **kwargs)
+            return answer
+
+        return call
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        inspect.signature(real.__new__).bind(cls, *args, **kwargs)
+        return object.__new__(cls)
+
+    methods = {
+        name: answering(function, answers.get(name))
+        for name, function in vars(real).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+    }
+    return type(real.__name__, (), methods | {"__new__": new, "device": DEVICE})
+
+
+Event = stand_in(torch.cuda.Event, query=True, elapsed_time=1.0)
+Stream = stand_in(torch.cuda.Stream, query=True)
+
+
+def patches() -> Iterator[Any]:
+    """What a machine without the device cannot answer; each function keeps its signature."""
+
+    def answers(module: Any, name: str, answer: Any) -> Any:
+        return mock.patch.object(
+            module, name, mock.create_autospec(getattr(module, name), return_value=answer)
+        )
+
+    yield mock.patch.object(torch.cuda, "Event", Event)
+    yield mock.patch.object(torch.cuda, "Stream", Stream)
+    for module in (torch.cuda, torch.accelerator):
+        yield answers(module, "current_stream", Stream())
+    yield answers(torch.cuda, "stream", nullcontext())
+    yield answers(torch.cuda, "set_device", None)
+    yield answers(torch.cuda, "synchronize", None)
+    yield answers(torch.cuda, "current_device", 0)
+    yield answers(torch.cuda, "device_count", 1)
+    yield answers(torch.cuda, "is_initialized", True)
+    yield answers(torch.cuda, "is_bf16_supported", True)
+    yield answers(torch.cuda, "get_rng_state", None)
+    yield answers(torch.cuda, "set_rng_state", None)
+    yield answers(torch.cuda, "_lazy_init", None)
+    hopper = SimpleNamespace(name="none", major=9, minor=0, total_memory=1 << 30)
+    yield answers(torch.cuda, "get_device_properties", hopper)
+    yield answers(torch.cuda, "get_device_capability", (9, 0))
+    yield answers(torch.cuda.amp.common, "amp_definitely_not_available", False)
+    yield answers(flat, "_pin", None)
+    # Of a module that is not DistributedDataParallel's.
+    yield answers(ddp, "sampled_times", ddp.SampledTimes(0, 0.0, 0.0))
+
+
+def layouts_of(model: nn.Module, seen: dict[str, str]) -> None:
+    """Note in `seen` how each convolution and normalisation lays its output out."""
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            last = out.is_contiguous(memory_format=torch.channels_last)
+            plain = out.is_contiguous()
+            seen[name] = (
+                "either" if last and plain else "last" if last else "plain" if plain else "no"
+            )
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.BatchNorm2d)):
+            module.register_forward_hook(note(name))
+
+
+class Ddp(fake.FakeDDP):
+    """The plan's emulation, since DistributedDataParallel's C++ part refuses fakes."""
+
+    _sample_every = ddp.SAMPLE_EVERY
+
+
+def data_on_device(shape: tuple[int, int, int], precision: str) -> DeviceData:
+    meta = {
+        "name": "fake", "shape": list(shape), "classes": CLASSES, "crop_padding": 2, "flip": True,
+        "mean": [0.5] * shape[0], "std": [0.25] * shape[0],
+    }  # fmt: skip
+    arrays = {
+        f"{part}_{what}": torch.zeros(size, dtype=dtype, device=DEVICE)
+        for part in ("train", "test")
+        for what, size, dtype in (
+            ("images", (SAMPLES, *shape), torch.uint8),
+            ("labels", (SAMPLES,), torch.int64),
+        )
+    }
+    return DeviceData(
+        meta, arrays, shape, weights_dtype(precision), batch_format(precision, DEVICE.type)
+    )
+
+
+def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> dict[str, str]:
+    """Set up, warm up, train an epoch, evaluate and restore; the layouts of the layers' outputs."""
+    workers = 1 if strategy == "single" else WORKERS
+    s = settings(
+        strategy, options=option_defaults(strategy) | options, model=model, gpus=workers,
+        global_batch=BATCH * workers, per_worker_batch=BATCH, precision=precision, augment=True,
+        weight_decay=1e-4, warmup_steps=1, device="cuda",
+    )  # fmt: skip
+    request = fake.Request(
+        strategy=strategy, options=tuple(sorted(s.options.items())), model=model,
+        input_shape=(3, SIDE, SIDE), classes=CLASSES, world_size=workers, eval_batch=SAMPLES,
+        precision=precision, momentum=True, weight_decay=True, nesterov=False, on_cuda=True,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for patch in (*patches(), *fake._patches(request)):
+            stack.enter_context(patch)
+        stack.enter_context(fake._fake_group(workers))
+        stack.enter_context(FakeTensorMode())
+        shape = models.input_shape(model, (3, SIDE, SIDE))
+        dtype = weights_dtype(precision)
+        data = data_on_device(shape, precision)
+        net = models.for_training(model, CLASSES, shape[0], s.seed, DEVICE, dtype)
+        groups = models.wrap_groups(model, net)
+        if strategy == "single":
+            slowdown.measure_step_s(s, net, shape, CLASSES, DEVICE)
+        cls = Ddp if strategy == "ddp" else strategy_class(strategy)
+        made = cls(cls.Options(**s.options))
+        worker = Worker(s, 0, workers, DEVICE, Path(), groups)
+        made.setup(net, worker)
+        seen: dict[str, str] = {}
+        layouts_of(net, seen)
+        loop.warm_up(made, data, worker)
+        clock = StepClock(DEVICE, phase_marks=True)
+        worker.mark = clock.mark
+        if made.kind == "collective":
+            losses = loop.train_epoch(made, data, worker, clock, 0)
+        else:
+            made._training = True
+            losses = [made.step(*data.batch(torch.arange(BATCH, device=DEVICE)))]
+        assert {(x.device, x.dtype) for x in losses} == {(DEVICE, dtype)}, losses
+        assert all(p.is_contiguous() and p.device == DEVICE for p in net.parameters())
+        made.model_states()
+        return seen
+
+
+def main(cases: str) -> None:
+    """Print what each of `cases` (JSON: arguments of `run`) came to, a JSON line each."""
+    torch.set_num_threads(1)
+    for case in json.loads(cases):
+        try:
+            answer = {"layouts": run(*case), "error": None}
+        except Exception:
+            answer = {"layouts": None, "error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
