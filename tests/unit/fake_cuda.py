@@ -33,6 +33,7 @@ from stratbench.ps import flat
 from stratbench.strategies import ddp, slowdown, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.telemetry.clock import StepClock
+from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 
 warnings.simplefilter("ignore")  # of what a CPU build says of CUDA
@@ -180,7 +181,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         clock = StepClock(DEVICE, phase_marks=True)
         worker.mark = clock.mark
         if made.kind == "collective":
-            losses = loop.train_epoch(made, data, worker, clock, 0)
+            losses = loop.train_epoch(made, data, worker, clock, mock.create_autospec(PhaseLog), 0)
         else:
             made._training = True
             losses = [made.step(*data.batch(torch.arange(BATCH, device=DEVICE)))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stratbench import models
 from stratbench.config import Settings, option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
@@ -106,20 +108,29 @@ def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def set_up(
-    name: str, rank: int, world: int, precision: str = "fp64", batchnorm: bool = False
+    name: str,
+    rank: int,
+    world: int,
+    precision: str = "fp64",
+    batchnorm: bool = False,
+    model: nn.Module | None = None,
+    **changed: Any,
 ) -> Collective:
+    """The strategy on `model`, or else on `network`; `changed`: options."""
     cls, options = STRATEGIES[name]
     base = "single" if issubclass(cls, Single) else "fsdp" if cls is FSDP else "ddp"
     s = Settings(
-        strategy=base, options=option_defaults(base) | options, model="test", dataset="test",
+        strategy=base, options=option_defaults(base) | options | changed, model="test", dataset="test",
         gpus=world, seed=0, epochs=1, global_batch=GLOBAL_BATCH,
         per_worker_batch=GLOBAL_BATCH // world, lr=0.1, momentum=0.9, weight_decay=1e-3,
         nesterov=True, precision=precision, augment=False, warmup_steps=3, device="cpu", threads=1,
         slowdown=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
-    groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
+    groups = []
+    if model is None:
+        model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
+        groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
     strategy = cls(cls.Options(**s.options))
     strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), Path(), groups))
     return strategy
@@ -254,6 +265,45 @@ def shared_overflow(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+def layouts(rank: int, world: int, as_view: bool) -> dict[str, Any]:
+    """DDP on a network as training builds it, with batches as they come on a CPU and on a GPU."""
+    found: dict[str, Any] = {}
+    for name, memory_format in (
+        ("plain", torch.contiguous_format), ("last", torch.channels_last)
+    ):  # fmt: skip
+        model = models.for_training(
+            "resnet-compact", CLASSES, 3, 0, torch.device("cpu"), torch.float64
+        )
+        strategy = set_up("ddp", rank, world, model=model, gradient_as_bucket_view=as_view)
+        strides: list[bool] = []
+        outputs: list[bool] = []
+        model.conv1.register_forward_hook(
+            lambda m, a, out, to=outputs, f=memory_format: to.append(
+                out.is_contiguous(memory_format=f)
+            )
+        )
+        strategy.optimizer.register_step_pre_hook(
+            lambda optimizer, *_, to=strides: to.extend(
+                p.stride() == p.grad.stride() == optimizer.state[p]["momentum_buffer"].stride()
+                for p in strategy.local  # noqa: B023
+            )
+        )
+        generator = torch.Generator().manual_seed(rank)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):  # DDP builds its buckets anew after the first
+                x = torch.randn(4, 3, 16, 16, generator=generator, dtype=torch.float64)
+                y = torch.randint(CLASSES, (4,), generator=generator)
+                strategy.step(x.contiguous(memory_format=memory_format), y)
+        found[name] = {
+            "strides": strides,
+            "outputs": outputs,
+            "warnings": [str(w.message) for w in told if "stride" in str(w.message)],
+            "weights": full_weights(strategy),
+        }
+    return found
+
+
 def shards(rank: int, world: int) -> Tensor:
     """The samples of every worker, [world, STEPS, per_worker_batch]."""
     _, _, order = samples(torch.float64)
@@ -284,6 +334,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
             for p in ("fp32", "bf16", "fp16")
         }
         found["overflow"] = shared_overflow(rank, world)
+        found["layouts"] = {as_view: layouts(rank, world, as_view) for as_view in (True, False)}
     return found
 
 
@@ -473,3 +524,16 @@ def test_momentum_starts_from_zero_where_the_first_step_is_skipped():
         for state in strategy.optimizer.state.values():
             assert torch.count_nonzero(state["momentum_buffer"]) == 0
         strategy.restore(saved)
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_ddps_gradients_lie_as_its_weights_do_whatever_batches_do(found, as_view):
+    """The fused SGD of a GPU refuses others; contiguous weights then compute in channels_last."""
+    runs = found[2]["layouts"][as_view]
+    for run in runs.values():
+        assert run["strides"]
+        assert all(run["strides"])
+        assert all(run["outputs"])
+        assert run["warnings"] == []
+    for one, other in zip(runs["plain"]["weights"], runs["last"]["weights"], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
