@@ -29,7 +29,8 @@ from stratbench.config import option_defaults
 from stratbench.data import DeviceData
 from stratbench.plan import fake
 from stratbench.precision import batch_format, weights_dtype
-from stratbench.ps import flat
+from stratbench.ps import client, device, flat
+from stratbench.ps.tickets import Ticket
 from stratbench.strategies import ddp, slowdown, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.telemetry.clock import StepClock
@@ -100,6 +101,9 @@ def patches() -> Iterator[Any]:
     yield answers(torch.cuda, "get_device_capability", (9, 0))
     yield answers(torch.cuda.amp.common, "amp_definitely_not_available", False)
     yield answers(flat, "_pin", None)
+    fake_scalar = mock.create_autospec(device.host_scalar, side_effect=lambda _: torch.empty(1))
+    yield mock.patch.object(device, "host_scalar", fake_scalar)
+    yield answers(device.Staging, "_judge", None)  # it looks at what the device found
     # Of a module that is not DistributedDataParallel's.
     yield answers(ddp, "sampled_times", ddp.SampledTimes(0, 0.0, 0.0))
 
@@ -120,6 +124,41 @@ def layouts_of(model: nn.Module, seen: dict[str, str]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Conv2d, nn.BatchNorm2d)):
             module.register_forward_hook(note(name))
+
+
+CONNECT = inspect.signature(client.Channel.connect)
+
+
+def channel_to_nobody(*args: Any, **kwargs: Any) -> Any:
+    """A channel whose pushes go through a CUDA worker's staging and end there; it has one ticket."""
+    told = CONNECT.bind(*args, **kwargs).arguments
+    space, shards = told["flat"], flat.cut(told["flat"].layout.numel, 1 << 14)
+    left: list[Any] = []
+    staging = device.Staging.make(
+        space,
+        shards,
+        push_buffers=lambda: left.append("buffers"),
+        push_shards=lambda first, stop: left.extend(range(first, stop)),
+        end_push=lambda overflowed: None,
+        scale=told["scale"],
+    )
+
+    def push() -> None:
+        assert staging.armed
+        assert not staging._waiting, "not all was on its way when the backward ended"
+        space.check()
+        staging.finish_push()
+        assert left[0] == "buffers"
+        assert sorted(left[1:]) == list(range(len(shards)))
+        left.clear()
+        staging.deliver_weights()
+
+    channel = mock.create_autospec(client.Channel, instance=True)
+    channel.wait_s = channel.bytes_in = channel.bytes_out = 0
+    channel.arm.side_effect = staging.arm
+    channel.rehearse.side_effect = channel.push_pull.side_effect = push
+    channel.first.return_value = Ticket(0, 0, 0, 0)
+    return channel
 
 
 class Ddp(fake.FakeDDP):
@@ -162,6 +201,8 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
     with ExitStack() as stack:
         for patch in (*patches(), *fake._patches(request)):
             stack.enter_context(patch)
+        if request.served:
+            stack.enter_context(mock.patch.object(client.Channel, "connect", channel_to_nobody))
         stack.enter_context(fake._fake_group(workers))
         stack.enter_context(FakeTensorMode())
         shape = models.input_shape(model, (3, SIDE, SIDE))
@@ -183,8 +224,10 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         if made.kind == "collective":
             losses = loop.train_epoch(made, data, worker, clock, mock.create_autospec(PhaseLog), 0)
         else:
-            made._training = True
-            losses = [made.step(*data.batch(torch.arange(BATCH, device=DEVICE)))]
+            order, augmentation = data.tables(s.seed, 0, s.augment).on(DEVICE)
+            losses = [
+                made.step(*data.batch(order[which], augmentation)) for _, which in made.tickets()
+            ]
         assert {(x.device, x.dtype) for x in losses} == {(DEVICE, dtype)}, losses
         assert all(p.is_contiguous() and p.device == DEVICE for p in net.parameters())
         made.model_states()

@@ -83,8 +83,6 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
 
 
 def _step(trace: Trace, strategy: base.Strategy, request: Request, batch: int) -> None:
-    if request.served:
-        strategy._training = True  # not a warm-up: gradients leave
     trace.begin("forward")
     x = _images(request, batch)
     y = torch.empty(batch, dtype=torch.int64)
