@@ -210,14 +210,14 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         data = data_on_device(shape, precision)
         net = models.for_training(model, CLASSES, shape[0], s.seed, DEVICE, dtype)
         groups = models.wrap_groups(model, net)
-        if strategy == "single":
-            slowdown.measure_step_s(s, net, shape, CLASSES, DEVICE)
         cls = Ddp if strategy == "ddp" else strategy_class(strategy)
         made = cls(cls.Options(**s.options))
         worker = Worker(s, 0, workers, DEVICE, Path(), groups)
-        made.setup(net, worker)
         seen: dict[str, str] = {}
         layouts_of(net, seen)
+        slowdown.measure_step_s(s, net, shape, CLASSES, DEVICE)  # what a factor refers to
+        measured = dict(seen)
+        made.setup(net, worker)
         loop.warm_up(made, data, worker)
         clock = StepClock(DEVICE, phase_marks=True)
         worker.mark = clock.mark
@@ -230,6 +230,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
             ]
         assert {(x.device, x.dtype) for x in losses} == {(DEVICE, dtype)}, losses
         assert all(p.is_contiguous() and p.device == DEVICE for p in net.parameters())
+        assert measured == seen
         made.model_states()
         return seen
 

@@ -536,4 +536,5 @@ def test_ddps_gradients_lie_as_its_weights_do_whatever_batches_do(found, as_view
         assert all(run["outputs"])
         assert run["warnings"] == []
     for one, other in zip(runs["plain"]["weights"], runs["last"]["weights"], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+        # The formats sum in another order, and BatchNorm over few samples magnifies that.
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-8)
