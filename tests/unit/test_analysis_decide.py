@@ -416,6 +416,8 @@ def test_rules_from_theory():
     assert choice(gpu_memory_gib=2, gpus=2) == "fsdp"
     assert choice(gpu_memory_gib=2, gpus=1) is None
     assert choice(gpu_memory_gib=0.5, gpus=4) is None
+    assert choice(gpu_memory_gib=2.4) == "fsdp"  # 2.21 GiB and the reserve
+    assert choice(gpu_memory_gib=2.4, memory_margin=0.05) == "ddp"
     assert choice(gpu_memory_gib=80, homogeneous=False) == "ps-dana"
     assert choice(gpu_memory_gib=80, gang_scheduled=False) == "ps-dana"
     assert choice("unheard-of") == "ddp"

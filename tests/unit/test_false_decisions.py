@@ -57,6 +57,13 @@ def simulated(
     true = truths(kind, models, candidates, rng)
     logs = true[..., None] + noise(how, (*true.shape, repeats), rng)
     preference = rng.permuted(np.broadcast_to(np.arange(candidates) // 2, true.shape), axis=-1)
+    found = judged(true, logs, preference)
+    return {name: 100 * float(rate.mean()) for name, rate in found.items()}
+
+
+def judged(true: np.ndarray, logs: np.ndarray, preference: np.ndarray) -> dict[str, np.ndarray]:
+    """Of each decision, shape [studies, models]: whether it is false, clear, and all intervals hold."""
+    candidates = true.shape[-1]
     means = logs.mean(-1)
     chosen = ranking.choose(means, preference.astype(float), MARGIN)
     found = ranking.against(logs, chosen)
@@ -71,14 +78,37 @@ def simulated(
     gaps = true - np.take_along_axis(true, chosen[..., None], -1)
     others = np.arange(candidates) != chosen[..., None]
     false_slower = (stood.slower & (gaps <= 1e-12)).any(-1)
-    false_at_most = -gaps.min(-1) > stood.at_most + 1e-9
-    covered = (~others | ((stood.low <= gaps) & (gaps <= stood.high))).all(-1)
-    clear = (stood.slower | ~others).all(-1)
     return {
-        "false": 100 * (false_slower | false_at_most).mean(),
-        "clear": 100 * clear.mean(),
-        "covered": 100 * covered.mean(),
+        "false": false_slower | (-gaps.min(-1) > stood.at_most + 1e-9),
+        "clear": (stood.slower | ~others).all(-1),
+        "covered": (~others | ((stood.low <= gaps) & (gaps <= stood.high))).all(-1),
     }
+
+
+@pytest.mark.parametrize(("divisor", "most"), [(4.5, 5), (0.5, 100)])
+def test_looking_again_after_more_repeats_finds_no_winner_where_there_is_none(
+    monkeypatch, divisor, most
+):
+    """A decision after each of 2 to 10 repeats of equals: whether any look names a winner."""
+    monkeypatch.setattr(stats, "LOOKS", divisor)
+    rates: dict[tuple[str, str], list[float]] = {}
+    for kind in ("two best equal", "all equal"):
+        for candidates in (3, 8):
+            rng = np.random.default_rng([7, candidates])
+            true = truths(kind, 3, candidates, rng)
+            logs = true[..., None] + noise("normal", (*true.shape, 10), rng)
+            preference = np.broadcast_to(np.arange(candidates) // 2, true.shape)
+            looks = [judged(true, logs[..., :n], preference) for n in (2, 3, 4, 5, 6, 8, 10)]
+            for name in ("clear", "false"):
+                at_any = np.logical_or.reduce([look[name] for look in looks])
+                rates.setdefault((kind, name), []).append(100 * float(at_any.mean()))
+    for (kind, name), (few, many) in rates.items():
+        what = "a winner that is none" if name == "clear" else "anything false"
+        print(f"\nseven looks, divisor {divisor:g}, {kind}: {what}", end=" ")
+        print(f"in {few:.1f} % with 2 rivals, in {many:.1f} % with 7")
+    winners = max(max(found) for (_, name), found in rates.items() if name == "clear")
+    assert winners <= most
+    assert most < 100 or winners > 5
 
 
 @pytest.mark.parametrize("models", [1, 3])

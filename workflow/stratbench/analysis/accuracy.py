@@ -25,8 +25,8 @@ def judge_accuracy(found: Sequence[Candidate], tolerance: float) -> None:
     """Exclude what loses more than `tolerance` points; give the others `may_lose`.
 
     The loss is against the most accurate class of candidates: those of equal arithmetic have the
-    same accuracy but for chance, so they are one class with one mean (with BatchNorm, for each
-    number of workers), and any other is a class of its own.
+    same accuracy but for chance, so those of one global batch are one class with one mean (with
+    BatchNorm, for each number of workers), and any other is a class of its own.
     """
     for c in found:
         if c.accuracy_percent is None and not c.kind:
@@ -71,7 +71,7 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
     classes: dict[tuple[object, ...], list[Candidate]] = {}
     for c in usable:
         alone = ("alone", c.strategy, c.gpus)
-        equal = ("equal", c.gpus if c.batchnorm else None)
+        equal = ("equal", c.gpus if c.batchnorm else None, c.global_batch)
         classes.setdefault(equal if c.traits.equals_ddp else alone, []).append(c)
     result = []
     for members in classes.values():

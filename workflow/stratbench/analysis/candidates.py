@@ -40,6 +40,7 @@ class Candidate:
     on_cpu: bool = False
     served: bool = False  # by parameter servers
     batchnorm: bool = True
+    global_batch: float | None = None
     hosts: frozenset[str] = frozenset()
     #: What its accuracy loses at most (95 %), in points; None: not known.
     may_lose: float | None = None
@@ -114,6 +115,7 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
         on_cpu=on_cpu,
         served=bool((frame["strategy_kind"] == "server").any()),
         batchnorm=not (ok["batchnorm"].dropna().astype(str) == "False").any(),
+        global_batch=most("global_batch"),
         hosts=frozenset(host for row in ok["host"].dropna() for host in str(row).split("; ")),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
     )
@@ -234,6 +236,7 @@ def extrapolated(found: list[Candidate], given: Constraints) -> Iterator[Candida
             on_cpu=nearest.on_cpu,
             served=nearest.served,
             batchnorm=nearest.batchnorm,
+            global_batch=nearest.global_batch,
             hosts=nearest.hosts,
             price_per_gpu_hour=given.price_per_gpu_hour,
             doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),

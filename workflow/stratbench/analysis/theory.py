@@ -19,12 +19,13 @@ def choice(model: str, constraints: Constraints) -> tuple[str | None, list[str]]
     several = gpus is None or gpus > 1
     whole = state_bytes(model)
     limit = constraints.gpu_memory_gib and constraints.gpu_memory_gib * GIB
-    too_large = bool(whole and limit and whole > limit)
+    room = limit and limit / (1 + constraints.memory_margin)
+    too_large = bool(whole and room and whole > room)
     if not several and not too_large:
         return first_choice("one worker"), ["With one GPU there is nothing to distribute."]
-    reasons = list(sizes(model, whole, limit))
+    reasons = list(sizes(model, whole, limit, too_large))
     if too_large:
-        shards = -(-whole // limit)
+        shards = -(-whole // room)
         if not several or (gpus is not None and gpus < shards):
             given = "a number not given" if gpus is None else str(gpus)
             text = f"Sharded, they need at least {shards:.0f} GPUs, and {given} is at hand."
@@ -65,7 +66,7 @@ def state_bytes(model: str) -> int | None:
     return known.parameters * STATE_BYTES_PER_PARAMETER if known else None
 
 
-def sizes(model: str, whole: int | None, limit: float | None) -> Iterator[str]:
+def sizes(model: str, whole: int | None, limit: float | None, too_large: bool) -> Iterator[str]:
     """Whether the model's states fit one GPU."""
     if whole is None:
         yield f"The size of {model} is not known."
@@ -77,5 +78,5 @@ def sizes(model: str, whole: int | None, limit: float | None) -> Iterator[str]:
     if limit is None:
         yield f"{text}; the memory of a GPU is not given."
     else:
-        fit = "more than one GPU has" if whole > limit else "which one GPU holds"
+        fit = "with a reserve more than one GPU has" if too_large else "which one GPU holds"
         yield f"{text}, {fit} ({limit / GIB:g} GiB); activations come on top."
