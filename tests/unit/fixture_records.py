@@ -367,6 +367,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         "time": {
             "train_time_s": train_time_s,
             "epoch_times_s": epoch_times_s if finished else [],
+            "start_skew_ms": [0.4] * (1 if server else run) if run and cell.gpus > 1 else None,
             "step_ms": {
                 "count": own_steps * cell.gpus,
                 "mean": step_ms,

@@ -102,6 +102,7 @@ PLANTED = {
         "ddp",
     ),
     "steps-uneven": (only(put("time", "step_ms", value={"p50": 10.0, "p99": 40.0})), "ddp"),
+    "late-start": (only(put("time", "start_skew_ms", value=[90_000.0, 0.4]), "ddp", 4), "ddp"),
     "repeats-uneven": (only(uneven, "ddp", 2), "ddp"),
     "input-bound": (only(put("time", "breakdown_ms", value={"data": 30.0})), "ddp"),
 }
@@ -284,3 +285,8 @@ def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none
     assert set(marked["flags"]) == {"a"}
     assert set(marked["model"]) == {"vgg16"}
     assert {MEASURES[name].concerns for name in marked["measure"]} == {"time"}
+
+
+def test_a_server_waits_for_no_late_worker(tmp_path):
+    """Its clock starts when all are ready; what one of them then loses, the others train."""
+    assert not findings(tmp_path, only(put("time", "start_skew_ms", value=[90_000.0]), "ps-async"))

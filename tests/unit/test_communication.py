@@ -95,9 +95,16 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy):
     assert said["sent_bytes_per_step"] == pytest.approx(seen.sent_bytes, abs=1e-6)
     assert said["received_bytes_per_step"] == said["sent_bytes_per_step"]
     assert (seen.sent_bytes == 0) == (group == 1)
+    groups = 3 + policy  # two and the root; by the policy also BatchNorm's
+    gathers = groups - 1 + groups if reshard == "always" else groups
+    assert seen.kinds.count("allgather_base") == (gathers if group > 1 else 0)
     if group > 1 and not policy:
-        exact = sum(p.numel() for p in network().parameters()) * 4 * (group - 1) / group
-        assert said["sent_bytes_per_step"] > exact * (3 if reshard == "always" else 2)  # padding
+        copies = 4 * (group - 1) / group
+        every, again = (
+            copies * sum(p.numel() for m in modules for p in m.parameters())
+            for modules in (network(), [network()[i] for i in (0, 4)])
+        )
+        assert said["sent_bytes_per_step"] > 2 * every + again * (reshard == "always")  # padding
 
 
 def reduce_nothing(strategy: Collective) -> list[int]:

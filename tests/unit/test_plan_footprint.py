@@ -204,6 +204,30 @@ def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
     assert made.training_peak(256).n_bytes < half.training_peak(256).n_bytes
 
 
+def test_only_sharded_gradients_need_a_verdict_in_common():
+    flags = {
+        name: footprint.footprint(request_for(name, precision="fp16")).collectives.count(
+            ("all_reduce", 4)
+        )
+        for name in ("ddp", "fsdp")
+    }
+    assert flags == {"ddp": 0, "fsdp": 1}
+
+
+def test_what_is_in_no_group_is_gathered_once():
+    """FSDP2 keeps the root's own parameters from forward to backward."""
+    model = "convnext-compact"
+    net = models.build(model, 10, 3)
+    grouped = {
+        id(p) for _, ms in models.wrap_groups(model, net) for m in ms for p in m.parameters()
+    }
+    root_bytes = sum(4 * p.numel() for p in net.parameters() if id(p) not in grouped)
+    whole_bytes = sum(4 * p.numel() for p in net.parameters())
+    assert root_bytes > 0.1 * whole_bytes
+    gathered = footprint.footprint(request_for("fsdp", model)).payload_bytes()["all_gather"]
+    assert gathered == pytest.approx(2 * whole_bytes - root_bytes, rel=0.002)  # padding
+
+
 def test_the_largest_batch_is_the_last_that_fits():
     made = footprint.footprint(request_for("single", workers=1))
     room = made.needed_bytes(77)

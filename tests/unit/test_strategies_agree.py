@@ -24,7 +24,6 @@ from stratbench.config import Settings, option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.fsdp import FSDP
-from stratbench.strategies.scaler import SharedScaler
 from stratbench.strategies.single import Single
 
 pytestmark = pytest.mark.timeout(240)
@@ -233,32 +232,37 @@ def precision_run(name: str, rank: int, world: int, precision: str) -> dict[str,
     }
 
 
-def shared_overflow(rank: int, world: int) -> dict[str, Any]:
-    """fp16 under FSDP; in step 1 and 3 one worker's own shard of a gradient overflows."""
+def shared_overflow(name: str, rank: int, world: int) -> dict[str, Any]:
+    """fp16; in step 1 and 3 one worker's gradient overflows: under FSDP its own shard of one."""
     x, y, order = samples(torch.float32)
-    strategy = set_up("fsdp-always", rank, world, "fp16")
-    strategy.scaler = SharedScaler(torch.device("cpu"), shared=True)
+    strategy = set_up(name, rank, world, "fp16")
     strategy.scaler._init_scale = 8.0  # small enough that nothing overflows by itself
     link = strategy.link_gradients
     step = 0
 
     def overflow() -> None:
         link()
-        if step in (0, 2) and rank == world - 1:
+        if name == "fsdp-always" and step in (0, 2) and rank == world - 1:
             strategy.local[0].grad.fill_(float("inf"))
 
     strategy.link_gradients = overflow
+    reductions = []
+    reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **kw: (reductions.append(1), reduce(*args, **kw))
     moved = []
     for i in islice(strategy.batches(order, 0), FEW_STEPS):
         before = [t.clone() for t in strategy.local]
-        strategy.step(x[i], y[i])
+        own = x[i] * (1e30 if name == "ddp" and step in (0, 2) and rank == world - 1 else 1)
+        strategy.step(own, y[i])
         pairs = zip(strategy.local, before, strict=True)
         moved.append(any(not torch.equal(now, then) for now, then in pairs))
         step += 1
+    dist.all_reduce = reduce
     everyone = gathered(torch.tensor(moved), world)
     weights = full_weights(strategy)
     return {
         "moved": everyone,
+        "reductions": len(reductions),
         "skipped": gathered(torch.tensor(strategy.scaler.skipped_steps()), world),
         "finite": all(bool(w.isfinite().all()) for w in weights),
         "updates": strategy.report()["updates_applied"],
@@ -333,7 +337,9 @@ def work(world: int, rank: int) -> dict[str, Any]:
             for name in ("ddp", "fsdp-always", "fsdp-policy")
             for p in ("fp32", "bf16", "fp16")
         }
-        found["overflow"] = shared_overflow(rank, world)
+        found["overflow"] = {
+            name: shared_overflow(name, rank, world) for name in ("ddp", "fsdp-always")
+        }
         found["layouts"] = {as_view: layouts(rank, world, as_view) for as_view in (True, False)}
     return found
 
@@ -471,8 +477,11 @@ def test_evaluating_does_not_change_training(found, name):
     assert all(torch.equal(a, b) for a, b in zip(without, evaluated, strict=True))
 
 
-def test_an_overflow_in_one_shard_makes_all_workers_skip(found):
-    overflow = found[2]["overflow"]
+@pytest.mark.parametrize("name", ["ddp", "fsdp-always"])
+def test_an_overflow_on_one_worker_makes_all_workers_skip(found, name):
+    """Where gradients are sharded by a reduction of the flag; else they all have it anyway."""
+    overflow = found[2]["overflow"][name]
+    assert overflow["reductions"] == (FEW_STEPS if name == "fsdp-always" else 0)
     expected = torch.tensor([step not in (0, 2) for step in range(FEW_STEPS)])
     assert torch.equal(overflow["moved"], expected.expand(2, -1))
     assert overflow["skipped"].tolist() == [2, 2]

@@ -148,7 +148,7 @@ def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
         ("ps-async-modified", {"pushes_per_batch": 1}, 1, {"synchronous_alone": True}),
         ("ps-kbatch", {"k": 2}, 1, {"synchronous_alone": False, "updates_per_step": 0.5}),
         ("ps-backup", {"backups": 0}, 4, {"waits_for_slowest": True}),
-        ("fsdp", {}, 2, {"shards_states": True, "equals_ddp": True, "ring_copies": 3}),
+        ("fsdp", {}, 2, {"shards_states": True, "equals_ddp": True, "ring_copies": 2}),
         ("fsdp", {"reshard_after_forward": "never"}, 2, {"ring_copies": 2}),
         ("fsdp", {"mixed_precision": "policy"}, 2, {"equals_ddp": False}),
     ],

@@ -225,7 +225,8 @@ class Collective(Strategy):
         import torch
 
         self.steps = 0
-        self.scaler = make_scaler(self.worker)
+        shares = self.traits(self.worker.world_size).shards_states
+        self.scaler = make_scaler(self.worker, shares and self.worker.world_size > 1)
         self.optimizer.state.clear()
         if self.worker.settings.momentum:
             # From zero, momentum becomes the first gradient, as in torch. But where the loss scaler
@@ -354,10 +355,10 @@ def _lacks_tf32(device: torch.device) -> str | None:
     return None if major >= 8 else f"a GPU of compute capability {major}.{minor}"
 
 
-def make_scaler(worker: Worker):
-    """A loss scaler for fp16, whose verdict all workers share; None for other precisions."""
+def make_scaler(worker: Worker, shared: bool):
+    """A loss scaler for fp16, whose verdict all workers share if asked; None for other precisions."""
     if worker.settings.precision != "fp16":
         return None
     from stratbench.strategies.scaler import SharedScaler
 
-    return SharedScaler(worker.device, shared=worker.world_size > 1)
+    return SharedScaler(worker.device, shared)

@@ -17,9 +17,10 @@ class FSDP(base.Collective):
     """torch.distributed.fsdp.fully_shard, one group for each entry of the model's wrap plan.
 
     `reshard_after_forward = always` frees a group's gathered parameters after its forward and gathers
-    them again for backward (like ZeRO-3); `never` keeps them (like ZeRO-2: less traffic, more
-    memory). BatchNorm's running statistics are never synchronised by FSDP: their average over the
-    workers is evaluated.
+    them again for backward (like ZeRO-3), but for what is in no group: FSDP2 keeps the root's own
+    parameters, since backward begins with the root. `never` keeps all of them (like ZeRO-2: less
+    traffic, more memory). BatchNorm's running statistics are never synchronised by FSDP: their
+    average over the workers is evaluated.
     """
 
     summary: ClassVar[str] = "parameters, gradients and optimizer state sharded"
@@ -45,7 +46,7 @@ class FSDP(base.Collective):
             equals_ddp=same_rounding,
             shards_states=True,
             updates_per_step=1,
-            ring_copies=3 if self.options.reshard_after_forward == "always" else 2,
+            ring_copies=2,  # 3 for what is gathered again: all but the root's own parameters, if any
         )
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
@@ -70,6 +71,9 @@ class FSDP(base.Collective):
         if policy is not None:
             # Only the whole model's output: between two groups may stand a layer in 16 bits.
             arguments["mp_policy"] = replace(policy, output_dtype=torch.float32)
+        if self.options.reshard_after_forward == "always":
+            # Leave the root to FSDP2, which keeps it: freed, it would be gathered again at once.
+            arguments["reshard_after_forward"] = None
         fully_shard(model, **arguments)
         return model
 
@@ -123,8 +127,8 @@ class FSDP(base.Collective):
             yield model
         for b, saved in zip(buffers, own, strict=True):
             b.copy_(saved)
-        # `never` keeps the weights gathered after a forward without backward. A later step would
-        # use those copies, whatever happened to the shards since.
+        # What is not freed after a forward stays gathered where no backward follows. A later step
+        # would use those copies, whatever happened to the shards since.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -132,18 +136,20 @@ class FSDP(base.Collective):
     def communication(self) -> dict[str, Any]:
         from torch.nn.modules.batchnorm import _BatchNorm
 
-        norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm)]
-        full = {id(p) for m in norms for p in m.parameters()}
         in_16_bits = self._policy(self.worker) is not None
+        norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, _BatchNorm)]
+        full = {id(p) for m in norms for p in m.parameters()}
+        grouped = {id(p) for _, ms in self.worker.wrap_groups for m in ms for p in m.parameters()}
         w = self.worker.world_size
-        gathers = 2 if self.options.reshard_after_forward == "always" else 1
-        gathered_bytes = reduced_bytes = 0
+        frees = self.options.reshard_after_forward == "always"
+        moved_bytes = 0
         for p in self.parameters:
             # The first dimension is what is sharded, padded to a multiple of the workers.
             padded = -(-p.shape[0] // w) * w * (p.numel() // max(1, p.shape[0]))
-            gathered_bytes += padded * (2 if in_16_bits and id(p) not in full else p.element_size())
-            reduced_bytes += padded * p.element_size()
-        return base.ring_traffic((w - 1) / w * (gathers * gathered_bytes + reduced_bytes))
+            width = 2 if in_16_bits and id(p) not in full else p.element_size()
+            gathers = 2 if frees and id(p) in grouped | full else 1  # the root's own: once
+            moved_bytes += padded * (gathers * width + p.element_size())
+        return base.ring_traffic((w - 1) / w * moved_bytes)
 
     def report(self) -> dict[str, Any]:
         report = super().report()

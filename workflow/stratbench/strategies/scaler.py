@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 in which every worker takes or skips a step together."""
+"""Loss scaling for fp16 that counts the steps it skips and can share its verdict."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import torch.distributed as dist
 
 
 class SharedScaler(torch.amp.GradScaler):
-    """GradScaler whose overflow flag is the maximum over all workers.
+    """GradScaler whose overflow flag is, if `shared`, the maximum over all workers.
 
     With sharded gradients an overflow shows up in one worker's shard only; without the reduction
-    that worker alone would skip the step. Skipped steps are counted on the device.
+    that worker alone would skip the step (torch's ShardedGradScaler reduces it for the same reason).
+    Gradients that are all-reduced overflow on every worker or on none, so DDP's users pay for no
+    reduction. Skipped steps are counted on the device.
     """
 
     def __init__(self, device: torch.device, shared: bool) -> None:

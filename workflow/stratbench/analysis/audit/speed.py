@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stratbench.analysis.audit.machines import OTHERS
-from stratbench.analysis.audit.rule import Found, Key, Study, at, of, rule, without_count
+from stratbench.analysis.audit.rule import (
+    Found,
+    Key,
+    Study,
+    at,
+    of,
+    record_rule,
+    rule,
+    without_count,
+)
 from stratbench.analysis.measures import ALONE
+from stratbench.record import Record
 
 #: From where on a figure is suspicious, as a ratio.
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
@@ -22,7 +32,7 @@ MEASURED = {
     ),
 }
 #: Shares of a training time, and of a step.
-UNEVEN_REPEATS, INPUT = 0.10, 0.10
+UNEVEN_REPEATS, INPUT, SKEW = 0.10, 0.10, 0.02
 
 
 @rule(
@@ -146,6 +156,22 @@ def repeats_uneven(study: Study) -> Iterator[Found]:
             yield Found(
                 at(key), f"{times.min():.4g} to {times.max():.4g} s over {len(times)} repeats"
             )
+
+
+@record_rule(
+    "late-start",
+    "doubtful",
+    "time",
+    "The workers did not begin the epochs together, and the slowest worker's time counts: waiting for "
+    "a late start is charged to the strategy.",
+)
+def late_start(record: Record) -> Iterator[str]:
+    if record["status"] != "ok" or record["strategy"]["kind"] != "collective":
+        return  # a server's clock starts once, when all workers are ready
+    skews_ms = record["time"].get("start_skew_ms") or ()
+    together_s, train_s = sum(skews_ms) / 1e3, record["time"]["train_time_s"]
+    if together_s > SKEW * train_s:
+        yield f"{together_s:.4g} s of start skew in {train_s:.4g} s of training"
 
 
 @rule(
