@@ -31,7 +31,8 @@ def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
     found = verdicts(v2)
     for name in ("fsdp-slowdown-v2", "async-gain-v2", "async-accuracy-text-v2", "near-linear-v2"):
         assert found[name] == against.FAILS
-    assert found["modified-recovers-v2"] == against.FAILS
+    # It regains 85 to 88 % of what is lost, and that is what the sentence says.
+    assert found["modified-recovers-v2"] == against.HOLDS
     assert found["vgg16-replica-v2"] == against.FAILS
     assert found["ddp-fastest-v2"] == against.HOLDS
     assert found["fsdp-memory-v2"] == against.UNKNOWN  # no table has memory
@@ -53,10 +54,50 @@ def test_only_the_papers_models_on_gpus_are_evidence(v2):
 
 
 def test_what_the_audit_calls_unusable_is_no_evidence(v2):
-    assert verdicts(v2)["modified-slower-v2"] == against.HOLDS
+    before = against.claims(v2, NOTHING).set_index("id").loc["modified-slower-v2"]
+    assert "0.98 (densenet121)" in before["figures"]
     found = pd.DataFrame(audit.audit(v2), columns=list(audit.COLUMNS))
-    # The one figure behind it is the copied 246.54 s.
-    assert verdicts(v2, found)["modified-slower-v2"] == against.UNKNOWN
+    after = against.claims(v2, found).set_index("id").loc["modified-slower-v2"]
+    # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
+    assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"
+    assert after["verdict"] == against.FAILS
+
+
+def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
+    told = against.claims(v2, NOTHING).set_index("id")["in_the_paper"]
+    assert "densenet121: from a time that stands for two cells" in told["modified-slower-v2"]
+    assert "resnet50, vgg16: from a time above its limit" in told["modified-slower-v2"]
+    assert "ps-async-modified, vgg16 on 4: from a time above its limit" in told["near-linear-v2"]
+    assert "above its limit" not in told["fsdp-slowdown-v2"]
+    assert told["modified-recovers-v2"].startswith("holds: 0.85 (vgg16 on 4)")
+    assert "stays below sync" in told["modified-recovers-v2"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"slowdown": "rank 0 3 times slower"},
+        {"strategy": "single", "strategy_base": "single"},
+        {"strategy": "fsdp-zero2", "strategy_base": "fsdp"},
+        {"dataset": "digits"},
+        {"gpus": 8},
+        {"model": "vgg-compact"},
+        {"device_kind": "cpu"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_only_cells_that_correspond_are_judged(v2, changed):
+    assert against.corresponds(v2).all()
+    others = v2.assign(**changed)
+    assert not against.corresponds(others).any()
+    listed = against.published_cells(others.drop_duplicates(against.GROUP), NOTHING)
+    assert listed["ours"].isna().all()
+
+
+def test_a_spread_is_called_what_it_is():
+    assert against.interval(against.Figure("x", 1.5, 1.25, 1.75)) == "1.50 [1.25, 1.75]"
+    assert against.interval(against.Figure("x", 1.5, 1.25, 1.75, "range")) == "1.50 (1.25 to 1.75)"
+    assert against.interval(against.Figure("x", 9, 9, np.inf, "bound")) == "at least 9.00"
 
 
 @pytest.mark.parametrize(

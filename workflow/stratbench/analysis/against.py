@@ -10,14 +10,15 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from stratbench.analysis import paper
-from stratbench.analysis.audit import read_audit
+from stratbench.analysis.audit import audit, read_audit
 from stratbench.analysis.stats import mean_ratio, ratio_intervals
 from stratbench.analysis.summary import GROUP, findings_by_group, read_cells
 
@@ -45,12 +46,17 @@ Key = tuple[str, str, str, int]
 
 @dataclass(frozen=True)
 class Figure:
-    """One value of a claim's metric: where from, and its 95 % interval where repeats give one."""
+    """One value of a claim's metric: where from, and what it may be instead.
+
+    `ends` says what `low` and `high` are: a 95 % `interval`; the lowest and the highest of the
+    repeats, a `range`; or what a time limit leaves open, a `bound`.
+    """
 
     label: str
     value: float
     low: float | None = None
     high: float | None = None
+    ends: Literal["interval", "range", "bound"] = "interval"
 
 
 class Groups:
@@ -65,6 +71,12 @@ class Groups:
             for key, found in findings_by_group(findings, groups)
         }
         self.groups: dict[Key, pd.DataFrame] = groups
+        #: Time limits of groups that reached theirs: they took longer.
+        self.limits: dict[Key, float] = {
+            key: float(rows["time_limit_s"].min())
+            for key, rows in cells[cells["status"] == "timeout"].groupby(GROUP, sort=False)
+            if key not in groups and rows["time_limit_s"].notna().any()
+        }
 
     def values(self, key: Key, column: str, concerns: str) -> pd.Series:
         """A column by repeat; empty where there is none or the audit rejects it."""
@@ -80,25 +92,67 @@ class Groups:
         found = pd.concat(columns, axis=1, join="inner").to_numpy().T
         return found if found.size else None
 
+    def timed(self) -> list[Key]:
+        """All groups with a result or a limit that they reached."""
+        return [*self.groups, *self.limits]
+
+    def least_s(self, key: Key, beside: Key) -> float | None:
+        """The training time that a group at its limit took at least, going by another's start-up."""
+        if key not in self.limits or beside not in self.groups:
+            return None
+        rest = self.groups[beside][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()
+        return self.limits[key] - float(rest)
+
 
 # ---------------------------------------------------------------- claims
+
+
+def compared(
+    groups: Groups,
+    one: Key,
+    other: Key,
+    column: str,
+    concerns: str,
+    label: str,
+    scale: Callable[[float], float] = float,
+) -> Figure | None:
+    """scale(one / other) over the repeats of both; a bound where one was stopped at its time limit."""
+    pair = groups.pair(one, other, column, concerns)
+    if pair is not None:
+        return ratio_figure(label, pair, scale)
+    if column != "train_time_s":
+        return None
+    for stopped, ended, upward in ((one, other, True), (other, one, False)):
+        least_s, values = groups.least_s(stopped, ended), groups.values(ended, column, concerns)
+        if least_s is None or least_s <= 0 or values.empty:
+            continue
+        ratio = least_s / float(values.median())
+        ends = (ratio, np.inf) if upward else (0.0, 1 / ratio)
+        low, high = sorted(scale(end) for end in ends)
+        return Figure(label, scale(ratio if upward else 1 / ratio), low, high, "bound")
+    return None
 
 
 def ratios(
     one: str, other: str, column: str, concerns: str, scale: Callable[[float], float] = float
 ) -> Callable[[Groups], Iterator[Figure]]:
-    """The metric `one` / `other` on the same experiment, model and GPUs; `any` is every strategy."""
+    """The metric `one` / `other` on the same experiment, model and GPUs; `any` is every strategy.
+
+    Of memory on several GPUs: on one there is nothing to shard.
+    """
 
     def figures(groups: Groups) -> Iterator[Figure]:
-        for key in groups.groups:
+        for key in groups.timed():
             experiment, strategy, model, gpus = key
             if strategy == other or (strategy != one and one != "any"):
                 continue
-            pair = groups.pair(key, (experiment, other, model, gpus), column, concerns)
-            if pair is None:
+            if concerns == "memory" and gpus == 1:
                 continue
             name = f"{strategy}, {model} on {gpus}" if one == "any" else f"{model} on {gpus}"
-            yield ratio_figure(name, pair, scale)
+            reference = (experiment, other, model, gpus)
+            figure = compared(groups, key, reference, column, concerns, name, scale)
+            if figure is not None:
+                yield figure
 
     return figures
 
@@ -129,9 +183,31 @@ def points(one: str, other: str) -> Callable[[Groups], Iterator[Figure]]:
                 if pair is not None:
                     lost = 100 * (pair[0] - pair[1])
                     ends = (float(lost.min()), float(lost.max())) if lost.size > 1 else (None, None)
-                    yield Figure(f"{model} on {gpus}", float(np.median(lost)), *ends)
+                    yield Figure(f"{model} on {gpus}", float(np.median(lost)), *ends, "range")
 
     return figures
+
+
+def recovered(groups: Groups) -> Iterator[Figure]:
+    """Of the accuracy that ps-async loses against ps-sync, the share that modified async regains.
+
+    By medians over the repeats; where nothing is lost there is nothing to recover.
+    """
+    for key in groups.groups:
+        _, strategy, model, gpus = key
+        if strategy != "ps-async-modified":
+            continue
+        found = []
+        for name in ("ps-sync", "ps-async"):
+            for other_experiment in dict.fromkeys(k[0] for k in groups.groups):
+                other = (other_experiment, name, model, gpus)
+                if same_data(groups, key, other):
+                    found.append(groups.values(other, "accuracy_final", "accuracy").median())
+                    break
+        mine = groups.values(key, "accuracy_final", "accuracy").median()
+        if len(found) == 2 and pd.notna(mine) and found[0] > found[1]:
+            share = (mine - found[1]) / (found[0] - found[1])
+            yield Figure(f"{model} on {gpus}", float(share))
 
 
 def same_data(groups: Groups, one: Key, other: Key) -> bool:
@@ -145,25 +221,27 @@ def same_data(groups: Groups, one: Key, other: Key) -> bool:
 
 def efficiency(groups: Groups) -> Iterator[Figure]:
     """Speedup over one worker of the same strategy, divided by N."""
-    for key in groups.groups:
+    for key in groups.timed():
         experiment, strategy, model, gpus = key
-        alone = (experiment, strategy, model, 1)
-        pair = groups.pair(alone, key, "train_time_s", "time") if gpus > 1 else None
-        if pair is not None:
-            yield ratio_figure(
-                f"{strategy}, {model} on {gpus}", pair, lambda ratio, n=gpus: ratio / n
-            )
+        if gpus == 1:
+            continue
+        alone, name = (experiment, strategy, model, 1), f"{strategy}, {model} on {gpus}"
+        figure = compared(
+            groups, alone, key, "train_time_s", "time", name, lambda ratio, n=gpus: ratio / n
+        )
+        if figure is not None:
+            yield figure
 
 
 def from_two_to_four(groups: Groups) -> Iterator[Figure]:
     """Time on 2 over time on 4 GPUs of modified async."""
-    for key in groups.groups:
+    for key in groups.timed():
         experiment, strategy, model, gpus = key
         if strategy == "ps-async-modified" and gpus == 2:
             four = (experiment, strategy, model, 4)
-            pair = groups.pair(key, four, "train_time_s", "time")
-            if pair is not None:
-                yield ratio_figure(model, pair, float)
+            figure = compared(groups, key, four, "train_time_s", "time", model)
+            if figure is not None:
+                yield figure
 
 
 def parameters(scale: float) -> Callable[[Groups], Iterator[Figure]]:
@@ -186,7 +264,7 @@ METRICS: dict[str, Callable[[Groups], Iterator[Figure]]] = {
         "ps-async", "ps-sync", "train_time_s", "time", lambda ratio: 100 * (1 - ratio)
     ),
     "accuracy of ps-sync - of ps-async (points)": points("ps-sync", "ps-async"),
-    "accuracy of ps-sync - of ps-async-modified (points)": points("ps-sync", "ps-async-modified"),
+    "share of the lost accuracy that ps-async-modified recovers": recovered,
     "speedup at N workers / N": efficiency,
     "time at 2 GPUs / time at 4 GPUs": from_two_to_four,
     "training time of any strategy / of ddp": ratios("any", "ddp", "train_time_s", "time"),
@@ -223,8 +301,14 @@ def told(figures: Sequence[Figure]) -> str:
 
 
 def interval(figure: Figure) -> str:
-    """`1.23 [1.10, 1.31]`"""
-    spread = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
+    """`1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, or `at least 1.23`."""
+    match figure.ends:
+        case "bound":
+            return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
+        case "range":
+            spread = "" if figure.low is None else f" ({figure.low:.2f} to {figure.high:.2f})"
+        case "interval":
+            spread = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
     return f"{figure.value:.2f}{spread}"
 
 
@@ -233,29 +317,67 @@ def about(claim: dict[str, Any], figure: Figure) -> bool:
     return pd.isna(claim["model"]) or claim["model"] in figure.label
 
 
+def corresponds(cells: pd.DataFrame) -> pd.Series:
+    """Which rows stand for a cell of the paper: its strategy, data set, model and count, on GPUs.
+
+    Not `single`, no variant under another name or with other options, and nothing slowed on purpose.
+    """
+    place = ["strategy", "model", "dataset", "gpus"]
+    published = set(paper.published_tables()[place].itertuples(index=False, name=None))
+    there = [row in published for row in cells[place].itertuples(index=False, name=None)]
+    plain = (cells["strategy"] == cells["strategy_base"]) & cells["slowdown"].isna()
+    return pd.Series(there, index=cells.index) & plain & (cells["device_kind"] == "cuda")
+
+
+@cache
+def published(version: str) -> tuple[Groups, Groups]:
+    """The paper's own cells, as printed and without the times that the audit calls copies."""
+    cells = paper.as_cells(version)
+    copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
+    return Groups(cells), Groups(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
+
+
+def rests_on(metric: Callable[[Groups], Iterator[Figure]], claim: dict[str, Any]) -> str:
+    """In words, which of the paper's own figures behind a claim are copied, or bounds at a limit."""
+    printed, believed = (
+        {f.label: f for f in metric(groups) if about(claim, f)}
+        for groups in published(claim["version"])
+    )
+    parts = []
+    if lost := [label for label in printed if label not in believed]:
+        parts.append(f"{', '.join(lost)}: from a time that stands for two cells")
+    if bounds := [label for label, figure in printed.items() if figure.ends == "bound"]:
+        parts.append(f"{', '.join(bounds)}: from a time above its limit, so a bound")
+    return "; ".join(parts)
+
+
 def claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     """Every claim of the text with its verdict; only the paper's models on GPUs are evidence.
 
     `elsewhere` has the figures of other models and of CPU processes, which prove nothing;
     `in_the_paper` the verdict of the paper's own tables, defects included.
     """
-    is_counterpart = cells["model"].isin(list(paper.PARAMETERS)) & (cells["device_kind"] == "cuda")
+    is_counterpart = corresponds(cells)
     listed = findings.to_dict("records")
     ours, others = Groups(cells[is_counterpart], listed), Groups(cells[~is_counterpart], listed)
     # Without the audit: here the question is what the paper prints, whether or not to believe it.
-    own = {version: Groups(paper.as_cells(version)) for version in ("v1", "v2")}
+    own = {version: published(version)[0] for version in ("v1", "v2")}
     notes = paper.explanations().set_index("about")
     rows = []
     for claim in paper.published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
-        found, elsewhere, published = (
+        found, elsewhere, theirs = (
             [figure for figure in metric(groups) if about(claim, figure)]
             for groups in (ours, others, own[claim["version"]])
         )
         limits = (claim["low"], claim["high"])
         agrees = verdict(found, *limits)
         note = notes.loc[claim["id"]] if agrees == FAILS and claim["id"] in notes.index else None
-        in_the_paper = f"{verdict(published, *limits)}: {told(published)}" if published else ""
+        in_the_paper = f"{verdict(theirs, *limits)}: {told(theirs)}" if theirs else ""
+        if rest := rests_on(metric, claim) if theirs else "":
+            in_the_paper += f" ({rest})"
+        if verdict(theirs, *limits) == HOLDS and claim["id"] in notes.index:
+            in_the_paper += f". But: {notes.loc[claim['id'], 'explanation']}"
         rows.append(
             claim
             | {"verdict": agrees, "figures": told(found), "elsewhere": told(elsewhere)}
@@ -274,7 +396,7 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
     A ratio of ratios is ours over the published one: 1 where both say the same. For accuracies the
     differences in points stand in place of ratios (`kind` is `difference`).
     """
-    groups = Groups(cells[cells["device_kind"] == "cuda"], findings.to_dict("records"))
+    groups = Groups(cells[corresponds(cells)], findings.to_dict("records"))
     ours: dict[tuple[Any, ...], tuple[float, str]] = {}
     for key, rows in groups.groups.items():
         experiment, strategy, model, gpus = key
