@@ -145,7 +145,8 @@ def test_the_files_hold_the_same_texts_and_the_summary_reads_back(tmp_path):
         read_summary(study_dir / "summary.csv"), summary, check_dtype=False
     )
     folder = study_dir / "tables" / "main"
-    assert {p.stem for p in folder.iterdir()} == set(MEASURES)
+    told = set(summary.dropna(subset=["value"])["measure"])
+    assert {p.stem for p in folder.iterdir()} == told < set(MEASURES)
     with open(folder / "training_time.csv", newline="") as f:
         header, *lines = list(csv.reader(f))
     assert header == ["model", "strategy", "1 GPU", "2 GPUs", "4 GPUs"]
@@ -169,6 +170,25 @@ def test_every_caption_says_what_a_worker_is(tmp_path):
     assert "one GPU" in mixed
     assert "CPU process" in mixed
     assert "4 CPU processes" in tables.wide(cpu, summary, MEASURES["memory"]).columns
+
+
+def test_a_study_whose_only_cell_timed_out_says_what_it_knows(tmp_path):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(2,))
+
+    def change(cell, record):
+        return fixture.make_record(cell, "timeout", "cpu") | {"workers": []}
+
+    found, summary = analysed(tmp_path, cells, device="cpu", change=change)
+    folder = tmp_path / "tables" / "main"
+    folder.mkdir(parents=True)
+    (folder / "memory.md").write_text("of an earlier run")
+    assert tables.write_tables(found, summary, tmp_path / "tables") == 1
+    assert sorted(p.name for p in folder.iterdir()) == [
+        f"training_time.{kind}" for kind in ("csv", "md", "tex")
+    ]
+    text = (folder / "training_time.md").read_text()
+    assert "A worker is a CPU process, of which no record has the name." in text
+    assert "| vgg16 | ddp | >3000 s |" in text
 
 
 def test_a_cell_whose_workers_died_unseen_does_not_add_a_device(tmp_path):

@@ -1,5 +1,5 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
-from stratbench.analysis.measures import MEASURES, NUMBERED_TABLES, PLOTS
+from stratbench.analysis.measures import PLOTS
 
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"
@@ -69,28 +69,16 @@ rule make_tables:
         audit=f"{RESULTS}/{{study}}/audit.csv",
     output:
         summary=f"{RESULTS}/{{study}}/summary.csv",
-        tables=[
-            f"{TABLES}/{experiment}/{measure}.{kind}"
-            for experiment in STUDY.experiments
-            for measure in MEASURES
-            for kind in ("csv", "md", "tex")
-        ],
-        numbered=[
-            f"{TABLES}/paper/{table}.{kind}"
-            for table in NUMBERED_TABLES
-            for kind in ("csv", "md", "tex")
-        ],
-        sources=f"{TABLES}/paper/table_8_sources.csv",
+        # A folder: what no cell of an experiment has measured has no table.
+        tables=directory(TABLES),
     log:
         f"{RESULTS}/{{study}}/logs/make_tables.log",
     localrule: True
     conda:
         ENV
-    params:
-        tables=lambda w: TABLES.format(study=w.study),
     shell:
         "python -m stratbench.analysis.tables --cells {input.cells:q} --audit {input.audit:q}"
-        " --summary-out {output.summary:q} --out-dir {params.tables:q} > {log:q} 2>&1"
+        " --summary-out {output.summary:q} --out-dir {output.tables:q} > {log:q} 2>&1"
 
 
 rule make_plots:

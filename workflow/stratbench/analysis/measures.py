@@ -34,8 +34,6 @@ class Measure:
     concerns: Literal["time", "memory", "accuracy"] = "time"
     #: Digits after the point; None: three significant digits.
     decimals: int | None = None
-    #: The report leaves it out where no cell of an experiment has it.
-    optional: bool = False
 
     @property
     def heading(self) -> str:
@@ -79,7 +77,6 @@ MEASURES: dict[str, Measure] = {
             "every sample, divided by the training time; all workers together.",
             scale=1e-9,
             better="higher",
-            optional=True,
         ),
         Measure(
             "mfu",
@@ -90,7 +87,6 @@ MEASURES: dict[str, Measure] = {
             "the precision of the training.",
             scale=100,
             better="higher",
-            optional=True,
         ),
         Measure(
             "speedup",
@@ -199,7 +195,6 @@ MEASURES: dict[str, Measure] = {
             "or broadcast, what a ring sends, whatever algorithm the backend chose. Parameter "
             "servers: what the worker pushes.",
             scale=1 / MIB,
-            optional=True,
         ),
         Measure(
             "bandwidth",
@@ -210,7 +205,6 @@ MEASURES: dict[str, Measure] = {
             "its link moves no less while it trains.",
             scale=1e-9,
             better=None,
-            optional=True,
         ),
         Measure(
             "energy",
@@ -219,7 +213,6 @@ MEASURES: dict[str, Measure] = {
             "joules_per_sample",
             "Of the GPUs' energy counters during the training steps; the processors, the memory and "
             "the rest of the machine are not in it.",
-            optional=True,
         ),
         Measure(
             "time_to_target",
@@ -228,7 +221,6 @@ MEASURES: dict[str, Measure] = {
             "time_to_target_s",
             "Training time at the end of the first epoch whose test accuracy reached the target of "
             "the configuration (target_accuracy).",
-            optional=True,
         ),
         Measure(
             "accuracy",
@@ -360,7 +352,3 @@ def status_label(status: str, time_limit_s: float | None, reason: str | None = N
     if status == "timeout":
         return f">{time_limit_s:g} s" if time_limit_s else "timeout"
     return {"oom": "OOM", "diverged": "div."}.get(status, status)
-
-
-#: The paper's tables that are made again by their numbers.
-NUMBERED_TABLES = tuple(f"table_{n}" for n in range(3, 9))

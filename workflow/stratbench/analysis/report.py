@@ -32,6 +32,7 @@ from stratbench.analysis.tables import (
     doubt_note,
     explanation,
     heading,
+    is_told,
     plural,
     wide_rows,
     worker_noun,
@@ -195,13 +196,6 @@ def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[s
     }
 
 
-def has_numbers(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
-    """Whether a measure is to be shown: a ratio that has a baseline in this experiment, and so on."""
-    here = summary["experiment"] == rows["experiment"].iloc[0]
-    found = summary.loc[here & (summary["measure"] == measure.name), "value"]
-    return not (measure.baseline or measure.optional) or bool(found.notna().any())
-
-
 def cell_list(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
     """Every cell with links to its record and its log, relative to the page."""
 
@@ -279,7 +273,7 @@ def context(
             "tables": [
                 table(rows, summary, measure)
                 for measure in MEASURES.values()
-                if has_numbers(rows, summary, measure)
+                if is_told(rows, summary, measure)
             ],
         }
         for name, rows in cells.groupby("experiment", sort=False)

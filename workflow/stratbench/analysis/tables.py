@@ -44,9 +44,17 @@ _LATEX = {
 
 
 def workers_are(cells: pd.DataFrame) -> str:
-    """A sentence that says what a worker is in these rows of cells.csv, from the records."""
+    """A sentence that says what a worker is in these rows of cells.csv, from the records.
+
+    A cell of which no worker reported, such as one that timed out, names its devices' kind alone.
+    """
     known = cells.dropna(subset=["device_kind", "device_name"])
-    parts = []
+    unnamed = set(cells["device_kind"].dropna()) - set(known["device_kind"])
+    nouns = {"cuda": "one GPU", "cpu": "a CPU process"}
+    parts = [
+        f"a worker is {nouns.get(kind, kind)}, of which no record has the name"
+        for kind in sorted(unnamed)
+    ]
     for (kind, name), rows in known.groupby(["device_kind", "device_name"], dropna=False):
         hosts = "; ".join(sorted(set(rows["host"].dropna())))
         if kind == "cuda":
@@ -186,13 +194,30 @@ def latex(table: pd.DataFrame, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def is_told(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
+    """Whether a measure has a table in an experiment (its rows of cells.csv): a cell has the measure.
+
+    The training time has one always: it says how each cell ended.
+    """
+    here = summary["experiment"] == rows["experiment"].iloc[0]
+    found = summary.loc[here & (summary["measure"] == measure.name), "value"]
+    return measure.name == "training_time" or bool(found.notna().any())
+
+
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
-    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; returns the number of tables."""
+    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; returns the number of tables.
+
+    What no cell has gets no table, and an old one is removed.
+    """
     written = 0
     for experiment, rows in cells.groupby("experiment", sort=False):
         folder = out_dir / str(experiment)
         folder.mkdir(parents=True, exist_ok=True)
         for measure in MEASURES.values():
+            if not is_told(rows, summary, measure):
+                for kind in ("csv", "md", "tex"):
+                    (folder / f"{measure.name}.{kind}").unlink(missing_ok=True)
+                continue
             table = wide(rows, summary, measure)
             title = f"{heading(rows, measure)} {explanation(rows, measure)}"
             title += doubt_note(wide_rows(rows, summary, measure)[1])
