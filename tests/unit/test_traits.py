@@ -31,7 +31,7 @@ PACKAGE = Path(strategies.__file__).parents[1]
 #: each, ratios that are defined against one of them.
 MAY_NAME = {
     *("analysis/against.py", "analysis/numbered.py", "analysis/style.py", "analysis/measures.py"),
-    *(f"analysis/audit/{kind}.py" for kind in ("accuracy", "memory", "speed", "traffic")),
+    "analysis/paper_audit.py",
     "plan/trace.py",  # torch's namespace of FSDP's operators
 }
 
