@@ -7,7 +7,8 @@ works weight by weight, so they do not see each other.
 
     nice python benchmarks/staleness.py            writes benchmarks/results/staleness.{csv,md}
 
-One process a core; the whole takes half an hour of a core.
+One process a core; the whole takes half an hour of a core. The clock is virtual and the seeds are
+fixed: after a change of one policy `--only NAME` trains that one again and keeps the others' rows.
 """
 
 from __future__ import annotations
@@ -183,7 +184,19 @@ def train(
     return Result(torch.cat(accuracies), traces)
 
 
-def row(key: tuple, result: Result, sync: Result, plain: Result) -> dict[str, object]:
+@dataclass
+class Kept:
+    """What other rows are compared with, of a row that an earlier run wrote."""
+
+    time_s: float
+    throughput: float
+
+    @classmethod
+    def of(cls, row: dict) -> Kept:
+        return cls(row["time_s"], (1 - row["dropped_share"]) / row["time_s"])
+
+
+def row(key: tuple, result: Result, sync: Result | Kept, plain: Result | Kept) -> dict[str, object]:
     """One line of the CSV; `sync` and `plain`: ps-sync and ps-async under the same conditions."""
     strategy, lr_scale, lr, straggler = key
     taus = [(tau, n) for t in result.traces for tau, n in t.staleness[0].items()]
@@ -291,11 +304,27 @@ def train_key(clocks: int, key: tuple[str, str, float, float]) -> Result:
     return train(task, name, {"lr_scale": scale} if scale else {}, lr, straggler, clocks)
 
 
+def kept_rows(path: Path, only: list[str]) -> dict[tuple, dict]:
+    """The rows of an earlier run, by key, of all policies but `only`."""
+    with open(path, newline="") as file:
+        lines = list(csv.DictReader(file))
+    found = {}
+    for line in lines:
+        numbers = {c: float(line[c]) for c in COLUMNS[2:]}
+        for whole in ("runs", "staleness_max"):
+            numbers[whole] = int(numbers[whole])
+        if line["strategy"] not in only:
+            key = (line["strategy"], line["lr_scale"], numbers["lr"], numbers["straggler"])
+            found[key] = line | numbers
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5, help="seeds of weights and sample order")
     parser.add_argument("--clocks", type=int, default=2, help="different schedules of each")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--only", nargs="+", choices=OPTIONS, help="keep the other policies' rows")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     variants = [
@@ -304,14 +333,19 @@ def main() -> None:
         for scale in (("full", "1/N") if hasattr(options(), "lr_scale") else ("",))
     ]
     keys = [(*v, lr, s) for s in STRAGGLERS for lr in LEARNING_RATES for v in variants]
+    kept = kept_rows(arguments.out / "staleness.csv", arguments.only) if arguments.only else {}
+    new = [key for key in keys if key not in kept]
     context = multiprocessing.get_context("spawn")
     prepared = (arguments.seeds, arguments.epochs)
     with ProcessPoolExecutor(os.cpu_count(), context, prepare, prepared) as pool:
-        trained = pool.map(partial(train_key, arguments.clocks), keys)
-        results = dict(zip(keys, tqdm(trained, total=len(keys), unit="run"), strict=True))
+        trained = pool.map(partial(train_key, arguments.clocks), new)
+        results = dict(zip(new, tqdm(trained, total=len(new), unit="run"), strict=True))
+    bases = {key: Kept.of(line) for key, line in kept.items()} | results
     rows = [
-        row(k, r, results["ps-sync", "", *k[2:]], results["ps-async", "full", *k[2:]])
-        for k, r in results.items()
+        kept[k]
+        if k in kept
+        else row(k, results[k], bases["ps-sync", "", *k[2:]], bases["ps-async", "full", *k[2:]])
+        for k in keys
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)
     with open(arguments.out / "staleness.csv", "w", newline="", encoding="utf-8") as file:

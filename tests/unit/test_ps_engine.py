@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -32,6 +34,7 @@ from stratbench.ps.asynchronous import AsyncPolicy
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.frames import Frame, Kind, ProtocolError
+from stratbench.ps.handshake import Refused
 from stratbench.ps.link import Link
 from stratbench.ps.member import Member
 from stratbench.ps.policies import POLICIES, make_policy
@@ -335,6 +338,30 @@ def test_snapshots_are_the_state_at_the_end_of_each_epoch(tmp_path):
     assert stats["train_time_s"] == pytest.approx(ends[-1])
     with pytest.raises(FileNotFoundError, match=r"no snapshot of epoch 3: .*epoch3.0.json"):
         load_snapshot(tmp_path / "kept", 3)
+
+
+@pytest.mark.parametrize("epoch", [0, 2], ids=["while training", "at the end"])
+def test_a_snapshot_that_finds_the_disk_full_ends_the_run_with_that_reason(tmp_path, epoch):
+    (tmp_path / f"epoch{epoch}.weights.0.part").symlink_to("/dev/full")
+    plan = config(tmp_path, epochs=3, steps_per_epoch=20, snapshot_dir=str(tmp_path))
+    server = Served(plan, SECRET)
+    worker = Worked(plan, SECRET, before_push=lambda *_: time.sleep(0.01))
+    with contextlib.suppress(RunEnded):
+        worker.join()
+    stats = server.result()
+    assert stats["status"] == "lost"
+    assert f"epoch {epoch + 1} could not be written to {tmp_path}: No space left" in stats["error"]
+    assert len(worker.tickets) < 60 or epoch == 2
+
+
+def test_snapshots_without_room_are_told_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=5000))
+    plan = config(tmp_path, epochs=5, snapshot_dir=str(tmp_path))
+    server = Served(plan, SECRET)
+    reason = "snapshots of 5 epochs need .* GB in .*, where 5e-06 GB are free: set TMPDIR"
+    with pytest.raises(Refused, match=reason):
+        Worked(plan, SECRET).join()
+    assert re.search(reason, server.result()["error"])
 
 
 def test_held_pushes_are_in_the_last_snapshot(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from stratbench.ps.buffers import BufferMean
 from stratbench.ps.policies import Hyper, make_policy
 from stratbench.ps.shard import Shard
-from stratbench.ps.snapshots import SnapshotWriter, load_snapshot
+from stratbench.ps.snapshots import SnapshotWriter, drop_snapshot, load_snapshot
 
 ALIVE, DEAD = (lambda: True), (lambda: False)
 
@@ -161,7 +161,8 @@ def test_snapshots_are_written_whole_and_read_back(tmp_path, dtype):
     weights = torch.arange(6, dtype=dtype)
     shards = [make_shard(weights=weights[:4])[0], make_shard(weights=weights[4:])[0]]
     buffers = torch.arange(3, dtype=torch.float32)
-    writers = [SnapshotWriter(tmp_path, server, 2) for server in (0, 1)]
+    failures = []
+    writers = [SnapshotWriter(tmp_path, server, 2, failures.append) for server in (0, 1)]
     writers[0].take(3, 1.5, shards, buffers)
     writers[0].close()
     with pytest.raises(FileNotFoundError, match=r"epoch3\.1\.json is missing"):
@@ -173,6 +174,11 @@ def test_snapshots_are_written_whole_and_read_back(tmp_path, dtype):
     assert torch.equal(read, torch.cat([weights, weights[:4]]))
     assert torch.equal(read_buffers, buffers)
     assert not list(tmp_path.glob("*.part"))
+    assert failures == []
+    drop_snapshot(tmp_path, 2)
+    assert load_snapshot(tmp_path, 3)[0] == 1.5
+    drop_snapshot(tmp_path, 3)
+    assert not tmp_path.exists()
 
 
 # --- buffers -------------------------------------------------------------------------------------

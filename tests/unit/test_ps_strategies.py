@@ -4,12 +4,14 @@ the launcher makes of lost workers and servers. Real processes throughout.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -169,7 +171,9 @@ def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
             continue
         write_secret(own / "secret", new_secret())
         policy = "summed" if name == "summed" else base
-        [config] = server_configs(settings(base, world), STEPS * GLOBAL_BATCH, own, None)
+        [config] = server_configs(
+            settings(base, world), STEPS * GLOBAL_BATCH, own, None, own / "snapshots"
+        )
         arguments = (json.dumps(config.__dict__), policy, own)
         processes.append(context.Process(target=server_process, args=arguments))
     processes += [
@@ -311,7 +315,15 @@ def pid_of(run_dir: Path, name: str, timeout_s: float = 90) -> int:
     raise AssertionError("the cell did not start to train")
 
 
-def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path):
+@pytest.fixture
+def scratch(monkeypatch):
+    """The temporary folder of what a test launches, with a name short enough for sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="sb-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, scratch):
     process, record, run_dir = launch(tmp_path, "ps-async", 3, epochs=40)
     os.kill(pid_of(run_dir, "rank1"), signal.SIGKILL)
     output, _ = process.communicate(timeout=150)
@@ -323,6 +335,8 @@ def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path):
     assert server["tickets_settled"] == 40 * 8 * 3
     assert len(found["accuracy"]["per_epoch"]) == 40
     assert not list(run_dir.glob("secret")), "the job's secret is removed"
+    left = [*tmp_path.rglob("epoch*"), *scratch.rglob("epoch*")]
+    assert not left, "evaluated snapshots are removed"
 
 
 def test_a_killed_worker_ends_a_synchronous_cell_with_its_name(tmp_path):
@@ -335,6 +349,24 @@ def test_a_killed_worker_ends_a_synchronous_cell_with_its_name(tmp_path):
     assert "step " in output
     assert not record.exists()
     assert not any(psutil.pid_exists(pid) for pid in others)
+
+
+def test_a_full_disk_fails_the_cell_with_that_reason(tmp_path, scratch):
+    process, record, _ = launch(tmp_path, "ps-async", 2, epochs=400)
+    deadline = time.monotonic() + 90
+    while not (found := list(scratch.rglob("epoch*.json"))):
+        assert time.monotonic() < deadline, "no epoch ended"
+        time.sleep(0.05)
+    for epoch in range(400):
+        with contextlib.suppress(FileExistsError):
+            found[0].with_name(f"epoch{epoch}.weights.0.part").symlink_to("/dev/full")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    failed = next(line for line in output.splitlines() if "FAILED" in line)
+    assert "snapshot of epoch" in failed
+    assert failed.endswith("No space left on device")
+    assert not record.exists()
+    assert not list(scratch.rglob("epoch*"))
 
 
 def test_a_killed_server_ends_the_cell_with_an_error(tmp_path):

@@ -74,7 +74,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, folder: Path) -> loop
     if strategy.kind == "server":
         secret = new_secret()
         write_secret(folder / "secret", secret)
-        [config] = server_configs(s, data.train_samples, folder, None)
+        [config] = server_configs(s, data.train_samples, folder, None, folder / "snapshots")
         server = Served(config, secret)
     slow = Slowdown.of(s, 0, model, SHAPE, 3, CPU)
     worker = Worker(s, 0, 1, CPU, folder, [], slow.wait)

@@ -44,6 +44,7 @@ def row(plan: Plan, c: Planned) -> dict[str, Any]:
         "wire_bytes_per_step": round(c.wire_bytes) if c.footprint else "",
         "collectives_per_step": c.collectives if c.footprint else "",
         "server_mib": _mib(c.server_bytes) if c.server_bytes else "",
+        "snapshots_mib": _mib(c.snapshot_bytes) if c.snapshot_bytes else "",
     }
     link = main.link_s if main else None
     fields |= _span("wire_s_per_step", link)

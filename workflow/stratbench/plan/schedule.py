@@ -23,6 +23,7 @@ from stratbench.plan.subject import (
     host_bytes_of,
     sent_bytes,
     server_bytes_of,
+    snapshot_bytes_of,
     subject_of,
     with_data,
     work_of,
@@ -60,6 +61,7 @@ class Planned:
     collectives: int
     server_bytes: int  # memory of a server process
     host_bytes: int  # memory of a node's processes, as far as known
+    snapshot_bytes: int  # disk, until they are evaluated
     verdict: Verdict | None  # on the plan's device, or the CPU for a cell that trains there
     verdicts: dict[str, Verdict]  # by device
     asked: resources.Asked
@@ -208,6 +210,7 @@ def _plan_cell(
         collectives=len(footprint.collectives) if footprint else 0,
         server_bytes=server_bytes,
         host_bytes=host_bytes,
+        snapshot_bytes=snapshot_bytes_of(s, footprint) if footprint is not None else 0,
         verdict=verdict,
         verdicts=verdicts,
         asked=resources.asked(

@@ -112,6 +112,11 @@ def server_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> int:
     ).total_bytes
 
 
+def snapshot_bytes_of(s: Subject, footprint: Footprint) -> int:
+    """Disk that the servers' states at the ends of the epochs take until they are evaluated."""
+    return s.settings.epochs * sum(footprint.flat_bytes.values()) if s.served else 0
+
+
 def host_bytes_of(
     s: Subject, footprint: Footprint, needed_bytes: int, server_bytes: int, nodes: int
 ) -> int:

@@ -106,6 +106,12 @@ def _verdicts(plan: Plan) -> Iterator[str]:
     yield from _listed("not predicted", unknown)
     for sentence in plan.unheld:
         yield f"   no node can hold: {sentence}"
+    most = max(plan.cells, key=lambda c: c.snapshot_bytes)
+    if most.snapshot_bytes:
+        yield (
+            f"   disk: {gib(most.snapshot_bytes)} for the servers' snapshots of {most.cell}, until they are "
+            "evaluated: in the temporary folder of its node, or with the results if it spans several"
+        )
     raised = [c for c in plan.cells if c.asked.gpus and c.asked.planned_mib]
     if raised:
         most = max(raised, key=lambda c: c.host_bytes)

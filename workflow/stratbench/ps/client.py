@@ -55,6 +55,7 @@ class Channel:
     ) -> None:
         """Use `connect`."""
         self.worker, self.flat, self.scale = worker, flat, scale
+        self.snapshot_dir: str | None = None  # where the servers keep the state of each epoch's end
         self.evaluator: int | None = None  # after the end: the live worker with the lowest number
         self.version = 0  # updates in the weights now held, as the shard that came last counts them
         self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
@@ -107,6 +108,7 @@ class Channel:
                 link = channel._join(rendezvous, len(channel._links), secret, transport, deadline)
                 channel._links.append(link)
                 n_servers = link.n_servers
+                channel.snapshot_dir = link.snapshot_dir
         except BaseException:
             channel._close_connections()
             raise

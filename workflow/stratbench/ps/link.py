@@ -26,6 +26,7 @@ class Link:
         self.shard_numel = int(welcome["shard_numel"])
         self.n_servers = int(welcome["n_servers"])
         self.has_buffers = bool(welcome["buffers"])
+        self.snapshot_dir: str | None = welcome["snapshot_dir"]
         self.deadline_s = float(welcome["heartbeat_deadline_s"])
         self.awaited: set[int] = set()  # shards whose weights are still to come
         self.outdated = False  # what is under way now will be sent again

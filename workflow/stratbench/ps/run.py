@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 import threading
 import time
 from typing import Any
@@ -57,7 +58,9 @@ class Run:
         self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands them out
         self._writer: SnapshotWriter | None = None
         if config.snapshot_dir:
-            self._writer = SnapshotWriter(config.snapshot_dir, config.server, config.n_servers)
+            self._writer = SnapshotWriter(
+                config.snapshot_dir, config.server, config.n_servers, self._stop
+            )
         self.epochs = EpochLog(self.plan, self._writer)
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}
@@ -91,10 +94,21 @@ class Run:
                 raise ProtocolError(f"worker {worker} {state}")
             if self._store is None:
                 self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
+                self._check_room(layout.weight_bytes + layout.buffer_bytes)
             elif layout != self._store.layout:
                 raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
             member = self._members[worker] = Member(said, connection, transport)
         return member
+
+    def _check_room(self, snapshot_bytes: int) -> None:
+        """End a run whose snapshots will not fit before it begins; `_lock` is held."""
+        folder, needed = self.config.snapshot_dir, self.config.epochs * snapshot_bytes
+        if folder and (free := shutil.disk_usage(folder).free) < needed:
+            self._fail(
+                f"the servers' snapshots of {self.config.epochs} epochs need {needed / 1e9:.3g} GB in "
+                f"{folder}, where {free / 1e9:.3g} GB are free: set TMPDIR to a folder with more room"
+            )
+            raise ProtocolError(self.error)
 
     def _welcome(self, member: Member, nonces: bytes) -> None:
         store, connection = self._store, member.connection
@@ -104,6 +118,7 @@ class Run:
             "stop": store.mine.stop,
             "n_servers": self.config.n_servers,
             "buffers": store.buffers is not None,
+            "snapshot_dir": self.config.snapshot_dir,
             "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
             "limit_bytes": store.limit_bytes,
         }
@@ -167,8 +182,13 @@ class Run:
     def _break_down(self, error: Exception) -> None:
         """A defect of a policy or of the server: tell the workers rather than let them wait."""
         log.exception("the server failed")
+        self._stop(f"the server failed: {type(error).__name__}: {error}")
+
+    def _stop(self, message: str) -> None:
+        """End the run for everybody, or let it end badly where it is over already."""
         with self._lock:
-            self._fail(f"the server failed: {type(error).__name__}: {error}")
+            self._fail(message)
+            self.error = self.error or message
 
     # --- starting --------------------------------------------------------------------------------
 

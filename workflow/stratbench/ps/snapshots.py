@@ -7,12 +7,13 @@ server `s` is through with the epoch, and when it ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ import torch
 from torch import Tensor
 
 from stratbench.files import write_atomic
+from stratbench.ps.flat import as_bytes
 from stratbench.ps.shard import Shard
 from stratbench.ps.shm import DTYPES, dtype_name
-
-log = logging.getLogger(__name__)
 
 
 def _weights_file(folder: Path, epoch: int, server: int) -> Path:
@@ -40,11 +40,21 @@ def _notice_file(folder: Path, epoch: int, server: int) -> Path:
 
 
 def _save(path: Path, tensor: Tensor) -> None:
-    """numpy has no bfloat16, so the file holds the bytes; the notice names the dtype."""
+    """numpy has no bfloat16, so the file holds the bytes; the notice names the dtype.
+
+    Not np.save, whose error on a full disk does not say so.
+    """
     partial = path.with_suffix(".part")
-    with partial.open("wb") as file:
-        np.save(file, tensor.view(torch.uint8).numpy(), allow_pickle=False)
-    os.replace(partial, path)
+    header = {"descr": "|u1", "fortran_order": False, "shape": (as_bytes(tensor).nbytes,)}
+    try:
+        with partial.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(as_bytes(tensor))
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _load(path: Path, dtype: str) -> Tensor:
@@ -54,8 +64,15 @@ def _load(path: Path, dtype: str) -> Tensor:
 class SnapshotWriter:
     """Copies and writes snapshots on a thread of its own."""
 
-    def __init__(self, folder: str | Path, server: int, n_servers: int) -> None:
-        self.folder = Path(folder)
+    def __init__(
+        self,
+        folder: str | Path,
+        server: int,
+        n_servers: int,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """`on_failure(reason)` is called, from that thread, when a snapshot cannot be written."""
+        self.folder, self._on_failure = Path(folder), on_failure
         self.folder.mkdir(parents=True, exist_ok=True)
         self._server, self._n_servers = server, n_servers
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -86,7 +103,8 @@ class SnapshotWriter:
             try:
                 self._write(epoch, seconds, weights, buffers)
             except OSError as error:
-                log.error("could not write the snapshot of epoch %d: %s", epoch, error)
+                reason = f"the snapshot of epoch {epoch + 1} could not be written to {self.folder}"
+                self._on_failure(f"{reason}: {error.strerror or error}")
 
     def _write(self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None) -> None:
         _save(_weights_file(self.folder, epoch, self._server), weights)
@@ -128,3 +146,11 @@ def load_snapshot(
     if first["buffer_dtype"] is not None:
         buffers = _load(_buffers_file(folder, epoch), first["buffer_dtype"])
     return first["seconds"], torch.cat(parts), buffers
+
+
+def drop_snapshot(folder: str | Path, epoch: int) -> None:
+    """Delete the files of a snapshot that has been loaded, and the folder with the last of them."""
+    for path in Path(folder).glob(f"epoch{epoch}.*"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other epochs are still in it
+        Path(folder).rmdir()

@@ -67,7 +67,7 @@ def policy_options(policy: str, options: dict[str, Any]) -> PolicyOptions:
 
 
 def server_configs(
-    s: Settings, train_samples: int, run_dir: Path, host: str | None
+    s: Settings, train_samples: int, run_dir: Path, host: str | None, snapshot_dir: Path
 ) -> list[ServerConfig]:
     """What each server process of a cell is told.
 
@@ -95,7 +95,7 @@ def server_configs(
             n_servers=s.options["servers"],
             bind="127.0.0.1" if host is None else "0.0.0.0",
             advertise=host,
-            snapshot_dir=str(run_dir / "snapshots"),
+            snapshot_dir=str(snapshot_dir),
             stats_path=str(run_dir / f"server{k}.json"),
         )
         for k in range(s.options["servers"])
@@ -227,11 +227,15 @@ class ParameterServer(base.Strategy):
         """Put the servers' state after `epoch` (from 0) into the model; seconds from the first ticket."""
         from stratbench.ps.snapshots import load_snapshot
 
-        seconds, weights, buffers = load_snapshot(
-            self.worker.work_dir / "snapshots", epoch, wait_s=120.0
-        )
+        seconds, weights, buffers = load_snapshot(self.channel.snapshot_dir, epoch, wait_s=120.0)
         self.flat.load(weights, self.flat.buffers if buffers is None else buffers)
         return seconds
+
+    def drop_epoch(self, epoch: int) -> None:
+        """Delete the servers' state after `epoch`: it has been evaluated."""
+        from stratbench.ps.snapshots import drop_snapshot
+
+        drop_snapshot(self.channel.snapshot_dir, epoch)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:

@@ -106,7 +106,7 @@ def servers_of(job: Job, node: int) -> list[ServerConfig]:
     from stratbench.strategies.ps import server_configs
 
     host = socket.gethostname() if job.n_nodes > 1 else None
-    configs = server_configs(job.settings, job.train_samples, job.run_dir, host)
+    configs = server_configs(job.settings, job.train_samples, job.run_dir, host, job.snapshot_dir)
     return [c for c in configs if c.server % job.n_nodes == node]
 
 

@@ -67,6 +67,11 @@ class Job:
         return strategy_class(self.settings.strategy).kind == "server"
 
     @property
+    def snapshot_dir(self) -> Path:
+        """Where servers keep an epoch's state until it is evaluated: on this node, if it is the only one."""
+        return (self.store_path.parent if self.n_nodes == 1 else self.run_dir) / "snapshots"
+
+    @property
     def world_size(self) -> int:
         return self.cell.gpus
 

@@ -153,6 +153,7 @@ def launch(job: Job, cpus_per_node: int) -> agent.End:
         return agent.run_node(job, 0) if job.n_nodes == 1 else launch_with_srun(job, cpus_per_node)
     finally:
         secret.unlink(missing_ok=True)
+        shutil.rmtree(job.snapshot_dir, ignore_errors=True)  # of a cell that was not evaluated
 
 
 def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:

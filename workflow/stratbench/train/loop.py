@@ -179,6 +179,7 @@ def evaluate_epochs(
     for epoch in range(worker.settings.epochs):
         train_time_s = strategy.load_epoch(epoch)
         test_loss, accuracy = evaluate(strategy, data, rank=0, world_size=1)
+        strategy.drop_epoch(epoch)
         if not isfinite(test_loss):
             diverged.append(f"test loss after epoch {epoch + 1}")
         progress.add(
