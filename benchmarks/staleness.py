@@ -306,7 +306,7 @@ def train_key(clocks: int, key: tuple[str, str, float, float]) -> Result:
 
 def kept_rows(path: Path, only: list[str]) -> dict[tuple, dict]:
     """The rows of an earlier run, by key, of all policies but `only`."""
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     found = {}
     for line in lines:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -131,8 +135,9 @@ def test_strangers_are_refused_and_the_run_goes_on(run, said, door):
     else:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(run.local)
-    sock.sendall(said)
-    sock.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # refused before all of it was said
+        sock.sendall(said)
+        sock.shutdown(socket.SHUT_WR)
     answer = answer_of(sock)
     assert SECRET not in answer
     stats = run.finish()
@@ -146,6 +151,90 @@ def test_a_stranger_that_says_nothing_is_refused_at_the_deadline(run):
         answer_of(sock)
         assert 0.5 < time.monotonic() - started < 4
     assert "deadline" in run.finish()["refusals"][0]
+
+
+def join_late(folder, before_join):
+    """A run of one worker, which joins when `before_join(address)` has done its worst; statistics."""
+    plan = config(folder, handshake_deadline_s=20.0)
+    server = Served(plan, SECRET)
+    file = rendezvous_file(plan.rendezvous, 0)
+    while not file.exists():
+        time.sleep(0.01)
+    endpoint = json.loads(file.read_text())
+    held = before_join((endpoint["host"], endpoint["port"]))
+    Worked(plan, SECRET, transport="tcp").join(50)
+    stats = server.result(50)
+    assert stats["status"] == "ok"
+    del held
+    return stats
+
+
+def test_strangers_that_fill_the_gate_keep_no_worker_out(tmp_path):
+    """The oldest of them has to go for each that comes; the 20 s of the others are not over."""
+    started = time.monotonic()
+    stats = join_late(tmp_path, lambda at: [socket.create_connection(at) for _ in range(80)])
+    assert time.monotonic() - started < 15
+    assert 80 - 64 <= stats["refused"] <= 81
+
+
+def test_connections_that_are_reset_leave_one_bounded_log_and_no_traceback(tmp_path, caplog):
+    tracebacks = []
+
+    def reset_many(address):
+        for _ in range(150):
+            sock = socket.create_connection(address)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        time.sleep(0.5)
+
+    with mock.patch.object(threading, "excepthook", tracebacks.append):
+        join_late(tmp_path, reset_many)
+    assert tracebacks == []
+    assert len([r for r in caplog.records if r.message.startswith("refused")]) <= 100
+
+
+def test_a_worker_comes_again_when_the_server_could_not_start_a_thread(tmp_path):
+    """As under a limit of processes; the accepting thread must live on."""
+    start, failed = threading.Thread.start, []
+
+    def sometimes(thread):
+        if getattr(thread._target, "__name__", "") == "_attend" and len(failed) < 2:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", sometimes):
+        stats = join_late(tmp_path, lambda address: None)
+    assert len(failed) == 2
+    assert stats["refused"] == 2
+    assert "can't start new thread" in stats["refusals"][0]
+
+
+def test_a_server_without_descriptors_waits_for_some(tmp_path):
+    """It neither ends nor spins: the connection stays in the queue, and is accepted later."""
+    accept, times = socket.socket.accept, []
+
+    def full(listener):
+        times.append(time.monotonic())
+        if times[-1] - times[0] < 1.0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listener)
+
+    with mock.patch.object(socket.socket, "accept", full):
+        stats = join_late(tmp_path, lambda address: None)
+    assert 3 <= len(times) <= 12
+    assert "Too many open files" in stats["refusals"][0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can pose as another user")
+def test_another_users_local_connection_is_refused_at_once(run):
+    code = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+        "s.connect(chr(0) + sys.argv[1]); s.settimeout(10); sys.exit(len(s.recv(100)))"
+    )
+    command = [sys.executable, "-c", code, run.local[1:]]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 0  # nothing was said
+    assert "user 65534 is not the one who runs this job" in run.finish()["refusals"][0]
 
 
 def test_a_wrong_secret_is_refused_on_both_sides(run):

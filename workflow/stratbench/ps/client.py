@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from stratbench.ps.transport import Closed, Connection, Silent, dial
 
 _GRACE_S = 0.5  # how long a failed send waits for the server's own reason to arrive
 _HANDSHAKE_S = 30.0
+_REDIAL_S = 0.1
 
 
 class Channel:
@@ -118,8 +120,22 @@ class Channel:
     def _join(
         self, rendezvous: str | Path, server: int, secret: bytes, transport: str, deadline: float
     ) -> Link:
-        sock, used = dial(rendezvous, server, transport, deadline)
-        connection = Connection(sock, tick_s=1.0)
+        while True:
+            sock, used = dial(rendezvous, server, transport, deadline)
+            try:
+                return self._shake_hands(sock, server, secret, used)
+            except Closed as error:  # without a word: the server was too busy, or made room
+                if time.monotonic() > deadline:
+                    reason = f"server {server} refuses worker {self.worker}: {error}"
+                    raise Refused(reason) from None
+            time.sleep(_REDIAL_S)
+
+    def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, used: str) -> Link:
+        try:
+            connection = Connection(sock, tick_s=1.0)
+        except OSError as error:  # it was closed again already
+            sock.close()
+            raise Closed(str(error)) from None
         connection.deadline = time.monotonic() + _HANDSHAKE_S
         wire = "native" if used == "shm" else self._wire
         hello = {
@@ -132,7 +148,10 @@ class Channel:
             welcome = join_handshake(connection, secret, hello)
             if used == "shm":
                 connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
-        except (ProtocolError, Closed, Silent) as error:
+        except Closed:
+            connection.close()
+            raise
+        except (ProtocolError, Silent) as error:
             connection.close()
             raise Refused(f"server {server} refuses worker {self.worker}: {error}") from None
         connection.deadline = None

@@ -30,7 +30,7 @@ class ServerConfig:
     advertise: str | None = None
     shard_bytes: int = 4 << 20
     heartbeat_deadline_s: float = 10.0
-    handshake_deadline_s: float = 5.0
+    handshake_deadline_s: float = 15.0
     start_deadline_s: float = 600.0
     snapshot_dir: str | None = None
     stats_path: str | None = None

@@ -70,7 +70,7 @@ class Header:
 
     Sequence numbers start at 0 and rise by one a frame. The tag is keyed BLAKE2b over the fields,
     so a frame of another connection, direction or run is refused; payloads are not authenticated
-    (a network on which others can rewrite packets needs a tunnel).
+    (what the network must be trusted for: docs/parameter-server.md).
     """
 
     def __init__(self, key: bytes) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +23,9 @@ log = logging.getLogger(__name__)
 #: Connections that have not shown that they know the secret, at most, at a time.
 _MOST_STRANGERS = 64
 _REFUSALS_KEPT = 100
+#: What accept says when this process or the system has nothing left; how long it then waits.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTED_PAUSE_S = 0.2
 
 
 class Refusals:
@@ -31,19 +37,24 @@ class Refusals:
         self._lock = threading.Lock()
 
     def add(self, who: str, reason: str) -> None:
-        """`who` was refused because of `reason`."""
-        log.warning("refused %s: %s", who, reason)
+        """`who` was refused because of `reason`; the log has as many as the statistics."""
         with self._lock:
             self.count += 1
-            if len(self.first) < _REFUSALS_KEPT:
-                self.first.append(f"{who}: {reason}")
+            if len(self.first) >= _REFUSALS_KEPT:
+                return
+            self.first.append(f"{who}: {reason}")
+            last = len(self.first) == _REFUSALS_KEPT
+        log.warning("refused %s: %s", who, reason)
+        if last:
+            log.warning("from here on refusals are only counted")
 
 
 class Gate:
     """Accepts connections, each on a thread of its own, until `over` is set.
 
     `enter(connection, hello, nonces, transport)` is called for a peer that knows the secret, and
-    serves it; a ProtocolError, Closed or Silent that it raises is a refusal.
+    serves it; a ProtocolError, Closed or Silent that it raises is a refusal. Over a local socket other
+    users are refused at once; when there are too many strangers, the one that came first must go.
     """
 
     def __init__(
@@ -57,7 +68,8 @@ class Gate:
         """`enter` returns what the peer's thread shall do from then on."""
         self._secret, self._deadline_s, self._over = secret, deadline_s, over
         self._refusals, self._enter = refusals, enter
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._strangers: dict[Connection, None] = {}  # in order of arrival
+        self._lock = threading.Lock()  # guards the strangers
 
     def accept(self, listeners: Listeners) -> None:
         """Accept until the run is over."""
@@ -67,36 +79,70 @@ class Gate:
                 selector.register(listener, selectors.EVENT_READ)
             while not self._over.is_set():
                 for key, _ in selector.select(timeout=0.2):
-                    try:
-                        sock, address = key.fileobj.accept()
-                    except OSError:
-                        continue  # it went away again
-                    transport = "shm" if key.fileobj is listeners.local else "tcp"
-                    peer = "a local socket" if transport == "shm" else f"{address[0]}:{address[1]}"
-                    threading.Thread(
-                        target=self._attend, args=(sock, transport, peer), daemon=True
-                    ).start()
+                    self._accept_from(key.fileobj, key.fileobj is listeners.local)
 
-    def _attend(self, sock: socket.socket, transport: str, peer: str) -> None:
-        if not self._strangers.acquire(blocking=False):
-            self._refusals.add(peer, "too many connections that have not shown the secret")
-            sock.close()
-            return
+    def _accept_from(self, listener: socket.socket, local: bool) -> None:
         try:
-            serve = self._greet(sock, transport, peer)
+            sock, address = listener.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # the connection stays in the queue: let others end first
+                self._refusals.add("a connection", f"accept failed: {error.strerror}")
+                self._dismiss_oldest()
+                self._over.wait(_EXHAUSTED_PAUSE_S)
+            return  # else it went away again
+        transport = "shm" if local else "tcp"
+        peer = "a local socket" if local else f"{address[0]}:{address[1]}"
+        try:
+            if local:
+                _check_user(sock)
+            connection = Connection(sock, tick_s=min(1.0, self._deadline_s / 4))
+            with self._lock:
+                crowded = len(self._strangers) >= _MOST_STRANGERS
+                self._strangers[connection] = None
+            if crowded:
+                self._dismiss_oldest()
+            attend = threading.Thread(
+                target=self._attend, args=(connection, transport, peer), daemon=True
+            )
+            try:
+                attend.start()
+            except RuntimeError:  # no thread can be had
+                self._forget(connection)
+                raise
+        except (OSError, RuntimeError, ProtocolError) as error:
+            self._refusals.add(peer, str(error))
+            sock.close()
+
+    def _dismiss_oldest(self) -> None:
+        """Close the stranger that came first; its thread counts the refusal."""
+        with self._lock:
+            oldest = next(iter(self._strangers), None)
+            self._strangers.pop(oldest, None)
+        if oldest is not None:
+            oldest.close()
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+
+    def _attend(self, connection: Connection, transport: str, peer: str) -> None:
+        try:
+            serve = self._greet(connection, transport, peer)
         finally:
-            self._strangers.release()
+            self._forget(connection)
         if serve is not None:
             serve()
 
-    def _greet(self, sock: socket.socket, transport: str, peer: str) -> Callable[[], None] | None:
-        connection = Connection(sock, tick_s=min(1.0, self._deadline_s / 4))
+    def _greet(
+        self, connection: Connection, transport: str, peer: str
+    ) -> Callable[[], None] | None:
         connection.on_replay = lambda frame: self._refusals.add(
             peer, f"replayed frame: {frame.kind.name}"
         )
         connection.deadline = time.monotonic() + self._deadline_s
         try:
             hello, nonces = open_handshake(connection, self._secret)
+            self._forget(connection)  # it is none any more, and shall not make room for one
             serve = self._enter(connection, hello, nonces, transport)
         except (ProtocolError, Closed, Silent) as error:
             self._refusals.add(peer, str(error))
@@ -104,6 +150,14 @@ class Gate:
             return None
         connection.deadline = None
         return serve
+
+
+def _check_user(sock: socket.socket) -> None:
+    """Raise ProtocolError for another user's local socket: its name is no secret."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if user not in (0, os.geteuid()):
+        raise ProtocolError(f"user {user} is not the one who runs this job")
 
 
 def _dismiss(connection: Connection, reason: str) -> None:
