@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import yaml
 
@@ -93,7 +94,7 @@ class Workflow:
             check=False,
         )
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
+    def start(self, *args: str, stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
         """Start Snakemake in a session of its own, and with Ctrl-C working.
 
         Where the tests run in a shell's background, it would inherit that SIGINT is ignored. What a
@@ -104,7 +105,7 @@ class Workflow:
             cwd=self.folder,
             env=self.environment(),
             text=True,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
