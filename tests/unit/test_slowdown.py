@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from stratbench.strategies import REGISTRY, slowdown, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.strategies.slowdown import Slowdown
+from stratbench.telemetry import clock
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
@@ -119,15 +121,16 @@ def test_a_slowed_worker_is_as_slow_as_the_study_says(
 
 
 def test_the_factor_holds_by_the_clock(tmp_path, tiny_data, monkeypatch):
-    """Loosely, since others use the machine; a sub-batch that slept for a batch would make it 9."""
+    """By the CPU time of the worker's thread, whatever else the machine does.
+
+    A sub-batch that slept for a batch would make it 9.
+    """
     torch.set_num_threads(1)
     s = slowed(SPLITS, epochs=6)
-    real = slowdown.time.sleep
     slept_s: list[float] = []
-    nap = SimpleNamespace(
-        perf_counter=slowdown.time.perf_counter, sleep=lambda t: (slept_s.append(t), real(t))
-    )
-    monkeypatch.setattr(slowdown, "time", nap)
+    by_thread = SimpleNamespace(perf_counter=time.thread_time, sleep=slept_s.append)
+    monkeypatch.setattr(slowdown, "time", by_thread)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=time.thread_time_ns))
     deep = nn.Sequential(Counted(), nn.Conv2d(1, 32, 5), nn.Conv2d(32, 32, 5))
     model = nn.Sequential(deep, nn.Flatten(), nn.Linear(32 * 64, 3))
     result = train(s, model, DeviceData.load(tiny_data), tmp_path)
