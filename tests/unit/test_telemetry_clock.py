@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -186,6 +187,7 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self.ms = 0.0
+        self.done_ms = float("inf")  # what was recorded later has not happened yet
         self.synchronised = 0
         self.events_made = 0
 
@@ -206,6 +208,9 @@ class FakeEvent:
     def record(self, stream: str) -> None:
         assert stream == "stream of cuda:1"
         self.ms = self._gpu.ms
+
+    def query(self) -> bool:
+        return self.ms <= self._gpu.done_ms
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return other.ms - self.ms
@@ -237,6 +242,27 @@ def test_cuda_steps_come_from_events_and_only_the_ends_synchronise(gpu):
     assert clock.phase_summary()["other"]["mean"] == 1
     assert len(clock.epoch_times_s) == 2
     assert gpu.events_made == 5  # the second epoch uses the first one's again
+
+
+@pytest.mark.parametrize(("behind_ms", "most"), [(0, 16), (30, 50), (math.inf, 601)])
+def test_cuda_events_do_not_pile_up_in_a_long_epoch(gpu, monkeypatch, behind_ms, most):
+    """One epoch of 200 steps of 3 events; the device is `behind_ms` behind the host."""
+    monkeypatch.setattr(clock_module, "_UNREAD_EVENTS", 12)
+    clock = StepClock("cuda:1", phase_marks=True)
+    clock.begin()
+    for i in range(200):
+        gpu.ms += i % 3
+        clock.mark("forward")
+        gpu.ms += 1
+        clock.mark("backward")
+        gpu.done_ms = gpu.ms - behind_ms
+        clock.tick()
+    assert gpu.synchronised == 1
+    clock.end()
+    assert clock.step_ms == [1 + i % 3 for i in range(200)]
+    assert clock.phase_summary()["forward"]["count"] == 200
+    assert clock.phase_summary()["backward"]["mean"] == 1
+    assert gpu.events_made <= most + 5
 
 
 class Sink(list):

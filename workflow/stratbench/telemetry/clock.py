@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+#: Events kept unread on CUDA, at least; beyond that, each tick reads one step that is through.
+_UNREAD_EVENTS = 4096
 _STEP = 0  # index of a tick among the stamps; named phases count from 1
 
 
@@ -88,6 +90,8 @@ class StepClock:
         """Mark the end of a training step."""
         self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
+        if self._on_cuda and len(self._labels) > _UNREAD_EVENTS:
+            self._collect_oldest()
 
     def mark(self, phase: str) -> None:
         """Mark the end of `phase` within the current step (a no-op without `phase_marks`)."""
@@ -105,7 +109,10 @@ class StepClock:
         self._running = False
         self._epoch_starts_s.append(self._begun_ns / 1e9)
         self._epoch_times_s.append(elapsed_ns / 1e9)
-        self._collect()
+        self._collect(len(self._labels))
+        if self._on_cuda:
+            self._spare_events.extend(self._stamps)
+        del self._stamps[:]
 
     @property
     def epoch_times_s(self) -> list[float]:
@@ -156,11 +163,19 @@ class StepClock:
     def _span_ms(self, start: Any, stop: Any) -> float:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
-    def _collect(self) -> None:
+    def _collect_oldest(self) -> None:
+        """Read the oldest steps, two at most, if the device is through with them: never waits."""
+        for _ in range(2):
+            length = self._labels.index(_STEP) + 1
+            if length < len(self._labels) and self._stamps[length].query():
+                self._collect(length)
+
+    def _collect(self, length: int) -> None:
+        """Read the first `length` stamps after the start, which end with a step's."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
         in_step: dict[str, float] = {}
-        for label, stamp in zip(self._labels, self._stamps[1:], strict=True):
+        for label, stamp in zip(self._labels[:length], self._stamps[1 : length + 1], strict=True):
             span_ms = self._span_ms(before, stamp)
             before = stamp
             if label != _STEP:
@@ -175,8 +190,8 @@ class StepClock:
                 self._phase_ms.setdefault(phase, array("d")).append(total_ms)
             in_step = {}
         if self._on_cuda:
-            self._spare_events.extend(self._stamps)
-        del self._stamps[:], self._labels[:]
+            self._spare_events.extend(self._stamps[:length])
+        del self._stamps[:length], self._labels[:length]
 
 
 class PhaseSink(Protocol):
