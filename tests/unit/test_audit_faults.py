@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
+import pandas as pd
 import planted
 import pytest
 from planted import ENDS, Fault, both, change, faster, put, sound, swap, times
 from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.rule import SEVERITIES
+from stratbench.analysis.audit.figures import numbers
+from stratbench.analysis.audit.rule import SEVERITIES, Rule, Study
+from stratbench.analysis.columns import COLUMNS
+from stratbench.record import RecordError
 
 DDP, FSDP = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0)
 SINGLE, ASYNC, SYNC = (
@@ -915,3 +921,68 @@ def named(fault: Fault) -> bool:
     """Whether the rule of the fault finds it, and its figures say what it is."""
     study = planted.study(fault.planted(), fault.device)
     return any(fault.says in found.figures for found in RULE[fault.rule].check(study))
+
+
+#: Figures that nothing else in a record or beside it tells, up to a factor of two: start of the path.
+UNGUARDED = {
+    "time.start_skew_ms": "the fixture has no workers' starts to compare it with",
+    "time.step_ms.std": "any spread within the range of the steps may be",
+    "time.step_ms.min": "no other figure knows the shortest step",
+    "time.step_ms.max": "no other figure knows the longest step",
+    "time.breakdown_ms.data": "a hundredth of the step, within what two clocks may differ by",
+    "time.breakdown_ms.push": "less than the clocks may differ by",
+    "time.setup_s": "only their sum is bounded, by the whole",
+    "time.data_s": "only their sum is bounded, by the whole",
+    "time.warmup_s": "only their sum is bounded, by the whole",
+    "time.eval_s": "only their sum is bounded, by the whole",
+    "time.time_limit_s": "it is no part of the settings",
+    "communication.timed_steps": "DDP times only some steps",
+    "accuracy.per_epoch": "of epochs but the last nothing else is told, and whole samples stay whole",
+    "workers[0].memory.reserved_peak_bytes": "the allocator may keep anything",
+    "workers[0].memory.nvml_used_bytes": "others may be on the device",
+    "workers[0].provenance.load_1m": "it is of the moment",
+    "server.servers[0].workers": "how long a server let a worker wait, it alone knows",
+    "server.servers[0].apply_s": "how long a server worked, it alone knows",
+}
+
+
+@pytest.mark.parametrize("place", [DDP, ASYNC], ids=["ddp", "ps-async"])
+def test_every_number_of_a_record_is_guarded_or_it_is_said_why_not(place):
+    base = sound("cuda")[place]
+    rules = [r for r in RULES if r.id.startswith(("contradictory", "lost", "mixed", "repeats-d"))]
+    passed, tried = set(), 0
+    for path, value in numbers(base):
+        if path.startswith("workers[1]") or ".affinity" in path:
+            continue
+        for factor in (0.5, 2):
+            if type(value)(value * factor) == value:
+                continue
+            tried += 1
+            record = copy.deepcopy(base)
+            times(re.sub(r"\[(\d+)\]", r".\1", path), factor)(record)
+            if not refused(record) and not found_in(record, place, rules):
+                passed.add(path)
+    print(f"{tried - len(passed)} of {tried} changes by a factor of two found")
+    assert tried > 150
+    assert {path for path in passed if not path.startswith(tuple(UNGUARDED))} == set()
+
+
+def refused(record: dict[str, Any]) -> bool:
+    """Whether the merge takes it for no record."""
+    try:
+        planted.row(record)
+    except RecordError:
+        return True
+    return False
+
+
+def found_in(record: dict[str, Any], place: planted.Place, rules: list[Rule]) -> bool:
+    """Whether any of the rules finds something with this record in the place of the sound one."""
+    alone = Study(NO_CELLS, [record])
+    if any(any(rule.check(alone)) for rule in rules if not rule.id.startswith("mixed")):
+        return True
+    beside = Study(NO_CELLS, list((sound("cuda") | {place: record}).values()))
+    return any(any(rule.check(beside)) for rule in rules)
+
+
+NO_CELLS = pd.DataFrame(columns=list(COLUMNS))

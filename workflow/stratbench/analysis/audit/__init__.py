@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from stratbench.analysis.audit import (
     times,
     traffic,
 )
-from stratbench.analysis.audit.rule import SEVERITIES, Rule, Study
+from stratbench.analysis.audit.rule import SEVERITIES, Found, Rule, Study
 from stratbench.analysis.summary import TEXT, read_cells
 from stratbench.record import Record
 
@@ -91,9 +91,17 @@ def audit(
         | {"figures": found.figures}
         | found.where
         for rule in RULES
-        for found in rule.check(study)
+        for found in found_by(rule, study)
     ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding["severity"]))
+
+
+def found_by(rule: Rule, study: Study) -> Iterator[Found]:
+    """What a rule finds; that odd figures keep it from judging is a finding, and stops no other rule."""
+    try:
+        yield from rule.check(study)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        yield Found({}, f"this rule cannot judge the records ({type(e).__name__}: {e})")
 
 
 def read_records(cells: pd.DataFrame, study_dir: Path) -> list[Record]:

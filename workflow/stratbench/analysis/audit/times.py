@@ -7,6 +7,7 @@ from datetime import datetime
 
 from stratbench.analysis.audit.figures import Facts, other, over, rising, under, unlike
 from stratbench.analysis.audit.rule import record_rule
+from stratbench.analysis.columns import field
 from stratbench.record import Record
 
 #: By how much the sum of the steps may miss the time around them: the device's clock and the host's.
@@ -32,6 +33,7 @@ def contradictory_time(record: Record) -> Iterator[str]:
         yield from of_training(facts)
         yield from of_workers(facts)
     yield from of_epochs(facts)
+    yield from of_starts(facts)
     yield from of_steps(facts)
     yield from of_phases(facts)
     yield from of_the_whole(facts)
@@ -126,6 +128,19 @@ def of_epochs(facts: Facts) -> Iterator[str]:
             facts("time.train_time_s"),
             0.02,
             0.1,
+        )
+
+
+def of_starts(facts: Facts) -> Iterator[str]:
+    """How far apart the workers of one node began each epoch."""
+    skews, starts = facts("time.start_skew_ms"), [w.get("epoch_starts_s") for w in facts.workers]
+    hosts = {field(worker["provenance"], "host.name") for worker in facts.workers}
+    if not skews or None in starts or len(hosts) != 1 or not facts.whole:
+        return
+    for i, (skew_ms, begun) in enumerate(zip(skews, zip(*starts, strict=False), strict=False), 1):
+        apart_ms = 1e3 * (max(begun) - min(begun))
+        yield from unlike(
+            f"start_skew_ms of epoch {i}", skew_ms, "what epoch_starts_s say", apart_ms, 1e-3, 0.01
         )
 
 

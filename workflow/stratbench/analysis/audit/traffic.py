@@ -124,7 +124,8 @@ def of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
     if size is None or not steps:
         return
     done = (steps - facts.skips) / steps
-    for way, each, least in (("sent", sent, 0.5 * done), ("received", received, 0.9)):
+    pushed = 0.5 if facts("strategy.options.wire") == "bfloat16" else 1.0
+    for way, each, least in (("sent", sent, pushed * done), ("received", received, 0.9)):
         what = f"communication.{way}_bytes_per_step"
         yield from over(
             what, each, "the parameters and buffers, framed,", 1.1 * (size + buffers) + 65536
