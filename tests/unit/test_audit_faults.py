@@ -527,12 +527,12 @@ FAULTS = [
         "copies",
     ),
     Fault(
-        "twice the shards gathered",
+        "three times the shards gathered",
         FSDP,
         both(
-            times("communication.sent_bytes_per_step", 2),
-            times("communication.received_bytes_per_step", 2),
-            times("communication.implied_bytes_per_s", 2),
+            times("communication.sent_bytes_per_step", 3),
+            times("communication.received_bytes_per_step", 3),
+            times("communication.implied_bytes_per_s", 3),
         ),
         "contradictory-traffic",
         "copies",
@@ -540,7 +540,7 @@ FAULTS = [
     Fault(
         "more received than sent",
         DDP,
-        times("communication.received_bytes_per_step", 2),
+        times("communication.received_bytes_per_step", 3),
         "contradictory-traffic",
         "received",
     ),

@@ -108,12 +108,14 @@ def of_rings(facts: Facts, sent: float) -> Iterator[str]:
     yield from under(
         "communication.sent_bytes_per_step", sent, what, whole / 2 if halved else whole, 0.01
     )
+    # The strategy says what it sends at least; a sharded one may gather once more for backward.
+    more = whole / copies if copies and facts("strategy.traits.shards_states") else 0.0
     buffers = facts("memory.model_states.buffers_bytes") or 0
     yield from over(
         "communication.sent_bytes_per_step",
         sent,
         f"{what} and the buffers, padded,",
-        RING_PADDING * whole + 4 * buffers + 4096,
+        RING_PADDING * (whole + more) + 4 * buffers + 4096,
     )
 
 
