@@ -278,4 +278,7 @@ def write(out: Path, evidence: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # the stage at work was ended on the way here
+        sys.exit("gpu-check: stopped; the evidence holds the stages that were done")

@@ -27,9 +27,9 @@ from stratbench.ps.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.server import serve
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy, Worker
-from stratbench.strategies.ps import server_configs
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
+from stratbench.train.agent import servers_of
 from stratbench.train.job import Job
 
 #: The variants that are looked at, by name: a strategy and its options.
@@ -154,7 +154,7 @@ def served_by_threads(job: Job) -> Iterator[None]:
     """The job's parameter servers, on threads of this process."""
     threads = [
         threading.Thread(target=serve, args=(config, load_secret(job.run_dir / "secret")))
-        for config in server_configs(job.settings, job.train_samples, job.run_dir, None)
+        for config in servers_of(job, 0)
     ]
     for thread in threads:
         thread.daemon = True
@@ -170,7 +170,7 @@ def served(job: Job) -> Iterator[None]:
 
     ChildFailed at the end where one did not end well.
     """
-    configs = server_configs(job.settings, job.train_samples, job.run_dir, None)
+    configs = servers_of(job, 0)
     servers = [
         Child(worker_process.serve_parameters, json.dumps(asdict(config)), str(job.run_dir))
         for config in configs
