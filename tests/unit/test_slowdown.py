@@ -131,8 +131,8 @@ def test_the_factor_holds_by_the_clock(tmp_path, tiny_data, monkeypatch):
     by_thread = SimpleNamespace(perf_counter=time.thread_time, sleep=slept_s.append)
     monkeypatch.setattr(slowdown, "time", by_thread)
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=time.thread_time_ns))
-    deep = nn.Sequential(Counted(), nn.Conv2d(1, 32, 5), nn.Conv2d(32, 32, 5))
-    model = nn.Sequential(deep, nn.Flatten(), nn.Linear(32 * 64, 3))
+    deep = nn.Sequential(Counted(), nn.Conv2d(1, 96, 5), nn.Conv2d(96, 96, 5))
+    model = nn.Sequential(deep, nn.Flatten(), nn.Linear(96 * 64, 3))
     result = train(s, model, DeviceData.load(tiny_data), tmp_path)
     phases = result.clock.phase_summary()
     computed_ms = phases["forward"]["p50"] + phases["backward"]["p50"]
