@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from stratbench.analysis.measures import DOUBT, Measure
 from stratbench.analysis.style import Style, styles
-from stratbench.analysis.tables import workers_are
+from stratbench.analysis.tables import spread_note, workers_are
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,15 @@ class Experiment:
     def most(self) -> int:
         """The largest worker count."""
         return int(self.counts[-1])
+
+    def doubt_note(self, *measures: str) -> str:
+        """What a dagger means, where one of these measures has one; begins with a space."""
+        told = self.summary["measure"].isin(measures) & (self.summary["flags"] != "")
+        return f" {DOUBT}: doubted by the audit." if told.any() else ""
+
+    def note_on(self, measure: Measure) -> str:
+        """The line below a figure of one measure: what bars and daggers mean, too."""
+        return f"{spread_note(self.cells, measure)} {self.note}{self.doubt_note(measure.name)}"
 
     def rows(self, measure: str, model: str) -> pd.DataFrame:
         """Summary rows of one panel, in the order of the config."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 MIB = 2**20
+#: What marks a figure that the audit doubts, in tables as in figures.
+DOUBT = "†"
 
 
 #: The strategy without any distribution, on one worker: what speedups are against.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from stratbench.analysis.measures import MEASURES, number
+from stratbench.analysis.measures import DOUBT, MEASURES, number
 
 #: What stands in table 8 where no cell says anything.
 SILENT = "–"
@@ -98,7 +98,7 @@ def numbered(summary: pd.DataFrame, bases: dict[str, str], table: Numbered) -> p
 def told(row: object) -> str:
     """A summary row's text; a time limit as the paper prints it (`>3000`), and the audit's mark."""
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
-    return f"{text} †" if row.flags else text
+    return f"{text} {DOUBT}" if row.flags else text
 
 
 def qualities(summary: pd.DataFrame) -> pd.DataFrame:
@@ -148,7 +148,8 @@ def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
         texts = {
-            row.property: f"{row.text} †" if row.flags else row.text for row in rows.itertuples()
+            row.property: f"{row.text} {DOUBT}" if row.flags else row.text
+            for row in rows.itertuples()
         }
         first = rows.iloc[0]
         place = {"experiment": experiment, "strategy": strategy, "workers": str(first["workers"])}

@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import ScalarFormatter
 
+from stratbench.analysis.measures import DOUBT
 from stratbench.analysis.style import Style
 
 PANEL_IN = (3.3, 2.45)
@@ -143,6 +144,12 @@ def mark_failures(
         if colour != INK:
             cross(axis, (0.03, 0.97), "axes fraction", (0, down), colour)
         annotate(axis, text, (0.03, 0.97), "axes fraction", (6, down), va="center")
+
+
+def mark_doubt(axis: Axes, flags: str, at: tuple[float, float], offset: Any) -> None:
+    """A dagger beside a point whose figure the audit's rules `flags` doubt."""
+    if flags:
+        annotate(axis, DOUBT, at, "data", offset, ha="center", fontsize=7)
 
 
 def annotate(axis: Axes, text: str, at: Any, coordinates: Any, offset: Any, **style: Any) -> None:

@@ -33,13 +33,14 @@ from stratbench.analysis.panels import (
     finish,
     first_of_each_row,
     line_handle,
+    mark_doubt,
     mark_failures,
     panels,
     share_rows,
 )
 from stratbench.analysis.style import GREY, RC, Style
 from stratbench.analysis.summary import read_cells, read_summary
-from stratbench.analysis.tables import counted, plural, spread_note, worker_noun
+from stratbench.analysis.tables import counted, plural, worker_noun
 from stratbench.analysis.timelines import memory_timelines, utilisation_timelines
 from stratbench.analysis.tradeoffs import accuracy_over_time, breakdown, staleness, tradeoff
 from stratbench.cores import usable_cores
@@ -79,7 +80,7 @@ def bars(experiment: Experiment, measure: Measure) -> Figure:
         handles.append(
             Line2D([], [], color=INK, linewidth=1.4, label="model states (part of the peak)")
         )
-    finish(figure, handles, f"{spread_note(experiment.cells, measure)} {experiment.note}")
+    finish(figure, handles, experiment.note_on(measure))
     return figure
 
 
@@ -104,6 +105,13 @@ def bar(axis: Axes, x: float, width: float, row: pd.Series, style: Style) -> Non
     if row["ok"] < row["cells"]:
         share = f"{row['ok']}/{row['cells']}"
         annotate(axis, share, (x, row["value"]), "data", (0, 3), ha="center", fontsize=5.5)
+    mark_doubt(axis, row["flags"], (x, spread_top(row)), (0, 2))
+
+
+def spread_top(row: pd.Series) -> float:
+    """Where the bar and its error bar end."""
+    spread = error_bar(row)
+    return row["value"] + (spread[1][0] if spread else 0)
 
 
 def scaling(experiment: Experiment, measure: Measure) -> Figure:
@@ -136,7 +144,7 @@ def scaling(experiment: Experiment, measure: Measure) -> Figure:
         handles.append(
             Line2D([], [], color=GREY, linestyle=(0, (4, 3)), linewidth=1, label="ideal")
         )
-    finish(figure, handles, f"{spread_note(experiment.cells, measure)} {experiment.note}")
+    finish(figure, handles, experiment.note_on(measure))
     return figure
 
 
@@ -162,6 +170,7 @@ def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -
             axis.errorbar(
                 row["gpus"], row["value"], spread, color=style.colour, capsize=2, linewidth=1
             )
+        mark_doubt(axis, row["flags"], (row["gpus"], row["value"]), (5, 2))
 
 
 def accuracy(experiment: Experiment, measure: Measure) -> Figure:
@@ -173,22 +182,24 @@ def accuracy(experiment: Experiment, measure: Measure) -> Figure:
     for axis, (model, count) in zip(axes, grid, strict=True):
         epochs = experiment.epochs
         epochs = epochs[(epochs["model"] == model) & (epochs["gpus"] == count)]
-        rows = experiment.rows("accuracy", model)
-        rows = rows[(rows["gpus"] == count) & rows["value"].isna()]
+        panel = experiment.rows("accuracy", model)
+        panel = panel[panel["gpus"] == count]
+        rows = panel[panel["value"].isna()]
         for name, line in epochs.groupby("strategy", sort=False):
             cut = name in set(rows["strategy"])
-            accuracy_line(axis, line, experiment.styles[str(name)], cut)
+            flags = "; ".join(panel.loc[panel["strategy"] == name, "flags"])
+            accuracy_line(axis, line, experiment.styles[str(name)], cut, flags)
         accuracy_notes(axis, [f"× {r.strategy}: {r.text}" for r in rows.itertuples()])
         axis.set_xlabel("epoch")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     share_rows(axes, len(experiment.counts))
     first_of_each_row(axes, "Test accuracy (%)")
     handles = [line_handle(name, style) for name, style in used_styles(experiment).items()]
-    finish(figure, handles, experiment.note)
+    finish(figure, handles, experiment.note + experiment.doubt_note("accuracy"))
     return figure
 
 
-def accuracy_line(axis: Axes, rows: pd.DataFrame, style: Style, cut: bool) -> None:
+def accuracy_line(axis: Axes, rows: pd.DataFrame, style: Style, cut: bool, flags: str) -> None:
     """Median over the repeats with a band from lowest to highest; a cross where it was cut."""
     by_epoch = (rows["accuracy"] * 100).groupby(rows["epoch"])
     median = by_epoch.median()
@@ -213,6 +224,7 @@ def accuracy_line(axis: Axes, rows: pd.DataFrame, style: Style, cut: bool) -> No
             mew=2,
             zorder=6,
         )
+    mark_doubt(axis, flags, (median.index[-1], median.iloc[-1]), (4, 2))
     if by_epoch.size().max() > 1:
         axis.fill_between(
             median.index, by_epoch.min(), by_epoch.max(), color=style.colour, alpha=0.18, lw=0

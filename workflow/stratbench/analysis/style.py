@@ -45,6 +45,11 @@ KNOWN = {
     "ps-gap-aware": Style(PURPLE, "*", "||||", "--"),
     "ps-staleness-lr": Style(YELLOW, "d", "\\\\\\\\", "--"),
 }
+
+#: Colours of what is not a strategy (phases of a step, workers of a cell): muted, none of the above.
+TEAL, DEEP_TEAL, PETROL = "#b5d3cf", "#5f9a94", "#1f4e52"
+ROSE, WINE, BROWN, SAND, PALE = "#d9a5b3", "#7d2b4b", "#6b4a2b", "#d2bf9b", "#dcdcdc"
+
 _MARKERS = "d<>ph*8HPX^vDso"
 _HATCHES = ("..", "xxxx", "----", "||||", "++++", "oooo", "\\\\\\\\", "////")
 _LINES = ("--", ":", "-.")

@@ -15,15 +15,13 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import read_audit
-from stratbench.analysis.measures import MEASURES, Measure
+from stratbench.analysis.measures import DOUBT, MEASURES, Measure
 from stratbench.analysis.numbered import qualities, titled
 from stratbench.analysis.stats import QUARTILES_FROM
 from stratbench.analysis.summary import read_cells, summarise
 
 #: What stands where the study has no such cell (`single` on two workers).
 NO_CELL = "–"
-#: What marks a figure that the audit doubts.
-DOUBT = "†"
 _LATEX = {
     "\\": r"\textbackslash{}",
     "&": r"\&",

@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from stratbench.analysis.experiment import Experiment
 from stratbench.analysis.measures import MIB
 from stratbench.analysis.panels import annotate, wrapped
-from stratbench.analysis.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from stratbench.analysis.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
 from stratbench.analysis.tables import counted, worker_noun
 
 #: Points of one line: more than a panel of this size can show is thinned out to this.
 MOST_POINTS = 120
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
+COLOURS = (PETROL, WINE, DEEP_TEAL, BROWN, ROSE, SAND)
 PANEL_IN = (2.5, 0.95)
 #: Column of a timeline and its factor, for a GPU and for a process.
 UTILISATION = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}

@@ -11,38 +11,42 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from stratbench.analysis.experiment import Experiment, used_styles
-from stratbench.analysis.measures import ALONE
+from stratbench.analysis.measures import ALONE, DOUBT
 from stratbench.analysis.panels import INK, annotate, finish, first_of_each_row, line_handle, panels
 from stratbench.analysis.style import (
-    BLUE,
-    GREEN,
+    BROWN,
+    DEEP_TEAL,
     GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    YELLOW,
+    PALE,
+    PETROL,
+    ROSE,
+    SAND,
+    TEAL,
+    WINE,
     Style,
 )
 from stratbench.analysis.tables import counted, worker_noun
 
-#: Phases of a step in order of time; colours are of phases here, not of strategies.
+#: Colour and hatch of a step's phases in order of time: computing is teal, waiting and sending are not.
 PHASES = {
-    "data": (GREY, ""),
-    "forward": (SKY, ""),
+    "data": (PALE, ""),
+    "forward": (TEAL, ""),
     "slowdown": ("#ffffff", "...."),
-    "backward": (BLUE, ""),
-    "communication": (VERMILLION, "////"),
-    "exposed_communication": (VERMILLION, "////"),
-    "push": (PURPLE, ""),
-    "server_wait": (ORANGE, "...."),
-    "server": (ORANGE, "\\\\\\\\"),
-    "optimizer": (GREEN, ""),
-    "other": ("#d9d9d9", ""),
+    "backward": (DEEP_TEAL, ""),
+    "communication": (WINE, "////"),
+    "exposed_communication": (WINE, "////"),
+    "push": (BROWN, ""),
+    "server_wait": (SAND, "...."),
+    "server": (SAND, "\\\\\\\\"),
+    "optimizer": (PETROL, ""),
+    "other": ("#ffffff", ""),
 }
-OTHER_PHASES = ((YELLOW, "xxxx"), (YELLOW, "...."))
+OTHER_PHASES = ((ROSE, "xxxx"), (ROSE, "...."))
+#: Measures that a point of the scatter chart stands for.
+TRADED = ("training_time", "accuracy", "memory")
 #: Points of a scatter chart: area of the largest, in square points.
 LARGEST_POINT = 220.0
 
@@ -137,8 +141,12 @@ def tradeoff(experiment: Experiment) -> Figure:
     for axis, model in zip(axes, experiment.models, strict=True):
         found = [
             experiment.rows(name, model).set_index(["strategy", "gpus"])["value"].rename(name)
-            for name in ("training_time", "accuracy", "memory")
+            for name in TRADED
         ]
+        flags = [
+            experiment.rows(name, model).set_index(["strategy", "gpus"])["flags"] for name in TRADED
+        ]
+        found.append(sum(flags[1:], flags[0]).rename("flags"))
         points = pd.concat(found, axis=1).dropna(subset=["training_time", "accuracy"])
         if points.empty:
             empty(axis)
@@ -154,7 +162,7 @@ def tradeoff(experiment: Experiment) -> Figure:
         for name, style in used_styles(experiment).items()
     ]  # fmt: skip
     handles.append(Line2D([], [], color=GREY, linewidth=1, label="best trade-offs"))
-    finish(figure, handles, experiment.note)
+    finish(figure, handles, experiment.note + experiment.doubt_note(*TRADED))
     return figure
 
 
@@ -173,7 +181,8 @@ def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style]) -> No
             color=style.colour, edgecolors=INK, linewidths=0.5, alpha=0.85, zorder=3,
         )  # fmt: skip
         at = (row["training_time"], row["accuracy"])
-        annotate(axis, str(gpus), at, "data", (0.5 * area**0.5 + 1, 0), va="center", zorder=4)
+        label = f"{gpus}{DOUBT if row['flags'] else ''}"
+        annotate(axis, label, at, "data", (0.5 * area**0.5 + 1, 0), va="center", zorder=4)
     axis.margins(0.12)
 
 
@@ -204,7 +213,8 @@ def staleness(experiment: Experiment) -> Figure:
                 marker=style.marker, markersize=3.5, markeredgecolor=INK, markeredgewidth=0.3,
             )  # fmt: skip
         axis.set_ylim(0, 105)
-        axis.set_xlim(left=-0.3)
+        axis.set_xlim(-0.3, max(axis.dataLim.x1, 1) + 0.3)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axis.set_xlabel("updates that the push is behind")
     first_of_each_row(axes, "Pushes (%)")
     finish(figure, [line_handle(name, style) for name, style in names.items()], experiment.note)
