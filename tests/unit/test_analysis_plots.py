@@ -12,6 +12,8 @@ from PIL import Image
 from stratbench.analysis import audit, collect, plots, style, tables
 from stratbench.analysis.measures import PLOTS
 from stratbench.analysis.summary import read_cells, read_summary
+from stratbench.analysis.timelines import COLOURS
+from stratbench.analysis.tradeoffs import OTHER_PHASES, PHASES
 
 
 def analysed(root, cells, statuses=None, device="cuda"):
@@ -103,22 +105,39 @@ def test_speedups_have_the_ideal_line(tmp_path, draw):
 def test_every_figure_says_what_a_worker_is(tmp_path, draw):
     cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",))
     experiment, _ = analysed(tmp_path, cells, device="cpu")
-    for name in PLOTS:
+    drawn = [name for name in PLOTS if plots.has_data(name, experiment)]
+    assert len(drawn) > 6
+    for name in drawn:
         figure = draw(experiment, name)
         note = figure.get_supxlabel().replace("\n", " ")
         assert "CPU process; the processes of a cell share 2 cores" in note
 
 
-@pytest.mark.parametrize("statuses", [{}, {("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}])
-def test_all_files_are_written_and_are_the_same_each_time(tmp_path, statuses):
-    """Also where no cell of an experiment has a result."""
+#: Figures of constructed records of `ddp` alone: none of servers, of `single` or of samplers.
+OF_DDP = {
+    *("training_time", "throughput", "speedup", "memory", "accuracy", "breakdown"),
+    *("accuracy_over_time", "tradeoff"),
+}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "without"),
+    [({}, set()), ({("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}, {"speedup", "breakdown"})],
+)
+def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, statuses, without):
+    """Also where no cell of an experiment has a result; one of an earlier run does not stay."""
     cells = fixture.expand(strategies=("ddp",), models=("vgg16",))
     _, study_dir = analysed(tmp_path, cells, statuses)
     inputs = ["--cells", str(study_dir / "cells.csv"), "--epochs", str(study_dir / "epochs.csv")]
     inputs += ["--summary", str(study_dir / "summary.csv")]
+    stale = tmp_path / "a" / "main" / "staleness.svg"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     for folder in ("a", "b"):
         assert plots.main([*inputs, "--out-dir", str(tmp_path / folder)]) == 0
-    for name in PLOTS:
+    drawn = {path.stem for path in (tmp_path / "a" / "main").iterdir()}
+    assert drawn == OF_DDP - without
+    for name in drawn:
         for kind in ("svg", "png"):
             one = (tmp_path / "a" / "main" / f"{name}.{kind}").read_bytes()
             assert one == (tmp_path / "b" / "main" / f"{name}.{kind}").read_bytes()
@@ -142,6 +161,40 @@ def test_many_worker_counts_are_drawn_on_logarithmic_axes(tmp_path, draw):
     axis = draw(experiment, "speedup").axes[0]
     assert axis.get_xscale() == axis.get_yscale() == "log"
     assert [label.get_text() for label in axis.get_xticklabels()] == ["1", "4", "16", "64"]
+
+
+def test_a_doubted_figure_has_a_dagger_and_the_note_says_what_it_means(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    experiment, _ = analysed(tmp_path, cells)
+    names = ("training_time", "throughput", "memory", "accuracy", "tradeoff")
+    for name in names:
+        figure = draw(experiment, name)
+        assert not any("†" in text for text in texts(figure)), name
+        assert "†" not in figure.get_supxlabel()
+    doubted = experiment.summary
+    doubted.loc[(doubted["strategy"] == "fsdp") & (doubted["gpus"] == 2), "flags"] = "some-rule"
+    for name in names:
+        figure = draw(experiment, name)
+        assert sum("†" in text for text in texts(figure)) == 1, name
+        assert "†: doubted by the audit" in figure.get_supxlabel().replace("\n", " ")
+
+
+def test_numbers_of_updates_and_epochs_have_whole_ticks(tmp_path, draw):
+    experiment, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+    for name in ("staleness", "accuracy"):
+        figure = draw(experiment, name)
+        figure.draw_without_rendering()
+        for axis in figure.axes:
+            assert all(float(tick).is_integer() for tick in axis.get_xticks()), name
+
+
+def test_phases_and_workers_have_none_of_the_strategies_colours():
+    def distance(a, b):
+        return sum((x - y) ** 2 for x, y in zip(to_rgb(a), to_rgb(b), strict=True)) ** 0.5
+
+    of_strategies = {known.colour for known in style.KNOWN.values()}
+    others = {*(c for c, _ in (*PHASES.values(), *OTHER_PHASES)), *COLOURS}
+    assert min(distance(a, b) for a in others for b in of_strategies) > 0.15
 
 
 def test_no_two_known_strategies_look_alike():

@@ -15,7 +15,17 @@ import pytest
 import yaml
 
 from stratbench import config
-from stratbench.analysis import audit, collect, decide, plots, report, sections, tables
+from stratbench.analysis import (
+    against,
+    audit,
+    collect,
+    decide,
+    paper_audit,
+    plots,
+    report,
+    sections,
+    tables,
+)
 from stratbench.analysis.measures import MEASURES, PLOTS
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +58,16 @@ class Page(HTMLParser):
         return [attrs for tag, attrs in self.tags if tag in tags]
 
 
-def write_page(root, cells, statuses=None, device="cuda", options=(), change=None, timelines=False):
+def write_page(
+    root,
+    cells,
+    statuses=None,
+    device="cuda",
+    options=(),
+    change=None,
+    timelines=False,
+    prediction=None,
+):
     """The report's path, made through the command lines as the workflow does."""
     study_dir = fixture.write_study(root, cells, statuses, device, change, timelines)
     for cell in cells:
@@ -62,15 +81,21 @@ def write_page(root, cells, statuses=None, device="cuda", options=(), change=Non
     common = ["--cells", str(out / "cells.csv")]
     records = ["--study-dir", str(study_dir)]
     audit.main([*common, *records, "--out", str(out / "audit.csv")])
-    decide.main([*common, "--audit", str(out / "audit.csv"), "--out", str(out / "decision.csv")])
-    summary = str(out / "summary.csv")
     audited = ["--audit", str(out / "audit.csv")]
+    answers = ["--answers-out", str(out / "answers.json")]
+    decide.main([*common, *audited, "--out", str(out / "decision.csv"), *answers])
+    compared = ["--cells-out", str(out / "against_cells.csv")]
+    against.main([*common, *audited, *compared, "--claims-out", str(out / "against_claims.csv")])
+    summary = str(out / "summary.csv")
     tables.main([*common, *audited, "--summary-out", summary, "--out-dir", str(out / "tables")])
     common += ["--summary", summary]
     drawn = ["--epochs", str(out / "epochs.csv"), "--study-dir", str(study_dir)]
     plots.main([*common, *drawn, "--out-dir", str(out / "plots")])
-    common += [*audited, "--plots-dir", str(out / "plots"), "--study-dir", str(study_dir)]
-    assert report.main([*common, *options, "--out", str(out / "report.html")]) == 0
+    paper_audit.main(["--out", str(out / "paper_audit.csv")])
+    if prediction is not None:
+        (out / "prediction.csv").write_text(prediction)
+    folder = ["--folder", str(out), "--study-dir", str(study_dir)]
+    assert report.main([*folder, *options]) == 0
     return out / "report.html"
 
 
@@ -148,6 +173,7 @@ def test_what_went_wrong_is_counted_and_explained(page):
         "2 failed",
         "2 have no record yet",
         "4 out of memory (OOM)",
+        "Excluded",
         "2 diverged (div.)",
         "This report is partial",
         "worker 1 exited with -9",
@@ -168,7 +194,8 @@ def test_a_cpu_study_says_first_that_it_is_one(tmp_path):
     text = " ".join(page.text)
     assert "All cells ran without a GPU" in text
     assert "share 2 cores of constructed-host" in text
-    assert text.index("without a GPU") < text.index("It trains in")
+    assert text.index("without a GPU") < text.index("Experiment main")
+    assert "ddp on 2 CPU processes" in text[: text.index("without a GPU")]
     assert "one GPU (" not in text
 
 
@@ -218,7 +245,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path):
         write_page(
             tmp_path,
             fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",)),
-            options=("--prediction", str(path)),
+            prediction=path.read_text(),
         ).read_text()
     )
     assert page.wrong == []
@@ -244,8 +271,8 @@ def test_experiments_stand_in_the_order_of_the_config(tmp_path):
         for cell in fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",), experiment=name)
     ]
     text = write_page(tmp_path, cells).read_text()
-    answer = text[text.index('id="decision"') : text.index('id="e-zebra"')]
-    assert answer.index("<h3>zebra") < answer.index("<h3>ant")
+    answer = text[text.index('id="answer"') : text.index('id="e-zebra"')]
+    assert answer.index("</b> zebra") < answer.index("</b> ant")
 
 
 PAPER_STATUSES = {
@@ -266,7 +293,16 @@ def test_the_whole_paper_study_renders(tmp_path):
     path = write_page(tmp_path, cells, PAPER_STATUSES, timelines=True)
     page = Page(path.read_text())
     experiments = list(dict.fromkeys(c.experiment for c in cells))
-    assert len(page.all("img")) == len(PLOTS) * len(experiments) - 1  # ddp-fsdp has no servers
+    drawn = list((path.parent / "plots").glob("*/*.svg"))
+    assert len(page.all("img")) == len(drawn)
+    missing = {(e, name) for e in experiments for name in PLOTS} - {
+        (svg.parent.name, svg.stem) for svg in drawn
+    }
+    assert missing == {
+        ("ddp-fsdp", "staleness"),  # no servers
+        *((e, "speedup_vs_single") for e in experiments if e not in ("ddp-fsdp", "common")),
+        ("straggler", "speedup"),  # no single worker
+    }
     assert path.stat().st_size < 5 * 2**20
     assert page.wrong == []
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
@@ -277,10 +313,9 @@ def test_the_whole_paper_study_renders(tmp_path):
     assert ">3000" in said
     assert "DDP is the fastest strategy" in said
     study = path.parent
-    for experiment in experiments:
-        for name in PLOTS:
-            for kind in ("svg", "png", "pdf"):
-                assert (study / "plots" / experiment / f"{name}.{kind}").stat().st_size > 1000
+    for svg in drawn:
+        for kind in (".svg", ".png", ".pdf"):
+            assert svg.with_suffix(kind).stat().st_size > 1000
     sources = pd.read_csv(study / "tables" / "paper" / "table_8_sources.csv")
     for records in sources["records"].dropna():
         for where in records.split():

@@ -19,7 +19,15 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 #: Leaves what it saw as JSON in the page's title.
 VISIT = """<script>
 addEventListener("load", function () {
-  var seen = { tables: 0, columns: 0, numeric: 0, unsorted: [], lost: [], dangling: [], broken: [] };
+  var tally = document.querySelector(".tally").getBoundingClientRect();
+  var seen = { answered_px: tally.bottom, height_px: document.documentElement.scrollHeight };
+  seen.dark = getComputedStyle(document.body).backgroundColor;
+  document.querySelectorAll("details").forEach(function (d) { d.open = true; });
+  seen.scales = Array.from(document.querySelectorAll("figure")).map(function (figure) {
+    return figure.querySelector("img").clientWidth / figure.style.getPropertyValue("--pt");
+  });
+  Object.assign(seen, { tables: 0, columns: 0, numeric: 0 });
+  Object.assign(seen, { unsorted: [], lost: [], dangling: [], broken: [] });
   document.querySelectorAll("table.sortable").forEach(function (table, t) {
     seen.tables++;
     var before = table.tBodies[0].rows.length;
@@ -79,8 +87,7 @@ def chromium() -> str:
 def visited_page(tmp_path_factory) -> Path:
     """A report with every section, whose script visits all of it."""
     folder = tmp_path_factory.mktemp("browser")
-    prediction = folder / "prediction.csv"
-    prediction.write_text(
+    prediction = (
         "experiment,strategy,peak_mib_predicted,peak_mib_measured,peak_error_percent,"
         "states_bytes_predicted,states_bytes_measured,states_error_percent,"
         "sent_bytes_predicted,sent_bytes_measured,sent_error_percent,train_s_in_range\n"
@@ -88,20 +95,32 @@ def visited_page(tmp_path_factory) -> Path:
     )
     names = ("single", "ddp", "fsdp", "ps-sync", "ps-async", "ps-dana")
     cells = fixture.expand(strategies=names, models=("vgg16", "convnext_large"), repeats=2)
-    options = ("--partial", "--prediction", str(prediction))
-    path = write_page(folder, cells, fixture.DEMO_STATUSES, options=options, timelines=True)
+    path = write_page(
+        folder,
+        cells,
+        fixture.DEMO_STATUSES,
+        options=("--partial",),
+        timelines=True,
+        prediction=prediction,
+    )
     trial = path.with_name("trial.html")
     trial.write_text(path.read_text().replace("</body>", VISIT))
     return trial
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_everything_works_at_desktop_and_phone_width(chromium, visited_page, tmp_path, width):
+#: Height of the first screen of a laptop and of a phone, by their widths.
+SCREENS_PX = {1280: 720, 420: 900}
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", SCREENS_PX)
+def test_everything_works_at_desktop_and_phone_width(chromium, visited_page, tmp_path, width, dark):
     done = subprocess.run(
         [
             *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
             *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
             *("--disable-sync", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"),
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
             *(f"--window-size={width},900", "--dump-dom", f"file://{visited_page}"),
         ],
         capture_output=True,
@@ -117,3 +136,8 @@ def test_everything_works_at_desktop_and_phone_width(chromium, visited_page, tmp
     assert seen["numeric"] > 40
     assert seen["images"] == 13
     assert seen["overflow"] <= 0  # the page itself never scrolls sideways
+    assert seen["answered_px"] < SCREENS_PX[width]
+    assert seen["height_px"] < 10_000
+    assert seen["dark"] == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+    if width == 1280:  # text is of one size in all figures
+        assert max(seen["scales"]) / min(seen["scales"]) < 1.01

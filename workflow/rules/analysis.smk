@@ -8,6 +8,33 @@ FIGURES = f"{RESULTS}/{{study}}/plots"
 report: "../report/workflow.rst"
 
 
+# The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
+# the stages make of its records, itself or one below it.
+STAGES = {
+    "collect": "python -m stratbench.analysis.collect --expected {params.study:q}/cells.json"
+    " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
+    " --records-root {params.study:q}/cells"
+    " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv",
+    "audit": "python -m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
+    " --study-dir {params.study:q} --out {params.out:q}/audit.csv",
+    "tables": "python -m stratbench.analysis.tables --cells {params.out:q}/cells.csv"
+    " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
+    " --out-dir {params.out:q}/tables",
+    "plots": "python -m stratbench.analysis.plots --cells {params.out:q}/cells.csv"
+    " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
+    " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
+    "decide": "python -m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
+    " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
+    " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
+    "against": "python -m stratbench.analysis.against --cells {params.out:q}/cells.csv"
+    " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
+    " --claims-out {params.out:q}/against_claims.csv",
+    "paper_audit": "python -m stratbench.analysis.paper_audit --out {params.out:q}/paper_audit.csv",
+    "report": "python -m stratbench.analysis.report --folder {params.out:q}"
+    " --study-dir {params.study:q} --description={params.description:q}",
+}
+
+
 rule merge_records:
     input:
         cells=f"{RESULTS}/{{study}}/cells.json",
@@ -21,15 +48,13 @@ rule merge_records:
     conda:
         ENV
     params:
-        records=lambda w: f"{RESULTS}/{w.study}/cells",
+        study=study_dir,
+        out=study_dir,
         skipped=skipped,
         targets=targets,
         trained=as_trained,
     shell:
-        "python -m stratbench.analysis.collect --expected {input.cells:q}"
-        " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
-        " --records-root {params.records:q} --out {output.cells:q} --epochs-out {output.epochs:q}"
-        " > {log:q} 2>&1"
+        STAGES["collect"] + " > {log:q} 2>&1"
 
 
 rule audit_records:
@@ -44,10 +69,10 @@ rule audit_records:
     conda:
         ENV
     params:
-        study=lambda w: f"{RESULTS}/{w.study}",
+        study=study_dir,
+        out=study_dir,
     shell:
-        "python -m stratbench.analysis.audit --cells {input.cells:q} --study-dir {params.study:q}"
-        " --out {output:q} > {log:q} 2>&1"
+        STAGES["audit"] + " > {log:q} 2>&1"
 
 
 # The published tables under the same rules; they are the same for every study.
@@ -59,8 +84,10 @@ rule audit_paper:
     localrule: True
     conda:
         ENV
+    params:
+        out=study_dir,
     shell:
-        "python -m stratbench.analysis.paper_audit --out {output:q} > {log:q} 2>&1"
+        STAGES["paper_audit"] + " > {log:q} 2>&1"
 
 
 rule make_tables:
@@ -76,9 +103,11 @@ rule make_tables:
     localrule: True
     conda:
         ENV
+    params:
+        study=study_dir,
+        out=study_dir,
     shell:
-        "python -m stratbench.analysis.tables --cells {input.cells:q} --audit {input.audit:q}"
-        " --summary-out {output.summary:q} --out-dir {output.tables:q} > {log:q} 2>&1"
+        STAGES["tables"] + " > {log:q} 2>&1"
 
 
 rule make_plots:
@@ -87,34 +116,25 @@ rule make_plots:
         epochs=f"{RESULTS}/{{study}}/epochs.csv",
         summary=f"{RESULTS}/{{study}}/summary.csv",
     output:
-        svg=[
-            report(
-                f"{FIGURES}/{experiment}/{plot}.svg",
-                caption=f"../report/{plot}.rst",
-                category=f"Experiment {experiment}",
-                labels={"figure": PLOTS[plot].title},
-            )
-            for experiment in STUDY.experiments
-            for plot in PLOTS
-        ],
-        others=[
-            f"{FIGURES}/{experiment}/{plot}.{kind}"
-            for experiment in STUDY.experiments
-            for plot in PLOTS
-            for kind in ("png", "pdf")
-        ],
+        # A folder: which figures there are depends on what the records have.
+        plots=report(
+            directory(FIGURES),
+            patterns=["{experiment}/{plot}.svg"],
+            caption="../report/figure.rst",
+            category="Experiment {experiment}",
+            labels={"figure": "{plot}"},
+        ),
     log:
         f"{RESULTS}/{{study}}/logs/make_plots.log",
     localrule: True
     conda:
         ENV
     params:
-        plots=lambda w: FIGURES.format(study=w.study),
-        study=lambda w: f"{RESULTS}/{w.study}",
+        study=study_dir,
+        out=study_dir,
+        captions={name: plot.caption(name) for name, plot in PLOTS.items()},
     shell:
-        "python -m stratbench.analysis.plots --cells {input.cells:q} --epochs {input.epochs:q}"
-        " --summary {input.summary:q} --study-dir {params.study:q} --out-dir {params.plots:q}"
-        " > {log:q} 2>&1"
+        STAGES["plots"] + " > {log:q} 2>&1"
 
 
 rule make_decision:
@@ -123,16 +143,18 @@ rule make_decision:
         audit=f"{RESULTS}/{{study}}/audit.csv",
     output:
         f"{RESULTS}/{{study}}/decision.csv",
+        f"{RESULTS}/{{study}}/answers.json",
     log:
         f"{RESULTS}/{{study}}/logs/make_decision.log",
     localrule: True
     conda:
         ENV
     params:
+        study=study_dir,
+        out=study_dir,
         constraints=constraints,
     shell:
-        "python -m stratbench.analysis.decide --cells {input.cells:q} --audit {input.audit:q}"
-        " --constraints {params.constraints:q} --out {output:q} > {log:q} 2>&1"
+        STAGES["decide"] + " > {log:q} 2>&1"
 
 
 rule compare_with_paper:
@@ -147,25 +169,24 @@ rule compare_with_paper:
     localrule: True
     conda:
         ENV
+    params:
+        study=study_dir,
+        out=study_dir,
     shell:
-        "python -m stratbench.analysis.against --cells {input.cells:q} --audit {input.audit:q}"
-        " --cells-out {output.cells:q} --claims-out {output.claims:q} > {log:q} 2>&1"
+        STAGES["against"] + " > {log:q} 2>&1"
 
 
 rule write_report:
     input:
-        against=f"{RESULTS}/{{study}}/against_claims.csv",
-        decision=f"{RESULTS}/{{study}}/decision.csv",
+        f"{RESULTS}/{{study}}/against_cells.csv",
+        f"{RESULTS}/{{study}}/against_claims.csv",
+        f"{RESULTS}/{{study}}/answers.json",
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
         summary=f"{RESULTS}/{{study}}/summary.csv",
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
         paper=f"{RESULTS}/{{study}}/paper_audit.csv",
-        svg=[
-            f"{FIGURES}/{experiment}/{plot}.svg"
-            for experiment in STUDY.experiments
-            for plot in PLOTS
-        ],
+        plots=FIGURES,
     output:
         report(
             f"{RESULTS}/{{study}}/report.html",
@@ -179,17 +200,11 @@ rule write_report:
     conda:
         ENV
     params:
-        plots=lambda w: FIGURES.format(study=w.study),
-        study=lambda w: f"{RESULTS}/{w.study}",
+        study=study_dir,
+        out=study_dir,
         description=description,
-        constraints=constraints,
     shell:
-        "python -m stratbench.analysis.report --cells {input.cells:q} --audit {input.audit:q}"
-        " --summary {input.summary:q} --prediction {input.prediction:q}"
-        " --paper-audit {input.paper:q}"
-        " --plots-dir {params.plots:q} --study-dir {params.study:q}"
-        " --constraints {params.constraints:q} --description={params.description:q}"
-        " --out {output:q} > {log:q} 2>&1"
+        STAGES["report"] + " > {log:q} 2>&1"
 
 
 # Merges what is there and lists what is missing: `snakemake partial`. The records are no inputs, so that
@@ -211,32 +226,12 @@ rule partial:
         description=description,
         constraints=constraints,
     shell:
-        "(python -m stratbench.analysis.collect --partial --expected {input:q}"
-        " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
-        " --records-root {params.study:q}/cells"
-        " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv"
-        " && python -m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
-        " --study-dir {params.study:q} --out {params.out:q}/audit.csv"
-        " && python -m stratbench.analysis.tables --cells {params.out:q}/cells.csv"
-        " --audit {params.out:q}/audit.csv"
-        " --summary-out {params.out:q}/summary.csv --out-dir {params.out:q}/tables"
-        " && python -m stratbench.analysis.plots --cells {params.out:q}/cells.csv"
-        " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
-        " --study-dir {params.study:q} --out-dir {params.out:q}/plots"
-        " && python -m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
-        " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
-        " --out {params.out:q}/decision.csv"
-        " && python -m stratbench.analysis.against --cells {params.out:q}/cells.csv"
-        " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
-        " --claims-out {params.out:q}/against_claims.csv"
-        " && python -m stratbench.analysis.paper_audit --out {params.out:q}/paper_audit.csv"
-        " && python -m stratbench.analysis.report --partial --cells {params.out:q}/cells.csv"
-        " --paper-audit {params.out:q}/paper_audit.csv"
-        " --audit {params.out:q}/audit.csv"
-        " --summary {params.out:q}/summary.csv --plots-dir {params.out:q}/plots"
-        " --study-dir {params.study:q} --description={params.description:q}"
-        " --constraints {params.constraints:q} --out {params.out:q}/report.html"
-        ") 2>&1 | tee {log:q}"
+        "("
+        + " && ".join(
+            STAGES[stage] + (" --partial" if stage in ("collect", "report") else "")
+            for stage in STAGES
+        )
+        + ") 2>&1 | tee {log:q}"
 
 
 # Ranks the strategies from the records that are there, under the constraints `decide` of the config:
@@ -258,14 +253,6 @@ rule decide:
         constraints=constraints,
     shell:
         "(mkdir -p {params.out:q}"
-        " && python -m stratbench.analysis.collect --partial --expected {input:q}"
-        " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
-        " --records-root {params.study:q}/cells"
-        " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv"
-        " > {params.out:q}/records.txt"
-        " && python -m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
-        " --study-dir {params.study:q} --out {params.out:q}/audit.csv"
-        " && python -m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
-        " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
-        " --out {params.out:q}/decision.csv"
+        f" && {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
+        f" && {STAGES['audit']} && {STAGES['decide']}"
         ") 2>&1 | tee {log:q}"

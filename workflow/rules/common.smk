@@ -131,6 +131,11 @@ def description(wildcards):
     return STUDY.description
 
 
+def study_dir(wildcards):
+    """results/<study>."""
+    return f"{RESULTS}/{wildcards.study}"
+
+
 def data_dir(dataset):
     return f"{RESULTS}/data/{dataset}"
 

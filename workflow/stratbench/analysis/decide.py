@@ -1,12 +1,14 @@
 """Which strategy to choose for each model: ranked from the records under a person's constraints.
 
 Writes decision.csv, the matrix of all strategies and worker counts with a verdict and a reason each,
-and prints the decisions. Where there is no usable record the rules of `theory` answer, and say so.
+and answers.json, the decisions in words, which the report shows; prints them too. Where there is no
+usable record the rules of `theory` answer, and say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from stratbench.analysis.measures import MIB, number
 from stratbench.analysis.ranking import Comparison, Ranking, rank
 from stratbench.analysis.summary import read_cells
 from stratbench.analysis.tables import counted, worker_noun
+from stratbench.files import write_atomic
 
 MATRIX = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
@@ -321,6 +324,18 @@ def as_text(found: Sequence[Decision], notes: Sequence[str], given: Constraints)
     return "\n".join(lines)
 
 
+def answers(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> dict[str, Any]:
+    """What answers.json holds: the decisions in words, and under which constraints."""
+    words = ("experiment", "dataset", "model", "source", "headline", "reason")
+    words += ("confidence", "confidence_why", "changes", "excluded")
+    return {
+        "constraints": list(given.sentences()),
+        "equivalence_margin": given.equivalence_margin,
+        "across": list(notes),
+        "answers": [{name: getattr(decision, name) for name in words} for decision in found],
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.decide", description=__doc__)
@@ -328,6 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
+    parser.add_argument("--answers-out", type=Path, required=True, help="the decisions (JSON)")
     args = parser.parse_args(argv)
     given = Constraints.from_json(args.constraints)
     findings = read_audit(args.audit)
@@ -335,7 +351,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row for decision in found for row in decision.matrix]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows, columns=list(MATRIX)).to_csv(args.out, index=False)
-    print(as_text(found, across(findings), given))
+    notes = across(findings)
+    write_atomic(args.answers_out, json.dumps(answers(found, notes, given), indent=1) + "\n")
+    print(as_text(found, notes, given))
     return 0
 
 

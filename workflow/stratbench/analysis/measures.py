@@ -261,6 +261,12 @@ class Plot:
     chart: str = "Line chart"
     #: Column of cells.csv without which there is nothing to draw.
     needs: str = "status"
+    #: Whether the report shows it at once, and not folded.
+    primary: bool = False
+
+    def caption(self, name: str) -> str:
+        """What the figure shows and how to read it; `name` is its own in PLOTS."""
+        return f"{MEASURES[name].definition} {self.reading}" if name in MEASURES else self.reading
 
 
 #: Figures by name, in the order of the report; those with a measure's name show that measure.
@@ -269,13 +275,14 @@ PLOTS = {
         MEASURES["training_time"].heading,
         "A cross with a label stands for a cell without a result.",
         "Bar chart",
+        primary=True,
     ),
     "throughput": Plot(
         MEASURES["throughput"].heading, f"Dotted: a strategy that has one worker only. {_CROSSES}"
     ),
     "speedup": Plot(MEASURES["speedup"].heading, f"Dashed: the ideal. {_CROSSES}"),
     "speedup_vs_single": Plot(
-        MEASURES["speedup_vs_single"].heading, f"Dashed: the ideal. {_CROSSES}"
+        MEASURES["speedup_vs_single"].heading, f"Dashed: the ideal. {_CROSSES}", primary=True
     ),
     "breakdown": Plot(
         "A step by phase (ms)",
@@ -290,12 +297,14 @@ PLOTS = {
         "process is above a base that holds most of them. A cross with a label stands for a cell "
         "without a result.",
         "Bar chart",
+        primary=True,
     ),
     "accuracy": Plot(
         MEASURES["accuracy"].heading,
         "By epoch; with repeats, the line is the median and the band goes from the lowest to the "
         "highest. A cross ends the line of a cell that was cut short.",
         "Line chart by epoch",
+        primary=True,
     ),
     "accuracy_over_time": Plot(
         "Test accuracy over training time",

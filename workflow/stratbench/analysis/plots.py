@@ -258,20 +258,20 @@ OTHERS: dict[str, Callable[[Experiment], Figure]] = {
 
 def draw(name: str, experiment: Experiment) -> Figure:
     """The figure of one experiment that PLOTS lists as `name`."""
-    if experiment.cells[PLOTS[name].needs].isna().all():
-        return nothing(experiment, PLOTS[name].title)
     if name in MEASURED:
         return MEASURED[name](experiment, MEASURES[name])
     return OTHERS[name](experiment)
 
 
-def nothing(experiment: Experiment, title: str) -> Figure:
-    """What stands in place of a figure that no record has the data of."""
-    figure, (axis,) = panels([title])
-    axis.set_axis_off()
-    annotate(axis, "no record has this", (0.5, 0.5), "axes fraction", (0, 0), ha="center")
-    finish(figure, [], experiment.note)
-    return figure
+def has_data(name: str, experiment: Experiment) -> bool:
+    """Whether a record has anything that the figure would show."""
+    if experiment.cells[PLOTS[name].needs].isna().all():
+        return False
+    if name not in MEASURED:
+        return True
+    rows = experiment.summary[experiment.summary["measure"] == name]
+    # A ratio without its baseline is nothing; a time that no cell has is a list of how they ended.
+    return bool(rows["value"].notna().any()) or MEASURES[name].baseline is None
 
 
 def save(figure: Figure, stem: Path) -> None:
@@ -308,6 +308,13 @@ def write(name: tuple[str, str], stem: Path) -> None:
         save(draw(plot, _loaded[experiment]), stem)
 
 
+def clear(out_dir: Path) -> None:
+    """Remove the figures of an earlier run, some of which may have lost their data."""
+    for plot in PLOTS:
+        for path in out_dir.glob(f"*/{plot}.*"):
+            path.unlink()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.plots", description=__doc__)
@@ -318,7 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the figures")
     args = parser.parse_args(argv)
     tables = (args.cells, args.epochs, args.summary, args.study_dir)
-    names = [(name, plot) for name in load(*tables) for plot in PLOTS]
+    clear(args.out_dir)
+    found = load(*tables).items()
+    names = [(name, plot) for name, rows in found for plot in PLOTS if has_data(plot, rows)]
     context = multiprocessing.get_context("spawn")
     n_processes = min(len(usable_cores()), 1 + len(names) // FIGURES_A_PROCESS)
     with ProcessPoolExecutor(n_processes, context, initializer=begin, initargs=tables) as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import json
 import os
 import re
 import sys
@@ -19,31 +20,36 @@ import pandas as pd
 from PIL import Image
 
 from stratbench.analysis import paper_audit
-from stratbench.analysis.audit import read_audit
-from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.decide import Decision, across, decisions
+from stratbench.analysis.audit import SEVERITIES, read_audit
 from stratbench.analysis.measures import MEASURES, PLOTS, Measure
 from stratbench.analysis.numbered import titled
-from stratbench.analysis.sections import against_paper, machines, predictions, servers
+from stratbench.analysis.sections import (
+    against_paper,
+    machines,
+    predictions,
+    servers,
+    strategies,
+)
 from stratbench.analysis.summary import read_cells, read_summary
 from stratbench.analysis.tables import (
     NO_CELL,
     counted,
     doubt_note,
-    explanation,
-    heading,
     is_told,
     plural,
+    spread_note,
     wide_rows,
     worker_noun,
     workers_are,
 )
 
+Row = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
 #: A figure whose SVG is larger goes into the page as PNG.
 MOST_SVG_BYTES = 60_000
-#: Up to this width, two figures stand side by side.
-MOST_NARROW_PT = 400
+#: Widths of figures (points) between which the caption stands beside the figure: one with one model
+#: shares its line with another, one with three models fills it.
+ONE_MODEL_PT, FULL_WIDTH_PT = 400, 620
 STATUS_WORDS = {
     "ok": "finished",
     "oom": "out of memory (OOM)",
@@ -111,24 +117,31 @@ def notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
             yield f"The records come from different {name}: {listed}. Compare with care."
 
 
-def figure(plots_dir: Path, experiment: str, rows: pd.DataFrame, name: str) -> dict[str, Any]:
-    """A figure as a data URI, with its caption and a text for who cannot see it."""
-    svg_path = plots_dir / experiment / f"{name}.svg"
-    svg = svg_path.read_text(encoding="utf-8")
-    shown = {"uri": data_uri(svg, svg_path), "wide": width_pt(svg) > MOST_NARROW_PT}
-    plot, measure = PLOTS[name], MEASURES.get(name)
-    alt = (
-        f"{plot.chart}: {plot.title} of {setting(rows, 'strategy')} for {setting(rows, 'model')} on "
-        f"{setting(rows, 'gpus')} {plural(worker_noun(rows))}."
-    )
-    if measure is None:
-        title = f"{plot.title}, experiment {experiment} on {setting(rows, 'dataset')}."
-        return {"title": title, "caption": plot.reading, "alt": alt} | shown
-    return {
-        "title": heading(rows, measure),
-        "caption": f"{explanation(rows, measure)} {plot.reading}",
-        "alt": f"{alt} The table below has the numbers.",
-    } | shown
+def figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """The figures that were drawn, as data URIs, each with a text for who cannot see it."""
+    for name, plot in PLOTS.items():
+        svg_path = plots_dir / experiment / f"{name}.svg"
+        if not svg_path.exists():
+            continue
+        svg = svg_path.read_text(encoding="utf-8")
+        width = width_pt(svg)
+        yield {
+            "title": plot.title,
+            "caption": plot.caption(name),
+            "alt": f"{plot.chart}: {plot.title} of {setting(rows, 'strategy')} for "
+            f"{setting(rows, 'model')} on {setting(rows, 'gpus')} {plural(worker_noun(rows))}.",
+            "uri": data_uri(svg, svg_path),
+            "width_pt": width,
+            "beside": ONE_MODEL_PT < width < FULL_WIDTH_PT,
+            "primary": plot.primary,
+        }
+
+
+def about(rows: pd.DataFrame) -> str:
+    """What holds for all figures and tables of an experiment."""
+    slowed = sorted(set(rows["slowdown"].dropna()))
+    told = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
+    return workers_are(rows) + told
 
 
 def width_pt(svg: str) -> float:
@@ -153,16 +166,35 @@ def data_uri(svg: str, svg_path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 
 
-def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[str, Any]:
-    """A table, each text split in number and remainder, the best of each model marked."""
+def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
+    """The best of summary rows, or None where it ties: less than `margin` ahead, or spreads overlap."""
+    valued = [row for row in rows if pd.notna(row["value"])]
+    if measure.better is None or len(valued) < 2:
+        return None
+    best, *others = sorted(valued, key=lambda r: r["value"], reverse=measure.better == "higher")
+
+    def ties(row: Row) -> bool:
+        if abs(row["value"] - best["value"]) <= margin * abs(best["value"]):
+            return True
+        return bool(row["low"] <= best["high"] and best["low"] <= row["high"])  # false without any
+
+    return None if any(map(ties, others)) else best
+
+
+def table(
+    rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
+) -> dict[str, Any]:
+    """A table, each text split in number and remainder, the clear best of each model marked."""
     counts, lines = wide_rows(rows, summary, measure)
-    best: dict[tuple[str, int], float] = {}
-    pick = {"lower": min, "higher": max, None: lambda *_: None}[measure.better]
-    for model, _, found in lines:
-        for count, row in found.items():
-            if pd.notna(row["value"]):
-                so_far = best.get((model, count), row["value"])
-                best[model, count] = pick(so_far, row["value"])
+    best = {
+        (model, count): clear_best(
+            [found[count] for other, _, found in lines if other == model and count in found],
+            measure,
+            margin,
+        )
+        for model in {model for model, _, _ in lines}
+        for count in counts
+    }
     body = []
     for model, strategy, found in lines:
         cells = []
@@ -174,7 +206,7 @@ def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[s
                 continue
             valued = pd.notna(row["value"])
             text, _, rest = row["text"].partition(" ") if valued else (row["text"], "", "")
-            is_best = valued and row["value"] == best[model, count]
+            is_best = row is best[model, count]
             kind = "best" if is_best else "" if valued else "failed"
             cells.append(
                 {
@@ -190,7 +222,7 @@ def table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> dict[s
     return {
         "id": measure.name,
         "title": measure.heading,
-        "caption": explanation(rows, measure) + doubt_note(lines),
+        "caption": spread_note(rows, measure) + doubt_note(lines),
         "columns": [counted(n, noun) for n in counts],
         "body": body,
     }
@@ -251,47 +283,58 @@ def paper_audited(path: Path) -> list[dict[str, Any]]:
     return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
 
 
-def by_experiment(found: list[Decision]) -> list[tuple[str, list[Decision]]]:
-    """Decisions of an experiment together, in the order of the config."""
-    return [(name, list(group)) for name, group in groupby(found, key=lambda d: d.experiment)]
+def by_experiment(answers: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Answers of an experiment together, in the order of the config."""
+    return [(name, list(group)) for name, group in groupby(answers, key=lambda a: a["experiment"])]
 
 
-def context(
-    cells: pd.DataFrame, summary: pd.DataFrame, plots_dir: Path, study_dir: Path, page_dir: Path
-) -> dict[str, Any]:
-    """Everything that the template prints."""
-    counts = cells["status"].value_counts()
-    experiments = [
-        {
+def sections_of(folder: Path, cells: pd.DataFrame, decided: dict[str, Any]) -> Iterator[dict]:
+    """Figures and tables of each experiment."""
+    summary = read_summary(folder / "summary.csv")
+    margin = decided["equivalence_margin"]
+    for name, rows in cells.groupby("experiment", sort=False):
+        yield {
             "name": str(name),
             "dataset": setting(rows, "dataset"),
-            "figures": [
-                figure(plots_dir, str(name), rows, plot)
-                for plot, drawn in PLOTS.items()
-                if rows[drawn.needs].notna().any()
-            ],
+            "about": about(rows),
+            "figures": list(figures(folder / "plots", str(name), rows)),
             "tables": [
-                table(rows, summary, measure)
+                table(rows, summary, measure, margin)
                 for measure in MEASURES.values()
                 if is_told(rows, summary, measure)
             ],
         }
-        for name, rows in cells.groupby("experiment", sort=False)
-    ]
+
+
+def context(folder: Path, study_dir: Path, partial: bool) -> dict[str, Any]:
+    """Everything that the template prints, from the files of the other stages in `folder`."""
+    cells, findings = read_cells(folder / "cells.csv"), read_audit(folder / "audit.csv")
+    decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
+    prediction = folder / "prediction.csv"
+    counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
+        "notices": list(notices(cells, partial)),
+        "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
+        "decided": decided,
+        "decisions": by_experiment(decided["answers"]),
+        "strategies": list(strategies(cells)),
+        "experiments": list(sections_of(folder, cells, decided)),
+        "numbered": [
+            {"id": name, "title": title, "table": table_}
+            for name, title, table_ in titled(cells, read_summary(folder / "summary.csv"))
+            if len(table_)
+        ],
+        "servers": servers(cells),
+        "audit": audit_rules(findings),
+        "paper_audit": paper_audited(folder / "paper_audit.csv"),
+        "paper": against_paper(folder),
+        "predictions": predictions(prediction) if prediction.exists() else [],
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
         "runs": what_was_run(cells),
-        "experiments": experiments,
-        "numbered": [
-            {"id": name, "title": title, "table": table_}
-            for name, title, table_ in titled(cells, summary)
-            if len(table_)
-        ],
         "machines": machines(cells),
-        "servers": servers(cells),
-        "cells": list(cell_list(cells, study_dir, page_dir)),
+        "cells": list(cell_list(cells, study_dir, folder)),
         "measures": list(MEASURES.values()),
     }
 
@@ -311,31 +354,17 @@ def render(values: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.report", description=__doc__)
-    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
-    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
-    parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
-    parser.add_argument("--prediction", type=Path, help="prediction.csv")
-    parser.add_argument("--paper-audit", type=Path, help="paper_audit.csv")
-    parser.add_argument("--plots-dir", type=Path, required=True, help="folder of the figures")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the other stages' files are; for the page"
+    )
     parser.add_argument("--study-dir", type=Path, required=True, help="results/<study>, for links")
-    parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument("--description", default="", help="what the study is for")
     parser.add_argument("--partial", action="store_true", help="say that cells may be missing")
-    parser.add_argument("--out", type=Path, required=True, help="the page")
     args = parser.parse_args(argv)
-    cells, summary = read_cells(args.cells), read_summary(args.summary)
-    values = context(cells, summary, args.plots_dir, args.study_dir, args.out.parent)
-    findings, given = read_audit(args.audit), Constraints.from_json(args.constraints)
-    values["audit"] = audit_rules(findings)
-    values["decisions"] = by_experiment(decisions(cells, findings, given))
-    values["paper"] = against_paper(cells, findings)
-    values["paper_audit"] = paper_audited(args.paper_audit) if args.paper_audit else []
-    values["predictions"] = predictions(args.prediction) if args.prediction else []
-    values |= {"constraints": list(given.sentences()), "across": across(findings)}
-    values |= {"description": args.description, "notices": list(notices(cells, args.partial))}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(render(values), encoding="utf-8")
-    print(f"{args.out} ({args.out.stat().st_size / 2**20:.1f} MiB)")
+    values = context(args.folder, args.study_dir, args.partial) | {"description": args.description}
+    out = args.folder / "report.html"
+    out.write_text(render(values), encoding="utf-8")
+    print(f"{out} ({out.stat().st_size / 2**20:.1f} MiB)")
     return 0
 
 

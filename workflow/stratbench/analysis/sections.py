@@ -10,15 +10,16 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis import paper
-from stratbench.analysis.against import claims, published_cells
 from stratbench.analysis.measures import number
+from stratbench.strategies import strategy_class
 
 
-def against_paper(cells: pd.DataFrame, findings: pd.DataFrame) -> dict[str, Any]:
-    """The comparison with the paper: claims, and its tables with a counterpart in our records."""
-    compared, judged = published_cells(cells, findings), claims(cells, findings)
+def against_paper(folder: Path) -> dict[str, Any]:
+    """The comparison with the paper, from `against`'s files: claims, and its tables beside ours."""
+    compared = pd.read_csv(folder / "against_cells.csv")
+    judged = pd.read_csv(folder / "against_claims.csv", dtype=str, keep_default_na=False)
     return {
-        "claims": judged.astype(object).where(judged.notna(), "").to_dict("records"),
+        "claims": judged.to_dict("records"),
         "tables": list(tables_beside(compared)),
         "total": len(compared),
         "with_counterpart": int(compared["ours"].notna().sum()),
@@ -57,6 +58,15 @@ def beside_row(row: dict[str, Any]) -> dict[str, Any]:
         for of in ("published", "our", "ratio"):
             texts[f"{of}_to_{name}"] = shown(row[f"{of}_to_{name}"])
     return texts
+
+
+def strategies(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
+    """Name, summary and rule of each strategy of the study; a variant has those of its strategy."""
+    bases = cells.groupby("strategy", sort=False)["strategy_base"].first()
+    for name, base in bases.items():
+        known = strategy_class(base if isinstance(base, str) else name)
+        kind = "" if base == name else f"a variant of {base}: "
+        yield {"name": name, "summary": kind + known.summary, "rule": known.rule}
 
 
 def machines(cells: pd.DataFrame) -> list[dict[str, Any]]:

@@ -106,6 +106,9 @@ class Strategy:
     kind: ClassVar[Literal["collective", "server"]] = "collective"
     #: One line for documentation and reports.
     summary: ClassVar[str]
+    #: One line for reports: how an update of the weights W comes about. g: a gradient; velocity: SGD's
+    #: direction from it; lr: the learning rate of a global batch, eta that of a push; N workers.
+    rule: ClassVar[str] = ""
     #: The most workers it can use; None: no limit.
     max_workers: ClassVar[int | None] = None
     #: Whether it needs a torch.distributed process group.

@@ -49,6 +49,10 @@ class DDP(base.Collective):
     """
 
     summary: ClassVar[str] = "replicas, gradients averaged by all-reduce"
+    rule: ClassVar[str] = (
+        "W -= lr velocity(mean of all workers' g) on every worker; g is averaged in buckets while "
+        "backward still runs"
+    )
     alike_on_any_count = True
     first_choice = "equal workers"
     breakdown_note: ClassVar[str] = (

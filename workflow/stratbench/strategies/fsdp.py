@@ -24,6 +24,10 @@ class FSDP(base.Collective):
     """
 
     summary: ClassVar[str] = "parameters, gradients and optimizer state sharded"
+    rule: ClassVar[str] = (
+        "As ddp, but each worker holds and updates its share of W, g and the momentum; W is gathered "
+        "for forward and backward, g is averaged to its share"
+    )
     breakdown_note: ClassVar[str] = (
         "gathering parameters is inside forward and backward, reducing gradients inside backward; "
         "how much of it computation does not hide cannot be separated (`profile: true` shows it)"

@@ -289,6 +289,7 @@ class Sync(ParameterServer):
     """All workers' gradients of a step are averaged into one update."""
 
     summary: ClassVar[str] = "parameter server, every step waits for all workers"
+    rule: ClassVar[str] = "W -= lr velocity(mean of all workers' g)"
     Options = options_of("ps-sync")
 
 
@@ -296,6 +297,7 @@ class Async(ParameterServer):
     """Every push is an update of its own."""
 
     summary: ClassVar[str] = "parameter server, nobody waits"
+    rule: ClassVar[str] = "W -= eta velocity(g) for each push"
     Options = options_of("ps-async")
 
 
@@ -303,6 +305,10 @@ class AsyncModified(ParameterServer):
     """The paper's mitigation: bounded staleness, smaller and more frequent pushes, weighted by age."""
 
     summary: ClassVar[str] = "parameter server, the paper's staleness mitigation"
+    rule: ClassVar[str] = (
+        "W -= eta / f velocity(g / (1 + tau)) for each of f pushes a batch, tau: updates since W was "
+        "read; waits as ps-ssp, counted in sub-batches"
+    )
     Options = options_of("ps-async-modified")
 
 
@@ -310,6 +316,7 @@ class Ssp(ParameterServer):
     """Asynchronous, but nobody may be more than a bound ahead of the slowest."""
 
     summary: ClassVar[str] = "parameter server, bounded staleness"
+    rule: ClassVar[str] = "as ps-async; whoever is more than s pushes ahead of the slowest waits"
     Options = options_of("ps-ssp")
 
 
@@ -317,6 +324,9 @@ class Backup(ParameterServer):
     """A step is made of the first workers' gradients; the slowest are dropped."""
 
     summary: ClassVar[str] = "parameter server, does not wait for the slowest workers"
+    rule: ClassVar[str] = (
+        "as ps-sync, from the first N - b pushes of a step; later ones are dropped"
+    )
     Options = options_of("ps-backup")
 
 
@@ -324,6 +334,7 @@ class KBatch(ParameterServer):
     """Any K gradients are averaged into one update."""
 
     summary: ClassVar[str] = "parameter server, averages any K pushes"
+    rule: ClassVar[str] = "W -= lr velocity(mean of any K pushes)"
     Options = options_of("ps-kbatch")
 
 
@@ -331,6 +342,10 @@ class DcAsgd(ParameterServer):
     """Gradients are corrected for the weights' move since they were read."""
 
     summary: ClassVar[str] = "parameter server, delay-compensated"
+    rule: ClassVar[str] = (
+        "as ps-async with g + lambda / sqrt(ms + 1e-7) g² (W - W_read) in place of g, ms: running "
+        "mean of g²"
+    )
     Options = options_of("ps-dcasgd")
 
 
@@ -338,6 +353,9 @@ class GapAware(ParameterServer):
     """Gradients are divided by how far the weights have moved since they were read."""
 
     summary: ClassVar[str] = "parameter server, gap-aware"
+    rule: ClassVar[str] = (
+        "as ps-async with g / (1 + |W - W_read| / (eta RMS(v))) in place of g, v: the direction of a step"
+    )
     Options = options_of("ps-gap-aware")
 
 
@@ -345,6 +363,9 @@ class StalenessLr(ParameterServer):
     """The learning rate of a push falls with its staleness."""
 
     summary: ClassVar[str] = "parameter server, learning rate by staleness"
+    rule: ClassVar[str] = (
+        "W -= eta velocity(g / (1 + tau)) for each push, tau: updates since W was read"
+    )
     Options = options_of("ps-staleness-lr")
 
 
@@ -352,5 +373,8 @@ class Dana(ParameterServer):
     """A momentum for each worker, and a look-ahead over the others': the default mitigation."""
 
     summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
+    rule: ClassVar[str] = (
+        "v_i <- mu v_i + g, W -= eta v_i; worker i reads W - eta mu Σ_{j≠i} v_j (Nesterov: mu² for mu)"
+    )
     first_choice = "unequal workers"
     Options = options_of("ps-dana")

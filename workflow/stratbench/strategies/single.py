@@ -14,6 +14,7 @@ class Single(Collective):
     """No distribution at all: one worker, no process group."""
 
     summary: ClassVar[str] = "one process, no distribution"
+    rule: ClassVar[str] = "W -= lr velocity(g), g of the whole batch"
     max_workers = 1
     needs_group = False
     first_choice = "one worker"
