@@ -432,6 +432,15 @@ def test_every_other_key_is_a_setting(change):
     assert all(one.settings(c).as_json() != other.settings(c).as_json() for c in one.cells)
 
 
+def test_the_order_of_keys_is_no_setting():
+    """Snakemake compares these texts, and trains again where one has changed."""
+    slow = {"workers": [0], "factor": 3}
+    one, other = (study(slowdown=s) for s in (slow, dict(reversed(slow.items()))))
+    for c in one.cells:
+        texts = [s.settings(c).as_parameter("slowdown") for s in (one, other)]
+        assert texts == ['slowdown={"factor": 3, "workers": [0]}'] * 2
+
+
 def test_a_change_of_one_experiment_leaves_the_others_settings():
     found = raw()
     experiments = found["studies"]["demo"]["experiments"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 
 import pytest
 from tiny_study import tiny_config
@@ -133,3 +135,34 @@ def test_snakemake_report_carries_the_plots(finished):
     assert result.returncode == 0, result.stdout
     text = (finished.folder / "report.html").read_text()
     assert "training_time" in text
+
+
+CONDA = """#!/bin/sh
+# As much of conda as Snakemake asks for; an environment is this Python.
+case "$*" in
+"info --json") echo '{{"conda_prefix": "{prefix}", "platform": "linux-64"}}' ;;
+--version) echo "conda 25.1.0" ;;
+clean*) ;;
+config*) echo '{{"get": {{"channel_priority": "strict"}}}}' ;;
+*)
+    while [ "$1" != --prefix ]; do shift; done
+    mkdir -p "$2/bin"
+    printf '#!/bin/sh\nexec "%s" "$@"\n' "{python}" > "$2/bin/python"
+    chmod +x "$2/bin/python"
+    ;;
+esac
+"""
+
+
+def test_jobs_in_conda_environments_find_the_package(workflow):
+    """Snakemake takes PYTHONPATH from them."""
+    bin_dir = workflow.folder / "conda/bin"
+    bin_dir.mkdir(parents=True)
+    conda = bin_dir / "conda"
+    conda.write_text(CONDA.format(prefix=bin_dir.parent, python=sys.executable))
+    conda.chmod(0o755)
+    (bin_dir / "activate").write_text("PATH=$1/bin:$PATH\n")
+    workflow.variables["PATH"] = f"{bin_dir}:{os.environ['PATH']}"
+    done = workflow.run("results/tiny/cells.json", "--sdm", "conda")
+    assert done.returncode == 0, done.stdout
+    assert "Activating conda environment" in done.stdout

@@ -1,6 +1,7 @@
 # Helpers of all rules: the validated config, the study's cells, and the resources of a cell.
 import json
 import re
+import shlex
 import sys
 from dataclasses import fields
 from functools import cache
@@ -26,6 +27,12 @@ except stratbench_config.ConfigError as error:
     raise WorkflowError(str(error)) from None
 
 stratbench_config.set_job_environment(CONFIG, PACKAGE_ROOT)
+# With --sdm conda Snakemake takes PYTHONPATH from the jobs; their shells get it again.
+_in_every_shell = (
+    f"set -euo pipefail; export PYTHONPATH={shlex.quote(PACKAGE_ROOT)}"
+    '"${PYTHONPATH:+:$PYTHONPATH}"; '
+)
+shell.prefix(_in_every_shell.replace("{", "{{").replace("}", "}}"))
 
 RESULTS = CONFIG["results"]
 CLUSTER = CONFIG["cluster"]
@@ -95,7 +102,7 @@ def setting_parameters():
     """
 
     def parameter(key):
-        return lambda w: f"{key}={json.dumps(getattr(settings_of(cell_of(w)), key))}"
+        return lambda w: settings_of(cell_of(w)).as_parameter(key)
 
     return {
         field.name: parameter(field.name)

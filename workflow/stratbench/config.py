@@ -67,6 +67,10 @@ class Settings:
         """Canonical JSON: equal settings give equal text."""
         return json.dumps(asdict(self), sort_keys=True)
 
+    def as_parameter(self, key: str) -> str:
+        """One setting as a text, `lr=0.1`: equal settings give equal text."""
+        return f"{key}={json.dumps(getattr(self, key), sort_keys=True)}"
+
     @classmethod
     def from_json(cls, text: str) -> Settings:
         return cls(**json.loads(text))
