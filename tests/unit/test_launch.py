@@ -487,6 +487,19 @@ def test_classification(tmp_path, workers, codes, timed_out, expected):
         assert outcome.reason.startswith("rank0: killed by SIGKILL")
 
 
+def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
+    """It waits for a node that is gone, say."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch, "SRUN_END_S", 0.2)
+    # The limit was reached before the 15 s that the agents have to keep it themselves.
+    job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), n_nodes=2)
+    end = launch.launch_with_srun(job, cpus_per_node=1)
+    assert assemble.classify(job, end).status == "timeout"
+
+
 def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     job = job_with(tmp_path, [None, LOST])
     end = End([ProcessEnd("rank0", -9), ProcessEnd("rank1", 1)], timed_out=False)

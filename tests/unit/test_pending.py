@@ -37,6 +37,8 @@ def test_what_sinfo_prints_is_read():
     ]
     assert [n.limit_min for n in nodes.parsed(TESTS)] == [None, None]
     assert nodes.parsed("sinfo: error\n\n|||||\n") == []
+    # A node that cannot be read may be the one that holds a cell: then no cell is refused.
+    assert nodes.parsed(TESTS + "gpu*|big|1K|2000000|gpu:8|infinite\n") == []
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,17 @@ def offered() -> list[Node]:
 
 
 def parsed(text: str) -> list[Node]:
-    """The nodes in sinfo's output; lines of another form are left out."""
+    """The nodes in sinfo's output; none where a node's line is of another form.
+
+    A node that cannot be read may be the one that holds a cell. Lines without figures (`n/a`) are left out.
+    """
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
-        if len(fields) != 6 or not (fields[2].rstrip("+") + fields[3].rstrip("+")).isdigit():
+        if len(fields) != 6 or fields[2:4] == ["n/a", "n/a"]:
             continue
+        if not (fields[2].rstrip("+") + fields[3].rstrip("+")).isdigit():
+            return []
         partition, name, cpus, mem_mib, gres, limit = fields
         found.append(
             Node(

@@ -33,6 +33,8 @@ from stratbench.train.locks import hold_cell, scratch
 from stratbench.train.resume import is_record_of
 
 EVIDENCE_LINES = 20
+#: How long srun may take to end what it has started, in seconds.
+SRUN_END_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,7 +180,11 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(timeout=30)
+            try:
+                process.wait(timeout=SRUN_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # SLURM ends the rest with the job
+                process.wait()
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
     ends = [agent.ProcessEnd(f"rank{r}", _exit_code(job, r)) for r in range(job.world_size)]
     return agent.End(ends, timed_out=late and process.returncode != 0)
