@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import Any
 
+import fixture_records as fixture
 import pandas as pd
 import planted
 import pytest
@@ -16,6 +19,7 @@ from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.figures import numbers
 from stratbench.analysis.audit.rule import SEVERITIES, Rule, Study
 from stratbench.analysis.columns import COLUMNS
+from stratbench.cells import Cell
 from stratbench.record import RecordError
 
 DDP, FSDP = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0)
@@ -49,6 +53,44 @@ def stale(record: dict[str, Any]) -> None:
         total = sum(server["staleness"][0])
         server["staleness"] = [[total - 9, 9]]
         server["staleness_all_shards"] = [total - 9, 9]
+
+
+def losses_of(place: planted.Place) -> Callable[[dict[str, Any]], None]:
+    theirs = sound("cuda")[place]["accuracy"]["per_epoch"]
+
+    def plant(record: dict[str, Any]) -> None:
+        for mine, other in zip(record["accuracy"]["per_epoch"], theirs, strict=True):
+            mine |= {name: other[name] for name in ("train_loss", "test_loss")}
+
+    return plant
+
+
+def ended(status: str) -> Callable[[dict[str, Any]], None]:
+    def plant(record: dict[str, Any]) -> None:
+        record |= fixture.make_record(Cell(**record["cell"]), status)
+
+    return plant
+
+
+def beside(place: planted.Place) -> Callable[[dict[str, Any]], None]:
+    begun = sound("cuda")[place]["provenance"]["started"]
+
+    def plant(record: dict[str, Any]) -> None:
+        end = datetime.fromisoformat(begun) + timedelta(seconds=record["time"]["total_s"])
+        record["provenance"] |= {"started": begun, "finished": end.isoformat(timespec="seconds")}
+
+    return plant
+
+
+def aged(counts: Callable[[int], list[int]]) -> Callable[[dict[str, Any]], None]:
+    """All pushes with the staleness that `counts` makes of their number."""
+
+    def plant(record: dict[str, Any]) -> None:
+        for server in record["server"]["servers"]:
+            made = counts(sum(server["staleness"][0]))
+            server |= {"staleness": [made], "staleness_all_shards": made}
+
+    return plant
 
 
 def worker(path: str) -> str:
@@ -826,6 +868,108 @@ FAULTS = [
         "wrap_groups",
     ),
     Fault("copied time", DDP, put("time.total_s", 123.456789), "contradictory-time", "total_s"),
+    # Copies, and what only some cells state.
+    Fault(
+        "epochs of another repeat, a hundredth slower",
+        ("main", "ddp", 2, 1),
+        put("time.epoch_times_s", [1.01 * s for s in sound("cuda")[DDP]["time"]["epoch_times_s"]]),
+        "same-value-twice",
+        "in one proportion",
+    ),
+    Fault(
+        "epochs all equal",
+        DDP,
+        put("time.epoch_times_s", [8.0] * 6),
+        "contradictory-time",
+        "equally long",
+    ),
+    Fault(
+        "losses of another repeat",
+        ("main", "ddp", 2, 1),
+        losses_of(DDP),
+        "same-losses-twice",
+        "repeat 0",
+    ),
+    Fault("losses of a barrier", ASYNC, losses_of(SYNC), "same-losses-twice", "ps-sync on 2"),
+    Fault(
+        "a variable set in one cell",
+        DDP,
+        put(worker("environment.NCCL_P2P_DISABLE"), "1"),
+        "mixed-environments",
+        "not stated",
+    ),
+    Fault(
+        "a variable set for one worker",
+        ("main", "ddp", 2, 1),
+        put("workers.1.provenance.environment.NCCL_ALGO", "Tree"),
+        "mixed-environments",
+        "NCCL_ALGO",
+    ),
+    Fault(
+        "flags not stated",
+        FSDP,
+        change("workers.*.provenance", lambda old: {k: v for k, v in old.items() if k != "flags"}),
+        "mixed-precision",
+        "not stated (fsdp on 2)",
+    ),
+    Fault(
+        "slowed in one cell",
+        DDP,
+        put("settings.slowdown", {"workers": [0], "factor": 2.0}),
+        "mixed-settings",
+        "slowdown",
+    ),
+    Fault("one repeat out of memory", DDP, ended("oom"), "repeats-end-differently", "1 oom"),
+    Fault("one repeat too slow", DDP, ended("timeout"), "repeats-end-differently", "1 timeout"),
+    Fault(
+        "a shorter limit", TIMEOUT, put("time.time_limit_s", 600.0), "mixed-limits", "others 3000"
+    ),
+    Fault("two cells on one GPU", FSDP, beside(DDP), "shared-devices", "together with ddp on 2"),
+    Fault(
+        "never stale without waiting", ASYNC, aged(lambda n: [n]), "contradictory-server", "no push"
+    ),
+    Fault(
+        "staler than updates make it",
+        ASYNC,
+        aged(lambda n: [0] * 9 + [n]),
+        "contradictory-server",
+        "the staleness of all pushes",
+    ),
+    Fault(
+        "a record of another strategy",
+        FSDP,
+        put("strategy.name", "ddp"),
+        "unlike-its-strategy",
+        "strategy.name is ddp",
+    ),
+    Fault(
+        "traffic of a collective measured",
+        DDP,
+        put("communication.method", "measured"),
+        "unlike-its-strategy",
+        "measured",
+    ),
+    Fault(
+        "a trait denied",
+        ALONE,
+        put("strategy.traits.synchronous_alone", False),
+        "traits-unlike-strategy",
+        "synchronous_alone",
+    ),
+    Fault(
+        "no traffic told",
+        DDP,
+        put("communication", None),
+        "contradictory-traffic",
+        "communication is absent",
+    ),
+    Fault(
+        "a worker without memory",
+        DDP,
+        put("workers.1.memory", None),
+        "contradictory-memory",
+        "1 workers have no",
+    ),
     # CPU processes.
     Fault(
         "energy without a GPU",

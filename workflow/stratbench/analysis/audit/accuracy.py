@@ -11,7 +11,15 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit.figures import Facts, other, present, under, unlike
-from stratbench.analysis.audit.rule import Found, Study, of, record_rule, rule, without_count
+from stratbench.analysis.audit.rule import (
+    GROUP,
+    Found,
+    Study,
+    of,
+    record_rule,
+    rule,
+    without_count,
+)
 from stratbench.analysis.measures import ALONE
 from stratbench.record import Record
 
@@ -129,6 +137,34 @@ def equal_arithmetic_unequal_loss(study: Study) -> Iterator[Found]:
                     if abs(loss - usual) > LOSS + LOSS_SHARE * usual:
                         text = f"{name} of epoch {epoch} is {loss:.4g}, of most {usual:.4g}"
                         yield Found(where | {"strategy": facts("cell.strategy")}, text)
+
+
+@rule(
+    "same-losses-twice",
+    "unusable",
+    "accuracy",
+    "Two cells that start from other weights, or of which one follows the order in which pushes arrive, "
+    "never have the same losses to the last digit in all epochs: one is a copy.",
+)
+def same_losses_twice(study: Study) -> Iterator[Found]:
+    alike: dict[tuple[float, ...], list[Facts]] = defaultdict(list)
+    for record in study.records:
+        facts = Facts(record)
+        entries = facts("accuracy.per_epoch")
+        losses = tuple(e[name] for e in entries for name in ("train_loss", "test_loss"))
+        if facts.status == "ok" and losses and None not in losses:
+            alike[losses].append(facts)
+    for members in alike.values():
+        starts = {(f("settings.seed"), f("model.initial_weights_sha256")) for f in members}
+        by_arrival = any(
+            f.servers and f.gpus > 1 and not f("strategy.traits.equals_ddp") for f in members
+        )
+        if len(members) > 1 and (len(starts) > 1 or by_arrival):
+            cells = [f.record["cell"] for f in members]
+            named = [f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in cells]
+            for cell in cells:
+                where = {name: cell[name] for name in (*GROUP, "repeat")}
+                yield Found(where, f"the losses of {' and of '.join(named)}")
 
 
 @record_rule(

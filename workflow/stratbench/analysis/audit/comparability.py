@@ -11,7 +11,17 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.rule import Affects, Found, Rule, Severity, Study, rule
+from stratbench.analysis.audit.rule import (
+    GROUP,
+    Affects,
+    Found,
+    Rule,
+    Severity,
+    Study,
+    at,
+    of,
+    rule,
+)
 from stratbench.analysis.columns import field
 from stratbench.record import Record
 
@@ -23,6 +33,12 @@ OWN = (
     *("topology", "environment.CUDA_VISIBLE_DEVICES", "environment.NVIDIA_VISIBLE_DEVICES"),
     *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
 )
+#: What every cell of a comparison states, or none does: fields by the start of their path.
+STATED = ("settings.", "worker.", "provenance.git.")
+#: Stands for a field that a cell or one of its workers does not state, and others do.
+SILENT = "not stated"
+#: Ends that a record tells of.
+ENDS = ("ok", "oom", "timeout", "diverged")
 #: Settings that differ between the cells of an experiment by design.
 VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")
 
@@ -199,8 +215,10 @@ def facts_of(record: Record) -> dict[str, set[str]]:
         said += leaves(record.get(part), part)
     seed = field(record, "settings.seed")
     said += [("seed", seed)]
+    by_worker = [dict(leaves(worker["provenance"] or {}, "worker")) for worker in record["workers"]]
+    for path in dict.fromkeys(path for one in by_worker for path in one):
+        said += [(path, SILENT if one.get(path) is None else one[path]) for one in by_worker]
     for worker in record["workers"]:
-        said += leaves(worker["provenance"] or {}, "worker")
         said.append(("cores", len(field(worker["provenance"], "host.affinity") or ()) or None))
     for path, value in said:
         # How the formats are reached is the strategy's: `float16 (autocast)`.
@@ -251,7 +269,11 @@ def differences(study: Study, entry: int) -> Iterator[Found]:
     for key, members in groups.items():
         where = dict(zip(names, key, strict=True))
         for path in dict.fromkeys(path for _, facts in members for path in facts):
-            said = [(record, facts[path]) for record, facts in members if path in facts]
+            silent = {SILENT} if path.startswith(STATED) else set()
+            if path.startswith("worker."):  # a cell whose workers left nothing says nothing
+                members = [(record, facts) for record, facts in members if record["workers"]]
+            said = [(record, facts.get(path, silent)) for record, facts in members]
+            said = [(record, values) for record, values in said if values]
             if len(set().union(*(values for _, values in said))) > 1:
                 yield Found(where, told(path, said))
 
@@ -338,6 +360,37 @@ def no_common_cell(study: Study) -> Iterator[Found]:
     for one, other in combinations(sorted(all_kinds), 2):
         if not any({one, other} <= found for found in kinds):
             yield Found({}, f"no experiment and model has strategies of both kinds: {one}, {other}")
+
+
+@rule(
+    "repeats-end-differently",
+    "doubtful",
+    "all",
+    "Repeats of a cell do the same work, so that one ends as the others do, but for chance. Look at what "
+    "else was on the device, and at the loss.",
+)
+def repeats_end_differently(study: Study) -> Iterator[Found]:
+    ended = study.cells[study.cells["status"].isin(ENDS)]
+    for key, rows in ended.groupby(GROUP, sort=False):
+        counts = rows["status"].value_counts()
+        if len(counts) > 1:
+            yield Found(at(key), ", ".join(f"{n} {status}" for status, n in counts.items()))
+
+
+@rule(
+    "mixed-limits",
+    "note",
+    "time",
+    "A cell was stopped at a time limit that is shorter than others of its comparison had.",
+)
+def mixed_limits(study: Study) -> Iterator[Found]:
+    for _, rows in study.cells.groupby(["experiment", "model"], sort=False):
+        longest_s = rows["time_limit_s"].max()
+        for row in rows[rows["status"] == "timeout"].itertuples():
+            if row.time_limit_s < longest_s:
+                yield Found(
+                    of(row), f"stopped after {row.time_limit_s:g} s, others {longest_s:g} s"
+                )
 
 
 @rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from stratbench.analysis.audit.figures import (
     Facts,
@@ -16,6 +17,7 @@ from stratbench.analysis.audit.figures import (
 )
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.record import Record
+from stratbench.strategies import REGISTRY, strategy_class, traits_of
 
 #: Settings that the cell's coordinates repeat.
 COORDINATES = ("model", "dataset", "gpus")
@@ -258,6 +260,43 @@ def of_models(facts: Facts) -> Iterator[str]:
             "by the precision it",
             weights,
         )
+
+
+@record_rule(
+    "unlike-its-strategy",
+    "unusable",
+    "all",
+    "The record is of another strategy than its cell names, or of another kind than that strategy.",
+)
+def unlike_its_strategy(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    listed, name = facts("cell.strategy"), facts("strategy.name")
+    if listed in REGISTRY:  # another name is that of a variant
+        yield from other("strategy.name", name, "the cell's strategy", listed)
+    if name not in REGISTRY:
+        return
+    kind = strategy_class(name).kind
+    yield from other("strategy.kind", facts("strategy.kind"), f"that of {name}", kind)
+    method = "measured" if kind == "server" else "ring"
+    yield from other("communication.method", facts("communication.method"), f"of {name}", method)
+
+
+@record_rule(
+    "traits-unlike-strategy",
+    "doubtful",
+    "all",
+    "The record says of its strategy what this version of the strategy does not say of itself, and "
+    "the audit and the decision go by what the record says. Train the cell again.",
+)
+def traits_unlike_strategy(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    name = facts("strategy.name")
+    if name not in REGISTRY:
+        return
+    traits = asdict(traits_of(name, facts("strategy.options"), facts.gpus))
+    for trait, said in (facts("strategy.traits") or {}).items():
+        if said != traits.get(trait):
+            yield f"strategy.traits.{trait} is {said}, but that of {name} is {traits.get(trait)}"
 
 
 @record_rule(

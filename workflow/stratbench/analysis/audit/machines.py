@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from datetime import datetime
+from itertools import pairwise
 
 from stratbench.analysis.audit.figures import Facts, other
-from stratbench.analysis.audit.rule import Found, Study, of, record_rule, rule
+from stratbench.analysis.audit.rule import GROUP, Found, Study, of, record_rule, rule
 from stratbench.analysis.columns import field
 from stratbench.record import Record
 
 #: Share of the samples, and CPU cores.
 THROTTLED, OTHERS = 0.01, 0.25
+#: Start and end are told in whole seconds.
+TOGETHER_S = 2.5
 
 
 @rule(
@@ -101,3 +106,30 @@ def contradictory_devices(record: Record) -> Iterator[str]:
             if (what, value) in places:
                 yield f"ranks {places[what, value]} and {worker['rank']} both ran on {what} {value}"
             places[what, value] = worker["rank"]
+
+
+@rule(
+    "shared-devices",
+    "unusable",
+    "time",
+    "Two cells were on one GPU at the same time: each slowed the other.",
+)
+def shared_devices(study: Study) -> Iterator[Found]:
+    stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
+    for record in study.records:
+        begun, ended = (field(record, f"provenance.{end}") for end in ("started", "finished"))
+        if not begun or not ended:
+            continue
+        uuids = {field(worker["provenance"], "gpu.uuid") for worker in record["workers"]} - {None}
+        for uuid in uuids:
+            stay = (datetime.fromisoformat(begun), datetime.fromisoformat(ended), record)
+            stays[uuid].append(stay)
+    for uuid, listed in stays.items():
+        listed.sort(key=lambda stay: stay[:2])
+        for (_, until, one), (begun, _, other_one) in pairwise(listed):
+            together_s = (until - begun).total_seconds()
+            if together_s > TOGETHER_S:
+                first, second = one["cell"], other_one["cell"]
+                where = {name: second[name] for name in (*GROUP, "repeat")}
+                named = f"{first['strategy']} on {first['gpus']}, repeat {first['repeat']}"
+                yield Found(where, f"{uuid} {together_s:.0f} s together with {named}")

@@ -107,6 +107,8 @@ def of_peaks(facts: Facts) -> Iterator[str]:
     grown = facts("memory.peak_over_base_bytes")
     peaks = [field(worker, "memory.peak_bytes") for worker in facts.workers]
     known = [value for value in peaks if value is not None]
+    if facts.whole and peak is not None and len(known) < len(peaks):
+        yield f"{len(peaks) - len(known)} workers have no peak_bytes, although the cell has one"
     if known and len(known) == len(peaks):
         yield from unlike("memory.peak_bytes", peak, "the most of its workers", max(known))
     worst = next((w for w in facts.workers if field(w, "memory.peak_bytes") == peak), None)

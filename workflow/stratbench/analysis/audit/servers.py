@@ -11,6 +11,8 @@ from stratbench.record import Record
 
 #: Shards are padded, and hold the float buffers too.
 PADDING = 0.1
+#: Batches from which on a worker that waits for nobody meets another's update.
+BUSY = 50
 
 
 @record_rule(
@@ -135,6 +137,16 @@ def of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
             )
         yield from over(f"updates of {shard}", made, "the pushes that made them", pushes)
         yield from over(f"staleness of {shard}", len(strip(count)) - 1, "its updates", made)
+        # An update makes every batch that is under way older by one, and a worker has one at a time.
+        yield from over(
+            f"the staleness of all pushes to {shard}",
+            sum(age * n for age, n in enumerate(count)),
+            "its updates x workers",
+            made * facts.gpus,
+        )
+        busy = [link for link in server["workers"] if (link.get("tickets") or 0) >= BUSY]
+        if made == pushes and len(busy) > 1 and not waiting and len(strip(count)) == 1:
+            yield f"no push to {shard} is stale, although {len(busy)} workers pushed without waiting"
         if per_step is not None and not skips and not facts.lost and facts.status == "ok":
             yield from unlike(
                 f"updates of {shard}",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from stratbench.analysis.audit.machines import OTHERS
 from stratbench.analysis.audit.rule import (
+    GROUP,
     Found,
     Key,
     Study,
@@ -119,7 +121,8 @@ def superlinear_at_least(study: Study, key: Key) -> Iterator[Found]:
     "same-value-twice",
     "unusable",
     "time",
-    "Two measured times never agree to the last digit: one is a copy.",
+    "Two measured times never agree to the last digit, nor do the proportions of their epochs: one is a "
+    "copy.",
 )
 def same_value_twice(study: Study) -> Iterator[Found]:
     for column, digits in MEASURED.items():
@@ -128,6 +131,17 @@ def same_value_twice(study: Study) -> Iterator[Found]:
                 cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
                 for row in rows.itertuples():
                     yield Found(of(row), f"{column} {value!r} in {' and in '.join(cells)}")
+    alike: dict[tuple[float, ...], list[Record]] = defaultdict(list)
+    for record in study.records:
+        spans = record["time"]["epoch_times_s"]
+        if len(spans) > 2 and sum(spans) > 0:
+            alike[tuple(round(span / sum(spans), 9) for span in spans)].append(record)
+    for records in alike.values():
+        places = [record["cell"] for record in records]
+        cells = [f"{p['strategy']} {p['model']} on {p['gpus']}" for p in places]
+        for place in places if len(places) > 1 else ():
+            where = {name: place[name] for name in (*GROUP, "repeat")}
+            yield Found(where, f"epochs in one proportion in {' and in '.join(cells)}")
 
 
 @rule(

@@ -104,6 +104,8 @@ def of_epochs(facts: Facts) -> Iterator[str]:
     yield from rising("accuracy.per_epoch's train_time_s", ends)
     if any(not span > 0 for span in spans):
         yield f"time.epoch_times_s holds {min(spans):.6g}"
+    if len(set(spans)) < len(spans):
+        yield "epochs of time.epoch_times_s took equally long to the last digit"
     if not facts.finished or len(spans) != len(ends):
         return
     total = 0.0

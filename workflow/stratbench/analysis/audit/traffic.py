@@ -78,6 +78,8 @@ def least_bytes_per_s(row: Any) -> float | None:
 def contradictory_traffic(record: Record) -> Iterator[str]:
     facts = Facts(record)
     if not facts("communication"):
+        if facts.status == "ok":
+            yield "communication is absent, although the cell ended well"
         return
     sent, received = (facts(f"communication.{way}_bytes_per_step") for way in ("sent", "received"))
     if facts("communication.method") == "ring":
