@@ -1,4 +1,5 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
+from stratbench.analysis import brief
 from stratbench.analysis.measures import PLOTS
 
 TABLES = f"{RESULTS}/{{study}}/tables"
@@ -6,6 +7,11 @@ FIGURES = f"{RESULTS}/{{study}}/plots"
 
 
 report: "../report/workflow.rst"
+
+
+onsuccess:
+    if any(job.rule.name == "write_report" for job in workflow.dag.jobs):
+        print(*brief.lines(Path(RESULTS, STUDY.name)), sep="\n", flush=True)
 
 
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what

@@ -1,0 +1,33 @@
+"""A finished study in a few lines, for the terminal: what to choose, the audit's tally, the start skew."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def lines(folder: Path) -> Iterator[str]:
+    """From answers.json, audit.csv and cells.csv in `folder`; pandas would take longer than all of it."""
+    for d in json.loads((folder / "answers.json").read_text(encoding="utf-8"))["answers"]:
+        where = f"{d['model']} ({d['experiment']})" if d["experiment"] else d["model"]
+        yield f"{where}: {d['headline']} Confidence: {d['confidence']}."
+    found = Counter(row["severity"] for row in rows(folder / "audit.csv"))
+    tally = [f"{found[severity]} {severity}" for severity in ("unusable", "doubtful")]
+    yield f"Audit: {', '.join(tally)}, {found['note']} to note."
+    skews_ms = [float(row["start_skew_ms"] or "nan") for row in rows(folder / "cells.csv")]
+    known_ms = sorted(skew for skew in skews_ms if skew == skew)
+    if known_ms:
+        yield (
+            f"Start skew of an epoch's workers: median {statistics.median(known_ms):.1f} ms, "
+            f"largest {known_ms[-1]:.1f} ms in {len(known_ms)} cells."
+        )
+
+
+def rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a CSV file, by column."""
+    with path.open(newline="", encoding="utf-8") as f:
+        yield from csv.DictReader(f)
