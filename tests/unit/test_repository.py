@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
 import architecture  # noqa: E402
+from stratbench.strategies import REGISTRY, strategy_class  # noqa: E402
 
 
 def pins(path: str) -> set[str]:
@@ -99,3 +100,14 @@ def test_text_files_are_utf_8_whatever_the_locale():
 )
 def test_a_text_file_opened_by_locale_is_found(code, lines):
     assert text_files_opened_by_locale(code) == lines
+
+
+def test_the_page_of_policies_has_each_strategys_own_rule():
+    page = (ROOT / "docs/parameter-server-policies.md").read_text(encoding="utf-8")
+    table = page.partition("## Learning rate")[0]
+    served = [name for name in REGISTRY if strategy_class(name).kind == "server"]
+    assert len(served) >= 10
+    for name in served:
+        rule = strategy_class(name).rule.replace("|", "\\|")
+        assert rule
+        assert f"| `{name}` | {rule} |" in table
