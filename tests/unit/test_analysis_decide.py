@@ -141,6 +141,7 @@ def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
     [
         ({}, "high", "told apart from its only rival"),
         ({"host": "node0"}, "medium", "All repeats ran on host node0"),
+        ({"host": "node0; node1"}, "medium", "All repeats ran on host node0; node1"),
         ({"device_kind": "cpu"}, "medium", "says nothing of GPUs"),
     ],
 )
@@ -351,6 +352,9 @@ def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
     assert found.choice.time_s == pytest.approx(6.0)
     assert found.confidence == "low"
     assert "Extrapolated from 1, 2, 4 workers by 1 s + 40 s / N" in found.confidence_why
+    assert found.headline == "ddp on 8 GPUs (extrapolated, not measured)."
+    assert found.changes[0].startswith("Cells on 8 workers: train them")
+    assert not any("repeats" in change for change in found.changes)
     assert decided(rows, gpus=2).choice.gpus == 2
     assert verdicts(decided(rows, gpus=2))[("ddp", 4)] == "needs more GPUs"
     # Two counts fit any line: nothing is made up from them, nor for CPU processes.
@@ -451,7 +455,7 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     assert audit.main(audited) == 0
     arguments = ["--cells", str(tmp_path / "cells.csv"), "--audit", str(tmp_path / "audit.csv")]
     arguments += ["--constraints", json.dumps({"gpus": 2}), "--out", str(tmp_path / "d.csv")]
-    assert decide.main(arguments) == 0
+    assert decide.main([*arguments, "--answers-out", str(tmp_path / "answers.json")]) == 0
     said = capsys.readouterr().out
     assert "at most 2 GPUs" in said
     assert (
@@ -462,3 +466,5 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     assert tuple(matrix.columns) == decide.MATRIX
     assert len(matrix) == len(cells)
     assert set(matrix.loc[matrix["gpus"] == 4, "verdict"]) >= {"needs more GPUs"}
+    told = json.loads((tmp_path / "answers.json").read_text())
+    assert all(answer["headline"] in said for answer in told["answers"])

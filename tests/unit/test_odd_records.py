@@ -20,7 +20,7 @@ import pytest
 
 from stratbench import cells as cells_module
 from stratbench import record, resources
-from stratbench.analysis import against, audit, collect, decide, plots, report, tables
+from stratbench.analysis import against, audit, collect, decide, paper_audit, plots, report, tables
 
 SEED = 20261122
 REPEATS = 6
@@ -181,12 +181,12 @@ def test_every_later_stage_goes_through(odd: Odd) -> None:
         for plot in plots.PLOTS:
             with plots.plt.rc_context(plots.RC):
                 plots.save(plots.draw(plot, experiment), here / "plots" / name / plot)
-    assert decide.main([*both, "--constraints", "{}", "--out", str(here / "decision.csv")]) == 0
-    outs = ["--cells-out", str(here / "a.csv"), "--claims-out", str(here / "b.csv")]
-    assert against.main([*both, *outs]) == 0
-    page = ["--plots-dir", str(here / "plots"), "--study-dir", str(here), "--partial"]
-    page += ["--summary", summary, "--out", str(here / "report.html")]
-    assert report.main([*both, *page]) == 0
+    outs = ["--out", str(here / "decision.csv"), "--answers-out", str(here / "answers.json")]
+    assert decide.main([*both, *outs]) == 0
+    outs = ["--cells-out", str(here / "against_cells.csv")]
+    assert against.main([*both, *outs, "--claims-out", str(here / "against_claims.csv")]) == 0
+    assert paper_audit.main(["--out", str(here / "paper_audit.csv")]) == 0
+    assert report.main(["--folder", str(here), "--study-dir", str(here), "--partial"]) == 0
     text = (here / "report.html").read_text()
     assert "record.json" in text
 

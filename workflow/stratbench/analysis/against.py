@@ -170,7 +170,7 @@ def ratio_figure(label: str, pair: np.ndarray, scale: Callable[[float], float]) 
 def points(one: str, other: str) -> Callable[[Groups], Iterator[Figure]]:
     """Accuracy of `one` minus that of `other`, in points, on the same model and GPUs.
 
-    The interval goes from the lowest to the highest repeat's difference.
+    Its ends are the lowest and the highest repeat's difference: a range.
     """
 
     def figures(groups: Groups) -> Iterator[Figure]:

@@ -41,7 +41,7 @@ class Candidate:
     served: bool = False  # by parameter servers
     batchnorm: bool = True
     global_batch: float | None = None
-    hosts: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()  # of each repeat all in one text
     #: What its accuracy loses at most (95 %), in points; None: not known.
     may_lose: float | None = None
     price_per_gpu_hour: float | None = None
@@ -116,7 +116,7 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
         served=bool((frame["strategy_kind"] == "server").any()),
         batchnorm=not (ok["batchnorm"].dropna().astype(str) == "False").any(),
         global_batch=most("global_batch"),
-        hosts=frozenset(host for row in ok["host"].dropna() for host in str(row).split("; ")),
+        hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
     )
 

@@ -28,7 +28,7 @@ def confidence(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tupl
     alone = min(len(c.hosts) for c in (first, *rivals)) < 2
     if alone:
         level = min(level, 1)
-        on = f"host {', '.join(sorted(hosts))}" if len(hosts) == 1 else "one host each"
+        on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         told.append(f"All repeats ran on {on}: others may order them differently." if hosts else "")
     told += accuracy_told(first, given)
     if first.may_lose is None or first.may_lose > given.accuracy_tolerance:
@@ -73,7 +73,7 @@ def claimed(ranking: Ranking) -> tuple[int, str]:
         return 0, f"The order may be chance: {ranking.chance}, so no interval tells."
     over = f"Over {repeats} repeats"
     rivals = counted(len(ranking.compared), "rival")
-    rivals = f"all {rivals}" if len(ranking.compared) > 1 else "its only rival"
+    rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.compared), f"all {rivals}")
     if ranking.is_clear:
         told = f"{over} it is told apart from {rivals} (95 %, all of them together)."
         return (2 if repeats >= 3 else 1), told

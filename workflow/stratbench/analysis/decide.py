@@ -123,7 +123,9 @@ def headline(ranking: Ranking, noun: str, given: Constraints) -> str:
         listed = [f"{c.strategy} on {counted(c.gpus, noun)}" for c in ranking.tied]
         more = [f"{len(listed) - 3} more"] if len(listed) > 4 else listed[3:]
         text = f"No clear winner: {text}, or {' or '.join(listed[:3] + more)}"
-    if ranking.chance:
+    if first.basis != "measured":
+        text += " (extrapolated, not measured)"
+    elif ranking.chance:
         text += f" ({ranking.chance}: it may be chance)"
     if first.may_lose is not None and first.may_lose > given.accuracy_tolerance:
         text += (
@@ -179,7 +181,9 @@ def changes(found: list[Candidate], ranking: Ranking, given: Constraints) -> Ite
     """What would lead to another answer, from the nearest alternatives."""
     first, compared = ranking.first, ranking.compared
     ranked = [first, *(c.rival for c in compared)]
-    if ranking.chance or not ranking.is_clear:
+    if first.basis != "measured":
+        yield f"Cells on {first.gpus} workers: train them, and they replace the extrapolated times."
+    elif ranking.chance or not ranking.is_clear:
         yield "More repeats: they would say whether this order holds."
     yield from lifted(found, first)
     tolerance = given.accuracy_tolerance

@@ -127,10 +127,8 @@ class Ranking:
     @property
     def chance(self) -> str | None:
         """Why the order may be chance, in a few words; None where intervals tell."""
-        if not self.compared:
+        if not self.compared or self.first.basis != "measured":
             return None
-        if self.first.basis != "measured":
-            return "extrapolated"
         if len(self.first.times) < 2:
             return "measured in one repeat"
         if any(c.low is None and c.stand != "slower" for c in self.compared):
