@@ -263,11 +263,11 @@ class Channel:
 
     def _expect(self) -> None:
         self._told.clear()
-        if self._error is not None:
-            raise self._error
         self._next = None
         for link in self._links:
             link.expect_all()
+        if self._error is not None:  # looked at last: an error after this ends the waiting
+            raise self._error
 
     def _push(self) -> None:
         """Push buffers and gradients; with a loss scale, say whether they count."""

@@ -115,15 +115,18 @@ class Gate:
 
     def _dismiss_oldest(self) -> None:
         """Close the stranger that came first; its thread counts the refusal."""
-        with self._lock:
+        with self._lock:  # so that nobody who is no stranger any more is closed
             oldest = next(iter(self._strangers), None)
-            self._strangers.pop(oldest, None)
-        if oldest is not None:
-            oldest.close()
+            if oldest is not None:
+                del self._strangers[oldest]
+                oldest.close()
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: Connection) -> bool:
+        """Whether it was still a stranger, and had not been dismissed."""
         with self._lock:
+            known = connection in self._strangers
             self._strangers.pop(connection, None)
+        return known
 
     def _attend(self, connection: Connection, transport: str, peer: str) -> None:
         try:
@@ -142,7 +145,8 @@ class Gate:
         connection.deadline = time.monotonic() + self._deadline_s
         try:
             hello, nonces = open_handshake(connection, self._secret)
-            self._forget(connection)  # it is none any more, and shall not make room for one
+            if not self._forget(connection):  # it will come again: none of the run may be closed
+                raise Closed("it had to make room for another connection")
             serve = self._enter(connection, hello, nonces, transport)
         except (ProtocolError, Closed, Silent) as error:
             self._refusals.add(peer, str(error))

@@ -149,8 +149,6 @@ def load_snapshot(
 
 
 def drop_snapshot(folder: str | Path, epoch: int) -> None:
-    """Delete the files of a snapshot that has been loaded, and the folder with the last of them."""
+    """Delete the files of a snapshot that has been loaded; its folder stays, for those to come."""
     for path in Path(folder).glob(f"epoch{epoch}.*"):
         path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # other epochs are still in it
-        Path(folder).rmdir()
