@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from stratbench import prepared
-from stratbench.data import DATASETS, DeviceData, epoch_order, fit, prepare
+from stratbench.data import (
+    DATASETS,
+    DeviceData,
+    describe,
+    epoch_order,
+    fit,
+    packed_bytes,
+    prepare,
+)
 from stratbench.sources import DataError
 
 SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
@@ -175,7 +183,11 @@ def test_packed_tables_are_the_same_tables(digits_dir):
     drawn = data.tables(seed=1, epoch=2, augment=True)
     assert torch.equal(drawn.order, epoch_order(data.train_samples, 1, 2))
     packed = drawn.packed()
-    assert sum(t.nbytes for t in (packed.order, *packed.augmentation)) == 7 * data.train_samples
+    facts = describe("digits")
+    kept_bytes = sum(t.nbytes for t in (packed.order, *packed.augmentation))
+    assert kept_bytes == packed_bytes(facts, augment=True) == 7 * data.train_samples
+    plain = data.tables(seed=1, epoch=2, augment=False).packed()
+    assert plain.order.nbytes == packed_bytes(facts, augment=False)
     back = packed.on(torch.device("cpu"))
     for mine, theirs in zip(
         (back.order, *back.augmentation), (drawn.order, *data.augmentation(1, 2)), strict=True

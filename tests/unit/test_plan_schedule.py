@@ -154,6 +154,13 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     assert resources.StudyPlan(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
 
 
+def test_the_workers_of_servers_hold_all_epochs_tables(plan_of):
+    few, many = plan_of(augment=True), plan_of(augment=True, epochs=92)
+    for strategy, more_bytes in (("ddp", 0), ("ps-async-modified", 2 * 90 * 7 * 50_000)):
+        grown = cell(many, strategy, 2).host_bytes - cell(few, strategy, 2).host_bytes
+        assert grown == more_bytes
+
+
 def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     monkeypatch.setattr(
         schedule.nodes, "offered", lambda: schedule.nodes.parsed("gpu*|n1|16|24000|gpu:4|infinite")

@@ -189,7 +189,7 @@ class EpochTables(NamedTuple):
     augmentation: Augmentation | None
 
     def packed(self) -> EpochTables:
-        """The same in the smallest types, 4 + 3 bytes a sample, to be kept and not computed with."""
+        """The same in the smallest types, to be kept and not computed with: see `packed_bytes`."""
         import torch
 
         a = self.augmentation
@@ -201,6 +201,12 @@ class EpochTables(NamedTuple):
         a = self.augmentation
         whole = None if a is None else Augmentation(*(t.to(device).long() for t in a))
         return EpochTables(self.order.to(device).long(), whole)
+
+
+def packed_bytes(data: Dataset, augment: bool) -> int:
+    """Bytes of an epoch's packed tables: 4 a training sample, and 3 where it is augmented."""
+    augmented = augment and (data.crop_padding > 0 or data.flip)
+    return data.train_samples * (4 + 3 * augmented)
 
 
 def _generator(purpose: str, seed: int, epoch: int) -> torch.Generator:

@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.cells import Cell
 from stratbench.config import Settings, Study
-from stratbench.data import Dataset, describe
+from stratbench.data import Dataset, describe, packed_bytes
 from stratbench.plan import servers
 from stratbench.plan.devices import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
 from stratbench.plan.footprint import Footprint, Peak
@@ -128,6 +128,7 @@ def host_bytes_of(
         worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes
     servers_bytes = 0
     if s.served:
+        worker_bytes += s.settings.epochs * packed_bytes(s.data, s.settings.augment)
         on_this_node = -(-s.settings.options["servers"] // nodes)
         servers_bytes = on_this_node * (CPU_PROCESS_BYTES + server_bytes)
     return -(-s.cell.gpus // nodes) * worker_bytes + servers_bytes
