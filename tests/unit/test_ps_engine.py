@@ -563,7 +563,7 @@ def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent(
             send=lambda frame, payload=b"", s=server: said.append((s, frame.kind))
         )
         welcome = {"first": server, "stop": server + 1, "shard_numel": 1, "n_servers": 2,
-                   "buffers": False, "heartbeat_deadline_s": 10}  # fmt: skip
+                   "buffers": False, "heartbeat_deadline_s": 10, "snapshot_dir": None}  # fmt: skip
         channel._links.append(Link(connection, server, "tcp", welcome))
     first, other = channel._links
     other.to_send.put(lambda: (hold.wait(10), said.append("shards")))
