@@ -41,7 +41,8 @@ def run(stage: Stage) -> None:
 def ratios_of_blocks(device: str) -> list[float]:
     """Time of a block of steps with four marks each, in that of one without, taken in turns."""
     torch.set_num_threads(1)
-    a = torch.eye(1024 if device == "cuda" else 192, device=device)
+    # On a GPU a step of a millisecond or more, like training's: an event takes about one of its microseconds.
+    a = torch.eye(2048 if device == "cuda" else 192, device=device)
     clocks = [StepClock(device, phase_marks=marks) for marks in (False, True)]
     for block in range(BLOCKS + 1):
         for clock in clocks if block % 2 else clocks[::-1]:

@@ -21,8 +21,11 @@ from subject import job_of, launch_command, prepared, set_up, settings
 
 FOREVER = 1_000_000  # epochs
 LIMIT_S = 15.0
-#: A batch that no GPU holds the activations of.
-TOO_LARGE = 1 << 18
+#: A batch of MODEL whose activations no GPU holds. One sample more, and a tensor would have 2^31 elements,
+#: which cuDNN refuses in other words than for want of memory.
+MODEL, TOO_LARGE = "resnet50", (1 << 17) - 1
+#: Steps with less and less memory; cuDNN's search takes seconds in each.
+LEVELS = 6
 
 
 def run(stage: Stage) -> None:
@@ -102,9 +105,7 @@ def killed_and_late(stage: Stage, data_dir: Path) -> None:
 
 
 def too_large(stage: Stage, data_dir: Path) -> None:
-    process, folder = start(
-        stage, "large", data_dir, 0, model="resnet50", per_worker_batch=TOO_LARGE
-    )
+    process, folder = start(stage, "large", data_dir, 0, model=MODEL, per_worker_batch=TOO_LARGE)
     output, _ = process.communicate(timeout=max(stage.left_s - 1, 1))
     print(output)
     rec = record.read(folder / "record.json")
@@ -114,8 +115,9 @@ def too_large(stage: Stage, data_dir: Path) -> None:
 
 def tight(stage: Stage, data_dir: Path) -> None:
     """Steps with less and less memory, until cuDNN has no room for its workspaces."""
-    s = settings("single", stage.device, model="resnet50", per_worker_batch=64)
-    found = in_child(stage, starved, job_of(s, data_dir, stage.folder("tight")))
+    s = settings("single", stage.device, model=MODEL, per_worker_batch=64)
+    job = job_of(s, data_dir, stage.folder("tight"))
+    found = in_child(stage, starved, job, stage.deadline_s - 10)
     unknown = [f for f in found if not f["known"]]
     stage.figures(starved=found)
     stage.check(
@@ -127,8 +129,11 @@ def tight(stage: Stage, data_dir: Path) -> None:
         stage.skip("what cuDNN says without memory is known as such", "it never said it")
 
 
-def starved(job: Job) -> list[dict[str, Any]]:
-    """The first line of each failure, and whether the worker calls it out of memory."""
+def starved(job: Job, until_s: float) -> list[dict[str, Any]]:
+    """The first line of each failure, and whether the worker calls it out of memory.
+
+    No step begins after `until_s` of time.monotonic().
+    """
     t = set_up(job)
     x, y = t.data.batch(torch.arange(64, device=t.worker.device))
     t.strategy.step(x, y)
@@ -137,9 +142,11 @@ def starved(job: Job) -> list[dict[str, Any]]:
     _, total_bytes = torch.cuda.mem_get_info()
     held_bytes = torch.cuda.memory_allocated()
     found = []
-    for step in range(12):
+    for step in range(LEVELS):
+        if time.monotonic() > until_s:
+            break
         torch.cuda.empty_cache()
-        allowed = held_bytes + (peak_bytes - held_bytes) * (11 - step) / 12
+        allowed = held_bytes + (peak_bytes - held_bytes) * (LEVELS - 1 - step) / LEVELS
         torch.cuda.set_per_process_memory_fraction(min(allowed / total_bytes, 1.0), 0)
         # Other shapes: cuDNN's search is made anew, with the memory that is left.
         n = 64 - step

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stratbench.telemetry.hardware import listed
+
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 pytestmark = pytest.mark.timeout(300)
 
@@ -158,8 +160,9 @@ def test_memory_is_held_against_the_plan(part, monkeypatch, peak_mib, states_off
         model_states_bytes=states, training_peak=lambda batch: SimpleNamespace(n_bytes=1000 * mib)
     )
     found = {"model_states": {"parameters_bytes": 100 + states_off}, "steps": 1}
+    found["cublas_bytes"] = 64 * mib  # of two threads on a Hopper GPU
     found["memory"] = {
-        "peak_bytes": peak_mib * mib, "reserved_peak_bytes": 1100 * mib,
+        "peak_bytes": (peak_mib + 64) * mib, "reserved_peak_bytes": 1100 * mib,
         "nvml_process_used_bytes": 1600 * mib,
     }  # fmt: skip
     stage = Noted()
@@ -177,3 +180,17 @@ def test_step_ratios_fail_only_where_every_block_says_so(part):
     steps.judge(stage, "noisy", medians | {"fsdp": [10.2, 12.0]}, setup)
     steps.judge(stage, "slow", medians | {"fsdp": [11.0, 12.0]}, setup)
     assert [what.split(":")[0] for what, holds in stage.verdicts.items() if not holds] == ["slow"]
+
+
+def test_a_batch_too_large_is_so_for_want_of_memory(part):
+    """No tensor is too long for cuDNN, and what backward needs of them is more than any GPU has."""
+    failures, subject = part("failures"), part("subject")
+    with torch.device("meta"):
+        net = subject.models.build(failures.MODEL, 10, 3)
+    sizes = []
+    for module in net.modules():
+        if isinstance(module, (torch.nn.Conv2d, torch.nn.BatchNorm2d)):
+            module.register_forward_hook(lambda m, x, out: sizes.append(out.numel() // len(out)))
+    net(torch.empty(2, 3, 32, 32, device="meta"))
+    assert max(sizes) * failures.TOO_LARGE < 2**31
+    assert 4 * sum(sizes) * failures.TOO_LARGE > max(p.memory_gib for p in listed()) * 2**30
