@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_plan_footprint import request_for
+from torch.distributed import fsdp
 
 from stratbench import models
 from stratbench.data import DeviceData
@@ -54,6 +55,18 @@ def test_every_strategy_steps_as_on_cuda(model: str, precision: str, strategy: s
         "evaluate",
     ]
     assert all(p.is_contiguous() for p in made.model.parameters())
+
+
+def test_fsdp_hands_pytorch_no_container(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch 2.11 refuses a ModuleDict, as DenseNet's block is, though it has a forward of its own."""
+    real = fsdp.fully_shard
+
+    def as_in_211(module, **arguments):
+        assert not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
+        return real(module, **arguments)
+
+    monkeypatch.setattr(fsdp, "fully_shard", as_in_211)
+    fake.run(replace(request_for("fsdp", "densenet-compact", 4), eval_batch=4), [4])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_worker import BARE
 
 from stratbench.telemetry.hardware import listed
 
@@ -45,10 +47,11 @@ class Noted:
         pass
 
 
-def run_check(*arguments, code=None, path=()):
-    """Exit code, output and evidence of the check, or of `code` that calls it."""
+def run_check(*arguments, code=None, path=""):
+    """Exit code, output and evidence of the check, or of `code` that calls it; imports from `path`, too."""
     command = [sys.executable, *(["-c", code] if code else [str(FOLDER / "check.py")]), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    env = os.environ | {"PYTHONPATH": str(path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     out = Path(arguments[arguments.index("--out") + 1])
     assert out.exists(), done.stderr
     return done.returncode, done.stdout + done.stderr, json.loads(out.read_text(encoding="utf-8"))
@@ -56,10 +59,13 @@ def run_check(*arguments, code=None, path=()):
 
 @pytest.mark.slow
 def test_what_needs_no_gpu_holds(tmp_path):
+    """Nothing is installed but what the check says that it needs."""
+    (tmp_path / "sitecustomize.py").write_text(BARE, encoding="utf-8")
     stages = ("preflight", "matrix", "steps", "memory", "server", "clock", "power")
     code, output, evidence = run_check(
-        "--device", "cpu", "--small", "--stages", *stages, "--out", str(tmp_path / "evidence.json")
-    )
+        "--device", "cpu", "--small", "--stages", *stages, "--out", str(tmp_path / "evidence.json"),
+        path=tmp_path,
+    )  # fmt: skip
     assert code == 0, output
     assert evidence["verdict"] == "passed"
     assert list(evidence["stages"]) == list(stages)

@@ -15,8 +15,10 @@ import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from http.client import HTTPException
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.files import read_regular
@@ -98,8 +100,14 @@ class Source(NamedTuple):
 
 
 def progress_bar(total: int, unit: str, description: str) -> Any:
-    """A tqdm bar on stderr, shown after two seconds; seldom redrawn where stderr is a log file."""
-    from tqdm import tqdm
+    """A tqdm bar on stderr, shown after two seconds; seldom redrawn where stderr is a log file.
+
+    Without tqdm, as where the engine alone is installed: one that shows nothing.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return nullcontext(SimpleNamespace(update=lambda n: None))
 
     return tqdm(
         total=total,

@@ -71,7 +71,8 @@ class FSDP(base.Collective):
                 fully_shard(norms, **arguments)
             arguments["mp_policy"] = policy
         for _, modules in worker.wrap_groups:
-            fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+            # As a list also where it is one: by itself, PyTorch 2.11 refuses DenseNet's block, a ModuleDict.
+            fully_shard(modules, **arguments)
         if policy is not None:
             # Only the whole model's output: between two groups may stand a layer in 16 bits.
             arguments["mp_policy"] = replace(policy, output_dtype=torch.float32)
