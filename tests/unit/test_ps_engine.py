@@ -257,6 +257,51 @@ def test_a_skip_counts_in_a_barrier(tmp_path):
     assert [w["skips"] for w in stats["workers"]] == [2, 0]
 
 
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        *[("ps-async", told) for told in ([], [0], [0, 1])],
+        *[(policy, [1]) for policy in sorted(POLICIES.keys() - {"ps-sync"})],
+    ],
+)
+def test_a_ticket_counts_once_where_its_worker_died_after_some_verdicts(tmp_path, policy, told):
+    """All shards have left; of the two servers, those in `told` have heard that they count."""
+    plan = config(
+        tmp_path, policy=policy, workers=3, slices=3, steps_per_epoch=6, n_servers=2, epochs=2
+    )
+
+    def dies(worker, ticket, channel):
+        if worker != 1 or ticket.number != 1:
+            return 0 if ticket.number % 5 == 4 else None
+
+        def end_push(overflowed):
+            channel._join_senders()
+            for server in told:
+                link = channel._links[server]
+                link.connection.send(Frame(Kind.APPLY, ticket=ticket.number))
+            time.sleep(0.05)
+            channel._close_connections()
+            raise RuntimeError("killed")
+
+        channel._end_push = end_push
+
+    servers = [Served(replace(plan, server=s), SECRET) for s in range(2)]
+    transports = ("tcp", "shm", "tcp")
+    workers = [
+        Worked(plan, SECRET, w, t, before_push=dies, scaled=True) for w, t in enumerate(transports)
+    ]
+    for worker in (workers[0], workers[2]):
+        worker.join()
+    stats = [server.result() for server in servers]
+    assert str(workers[1].error) == "killed"
+    assert [s["status"] for s in stats] == ["ok", "ok"]
+    assert [x["worker"] for x in stats[0]["lost"]] == [1]
+    assert stats[0]["tickets_settled"] == 36
+    for s in stats:
+        counted = [sum(c) + d for c, d in zip(s["staleness"], s["dropped"], strict=True)]
+        assert set(counted) == {36 - 7}  # seven have overflowed
+
+
 # --- warm-up -----------------------------------------------------------------------------------------
 
 
@@ -358,7 +403,7 @@ def test_snapshots_without_room_are_told_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=5000))
     plan = config(tmp_path, epochs=5, snapshot_dir=str(tmp_path))
     server = Served(plan, SECRET)
-    reason = "snapshots of 5 epochs need .* GB in .*, where 5e-06 GB are free: set TMPDIR"
+    reason = "snapshots of 5 epochs need .* GB in .*, where 5e-06 GB are free: make room"
     with pytest.raises(Refused, match=reason):
         Worked(plan, SECRET).join()
     assert re.search(reason, server.result()["error"])

@@ -106,7 +106,8 @@ class Run:
         if folder and (free := shutil.disk_usage(folder).free) < needed:
             self._fail(
                 f"the servers' snapshots of {self.config.epochs} epochs need {needed / 1e9:.3g} GB in "
-                f"{folder}, where {free / 1e9:.3g} GB are free: set TMPDIR to a folder with more room"
+                f"{folder}, where {free / 1e9:.3g} GB are free: make room there, or, for a cell on one "
+                "node, set TMPDIR to a folder with more"
             )
             raise ProtocolError(self.error)
 
@@ -136,7 +137,8 @@ class Run:
         except Exception as error:
             self._break_down(error)
             member.drop_shards()
-            member.send_replies(self._store)  # the reason
+            with contextlib.suppress(Closed):
+                member.send_replies(self._store)  # the reason
 
     def _listen(self, member: Member) -> None:
         connection = member.connection
