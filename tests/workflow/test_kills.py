@@ -150,7 +150,7 @@ def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
         with printed.open("w") as file:
             run = ten_cells.start(*target, stdout=file)
         while run.poll() is None:
-            time.sleep(rng.uniform(0.1, 3.0))
+            time.sleep(rng.uniform(0.05, 1.0))
             there = list(processes(folder))
             training = any(kind == "worker" for kind, _ in there)
             seen = events(folder)
