@@ -499,9 +499,11 @@ def test_the_clock_starts_with_the_first_ticket_not_with_the_first_worker(tmp_pa
     first = Worked(plan, b"s" * 32, 0)
     time.sleep(0.5)
     assert first.tickets == []  # it waits for the other
+    begun = time.perf_counter()
     for worker in (first, Worked(plan, b"s" * 32, 1)):
         worker.join()
-    assert server.result()["train_time_s"] < 0.4
+    together_s = time.perf_counter() - begun
+    assert server.result()["train_time_s"] < together_s
 
 
 def test_the_bfloat16_wire_halves_the_push_and_rounds_only_gradients(tmp_path):

@@ -11,6 +11,8 @@ from ps_harness import Habits, Processes, config
 pytestmark = pytest.mark.timeout(60)
 
 SLOWLY = Habits(step_s=0.02)
+#: Within a second on a quiet machine; on any, before a heartbeat is overdue (5 s).
+AT_ONCE_S = 2.5
 
 
 def begun(run: Processes, workers: range) -> set[int]:
@@ -66,13 +68,13 @@ def test_the_last_ticket_of_a_killed_worker_is_handed_to_one_that_was_idle(tmp_p
         end = run.end(0)
         stats = run.statistics()
     assert end["end"] == "done"
-    assert end["at"] - killed_at < 1.0
+    assert end["at"] - killed_at < AT_ONCE_S
     assert stats["tickets_settled"] == 4
     assert [r["to"] for r in stats["reassigned"]] == [0]
 
 
 @pytest.mark.parametrize("n_servers", [1, 2])
-def test_sync_ends_for_all_within_a_second_of_a_kill_and_says_who_was_lost(tmp_path, n_servers):
+def test_sync_ends_for_all_at_a_kill_and_says_who_was_lost(tmp_path, n_servers):
     plan = config(tmp_path, steps_per_epoch=500, slices=3, policy="ps-sync", n_servers=n_servers)
     with Processes(tmp_path, plan, [SLOWLY] * 3) as run:
         run.wait_for_tickets(1, 5)
@@ -83,7 +85,7 @@ def test_sync_ends_for_all_within_a_second_of_a_kill_and_says_who_was_lost(tmp_p
         assert end["end"] == "RunEnded"
         assert "worker 1 was lost" in end["reason"]
         assert end["reason"].startswith("step ")
-        assert end["at"] - killed_at < 1.0
+        assert end["at"] - killed_at < AT_ONCE_S
     assert stats["status"] == "lost"
     assert "worker 1 was lost" in stats["error"]
     step = stats["lost"][0]["step"]
@@ -119,7 +121,7 @@ def test_a_slow_worker_is_not_taken_for_dead(tmp_path, spin):
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_all_workers_hear_of_a_killed_server_within_a_second(tmp_path, transport):
+def test_all_workers_hear_of_a_killed_server_at_once(tmp_path, transport):
     habits = [Habits(transport, 0.02), Habits(transport, 4.0)]
     with Processes(tmp_path, config(tmp_path, steps_per_epoch=500, slices=2), habits) as run:
         run.wait_for_tickets(0, 3)
@@ -130,9 +132,9 @@ def test_all_workers_hear_of_a_killed_server_within_a_second(tmp_path, transport
         told = run.notes(1)[1]
     assert end["end"] == "ServerLost"
     assert "server 0 was lost" in end["reason"]
-    assert end["at"] - killed_at < 1.0
+    assert end["at"] - killed_at < AT_ONCE_S
     assert "server 0 was lost" in told["lost"]
-    assert told["at"] - killed_at < 1.0
+    assert told["at"] - killed_at < AT_ONCE_S
 
 
 def test_a_stopped_server_is_noticed_at_the_deadline(tmp_path):

@@ -139,6 +139,7 @@ def test_too_many_phase_names_are_refused():
 
 def test_real_steps_on_a_cpu_are_within_the_epoch():
     clock = StepClock("cpu")
+    begun = time.perf_counter()
     for _ in range(2):
         clock.begin()
         for _ in range(3):
@@ -146,9 +147,10 @@ def test_real_steps_on_a_cpu_are_within_the_epoch():
             clock.tick()
         clock.end()
         time.sleep(0.05)
+    elapsed_s = time.perf_counter() - begun
     assert len(clock.step_ms) == 6
     assert min(clock.step_ms) >= 5
-    assert sum(clock.step_ms) / 1000 <= clock.train_time_s < sum(clock.step_ms) / 1000 + 0.02
+    assert sum(clock.step_ms) / 1000 <= clock.train_time_s <= elapsed_s - 2 * 0.05
 
 
 @pytest.mark.timeout(60)
