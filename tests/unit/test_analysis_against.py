@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis import against, audit, paper, sections
+from stratbench.analysis.stats import ratio_intervals
 
 NOTHING = pd.DataFrame(columns=list(audit.COLUMNS))
 
@@ -114,6 +115,35 @@ def test_a_spread_is_called_what_it_is():
 def test_a_claim_is_judged_by_intervals_where_there_are_any(figures, expected):
     listed = [against.Figure("x", *figure) for figure in figures]
     assert against.verdict(listed, 2, 3) == expected
+
+
+def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
+    """Twenty ratios, each at the end of the claimed range: at 95 % each, most studies would refute it."""
+    rng = np.random.default_rng(3)
+    refuted = [0, 0]
+    for _ in range(300):
+        noise = np.exp(rng.normal(0, 0.03, (20, 2, 3)))
+        figures = [against.Figure(str(i), 1.0, pair=pair) for i, pair in enumerate(noise)]
+        figures = against.with_intervals(figures)
+        alone = ratio_intervals(noise[:, 0], noise[:, 1])
+        refuted[0] += against.verdict(figures, 1.005, np.nan) == against.FAILS
+        refuted[1] += bool((alone[:, 1] < 1).any())
+    together, each = (count / 300 for count in refuted)
+    print(
+        f"a true claim of 20 figures refuted: {together:.1%}; by intervals each for itself {each:.1%}"
+    )
+    assert together < 0.05
+    assert each > 0.2
+
+
+def test_a_single_repeat_is_called_one(v2):
+    rows = against.claims(v2, NOTHING).set_index("id")["figures"]
+    assert rows["fsdp-slowdown-v2"].endswith("; all from one repeat, so that it may be chance")
+    assert "repeat" not in rows["vgg16-replica-v2"]
+    twice = pd.concat([v2, v2.assign(repeat=1, accuracy_final=v2["accuracy_final"] + 0.001)])
+    rows = against.claims(twice, NOTHING).set_index("id")["figures"]
+    assert "repeat" not in rows["fsdp-slowdown-v2"]
+    assert rows["modified-recovers-v2"].startswith("0.85 (0.85 to 0.85) (vgg16 on 4)")
 
 
 def test_a_range_may_be_open():

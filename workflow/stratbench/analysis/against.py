@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -48,15 +48,21 @@ Key = tuple[str, str, str, int]
 class Figure:
     """One value of a claim's metric: where from, and what it may be instead.
 
-    `ends` says what `low` and `high` are: a 95 % `interval`; the lowest and the highest of the
-    repeats, a `range`; or what a time limit leaves open, a `bound`.
+    `ends` says what `low` and `high` are: a 95 % `interval`, of all of a claim's together; the lowest
+    and the highest of the repeats, a `range`; or what a time limit leaves open, a `bound`. Nothing
+    else can be in place of an `exact` value.
     """
 
     label: str
     value: float
     low: float | None = None
     high: float | None = None
-    ends: Literal["interval", "range", "bound"] = "interval"
+    ends: Literal["interval", "range", "bound", "exact"] = "interval"
+    #: What the intervals are made of: `value` is `scale` of the mean ratio of `pair`, shape
+    #: [2, repeats]; `served` by parameter servers.
+    pair: np.ndarray | None = None
+    scale: Callable[[float], float] = float
+    served: bool = False
 
 
 class Groups:
@@ -119,7 +125,11 @@ def compared(
     """scale(one / other) over the repeats of both; a bound where one was stopped at its time limit."""
     pair = groups.pair(one, other, column, concerns)
     if pair is not None:
-        return ratio_figure(label, pair, scale)
+        served = any(
+            (groups.groups[key]["strategy_kind"] == "server").any() for key in (one, other)
+        )
+        value = scale(mean_ratio(pair[0], pair[1]))
+        return Figure(label, value, pair=pair, scale=scale, served=served)
     if column != "train_time_s":
         return None
     for stopped, ended, upward in ((one, other, True), (other, one, False)):
@@ -157,14 +167,34 @@ def ratios(
     return figures
 
 
-def ratio_figure(label: str, pair: np.ndarray, scale: Callable[[float], float]) -> Figure:
-    """scale(geometric mean ratio) with its interval; `scale` may turn the order round."""
-    value = scale(mean_ratio(pair[0], pair[1]))
-    interval = ratio_intervals(pair[:1], pair[1:])
-    if interval is None:
-        return Figure(label, value)
-    low, high = sorted(scale(float(end)) for end in interval[0])
-    return Figure(label, value, low, high)
+def with_intervals(figures: Sequence[Figure]) -> list[Figure]:
+    """The figures of a claim, those of ratios with their intervals.
+
+    A claim fails where one of its figures does, so that the allowed rate is shared by all of them, and
+    their variances are pooled.
+    """
+    paired = [figure for figure in figures if figure.pair is not None]
+    if not paired:
+        return list(figures)
+    most = max(figure.pair.shape[1] for figure in paired)
+    values = np.full((2, len(paired), most), np.nan)
+    for i, figure in enumerate(paired):
+        values[:, i, : figure.pair.shape[1]] = figure.pair
+    served = np.array([figure.served for figure in paired])
+    intervals = ratio_intervals(values[0], values[1], served, together=len(paired))
+    if intervals is None:
+        return list(figures)
+    ends = {
+        id(figure): sorted(figure.scale(float(end)) for end in interval)
+        for figure, interval in zip(paired, intervals, strict=True)
+        if figure.pair.shape[1] > 1
+    }
+    return [
+        replace(figure, low=ends[id(figure)][0], high=ends[id(figure)][1])
+        if id(figure) in ends
+        else figure
+        for figure in figures
+    ]
 
 
 def points(one: str, other: str) -> Callable[[Groups], Iterator[Figure]]:
@@ -191,7 +221,8 @@ def points(one: str, other: str) -> Callable[[Groups], Iterator[Figure]]:
 def recovered(groups: Groups) -> Iterator[Figure]:
     """Of the accuracy that ps-async loses against ps-sync, the share that modified async regains.
 
-    By medians over the repeats; where nothing is lost there is nothing to recover.
+    The median of the repeats that all three have, with their range; where nothing is lost there is
+    nothing to recover.
     """
     for key in groups.groups:
         _, strategy, model, gpus = key
@@ -202,12 +233,16 @@ def recovered(groups: Groups) -> Iterator[Figure]:
             for other_experiment in dict.fromkeys(k[0] for k in groups.groups):
                 other = (other_experiment, name, model, gpus)
                 if same_data(groups, key, other):
-                    found.append(groups.values(other, "accuracy_final", "accuracy").median())
+                    found.append(groups.values(other, "accuracy_final", "accuracy"))
                     break
-        mine = groups.values(key, "accuracy_final", "accuracy").median()
-        if len(found) == 2 and pd.notna(mine) and found[0] > found[1]:
-            share = (mine - found[1]) / (found[0] - found[1])
-            yield Figure(f"{model} on {gpus}", float(share))
+        found.append(groups.values(key, "accuracy_final", "accuracy"))
+        if len(found) < 3:
+            continue
+        sync, lossy, mine = pd.concat(found, axis=1, join="inner").to_numpy().T
+        shares = (mine - lossy)[sync > lossy] / (sync - lossy)[sync > lossy]
+        if shares.size:
+            ends = (float(shares.min()), float(shares.max())) if shares.size > 1 else (None, None)
+            yield Figure(f"{model} on {gpus}", float(np.median(shares)), *ends, "range")
 
 
 def same_data(groups: Groups, one: Key, other: Key) -> bool:
@@ -251,7 +286,7 @@ def parameters(scale: float) -> Callable[[Groups], Iterator[Figure]]:
         for (_, _, model, _), rows in groups.groups.items():
             counts = rows["model_parameters"].dropna()
             if model == "vgg16" and len(counts):
-                yield Figure("vgg16", float(counts.iloc[0]) * scale)
+                yield Figure("vgg16", float(counts.iloc[0]) * scale, ends="exact")
                 return
 
     return figures
@@ -300,6 +335,13 @@ def told(figures: Sequence[Figure]) -> str:
     )
 
 
+def once(figures: Sequence[Figure]) -> str:
+    """Says so where figures come from one repeat."""
+    single = sum(f.low is None and f.ends != "exact" for f in figures)
+    which = "" if len(figures) == 1 else "all " if single == len(figures) else f"{single} "
+    return f"; {which}from one repeat, so that it may be chance" if single else ""
+
+
 def interval(figure: Figure) -> str:
     """`1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, or `at least 1.23`."""
     match figure.ends:
@@ -307,7 +349,7 @@ def interval(figure: Figure) -> str:
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
         case "range":
             spread = "" if figure.low is None else f" ({figure.low:.2f} to {figure.high:.2f})"
-        case "interval":
+        case "interval" | "exact":
             spread = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
     return f"{figure.value:.2f}{spread}"
 
@@ -367,7 +409,7 @@ def claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     for claim in paper.published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
         found, elsewhere, theirs = (
-            [figure for figure in metric(groups) if about(claim, figure)]
+            with_intervals([figure for figure in metric(groups) if about(claim, figure)])
             for groups in (ours, others, own[claim["version"]])
         )
         limits = (claim["low"], claim["high"])
@@ -380,7 +422,11 @@ def claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
             in_the_paper += f". But: {notes.loc[claim['id'], 'explanation']}"
         rows.append(
             claim
-            | {"verdict": agrees, "figures": told(found), "elsewhere": told(elsewhere)}
+            | {
+                "verdict": agrees,
+                "figures": told(found) + once(found),
+                "elsewhere": told(elsewhere),
+            }
             | {"in_the_paper": in_the_paper}
             | ({} if note is None else {"explanation": note["explanation"], "rule": note["rule"]})
         )

@@ -165,9 +165,15 @@ def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> fl
 
 
 def ratio_intervals(
-    numerators: np.ndarray, denominators: np.ndarray, kinds: np.ndarray | bool = False
+    numerators: np.ndarray,
+    denominators: np.ndarray,
+    kinds: np.ndarray | bool = False,
+    together: int = 1,
 ) -> np.ndarray | None:
-    """95 % intervals of geometric mean ratios, each for itself, by moderated t on logarithms.
+    """95 % intervals of geometric mean ratios by moderated t on logarithms.
+
+    Each holds for itself, or with as many as `together` that are judged as one, all of them at once
+    (Bonferroni).
 
     Both arguments have shape [ratios, repeats]; column k of both comes from repeat k, so that what
     a repeat's seed does to both cancels; NaN where a ratio lacks a repeat. `kinds`, shape [ratios],
@@ -184,5 +190,5 @@ def ratio_intervals(
     if not len(found.repeats) or found.repeats.max() < 2:
         return None
     variance, dof = moderated(found, np.asarray(kinds))
-    half = half_widths(variance, dof, found.repeats, ALPHA / 2)
+    half = half_widths(variance, dof, found.repeats, ALPHA / 2 / together)
     return np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))
