@@ -51,7 +51,7 @@ STRATEGIES = {
 }
 BASES = {
     "fsdp-zero2": ("fsdp", {"reshard_after_forward": "never"}),
-    "fsdp-mixed": ("fsdp", {"mixed_precision": "policy"}),
+    "fsdp-policy": ("fsdp", {"mixed_precision": "policy"}),
     "async-scaled": ("ps-async", {"lr_scale": "1/N"}),
 }
 TIME_LIMIT_S = 3000.0

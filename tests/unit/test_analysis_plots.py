@@ -120,6 +120,14 @@ OF_DDP = {
 }
 
 
+def test_names_from_records_are_no_formulas(tmp_path, draw):
+    experiment, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",), (1, 2)))
+    experiment.cells["device_name"] = r"GPU $\frac{$"
+    figure = draw(experiment, "training_time")
+    figure.savefig(tmp_path / "figure.svg")
+    assert r"$\frac{$" in figure.get_supxlabel()
+
+
 @pytest.mark.parametrize(
     ("statuses", "without"),
     [({}, set()), ({("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}, {"speedup", "breakdown"})],

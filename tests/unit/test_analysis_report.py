@@ -324,3 +324,15 @@ def test_the_whole_paper_study_renders(tmp_path):
     modified = table[table["strategy"] == "ps-async-modified"].set_index(["experiment", "model"])
     for experiment in ("modified-async", "common"):
         assert modified.loc[(experiment, "resnet50"), "1 workers"] == ">3000"
+
+
+def test_a_variant_without_a_record_is_told_as_one():
+    rows = [
+        {"strategy": "ddp", "strategy_base": None},
+        {"strategy": "mine", "strategy_base": None},
+        {"strategy": "fsdp-policy", "strategy_base": "fsdp"},
+    ]
+    ddp, mine, policy = sections.strategies(pd.DataFrame(rows))
+    assert not ddp["summary"].startswith("a variant")
+    assert mine["summary"] == "a variant, of which there is no record."
+    assert policy["summary"].startswith("a variant of fsdp: ")

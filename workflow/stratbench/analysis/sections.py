@@ -11,7 +11,7 @@ import pandas as pd
 
 from stratbench.analysis import paper
 from stratbench.analysis.measures import number
-from stratbench.strategies import strategy_class
+from stratbench.strategies import REGISTRY, strategy_class
 
 
 def against_paper(folder: Path) -> dict[str, Any]:
@@ -64,8 +64,13 @@ def strategies(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
     """Name, summary and rule of each strategy of the study; a variant has those of its strategy."""
     bases = cells.groupby("strategy", sort=False)["strategy_base"].first()
     for name, base in bases.items():
-        known = strategy_class(base if isinstance(base, str) else name)
-        kind = "" if base == name else f"a variant of {base}: "
+        of = base if isinstance(base, str) else name
+        if of not in REGISTRY:  # only a record says what a variant is made of
+            untold = "a variant, of which there is no record."
+            yield {"name": name, "summary": untold, "rule": untold}
+            continue
+        kind = "" if of == name else f"a variant of {of}: "
+        known = strategy_class(of)
         yield {"name": name, "summary": kind + known.summary, "rule": known.rule}
 
 

@@ -95,6 +95,7 @@ RC: dict[str, Any] = {
     "svg.fonttype": "path",
     "font.family": "DejaVu Sans",
     "font.size": 8,
+    "text.parse_math": False,  # names from records are no formulas
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
     "axes.labelsize": 8,
