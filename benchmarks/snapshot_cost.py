@@ -5,7 +5,8 @@
 Real server and worker processes on one host, over shared memory; workers that compute nothing, so that the
 server's time is all there is: the share in a real cell is smaller. Each round times the same run without
 snapshots, with one an epoch, and without again, in alternating order; the ratio of the two runs
-without is what noise alone makes of 1.
+without is what noise alone makes of 1. Last, the CPU time of one snapshot by itself, which other load
+disturbs least.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
+from stratbench.ps.policies import make_policy
+from stratbench.ps.policy import Hyper
 from stratbench.ps.server import ServerConfig, serve
+from stratbench.ps.shard import Shard
+from stratbench.ps.snapshots import SnapshotWriter
 
 EPOCHS, STEPS = 4, 20
 CONTENDERS = ("without", "snapshots", "without again")
@@ -86,6 +92,18 @@ def train_time_s(contender: str, mb: float, workers: int) -> float:
         return json.loads(stats.read_text(encoding="utf-8"))["train_time_s"]
 
 
+def cpu_of_a_snapshot_s(mb: float) -> float:
+    """CPU time of copying and writing one snapshot, all threads together."""
+    weights = torch.ones(int(mb * 1e6 / 4))
+    shard = Shard(0, make_policy("ps-async", weights, Hyper(lr=0.1)), lambda worker, shard: None)
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.process_time()
+        writer = SnapshotWriter(folder, 0, 1, print)
+        writer.take(0, 0.0, [shard], None)
+        writer.close()
+        return time.process_time() - begun
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=float, default=100, help="size of the model")
@@ -105,6 +123,9 @@ def main() -> None:
         print(
             f"{contender} / without: median {median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
         )
+    torch.set_num_threads(1)
+    alone_s = sorted(cpu_of_a_snapshot_s(arguments.mb) for _ in range(arguments.rounds))
+    print(f"one snapshot: {median(alone_s):.3f} s of CPU, {alone_s[0]:.3f} to {alone_s[-1]:.3f}")
 
 
 if __name__ == "__main__":
