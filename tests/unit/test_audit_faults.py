@@ -1042,6 +1042,17 @@ def test_sound_records_of_every_end_trip_no_rule_that_is_not_about_cpus(device):
     assert ends == {"ok", *ENDS.values()}
 
 
+def test_a_strategy_that_does_not_say_how_it_communicates_is_not_held_to_it():
+    record = copy.deepcopy(sound("cuda")[DDP])
+    record["cell"]["strategy"] = record["strategy"]["name"] = "of-a-user"
+    record["settings"]["strategy"] = "of-a-user"
+    record["strategy"]["traits"]["ring_copies"] = None
+    for communication in (None, record["communication"] | {"method": "measured"}):
+        record["communication"] = communication
+        alone = planted.study({("main", "of-a-user", 2, 0): record}, "cuda")
+        assert {rule.id for rule in RULES if any(rule.check(alone))} == set()
+
+
 def test_planted_faults_are_found_by_rules_that_name_them():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 80
     missed = [fault.name for fault in FAULTS if not named(fault)]

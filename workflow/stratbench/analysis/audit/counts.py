@@ -277,7 +277,9 @@ def unlike_its_strategy(record: Record) -> Iterator[str]:
         return
     kind = strategy_class(name).kind
     yield from other("strategy.kind", facts("strategy.kind"), f"that of {name}", kind)
-    method = "measured" if kind == "server" else "ring"
+    method = "measured" if kind == "server" else None
+    if facts("strategy.traits.ring_copies") is not None:
+        method = "ring"
     yield from other("communication.method", facts("communication.method"), f"of {name}", method)
 
 
