@@ -340,7 +340,7 @@ def test_a_locale_without_umlauts_stops_nothing(start_cell, tmp_path):
 def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(start_cell):
     """Worker 1 lives and waits with the servers for worker 0, whose slowdown makes no sense."""
     broken = {"workers": [0], "factor": "three"}
-    launched = start_cell(settings("ps-sync", slowdown=broken, epochs=FOREVER), time_limit_s=100)
+    launched = start_cell(settings("ps-sync", slowdown=broken, epochs=1000), time_limit_s=100)
     begun = time.monotonic()
     code, output = launched.finish()
     assert code == 1, output
