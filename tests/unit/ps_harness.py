@@ -24,15 +24,18 @@ from stratbench.ps.server import ServerConfig, serve
 from stratbench.ps.tickets import Ticket
 
 BATCH = 4
+#: Held while torch's one generator is drawn from: workers are threads here.
+SEEDED = threading.Lock()
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A model with BatchNorm and tensors of odd sizes, equal at every call."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5)
-    ).to(dtype)
+    """A model with BatchNorm and tensors of odd sizes, equal at every call, from any thread."""
+    with SEEDED:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 5)
+        ).to(dtype)
 
 
 def batch(ticket: Ticket, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -211,9 +211,10 @@ def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("compiled_part", ["missing", "there"])
 def test_models_build_whether_or_not_torchvisions_compiled_part_loads(compiled_part: str) -> None:
-    # Either no operator can be loaded, or all those asked for at import exist beforehand.
-    prepare = {
-        "missing": "def refuse(path): raise OSError(path)\ntorch.ops.load_library = refuse",
+    # No operator can be loaded; those asked for at import are missing, or exist beforehand.
+    prepare = "def refuse(path): raise OSError(path)\ntorch.ops.load_library = refuse\n"
+    prepare += {
+        "missing": "",
         "there": "lib = torch.library.Library('torchvision', 'FRAGMENT')\n"
         "for op in ('nms', 'qnms'):\n"
         "    if not hasattr(torch.ops.torchvision, op):\n"
