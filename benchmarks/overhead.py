@@ -49,7 +49,7 @@ from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.sampler import Sampler
-from stratbench.train.loop import train_epoch
+from stratbench.train.loop import timed_steps
 
 OUT = Path(__file__).parent / "results"
 BATCH, CLASSES, SIZE = 32, 10, 28
@@ -132,7 +132,7 @@ def ours(at: Setting) -> Block:
     worker = Worker(s, at.rank, at.world, torch.device("cpu"), Path(), [], mark=clock.mark)
     strategy = DDP(DDP.Options(**s.options))
     strategy.setup(at.model(), worker)
-    return lambda: void(train_epoch(strategy, at.data, worker, clock, 0))
+    return lambda: void(timed_steps(strategy, at.data, clock, at.batches()))
 
 
 def void(_: Any) -> None:

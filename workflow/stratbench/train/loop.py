@@ -9,7 +9,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from stratbench.data import EVAL_BATCH, DeviceData, EpochTables
+from stratbench.data import EVAL_BATCH, Augmentation, DeviceData, EpochTables
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
@@ -278,18 +278,30 @@ def train_epoch(
     """One timed epoch; returns the loss of each step, still on the device."""
     s = worker.settings
     order, augmentation = data.tables(s.seed, epoch, s.augment).on(worker.device)
-    losses = []
     settle_garbage()
     log.write("train", "start")
     line_up(worker)  # nothing between this and the clock: it would be charged to all the others
+    losses = timed_steps(strategy, data, clock, strategy.batches(order, epoch), augmentation)
+    log.write("train", "end")
+    return losses
+
+
+def timed_steps(
+    strategy: Strategy,
+    data: DeviceData,
+    clock: StepClock,
+    batches: Iterable[torch.Tensor],
+    augmentation: Augmentation | None = None,
+) -> list[torch.Tensor]:
+    """A step for each of `batches` (sample numbers), under the clock; the losses, on the device."""
+    losses = []
     clock.begin()
-    for indices in strategy.batches(order, epoch):
+    for indices in batches:
         x, y = data.batch(indices, augmentation)
         clock.mark("data")
         losses.append(strategy.step(x, y))
         clock.tick()
     clock.end()
-    log.write("train", "end")
     return losses
 
 
