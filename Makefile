@@ -55,7 +55,7 @@ lint: $(DEV_STAMP)
 
 docs: $(DEV_STAMP)
 	PYTHONPATH=workflow $(BIN)/python docs/architecture.py > ARCHITECTURE.md
-	PYTHONPATH=workflow $(BIN)/python -m stratbench.config --write-table docs/configuration.md
+	PYTHONPATH=workflow $(BIN)/python docs/config_tables.py docs/configuration.md
 
 # A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.
 gpu-check:

@@ -41,15 +41,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 
-from stratbench import data as datasets
-from stratbench import models
-from stratbench.config import Settings, option_defaults
-from stratbench.data import DeviceData, epoch_order
+from stratbench.cell.settings import Settings
+from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train.loop import timed_steps
+from stratbench.workload import models
+from stratbench.workload.data import DeviceData, epoch_order
+from stratbench.workload.prepare import prepare
 
 OUT = Path(__file__).parent / "results"
 BATCH, CLASSES, SIZE = 32, 10, 28
@@ -322,7 +323,7 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
                 "source": "synthetic", "train_samples": steps * world * BATCH, "test_samples": 1,
                 "classes": CLASSES, "channels": 1, "size": SIZE,
             }  # fmt: skip
-            datasets.prepare("made", Path(folder, workload), spec=spec)
+            prepare("made", Path(folder, workload), spec=spec)
         port = free.getsockname()[1]
         free.close()
         sampler = Sampler(Path(folder, "samples.csv"), time.time())

@@ -28,10 +28,10 @@ from typing import Any
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench import config as configuration  # noqa: E402
-from stratbench import data  # noqa: E402
 from stratbench.plan.compare import prediction_rows, write_prediction_csv  # noqa: E402
 from stratbench.plan.schedule import make_plan, read_records  # noqa: E402
+from stratbench.study import config as configuration  # noqa: E402
+from stratbench.workload.prepare import prepare  # noqa: E402
 
 OUT = Path(__file__).parent / "results"
 STEPS = 3
@@ -113,7 +113,7 @@ def train(
     """Train every cell that has no record yet."""
     results = Path(config["results"])
     folder = results / "data" / "images"
-    data.prepare("images", folder, spec=config["datasets"]["images"])
+    prepare("images", folder, spec=config["datasets"]["images"])
     for cell in study.cells:
         record = cell.record_path(results)
         if record.exists():

@@ -20,9 +20,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from stratbench.cells import Cell
-from stratbench.config import load
-from stratbench.data import prepare
+from stratbench.cell.coordinates import Cell
+from stratbench.study.config import load
+from stratbench.workload.prepare import prepare
 
 STRATEGIES = ("ps-sync", "ps-async", "ps-dana")
 

@@ -9,35 +9,22 @@ import each other in a circle.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "workflow" / "stratbench"
-#: From top to bottom. A part imports from its own layer and from those below it; the parts of the top
-#: layer never import each other.
-LAYERS = [
+#: The floors from top to bottom, each with its parts. A part imports from the floors below its own. The
+#: wings, on the top floor, never import each other; on the ground floor a part imports those before it.
+FLOORS = [
     ("the wings, one for each thing a user does", ["plan", "train", "analysis"]),
-    (
-        "what the wings share",
-        ["strategies", "record", "config", "validation", "listing", "resources", "nodes"],
-    ),
-    (
-        "what everything rests on",
-        [
-            "ps",
-            "telemetry",
-            "data",
-            "prepared",
-            "sources",
-            "models",
-            "compact",
-            "precision",
-            "cells",
-            "cores",
-            "files",
-        ],
-    ),
+    ("a config becomes cells", ["study"]),
+    ("ways to train with many workers", ["strategies"]),
+    ("the parameter server", ["ps"]),
+    ("what everything rests on", ["cell", "workload", "telemetry"]),
 ]
+#: What no part may import, at the top of a file or inside a function.
+NO_TORCH = ("analysis", "study", "cell")
 
 
 def modules() -> dict[str, Path]:
@@ -51,8 +38,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """The package's modules that a file imports, wherever in it; not those for type checkers only."""
+def imports(path: Path, known: Iterable[str], package: str = "stratbench.") -> set[str]:
+    """Of the modules of a package those that a file imports, wherever in it.
+
+    Imports for type checkers alone do not count.
+    """
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -67,9 +57,8 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
         else:
             names = []
         for name in names:
-            inner = name.removeprefix("stratbench.")
-            if inner != name and inner in known:
-                found.add(inner)
+            if name.startswith(package) and name.removeprefix(package) in known:
+                found.add(name.removeprefix(package))
         for child in ast.iter_child_nodes(node):
             visit(child)
 
@@ -87,11 +76,12 @@ def part_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def layer_of(part: str) -> int:
-    for number, (_, parts) in enumerate(LAYERS):
+def floor_of(part: str) -> int:
+    """The floor of a part, 0 at the top."""
+    for number, (_, parts) in enumerate(FLOORS):
         if part in parts:
             return number
-    raise SystemExit(f"docs/architecture.py: {part} belongs to no layer; add it to LAYERS")
+    raise SystemExit(f"docs/architecture.py: {part} stands on no floor; add it to FLOORS")
 
 
 def faults() -> list[str]:
@@ -100,17 +90,29 @@ def faults() -> list[str]:
     edges = graph()
     for module, targets in edges.items():
         here = part_of(module)
+        parts = FLOORS[floor_of(here)][1]
         for target in sorted(targets):
             there = part_of(target)
-            if layer_of(there) < layer_of(here):
+            if floor_of(there) < floor_of(here):
                 found.append(f"{module} imports {target}, which lies above it")
-            if here != there and layer_of(here) == layer_of(there) == 0:
-                found.append(f"{module} imports {target}: wings do not import each other")
+            elif there in parts and there != here:
+                if floor_of(here) == 0:
+                    found.append(f"{module} imports {target}: wings do not import each other")
+                elif parts.index(there) > parts.index(here):
+                    found.append(f"{module} imports {target}, which comes after it on its floor")
+    for module, path in modules().items():
+        if part_of(module) in NO_TORCH and imports_torch(path):
+            found.append(f"{module} imports torch, which {part_of(module)} does without")
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as e:
         found.append(f"modules import each other in a circle: {' -> '.join(e.args[1])}")
     return found
+
+
+def imports_torch(path: Path) -> bool:
+    """Whether a file imports torch anywhere but for type checkers."""
+    return bool(imports(path, {"torch", "torchvision"}, package=""))
 
 
 def docstring(path: Path) -> str:
@@ -126,12 +128,17 @@ def page() -> str:
         "",
         "<!-- made by docs/architecture.py (make docs) -->",
         "",
-        "Imports only ever point down. The wings never import each other: what passes between them is",
-        "files, described by `workflow/schemas/`. `Snakefile` and `workflow/rules/` expand the matrix and",
-        "call the package's modules as commands.",
+        "Five floors. Imports only ever point down; on the ground floor a part imports those before it. The",
+        "wings never import each other: what passes between them is files, described by `workflow/schemas/`.",
+        f"{', '.join(f'`{part}`' for part in NO_TORCH)} never import torch. `Snakefile` and",
+        "`workflow/rules/` expand the matrix and call the package's modules as commands.",
+        "",
+        "```",
+        *(f"{len(FLOORS) - n}  {'  '.join(parts)}" for n, (_, parts) in enumerate(FLOORS)),
+        "```",
         "",
     ]
-    for title, parts in LAYERS:
+    for title, parts in FLOORS:
         lines += [
             f"## {title[0].upper()}{title[1:]}",
             "",

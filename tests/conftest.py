@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from launching import TINY, WORKFLOW, LaunchedCell
-from stratbench import data
-from stratbench.cells import Cell
-from stratbench.config import Settings
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.workload.prepare import prepare
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 training and 40 test images of 16x16 pixels in 3 classes, prepared."""
     folder = tmp_path_factory.mktemp("data") / "tiny"
-    data.prepare("tiny", folder, spec=TINY)
+    prepare("tiny", folder, spec=TINY)
     return folder
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 
-from stratbench.cells import Cell
-from stratbench.config import Settings, option_defaults
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.strategies import option_defaults
 
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 FOREVER = 1_000_000  # epochs

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from stage import Stage, median
-from stratbench import data, record
-from stratbench.sources import DataError
+from stratbench.cell import record
 from stratbench.telemetry.hardware import peak_of
 from stratbench.train.forkserver import shared_servers
+from stratbench.workload.prepare import prepare
+from stratbench.workload.sources import DataError
 from subject import launch_command, prepared, settings
 
 #: (variant or strategy, precision) on a GPU, and on a CPU.
@@ -51,7 +52,7 @@ def digits(stage: Stage) -> tuple[Path, str]:
     """Digits where scikit-learn is, which holds them; else images made up."""
     try:
         folder = stage.scratch / "digits"
-        data.prepare("digits", folder)
+        prepare("digits", folder)
         return folder, "digits"
     except (ImportError, DataError) as e:
         stage.skip("cells on digits", f"made-up images instead: {e}")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stage import Stage, in_child
-from stratbench import record
+from stratbench.cell import record
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from subject import job_of, launch_command, prepared, set_up, settings

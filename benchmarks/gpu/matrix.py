@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from stage import Stage
-from stratbench.data import epoch_order
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
 from stratbench.train.job import PROFILE_TRACE, Job
+from stratbench.workload.data import epoch_order
 from subject import (
     VARIANTS,
     Trainee,

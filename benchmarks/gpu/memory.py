@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from stage import Stage, in_child
-from stratbench.config import Settings
-from stratbench.cores import usable_cores
-from stratbench.data import Dataset, describe
+from stratbench.cell.settings import Settings
 from stratbench.plan.devices import CONTEXT_BYTES
 from stratbench.plan.footprint import Footprint, footprint
 from stratbench.plan.request import Request, data_bytes
+from stratbench.study.validation import schema
+from stratbench.telemetry.cores import usable_cores
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
-from stratbench.validation import schema
+from stratbench.workload.datasets import Dataset, describe
 from subject import job_of, prepared, served, settings, spec_of
 
 #: Samples of a worker's batch on a GPU and on a CPU; the data set has one for each of 64 workers.

@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from stage import Child, Stage, in_child, median
-from stratbench.config import Settings
-from stratbench.data import epoch_order
+from stratbench.cell.settings import Settings
 from stratbench.telemetry.clock import synchronise
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
+from stratbench.workload.data import epoch_order
 from subject import (
     Trainee,
     differ,

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from stratbench.files import write_atomic
+from stratbench.cell.files import write_atomic
 
 
 class ChildFailed(RuntimeError):

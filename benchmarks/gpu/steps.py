@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 
 from stage import Stage, median
-from stratbench import models
-from stratbench.data import DeviceData
 from stratbench.telemetry.clock import StepClock, synchronise
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
+from stratbench.workload import models
+from stratbench.workload.data import DeviceData
 from subject import Trainee, job_of, prepared, set_up, settings
 
 VARIANTS = ("single", "ddp", "fsdp", "fsdp-never")

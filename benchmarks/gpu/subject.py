@@ -17,20 +17,20 @@ from typing import Any
 import torch
 
 from stage import Child, ChildFailed, Stage, end_tree
-from stratbench import data as datasets
-from stratbench import models
-from stratbench.cells import Cell
-from stratbench.config import Settings, option_defaults
-from stratbench.data import DeviceData
-from stratbench.precision import batch_format, weights_dtype
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.server import serve
-from stratbench.strategies import strategy_class
+from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
 from stratbench.train.agent import servers_of
 from stratbench.train.job import Job
+from stratbench.workload import models
+from stratbench.workload.data import DeviceData
+from stratbench.workload.precision import batch_format, weights_dtype
+from stratbench.workload.prepare import prepare
 
 #: The variants that are looked at, by name: a strategy and its options.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,7 +69,7 @@ def spec_of(train_samples: int) -> dict[str, Any]:
 def prepared(stage: Stage, train_samples: int) -> Path:
     """The folder of that data set."""
     folder = stage.scratch / f"synthetic-{train_samples}"
-    datasets.prepare("synthetic", folder, spec=spec_of(train_samples))
+    prepare("synthetic", folder, spec=spec_of(train_samples))
     return folder
 
 

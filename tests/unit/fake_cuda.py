@@ -24,18 +24,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import settings
-from stratbench import models
-from stratbench.config import option_defaults
-from stratbench.data import DeviceData
 from stratbench.plan import fake
-from stratbench.precision import batch_format, weights_dtype
 from stratbench.ps import client, device, flat
 from stratbench.ps.tickets import Ticket
-from stratbench.strategies import ddp, slowdown, strategy_class
+from stratbench.strategies import ddp, option_defaults, slowdown, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
+from stratbench.workload import models
+from stratbench.workload.data import DeviceData
+from stratbench.workload.precision import batch_format, weights_dtype
 
 warnings.simplefilter("ignore")  # of what a CPU build says of CUDA
 

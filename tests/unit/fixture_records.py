@@ -21,10 +21,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from stratbench import cells as cells_module
-from stratbench.cells import Cell
-from stratbench.config import option_defaults
-from stratbench.strategies import strategy_class, traits_of
+from stratbench.cell import coordinates
+from stratbench.cell.coordinates import Cell
+from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
 
 MIB = 2**20
@@ -467,7 +466,7 @@ def expand(
     """The cells of one experiment; `single` at one worker only."""
     pairs = [(name, 1 if name == "single" else None) for name in strategies]
     return list(
-        cells_module.expand(study, experiment, dataset, pairs, models, gpus, repeats=repeats)
+        coordinates.expand(study, experiment, dataset, pairs, models, gpus, repeats=repeats)
     )
 
 

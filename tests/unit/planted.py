@@ -12,10 +12,10 @@ from typing import Any
 import fixture_records as fixture
 import pandas as pd
 
-from stratbench import record as record_module
 from stratbench.analysis.audit.rule import Study
 from stratbench.analysis.columns import COLUMNS, measured
-from stratbench.cells import Cell
+from stratbench.cell import record as record_module
+from stratbench.cell.coordinates import Cell
 
 Record = dict[str, Any]
 #: experiment, strategy, workers, repeat

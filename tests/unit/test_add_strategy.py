@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launching import WORKFLOW, settings
-from stratbench import record
+from stratbench.cell import record
 
 PAGE = WORKFLOW.parent / "docs/adding-a-strategy.md"
 
@@ -48,7 +48,7 @@ def run(workflow: Path, *arguments: str) -> str:
 
 def test_the_config_knows_it(workflow):
     assert "| `local-sgd` | `period` | a whole number | `8` |" in run(
-        workflow, "-m", "stratbench.config", "--table"
+        workflow, "-m", "stratbench.study.config", "--table"
     )
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import fixture_records as fixture
 import pytest
 
-from stratbench import config
 from stratbench.analysis import collect, columns
+from stratbench.study import config
 
 WORKFLOW = Path(collect.__file__).parents[2]
 

@@ -12,8 +12,7 @@ import pytest
 from stratbench.analysis import audit, decide, paper, theory
 from stratbench.analysis.columns import COLUMNS
 from stratbench.analysis.constraints import Constraints
-from stratbench.config import option_defaults
-from stratbench.strategies import strategy_class, traits_of
+from stratbench.strategies import option_defaults, strategy_class, traits_of
 
 MIB = 2**20
 

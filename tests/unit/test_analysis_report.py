@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 import yaml
 
-from stratbench import config
 from stratbench.analysis import (
     against,
     audit,
@@ -27,6 +26,7 @@ from stratbench.analysis import (
     tables,
 )
 from stratbench.analysis.measures import MEASURES, PLOTS
+from stratbench.study import config
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "link", "img", "br", "hr", "input"}

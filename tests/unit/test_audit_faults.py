@@ -19,8 +19,8 @@ from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.figures import numbers
 from stratbench.analysis.audit.rule import SEVERITIES, Rule, Study
 from stratbench.analysis.columns import COLUMNS
-from stratbench.cells import Cell
-from stratbench.record import RecordError
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.record import RecordError
 
 DDP, FSDP = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0)
 SINGLE, ASYNC, SYNC = (

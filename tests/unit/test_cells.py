@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stratbench import cells
-from stratbench.cells import STATUSES, Cell, expand
-
-RECORD_SCHEMA = Path(cells.__file__).parents[1] / "schemas" / "record.schema.json"
+from stratbench.cell.__main__ import main
+from stratbench.cell.coordinates import STATUSES, Cell, expand
+from stratbench.cell.record import SCHEMA_PATH as RECORD_SCHEMA
 
 
 def matrix(**changes) -> list[Cell]:
@@ -56,7 +55,7 @@ def test_statuses_are_those_of_the_schema():
     assert list(STATUSES) == json.loads(RECORD_SCHEMA.read_text())["properties"]["status"]["enum"]
 
 
-# ---------------------------------------------------------------- python -m stratbench.cells
+# ---------------------------------------------------------------- python -m stratbench.cell
 
 
 def write_records(results: Path, statuses: dict[Cell, str]) -> None:
@@ -79,7 +78,7 @@ def results(tmp_path) -> Path:
 
 
 def listed(capsys, *arguments: str) -> list[str]:
-    assert cells.main(list(arguments)) == 0
+    assert main(list(arguments)) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -120,7 +119,7 @@ def test_paths_are_those_of_the_rules(results, capsys, monkeypatch):
 )
 def test_mistakes_are_told(results, capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
-        cells.main(["--results", str(results), *arguments])
+        main(["--results", str(results), *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -129,7 +128,7 @@ def test_mistakes_are_told(results, capsys, arguments, message):
 def test_a_damaged_record_is_named(results, capsys, content):
     path = results / "s/cells/e/ddp/a/1gpu/rep0/record.json"
     path.write_text(content)
-    assert cells.main(["--status", "oom", "--results", str(results)]) == 1
+    assert main(["--status", "oom", "--results", str(results)]) == 1
     assert f"{path} is not a record" in capsys.readouterr().err
 
 

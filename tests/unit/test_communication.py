@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launching import settings
-from stratbench.config import option_defaults
+from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
 from stratbench.strategies.fsdp import FSDP

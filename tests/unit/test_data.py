@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratbench import prepared, sources
-from stratbench.data import DATASETS, describe, main, prepare
-from stratbench.sources import DataError
+from stratbench.workload import prepared, sources
+from stratbench.workload.datasets import DATASETS, describe
+from stratbench.workload.prepare import main, prepare
+from stratbench.workload.sources import DataError
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
@@ -317,7 +318,7 @@ def test_a_folder_with_other_things_in_it_is_not_touched(tmp_path: Path) -> None
 def run_prepare(out: Path, spec: dict) -> subprocess.Popen:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "stratbench.data", "prepare", "mine"),
+            *(sys.executable, "-m", "stratbench.workload.prepare", "mine"),
             *("--out", str(out), "--spec", json.dumps(spec)),
         ],
         env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
@@ -440,16 +441,16 @@ def test_the_command_prints_one_message_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "digits")
-    assert main(["prepare", "digits", "--out", out]) == 0
+    assert main(["digits", "--out", out]) == 0
     assert "1437 training" in capsys.readouterr().out
-    assert main(["prepare", "mnist", "--out", str(tmp_path / "mnist"), "--no-download"]) == 1
+    assert main(["mnist", "--out", str(tmp_path / "mnist"), "--no-download"]) == 1
     errors = capsys.readouterr().err
     assert errors.startswith("error: mnist: the data set was not found")
     assert "Traceback" not in errors
 
 
 def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, stratbench.data; print({'torch', 'numpy', 'pandas'} & set(sys.modules))"
+    code = "import sys, stratbench.workload.datasets; print({'torch', 'numpy', 'pandas'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(WORKFLOW)},

@@ -9,17 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratbench import prepared
-from stratbench.data import (
-    DATASETS,
-    DeviceData,
-    describe,
-    epoch_order,
-    fit,
-    packed_bytes,
-    prepare,
-)
-from stratbench.sources import DataError
+from stratbench.workload import prepared
+from stratbench.workload.data import DeviceData, epoch_order, fit, packed_bytes
+from stratbench.workload.datasets import DATASETS, describe
+from stratbench.workload.prepare import prepare
+from stratbench.workload.sources import DataError
 
 SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
 

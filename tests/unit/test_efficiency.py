@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launching import settings
-from stratbench.cells import Cell
+from stratbench.cell.coordinates import Cell
 from stratbench.telemetry.timeline import COLUMNS
 from stratbench.train import assemble, efficiency
 from stratbench.train.job import PROFILE_TRACE, Job

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from stratbench import files
+from stratbench.cell import files
 
 
 @pytest.mark.timeout(60)

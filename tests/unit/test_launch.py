@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from launching import FOREVER, LIMIT_S, LaunchedCell, assert_gone, settings, train_one_epoch, until
-from stratbench import record
-from stratbench.cells import Cell
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, assemble, launch, loop
 from stratbench.train.agent import End, ProcessEnd

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from launching import settings
-from stratbench.data import DeviceData
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.single import Single
@@ -22,6 +21,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
+from stratbench.workload.data import DeviceData
 
 LATE_S = 0.5
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from stratbench.data import DATASETS
-from stratbench.models import (
+from stratbench.workload.datasets import DATASETS
+from stratbench.workload.models import (
     MODELS,
     build,
     has_batchnorm,
@@ -201,9 +201,8 @@ def run_python(code: str) -> str:
 
 
 def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
-    code = (
-        "import sys, stratbench.models; print({'torch', 'numpy', 'torchvision'} & set(sys.modules))"
-    )
+    heavy = "{'torch', 'numpy', 'torchvision'}"
+    code = f"import sys, stratbench.workload.models; print({heavy} & set(sys.modules))"
     assert run_python(code) == "set()"
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import fixture_records as fixture
 import pytest
 
-from stratbench import cells as cells_module
-from stratbench import record, resources
 from stratbench.analysis import against, audit, collect, decide, paper_audit, plots, report, tables
+from stratbench.cell import record
+from stratbench.cell.coordinates import CELL_PATTERN, Cell
+from stratbench.study import resources
 
 SEED = 20261122
 REPEATS = 6
@@ -99,12 +100,12 @@ class Odd:
     """A study with damaged cells, and what was damaged in each (by the cell's path)."""
 
     study_dir: Path
-    cells: list[cells_module.Cell]
+    cells: list[Cell]
     damage: dict[str, str]
     rows: dict[str, dict[str, str]]
 
 
-def damage_all(root: Path, cells: list[cells_module.Cell]) -> Iterator[tuple[str, str]]:
+def damage_all(root: Path, cells: list[Cell]) -> Iterator[tuple[str, str]]:
     """Damage all but the last repeats below `root`; yields a cell's path and what was done to it."""
     chosen = random.Random(SEED)
     known = list(FOUND)
@@ -147,7 +148,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Odd:
          "--out", out["cells"], "--epochs-out", out["epochs"], "--partial"]
     )  # fmt: skip
     with open(out["cells"], newline="") as f:
-        rows = {cells_module.CELL_PATTERN.format(**row): row for row in csv.DictReader(f)}
+        rows = {CELL_PATTERN.format(**row): row for row in csv.DictReader(f)}
     return Odd(study_dir, cells, damage, rows)
 
 

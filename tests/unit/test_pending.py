@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench import config, nodes, resources
-from stratbench.cells import Cell
+from stratbench.cell.coordinates import Cell
+from stratbench.study import config, nodes, resources
 from stratbench.train import pending
 
 #: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from stratbench import models
-from stratbench.config import option_defaults
 from stratbench.plan import fake, footprint
 from stratbench.plan.footprint import Affine, upper_envelope
 from stratbench.plan.request import Request
 from stratbench.plan.trace import Trace
+from stratbench.strategies import option_defaults
+from stratbench.workload import models
 
 pytestmark = pytest.mark.timeout(120)
 

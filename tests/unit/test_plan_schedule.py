@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from stratbench import config as configuration
-from stratbench import resources
-from stratbench.cells import Cell
+from stratbench.cell.coordinates import Cell
 from stratbench.plan import __main__ as command
 from stratbench.plan import cache, devices, projection, rows, schedule, servers, traffic
 from stratbench.plan.answers import answers
@@ -20,7 +18,10 @@ from stratbench.plan.footprint import Affine, Footprint, Moment, Peak
 from stratbench.plan.text import summary
 from stratbench.ps.options import OPTIONS
 from stratbench.ps.policies import Hyper, make_policy
-from stratbench.validation import ConfigError
+from stratbench.strategies import option_defaults
+from stratbench.study import config as configuration
+from stratbench.study import resources
+from stratbench.study.validation import ConfigError
 
 pytestmark = pytest.mark.timeout(60)
 GIB = 1 << 30
@@ -324,14 +325,14 @@ def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, momentum
     workers, n = 3, 64
     weights = torch.zeros(n)
     kept = make_policy(policy, weights, Hyper(lr=0.1, momentum=momentum, workers=workers))
-    options = configuration.option_defaults(policy)
+    options = option_defaults(policy)
     flat = {"weights": 4 * n, "buffers": 0}
     needs = servers.server_needs(policy, options, workers, flat, momentum > 0, shared_memory=True)
     assert needs.weights + needs.optimizer == 4 * tensors_in(kept, set())
 
 
 def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
-    options = configuration.option_defaults("ps-sync") | {"servers": 2, "wire": "bfloat16"}
+    options = option_defaults("ps-sync") | {"servers": 2, "wire": "bfloat16"}
     flat = {"weights": 1000, "buffers": 10}
     needs = servers.server_needs("ps-sync", options, 2, flat, True, shared_memory=False)
     assert needs.weights == 500

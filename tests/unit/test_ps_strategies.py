@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stratbench.cells import Cell
-from stratbench.config import Settings, option_defaults
-from stratbench.data import prepare
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
 from stratbench.ps.averaging import SyncPolicy
 from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.ps.policies import make_policy
 from stratbench.ps.scale import LossScale
 from stratbench.ps.server import serve
-from stratbench.strategies import strategy_class
+from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
+from stratbench.workload.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

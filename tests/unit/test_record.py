@@ -9,8 +9,8 @@ import fixture_records as fixture
 import jsonschema
 import pytest
 
-from stratbench import record
-from stratbench.cells import Cell
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
 import architecture  # noqa: E402
+import config_tables  # noqa: E402
 from stratbench.strategies import REGISTRY, strategy_class  # noqa: E402
 
 
@@ -26,15 +27,51 @@ def test_imports_point_down_and_wings_stay_apart():
     assert architecture.faults() == []
 
 
-def test_an_import_that_points_up_is_found(monkeypatch):
-    monkeypatch.setattr(
-        architecture, "graph", lambda: {"ps.server": {"train.loop"}, "train.loop": set()}
-    )
-    assert architecture.faults() == ["ps.server imports train.loop, which lies above it"]
+@pytest.mark.parametrize(
+    ("module", "target", "why"),
+    [
+        ("ps.server", "train.loop", "which lies above it"),
+        ("plan.cache", "train.loop", "wings do not import each other"),
+        ("cell.record", "telemetry.cores", "which comes after it on its floor"),
+    ],
+)
+def test_an_import_up_or_sideways_is_found(monkeypatch, module, target, why):
+    monkeypatch.setattr(architecture, "graph", lambda: {module: {target}, target: set()})
+    [fault] = architecture.faults()
+    assert fault.startswith(f"{module} imports {target}")
+    assert why in fault
+
+
+def test_an_import_of_torch_is_found(tmp_path):
+    path = tmp_path / "some.py"
+    path.write_text("def f():\n    from torch import nn\n")
+    assert architecture.imports_torch(path)
+    path.write_text("if TYPE_CHECKING:\n    import torch\n")
+    assert not architecture.imports_torch(path)
 
 
 def test_architecture_page_is_current():
     assert (ROOT / "ARCHITECTURE.md").read_text() == architecture.page(), "run: make docs"
+
+
+def test_tables_of_all_keys_are_current():
+    page = (ROOT / "docs/configuration.md").read_text()
+    generated = page.partition(config_tables.TABLE_BEGIN)[2].partition(config_tables.TABLE_END)[0]
+    assert generated.strip() == config_tables.key_tables().strip(), "run: make docs"
+
+
+def test_tables_are_put_between_the_marks_of_their_page(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"before\n{config_tables.TABLE_BEGIN}\nSTALE\n{config_tables.TABLE_END}\nafter\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["config_tables.py", str(page)])
+    config_tables.main()
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| `lr` |" in text
+    assert "STALE" not in text
 
 
 def test_conda_environment_has_the_pins_of_the_requirements():

@@ -15,8 +15,7 @@ from ps_harness import Served
 from torch import nn
 
 from launching import settings
-from stratbench.config import Settings
-from stratbench.data import DeviceData
+from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.strategies import REGISTRY, slowdown, strategy_class
 from stratbench.strategies.base import Worker
@@ -27,6 +26,7 @@ from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
+from stratbench.workload.data import DeviceData
 
 pytestmark = pytest.mark.timeout(120)
 

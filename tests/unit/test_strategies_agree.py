@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stratbench import models
-from stratbench.config import Settings, option_defaults
+from stratbench.cell.settings import Settings
+from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.fsdp import FSDP
 from stratbench.strategies.single import Single
+from stratbench.workload import models
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from stratbench import models
 from stratbench.telemetry.flops import forward_flops
+from stratbench.workload import models
 
 #: torchvision's own figures: billions of multiply-adds, and the image size they are for.
 PUBLISHED = {

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import fixture_records as fixture
 import pytest
 
-from stratbench import record
-from stratbench.cells import Cell
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
 from stratbench.train import resume
 
 CELL = Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)

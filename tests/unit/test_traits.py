@@ -15,15 +15,14 @@ from fixture_records import make_record
 from stratbench import strategies
 from stratbench.analysis import audit, columns, decide, theory
 from stratbench.analysis.constraints import Constraints
-from stratbench.cells import Cell
-from stratbench.config import option_defaults
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.record import SCHEMA_PATH
 from stratbench.plan.request import Request
 from stratbench.ps.options import OPTIONS, parse_options
 from stratbench.ps.policies import Hyper, make_policy
 from stratbench.ps.tickets import Plan
 from stratbench.ps.virtual import Timing, WorkerLost, simulate
-from stratbench.record import SCHEMA_PATH
-from stratbench.strategies import REGISTRY, strategy_class, traits_of
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Collective, Traits
 
 PACKAGE = Path(strategies.__file__).parents[1]

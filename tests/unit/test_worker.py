@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from launching import WORKFLOW, settings
-from stratbench import record
+from stratbench.cell import record
 from stratbench.strategies.base import Worker, effective_dtypes
 from stratbench.train import forkserver, worker
 from stratbench.train.worker import is_out_of_memory

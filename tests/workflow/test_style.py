@@ -42,7 +42,7 @@ def test_the_studies_of_the_config_expand(workflow, study):
 def test_importing_what_the_snakefile_imports_brings_nothing_heavy():
     heavy = ("torch", "pandas", "numpy", "matplotlib")
     code = (
-        "import sys; import stratbench.config as c, yaml;"
+        "import sys; import stratbench.study.config as c, yaml;"
         "c.load(yaml.safe_load(open('config.yaml')));"
         f"print([m for m in {heavy} if m in sys.modules])"
     )

@@ -13,9 +13,9 @@ PACKAGE_ROOT = str(Path(workflow.basedir) / "workflow")
 if PACKAGE_ROOT not in sys.path:
     sys.path.insert(0, PACKAGE_ROOT)
 
-from stratbench import config as stratbench_config
-from stratbench import resources as cell_resources
-from stratbench.cells import CELL_PATTERN
+from stratbench.study import config as stratbench_config
+from stratbench.study import resources as cell_resources
+from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.plan.devices import known_gpus
 
 try:

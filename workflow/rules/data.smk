@@ -15,5 +15,5 @@ rule prepare_data:
             else []
         ),
     shell:
-        "python -m stratbench.data prepare {wildcards.dataset:q} --out {params.out:q}"
+        "python -m stratbench.workload.prepare {wildcards.dataset:q} --out {params.out:q}"
         " {params.source:q} ${{STRATBENCH_NO_DOWNLOAD:+--no-download}} > {log:q} 2>&1"

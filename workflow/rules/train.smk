@@ -77,4 +77,4 @@ rule list_cells:
     params:
         matrices=json.dumps([e.matrix for e in STUDY.experiments.values()]),
     shell:
-        "python -m stratbench.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"
+        "python -m stratbench.study.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"

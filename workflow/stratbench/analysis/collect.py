@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stratbench import record
 from stratbench.analysis.columns import COLUMNS, COORDINATES, Row, measured, shown
-from stratbench.cells import Cell
-from stratbench.config import Settings, Study
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.study.config import Study
 
 #: Statuses that records do not have: no record yet, or a failure or an unreadable record in its
 #: place.

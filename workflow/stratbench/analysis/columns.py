@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from stratbench.record import Record, RecordError
+from stratbench.cell.record import Record, RecordError
 from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]

@@ -26,7 +26,7 @@ from stratbench.analysis.measures import MIB, number
 from stratbench.analysis.ranking import Comparison, Ranking, rank
 from stratbench.analysis.summary import read_cells
 from stratbench.analysis.tables import counted, worker_noun
-from stratbench.files import write_atomic
+from stratbench.cell.files import write_atomic
 
 MATRIX = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),

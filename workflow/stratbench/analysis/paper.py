@@ -8,8 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from stratbench.analysis.columns import COLUMNS
-from stratbench.config import option_defaults
-from stratbench.strategies import strategy_class, traits_of
+from stratbench.strategies import option_defaults, strategy_class, traits_of
 
 REFERENCE = Path(__file__).parents[2] / "reference"
 #: Parameters at 1000 classes, as the paper gives them.

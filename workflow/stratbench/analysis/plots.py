@@ -43,7 +43,7 @@ from stratbench.analysis.summary import read_cells, read_summary
 from stratbench.analysis.tables import counted, plural, worker_noun
 from stratbench.analysis.timelines import memory_timelines, utilisation_timelines
 from stratbench.analysis.tradeoffs import accuracy_over_time, breakdown, staleness, tradeoff
-from stratbench.cores import usable_cores
+from stratbench.telemetry.cores import usable_cores
 
 
 def bars(experiment: Experiment, measure: Measure) -> Figure:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stratbench.analysis.constraints import GIB, Constraints
-from stratbench.models import MODELS
 from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.workload.models import MODELS
 
 #: Bytes a parameter takes in training with SGD and momentum, weights in fp32: weight, gradient and
 #: momentum of 4 bytes each. Mixed precision by autocast keeps all three in fp32.

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stratbench import config as configuration
 from stratbench.plan import rows
 from stratbench.plan.schedule import make_plan
 from stratbench.plan.text import summary
+from stratbench.study import config as configuration
 
 
 def main(argv: list[str] | None = None) -> int:

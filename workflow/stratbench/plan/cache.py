@@ -12,10 +12,10 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from stratbench.cores import usable_cores
-from stratbench.files import read_json, write_atomic
+from stratbench.cell.files import read_json, write_atomic
 from stratbench.plan.footprint import BATCHES, Footprint, footprint
 from stratbench.plan.request import Request
+from stratbench.telemetry.cores import usable_cores
 
 PACKAGE = Path(__file__).parents[1]
 #: The package's files that decide what a training process allocates and sends.

@@ -14,13 +14,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from stratbench import config as configuration
-from stratbench.cells import Cell
-from stratbench.files import write_atomic
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import write_atomic
 from stratbench.plan.footprint import Footprint, Peak
 from stratbench.plan.schedule import MIB, Plan, Planned, make_plan, read_records
 from stratbench.plan.subject import Subject, sent_bytes
 from stratbench.plan.traffic import wire_bytes
+from stratbench.study import config as configuration
 
 #: How the peak of a record was measured on a CPU.
 ON_CPU = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")

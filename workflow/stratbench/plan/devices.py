@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from stratbench.study.validation import ConfigError
 from stratbench.telemetry.hardware import Peak, listed, peak_of
-from stratbench.validation import ConfigError
 
 GIB = 1 << 30
 #: Of the advertised memory, what the driver keeps at most (ECC, reserve).

@@ -23,14 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stratbench import models
-from stratbench.config import Settings
+from stratbench.cell.settings import Settings
 from stratbench.plan.request import Request
 from stratbench.plan.trace import Trace
 from stratbench.ps import client, flat, handshake, shm
 from stratbench.strategies import base, strategy_class
 from stratbench.strategies import ps as parameter_server
 from stratbench.strategies.ddp import DDP
+from stratbench.workload import models
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from stratbench.files import write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.plan.answers import PART_NAMES, answers
 from stratbench.plan.figures import by_experiment, gib, span_hours, totals
 from stratbench.plan.schedule import Plan

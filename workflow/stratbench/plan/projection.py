@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stratbench.cells import Cell
+from stratbench.cell.coordinates import Cell
 from stratbench.plan.devices import Device
 from stratbench.plan.footprint import Footprint
 

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stratbench import models
-from stratbench.config import Settings, option_defaults
-from stratbench.data import EVAL_BATCH, Dataset
-from stratbench.precision import batch_format, weights_dtype
-from stratbench.strategies import REGISTRY, strategy_class, traits_of
+from stratbench.cell.settings import Settings
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
+from stratbench.workload import models
+from stratbench.workload.data import EVAL_BATCH
+from stratbench.workload.datasets import Dataset
+from stratbench.workload.precision import batch_format, weights_dtype
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stratbench import resources
-from stratbench.files import write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.plan.schedule import Plan, Planned, longest_s
 from stratbench.plan.traffic import PARTS
+from stratbench.study import resources
 
 MIB = 1 << 20
 #: Of a request, what has a column.

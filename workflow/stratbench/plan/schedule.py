@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench import nodes, record, resources
-from stratbench.cells import Cell
-from stratbench.config import Study
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
 from stratbench.plan import projection
 from stratbench.plan.cache import footprints
 from stratbench.plan.devices import Device, cpu_device, fits, gpu_device, known_gpus
@@ -28,6 +27,8 @@ from stratbench.plan.subject import (
     with_data,
     work_of,
 )
+from stratbench.study import nodes, resources
+from stratbench.study.config import Study
 from stratbench.telemetry.hardware import Peak as Gpu
 
 MIB = 1 << 20

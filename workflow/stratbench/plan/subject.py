@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stratbench.cells import Cell
-from stratbench.config import Settings, Study
-from stratbench.data import Dataset, describe, packed_bytes
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
 from stratbench.plan import servers
 from stratbench.plan.devices import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
 from stratbench.plan.footprint import Footprint, Peak
@@ -16,6 +15,9 @@ from stratbench.plan.projection import Work
 from stratbench.plan.request import Request, data_bytes
 from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import strategy_class
+from stratbench.study.config import Study
+from stratbench.workload.data import packed_bytes
+from stratbench.workload.datasets import Dataset, describe
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stratbench.files import write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.gate import Gate
 from stratbench.ps.handshake import load_secret

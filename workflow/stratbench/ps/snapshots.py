@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratbench.files import write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.ps.flat import as_bytes
 from stratbench.ps.shard import Shard
 from stratbench.ps.shm import DTYPES, dtype_name

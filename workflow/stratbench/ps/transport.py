@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratbench.files import write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.ps.frames import HEADER_BYTES, PROTOCOL, Frame, Header, ProtocolError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -7,6 +7,8 @@ and options in milliseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,16 @@ def strategy_class(name: str) -> type[Strategy]:
     """The class registered as `name`; KeyError when there is none."""
     module, _, attribute = REGISTRY[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+@cache
+def _option_defaults(name: str) -> dict[str, Any]:
+    return asdict(strategy_class(name).Options())
+
+
+def option_defaults(name: str) -> dict[str, Any]:
+    """The options of the strategy registered as `name`, with their defaults."""
+    return dict(_option_defaults(name))
 
 
 def traits_of(name: str, options: Mapping[str, Any], gpus: int) -> Traits:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from stratbench.config import Settings
+    from stratbench.cell.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from stratbench.strategies import base
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from stratbench.config import Settings
+    from stratbench.cell.settings import Settings
     from stratbench.ps.tickets import Ticket
 
 #: Options of every parameter-server strategy, beside its policy's own.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stratbench.config import Settings
+    from stratbench.cell.settings import Settings
 
 
 class Slowdown:
@@ -84,9 +84,9 @@ def measure_step_s(
 
     import torch
 
-    from stratbench.precision import batch_format
     from stratbench.strategies import strategy_class
     from stratbench.telemetry.clock import synchronise
+    from stratbench.workload.precision import batch_format
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from stratbench.cores import usable_cores
+from stratbench.telemetry.cores import usable_cores
 from stratbench.telemetry.memory import cuda_uuid
 from stratbench.telemetry.nvml import Nvml
 

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from stratbench.cores import usable_cores
+from stratbench.telemetry.cores import usable_cores
 from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.timeline import COLUMNS
 

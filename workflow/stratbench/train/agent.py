@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from stratbench.files import write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.ps.config import ServerConfig
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.telemetry.timeline import read_phases

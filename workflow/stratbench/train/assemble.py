@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from stratbench import __version__, models, prepared
-from stratbench.record import Record
+from stratbench import __version__
+from stratbench.cell.record import Record
 from stratbench.strategies import strategy_class, traits_of
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
 from stratbench.train.agent import End, joined
 from stratbench.train.job import Job
+from stratbench.workload import models, prepared
 
 REPOSITORY = Path(__file__).parents[3]
 

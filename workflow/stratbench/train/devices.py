@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from glob import glob
 from typing import TYPE_CHECKING
 
-from stratbench.cores import usable_cores
+from stratbench.telemetry.cores import usable_cores
 from stratbench.train.locks import own_folder, try_lock
 
 if TYPE_CHECKING:
-    from stratbench.config import Settings
+    from stratbench.cell.settings import Settings
 
 
 #: The driver's, one for each GPU.

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stratbench.cells import Cell
-from stratbench.config import Settings
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 
 #: The profiler's trace in a cell's run folder (`profile: true`).

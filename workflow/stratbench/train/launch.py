@@ -21,16 +21,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from stratbench import prepared, record
-from stratbench.cells import Cell
-from stratbench.config import Settings
-from stratbench.files import write_atomic
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import write_atomic
+from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
-from stratbench.sources import DataError
 from stratbench.train import agent, assemble, devices
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
 from stratbench.train.resume import is_record_of
+from stratbench.workload import prepared
+from stratbench.workload.sources import DataError
 
 EVIDENCE_LINES = 20
 #: How long srun may take to end what it has started, in seconds.

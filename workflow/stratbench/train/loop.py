@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from stratbench.data import EVAL_BATCH, Augmentation, DeviceData, EpochTables
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
+from stratbench.workload.data import EVAL_BATCH, Augmentation, DeviceData, EpochTables
 
 
 @dataclass

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench import nodes
-from stratbench.cells import Cell
-from stratbench.config import Settings
-from stratbench.resources import Asked
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.study import nodes
+from stratbench.study.resources import Asked
 from stratbench.train.slurm import comment_of, tell
 
 #: Between two looks at the pending jobs, and how long one must have waited for a reason, in seconds.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench import record
+from stratbench.cell import record
 
 
 def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:

@@ -21,11 +21,8 @@ import torch
 import torch._dynamo  # else every optimizer's constructor would, for 1.5 s of every worker
 import torch.distributed as dist
 
-from stratbench import models
-from stratbench.config import Settings
-from stratbench.data import DeviceData
-from stratbench.files import write_atomic
-from stratbench.precision import batch_format, weights_dtype
+from stratbench.cell.files import write_atomic
+from stratbench.cell.settings import Settings
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.handshake import load_secret
 from stratbench.ps.server import serve
@@ -40,6 +37,9 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.job import PROFILE_TRACE, Job
 from stratbench.train.locks import hold_as_worker
+from stratbench.workload import models
+from stratbench.workload.data import DeviceData
+from stratbench.workload.precision import batch_format, weights_dtype
 
 models.import_torchvision()
 import torchvision.models  # noqa: E402, F401

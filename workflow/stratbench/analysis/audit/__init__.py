@@ -13,7 +13,6 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench import record
 from stratbench.analysis.audit import (
     accuracy,
     comparability,
@@ -28,7 +27,8 @@ from stratbench.analysis.audit import (
 )
 from stratbench.analysis.audit.rule import SEVERITIES, Found, Rule, Study
 from stratbench.analysis.summary import TEXT, read_cells
-from stratbench.record import Record
+from stratbench.cell import record
+from stratbench.cell.record import Record
 
 COLUMNS = (
     "rule",

@@ -21,7 +21,7 @@ from stratbench.analysis.audit.rule import (
     without_count,
 )
 from stratbench.analysis.measures import ALONE
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: What of the reference's gain over guessing training that works reaches in the same epochs.
 WORKING = 0.5

@@ -23,7 +23,7 @@ from stratbench.analysis.audit.rule import (
     rule,
 )
 from stratbench.analysis.columns import field
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: Ratio of the most to the fewest samples seen.
 SAMPLES = 1.005

@@ -16,7 +16,7 @@ from stratbench.analysis.audit.figures import (
     unlike,
 )
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.record import Record
+from stratbench.cell.record import Record
 from stratbench.strategies import REGISTRY, strategy_class, traits_of
 
 #: Settings that the cell's coordinates repeat.

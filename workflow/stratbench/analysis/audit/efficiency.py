@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stratbench.analysis.audit.figures import Facts, over, under, unlike
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.columns import field
-from stratbench.record import Record
+from stratbench.cell.record import Record
 from stratbench.telemetry.hardware import peak_of
 
 #: Backward computes two gradients for each of forward's products.

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from stratbench.analysis.columns import field
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: What rounding explains.
 ROUNDING = 1e-6

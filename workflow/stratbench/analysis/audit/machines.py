@@ -10,7 +10,7 @@ from itertools import pairwise
 from stratbench.analysis.audit.figures import Facts, other
 from stratbench.analysis.audit.rule import GROUP, Found, Study, of, record_rule, rule
 from stratbench.analysis.columns import field
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: Share of the samples, and CPU cores.
 THROTTLED, OTHERS = 0.01, 0.25

@@ -8,7 +8,7 @@ from typing import Any
 from stratbench.analysis.audit.figures import Facts, absent, other, over, under, unlike
 from stratbench.analysis.audit.rule import Found, Study, at, record_rule, rule
 from stratbench.analysis.columns import field
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: From where on dividing by the number of workers does not explain it.
 REDUCED = 1.05

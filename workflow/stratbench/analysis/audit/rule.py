@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: `unusable`: draw no conclusion from it; `doubtful`: explain it first; `note`: know it.
 SEVERITIES = ("unusable", "doubtful", "note")

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratbench.analysis.audit.figures import Facts, other, over, rising, under, unlike
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: Shards are padded, and hold the float buffers too.
 PADDING = 0.1

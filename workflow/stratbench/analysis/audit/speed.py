@@ -18,7 +18,7 @@ from stratbench.analysis.audit.rule import (
     without_count,
 )
 from stratbench.analysis.measures import ALONE
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: From where on a figure is suspicious, as a ratio.
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05

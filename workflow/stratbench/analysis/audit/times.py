@@ -8,7 +8,7 @@ from datetime import datetime
 from stratbench.analysis.audit.figures import Facts, other, over, rising, under, unlike
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.columns import field
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: By how much the sum of the steps may miss the time around them: the device's clock and the host's.
 STEPS = 0.05

@@ -9,7 +9,7 @@ import pandas as pd
 
 from stratbench.analysis.audit.figures import Facts, over, under, unlike
 from stratbench.analysis.audit.rule import Found, Study, of, record_rule, rule
-from stratbench.record import Record
+from stratbench.cell.record import Record
 
 #: More bytes a second than hardware moves. Collectives: what one GPU sends over NVLink 5. Servers: all
 #: traffic of one server node, of which its memory moves a multiple.

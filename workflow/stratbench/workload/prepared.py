@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratbench.files import read_json
-from stratbench.sources import DataError, Source, progress_bar
+from stratbench.cell.files import read_json
+from stratbench.workload.sources import DataError, Source, progress_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -168,7 +168,7 @@ def verified_meta(folder: Path) -> dict[str, Any]:
 def _not_whole(folder: Path, why: object) -> DataError:
     return DataError(
         f"{folder} holds no whole prepared data set ({why}); delete it, and the next run makes it "
-        f"again, as `python -m stratbench.data prepare NAME --out {folder}` does"
+        f"again, as `python -m stratbench.workload.prepare NAME --out {folder}` does"
     )
 
 

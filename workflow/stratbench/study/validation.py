@@ -18,11 +18,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from stratbench import models
-from stratbench.data import DATASETS, Dataset, describe
 from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.workload import models
+from stratbench.workload.datasets import DATASETS, Dataset, describe
 
-SCHEMA_PATH = Path(__file__).parents[1] / "schemas" / "config.schema.json"
+SCHEMA_PATH = Path(__file__).parents[2] / "schemas" / "config.schema.json"
 TYPE_NAMES = {
     "object": "a mapping",
     "array": "a list",

@@ -11,9 +11,9 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stratbench.cells import Cell
-from stratbench.config import Settings
-from stratbench.resources import Asked
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.study.resources import Asked
 
 #: One line a node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"

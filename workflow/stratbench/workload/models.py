@@ -77,7 +77,7 @@ def build(name: str, classes: int, channels: int = 3) -> nn.Module:
     model = _known(name)
     import_torchvision()
     if model.compact:
-        from stratbench import compact
+        from stratbench.workload import compact
 
         return getattr(compact, model.family)(classes, channels)
     if channels != 3:

@@ -1,4 +1,4 @@
-"""Data sets: prepared once into memory-mapped uint8 arrays, then held whole on the device.
+"""A prepared data set, held whole on the device.
 
 Shuffling, padding, augmenting and normalising happen on the device, in batched operations that
 depend on a sample's number, the seed and the epoch, and not on which worker holds the sample.
@@ -6,172 +6,20 @@ depend on a sample's number, the seed and the epoch, and not on which worker hol
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import os
-import signal
-import sys
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stratbench import prepared, sources
-from stratbench.sources import DataError
+from stratbench.workload import prepared
+from stratbench.workload.datasets import Dataset
+from stratbench.workload.sources import DataError
 
 if TYPE_CHECKING:
     import torch
 
-SYNTHETIC_DEFAULTS: dict[str, int] = {
-    "train_samples": 2048,
-    "test_samples": 512,
-    "classes": 10,
-    "channels": 3,
-    "size": 32,
-    "seed": 0,
-}
 #: Test samples that a worker evaluates at once.
 EVAL_BATCH = 512
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """What is known of a data set before it is read: image shape in pixels, counts, augmentation.
-
-    `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift
-    a training image by in each direction (random crop after zero padding); `flip` is whether it may
-    mirror it: digits may not.
-    """
-
-    classes: int
-    channels: int
-    height: int
-    width: int
-    train_samples: int
-    test_samples: int
-    crop_padding: int = 0
-    flip: bool = False
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(channels, height, width) of a stored image."""
-        return self.channels, self.height, self.width
-
-
-def describe(name: str, spec: Mapping[str, Any] | None = None) -> Dataset:
-    """The facts of a built-in data set, or of a synthetic one by its `spec`.
-
-    A spec is `{source: synthetic}` with any of the keys of SYNTHETIC_DEFAULTS, all whole numbers,
-    positive except `seed`, which may be 0. Raises DataError for anything else.
-    """
-    if spec is None:
-        if name not in DATASETS:
-            raise DataError(f"unknown data set {name!r}; known: {', '.join(DATASETS)}")
-        return DATASETS[name]
-    if name in DATASETS and name != "synthetic":
-        raise DataError(f"{name!r} is a built-in data set and takes no spec; name yours otherwise")
-    return _synthetic_facts(_synthetic_values(name, spec))
-
-
-def _synthetic_facts(values: Mapping[str, int]) -> Dataset:
-    return Dataset(
-        classes=values["classes"],
-        channels=values["channels"],
-        height=values["size"],
-        width=values["size"],
-        train_samples=values["train_samples"],
-        test_samples=values["test_samples"],
-    )
-
-
-def _synthetic_values(name: str, spec: Mapping[str, Any]) -> dict[str, int]:
-    allowed = ", ".join(SYNTHETIC_DEFAULTS)
-    if spec.get("source") != "synthetic":
-        raise DataError(
-            f"data set {name!r}: source is {spec.get('source')!r}; only 'synthetic' takes a spec"
-        )
-    values = {key: value for key, value in spec.items() if key != "source"}
-    for key, value in values.items():
-        if key not in SYNTHETIC_DEFAULTS:
-            raise DataError(f"data set {name!r}: unknown key {key!r}; allowed: source, {allowed}")
-        lowest = 0 if key == "seed" else 1
-        if type(value) is not int or value < lowest:
-            raise DataError(
-                f"data set {name!r}: {key} is {value!r}; it must be a whole number >= {lowest}"
-            )
-    return SYNTHETIC_DEFAULTS | values
-
-
-DATASETS: dict[str, Dataset] = {
-    "digits": Dataset(10, 1, 8, 8, 1437, 360, crop_padding=1),
-    "mnist": Dataset(10, 1, 28, 28, 60_000, 10_000, crop_padding=2),
-    "cifar10": Dataset(10, 3, 32, 32, 50_000, 10_000, crop_padding=4, flip=True),
-    "synthetic": _synthetic_facts(SYNTHETIC_DEFAULTS),
-}
-
-
-# ---------------------------------------------------------------- preparation
-
-
-def prepare(
-    name: str,
-    out_dir: str | Path,
-    root: str | Path | None = None,
-    download: bool = True,
-    spec: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Turn data set `name` into uint8 arrays and `meta.json` in `out_dir`; return the meta data.
-
-    Source files are looked for in `root`, or in the folder that the environment variable
-    STRATBENCH_DATA names, in torchvision's layout, and downloaded otherwise if that is allowed.
-    An intact earlier result is kept. `out_dir` appears whole or not at all, and concurrent calls
-    do not disturb each other. Raises DataError with what is wrong and what to do.
-    """
-    facts = describe(name, spec)
-    request = {
-        "format": prepared.FORMAT,
-        "name": name,
-        "spec": None if spec is None else dict(spec),
-        "classes": facts.classes,
-        "crop_padding": facts.crop_padding,
-        "flip": facts.flip,
-    }
-    out_dir = Path(out_dir)
-    if (kept := prepared.intact(out_dir, request)) is not None:
-        return kept
-    root = root or os.environ.get(sources.ROOT_VARIABLE)
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent
-    ) as scratch:
-        built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
-        built.mkdir()
-        downloads.mkdir()
-        source = _open_source(
-            name, spec, Path(root).expanduser() if root else None, downloads if download else None
-        )
-        prepared.write(built, request, source, facts.shape)
-        return prepared.install(built, out_dir, request)
-
-
-def _open_source(
-    name: str, spec: Mapping[str, Any] | None, root: Path | None, downloads: Path | None
-) -> sources.Source:
-    if spec is not None or name == "synthetic":
-        return sources.synthetic(**_synthetic_values(name, spec or {"source": "synthetic"}))
-    match name:
-        case "digits":
-            return sources.digits()
-        case "mnist":
-            return sources.mnist(root, downloads)
-        case "cifar10":
-            return sources.cifar10(root, downloads)
-    raise DataError(f"data set {name!r} has no source")
-
-
-# ---------------------------------------------------------------- on the device
 
 
 class Augmentation(NamedTuple):
@@ -389,49 +237,3 @@ class DeviceData:
         pixels = (rows[:, :, None] + columns[:, None, :]).reshape(batch, 1, -1)
         cropped = padded.flatten(2).gather(2, pixels.expand(-1, channels, -1))
         return cropped.reshape(batch, channels, height, width)
-
-
-# ---------------------------------------------------------------- command line
-
-
-def _spec(text: str) -> dict[str, Any]:
-    try:
-        spec = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(spec, dict):
-        raise argparse.ArgumentTypeError(f'not an object like {{"source": "synthetic"}}: {text}')
-    return spec
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """`python -m stratbench.data prepare NAME --out DIR`; 0, or 1 with a message on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m stratbench.data", description=prepare.__doc__)
-    command = parser.add_subparsers(dest="command", required=True).add_parser(
-        "prepare", help="make a data set's arrays"
-    )
-    command.add_argument("name", help=f"{', '.join(DATASETS)}, or any name with --spec")
-    command.add_argument("--out", required=True, help="the folder to make")
-    command.add_argument("--root", help="where the source files are; else $STRATBENCH_DATA")
-    command.add_argument("--no-download", action="store_true", help="never use the network")
-    command.add_argument("--spec", type=_spec, help="a synthetic data set's spec, as JSON")
-    options = parser.parse_args(arguments)
-    try:
-        meta = prepare(
-            options.name, options.out, options.root, not options.no_download, options.spec
-        )
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    channels, height, width = meta["shape"]
-    print(
-        f"{meta['name']}: {meta['train_samples']} training and {meta['test_samples']} test images "
-        f"of {channels}x{height}x{width}, {meta['classes']} classes, in {options.out}"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    # So that a cancelled job removes its temporary folder.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(main())

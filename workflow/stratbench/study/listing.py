@@ -1,6 +1,6 @@
 """Writes the list of a study's cells, so that the analysis knows what is missing.
 
-    python -m stratbench.listing MATRICES --out cells.json
+    python -m stratbench.study.listing MATRICES --out cells.json
 
 MATRICES is JSON: for each experiment the arguments of `cells.expand`.
 """
@@ -11,8 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from stratbench.cells import expand
-from stratbench.files import write_atomic
+from stratbench.cell.coordinates import expand
+from stratbench.cell.files import write_atomic
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stratbench.cells import Cell
-from stratbench.files import read_json, write_atomic
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import read_json, write_atomic
 
 Record = dict[str, Any]
-SCHEMA_PATH = Path(__file__).parents[1] / "schemas" / "record.schema.json"
+SCHEMA_PATH = Path(__file__).parents[2] / "schemas" / "record.schema.json"
 #: What the launcher leaves in a cell's log folder when the cell failed.
 FAILURE_FILE = "failure.json"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench.cells import Cell
-from stratbench.config import Settings
-from stratbench.files import read_json
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import read_json
+from stratbench.cell.settings import Settings
 
 #: Asked for where neither a limit of the cell's own nor a plan says how long it takes, in minutes.
 UNLIMITED_MIN = 24 * 60

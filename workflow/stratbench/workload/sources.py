@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stratbench.files import read_regular
+from stratbench.cell.files import read_regular
 
 if TYPE_CHECKING:
     import numpy as np

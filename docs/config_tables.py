@@ -1,0 +1,101 @@
+"""Generates the tables of docs/configuration.md: every key of config.yaml, every option of a strategy.
+
+    PYTHONPATH=workflow python docs/config_tables.py docs/configuration.md
+
+A test keeps the page current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.study.validation import TYPE_NAMES, resolved, schema
+
+#: Lines of docs/configuration.md that the generated tables stand between.
+TABLE_BEGIN, TABLE_END = "<!-- begin: generated -->", "<!-- end: generated -->"
+
+
+def key_tables() -> str:
+    """Every key of config.yaml and every option of a strategy, as Markdown tables."""
+    parts = []
+    for title, properties, required in _blocks("", schema()):
+        rows = [
+            (f"`{key}`", _allowed(rule), _default(key, rule, required), rule["description"])
+            for key, rule in properties.items()
+        ]
+        parts.append(f"### {title}\n\n" + _table(("key", "value", "default", "meaning"), rows))
+    header = ("strategy", "option", "value", "default")
+    parts.append("### Options of strategies\n\n" + _table(header, _option_rows()))
+    return "\n".join(parts)
+
+
+def _option_rows() -> Iterator[tuple[str, ...]]:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    names[type(None)] = "null"
+    for strategy in REGISTRY:
+        hints = get_type_hints(strategy_class(strategy).Options)
+        for key, default in option_defaults(strategy).items():
+            parts = get_args(hints[key]) or (hints[key],)  # a literal's or a union's
+            value = " or ".join(names.get(part) or f"`{part}`" for part in parts)
+            yield f"`{strategy}`", f"`{key}`", value, f"`{json.dumps(default)}`"
+
+
+def _blocks(
+    path: str, rule: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any], list[str]]]:
+    """Title, keys and required keys of each mapping of the config, from the top down."""
+    properties = {key: resolved(inner) for key, inner in rule["properties"].items()}
+    yield (f"`{path}`" if path else "Top level"), properties, rule.get("required", [])
+    for key, inner in properties.items():
+        named = resolved(inner.get("additionalProperties") or {})
+        below = f"{path}.{key}".lstrip(".")
+        if "properties" in named:
+            yield from _blocks(f"{below}.<name>", named)
+        elif "properties" in inner:
+            yield from _blocks(below, inner)
+
+
+def _allowed(rule: Mapping[str, Any]) -> str:
+    if "enum" in rule:
+        return ", ".join(f"`{value}`" for value in rule["enum"])
+    if "const" in rule:
+        return f"`{rule['const']}`"
+    if "items" in rule:
+        return f"a list ({_allowed(rule['items'])})"
+    types = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {rule[key]}" for key, sign in signs.items() if key in rule]
+    return ", ".join([" or ".join(TYPE_NAMES[t] for t in types), *bounds])
+
+
+def _default(key: str, rule: Mapping[str, Any], required: list[str]) -> str:
+    if key in required:
+        return "required"
+    return f"`{json.dumps(rule['default'])}`" if "default" in rule else "none"
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    """Make the tables of a page again, between its marks."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("page", type=Path, help="docs/configuration.md")
+    path = parser.parse_args().page
+    page = path.read_text(encoding="utf-8")
+    before, begin, rest = page.partition(TABLE_BEGIN)
+    _, end, after = rest.partition(TABLE_END)
+    if not begin or not end:
+        parser.error(f"{path} has no lines {TABLE_BEGIN} and {TABLE_END}")
+    path.write_text(f"{before}{begin}\n{key_tables()}{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

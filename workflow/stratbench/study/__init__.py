@@ -1,0 +1,1 @@
+"""config.yaml becomes cells: schema, validation, resources. No torch."""

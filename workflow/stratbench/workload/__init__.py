@@ -1,0 +1,1 @@
+"""What a cell trains: models, data sets and their precision."""

@@ -1,0 +1,118 @@
+"""Prepares a data set: finds its source files, and turns them into uint8 arrays in one folder.
+
+python -m stratbench.workload.prepare NAME --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratbench.workload import prepared, sources
+from stratbench.workload.datasets import DATASETS, describe, synthetic_values
+from stratbench.workload.sources import DataError
+
+
+def prepare(
+    name: str,
+    out_dir: str | Path,
+    root: str | Path | None = None,
+    download: bool = True,
+    spec: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Turn data set `name` into uint8 arrays and `meta.json` in `out_dir`; return the meta data.
+
+    Source files are looked for in `root`, or in the folder that the environment variable
+    STRATBENCH_DATA names, in torchvision's layout, and downloaded otherwise if that is allowed.
+    An intact earlier result is kept. `out_dir` appears whole or not at all, and concurrent calls
+    do not disturb each other. Raises DataError with what is wrong and what to do.
+    """
+    facts = describe(name, spec)
+    request = {
+        "format": prepared.FORMAT,
+        "name": name,
+        "spec": None if spec is None else dict(spec),
+        "classes": facts.classes,
+        "crop_padding": facts.crop_padding,
+        "flip": facts.flip,
+    }
+    out_dir = Path(out_dir)
+    if (kept := prepared.intact(out_dir, request)) is not None:
+        return kept
+    root = root or os.environ.get(sources.ROOT_VARIABLE)
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent
+    ) as scratch:
+        built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
+        built.mkdir()
+        downloads.mkdir()
+        source = _open_source(
+            name, spec, Path(root).expanduser() if root else None, downloads if download else None
+        )
+        prepared.write(built, request, source, facts.shape)
+        return prepared.install(built, out_dir, request)
+
+
+def _open_source(
+    name: str, spec: Mapping[str, Any] | None, root: Path | None, downloads: Path | None
+) -> sources.Source:
+    if spec is not None or name == "synthetic":
+        return sources.synthetic(**synthetic_values(name, spec or {"source": "synthetic"}))
+    match name:
+        case "digits":
+            return sources.digits()
+        case "mnist":
+            return sources.mnist(root, downloads)
+        case "cifar10":
+            return sources.cifar10(root, downloads)
+    raise DataError(f"data set {name!r} has no source")
+
+
+def _spec(text: str) -> dict[str, Any]:
+    try:
+        spec = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(spec, dict):
+        raise argparse.ArgumentTypeError(f'not an object like {{"source": "synthetic"}}: {text}')
+    return spec
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Makes a data set's arrays in a folder. Returns 0, or 1 with a message on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stratbench.workload.prepare", description=main.__doc__
+    )
+    parser.add_argument("name", help=f"{', '.join(DATASETS)}, or any name with --spec")
+    parser.add_argument("--out", required=True, help="the folder to make")
+    parser.add_argument("--root", help="where the source files are; else $STRATBENCH_DATA")
+    parser.add_argument("--no-download", action="store_true", help="never use the network")
+    parser.add_argument("--spec", type=_spec, help="a synthetic data set's spec, as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        meta = prepare(
+            options.name, options.out, options.root, not options.no_download, options.spec
+        )
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    channels, height, width = meta["shape"]
+    print(
+        f"{meta['name']}: {meta['train_samples']} training and {meta['test_samples']} test images "
+        f"of {channels}x{height}x{width}, {meta['classes']} classes, in {options.out}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    # So that a cancelled job removes its temporary folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())
