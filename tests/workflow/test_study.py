@@ -119,7 +119,7 @@ def test_what_the_plan_calls_infeasible_is_skipped_and_told(finished):
     finally:
         finished.write_config(tiny_config())
     assert planned.returncode == 0, planned.stdout
-    assert "infeasible: second, single, vgg16, 1 workers: needs" in planned.stdout
+    assert "infeasible: second, single, vgg16, 1 worker: needs" in planned.stdout
     assert "train_cell" not in jobs
     assert jobs["merge_records"] == 1
     assert done.returncode == 0, done.stdout

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from stratbench.cell.words import counted
+
 
 def lines(folder: Path) -> Iterator[str]:
     """From answers.json, audit.csv and cells.csv in `folder`; pandas would take longer than all of it."""
@@ -23,7 +25,7 @@ def lines(folder: Path) -> Iterator[str]:
     if known_ms:
         yield (
             f"Start skew of an epoch's workers: median {statistics.median(known_ms):.1f} ms, "
-            f"largest {known_ms[-1]:.1f} ms in {len(known_ms)} cells."
+            f"largest {known_ms[-1]:.1f} ms in {counted(len(known_ms), 'cell')}."
         )
 
 

@@ -20,6 +20,7 @@ from stratbench.analysis.columns import COLUMNS, COORDINATES, Row, measured, sho
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
+from stratbench.cell.words import counted
 from stratbench.study.config import Study
 
 #: Statuses that records do not have: no record yet, or a failure or an unreadable record in its
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if without:
         print(listed(without, len(cells)), file=sys.stdout if args.partial else sys.stderr)
     else:
-        print(f"{len(cells)} records")
+        print(counted(len(cells), "record"))
     return 1 if without and not args.partial else 0
 
 

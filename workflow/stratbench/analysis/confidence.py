@@ -10,7 +10,7 @@ from stratbench.analysis.accuracy import chance_points
 from stratbench.analysis.candidates import Candidate
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.ranking import ROUGH, Ranking
-from stratbench.analysis.tables import counted
+from stratbench.cell.words import counted
 
 
 def confidence(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tuple[str, str]:
@@ -19,7 +19,7 @@ def confidence(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tupl
     told = [f"{first.basis[0].upper()}{first.basis[1:]}."]
     if given.gpus is not None and given.gpus not in set(rows["gpus"]) and first.gpus != given.gpus:
         told.append(
-            f"Nothing is known of {given.gpus} workers: too few counts were measured, or too far "
+            f"Nothing is known of {counted(given.gpus, 'worker')}: too few counts were measured, or too far "
             "from it, or more workers did not help."
         )
     level, claim = claimed(ranking)

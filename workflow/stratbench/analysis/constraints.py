@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stratbench.cell.words import counted
+
 GIB = 2**30
 
 
@@ -42,7 +44,7 @@ class Constraints:
     def sentences(self) -> Iterator[str]:
         """The constraints in words, the defaults that matter included."""
         if self.gpus is not None:
-            yield f"at most {self.gpus} GPU{'s' if self.gpus != 1 else ''}"
+            yield f"at most {counted(self.gpus, 'GPU')}"
         if self.gpu_memory_gib is not None:
             reserve = f", {self.memory_margin:.0%} kept in reserve" if self.memory_margin else ""
             yield f"{self.gpu_memory_gib:g} GiB of memory each{reserve}"

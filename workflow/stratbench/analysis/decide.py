@@ -25,8 +25,8 @@ from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.measures import MIB, number
 from stratbench.analysis.ranking import Comparison, Ranking, rank
 from stratbench.analysis.summary import read_cells
-from stratbench.analysis.tables import counted, worker_noun
 from stratbench.cell.files import write_atomic
+from stratbench.cell.words import counted, worker_noun
 
 MATRIX = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
@@ -102,7 +102,7 @@ def decide(
             confidence_why="Nothing is left to rank.",
             changes=tuple(lifted(found, None)),
         )
-    noun = worker_noun(rows)
+    noun = worker_noun(rows["device_kind"])
     level, why = confidence(rows, ranking, given)
     return Decision(
         **common,

@@ -40,16 +40,16 @@ from stratbench.analysis.panels import (
 )
 from stratbench.analysis.style import GREY, RC, Style
 from stratbench.analysis.summary import read_cells, read_summary
-from stratbench.analysis.tables import counted, plural, worker_noun
 from stratbench.analysis.timelines import memory_timelines, utilisation_timelines
 from stratbench.analysis.tradeoffs import accuracy_over_time, breakdown, staleness, tradeoff
+from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.telemetry.cores import usable_cores
 
 
 def bars(experiment: Experiment, measure: Measure) -> Figure:
     """Bars grouped by worker count; on GPUs, model states are a tick across the memory bars."""
     figure, axes = panels(experiment.models)
-    noun = worker_noun(experiment.cells)
+    noun = worker_noun(experiment.cells["device_kind"])
     # A CPU's peak is over a base that holds weights and momentum: they are no part of it.
     with_states = measure.name == "memory" and not experiment.on_cpu
     for axis, model in zip(axes, experiment.models, strict=True):
@@ -118,7 +118,7 @@ def scaling(experiment: Experiment, measure: Measure) -> Figure:
     """Lines over the worker count, with the ideal line for speedups."""
     models = experiment.models
     figure, axes = panels(models)
-    noun = worker_noun(experiment.cells)
+    noun = worker_noun(experiment.cells["device_kind"])
     is_ratio = measure.baseline is not None
     for axis, model in zip(axes, models, strict=True):
         rows = experiment.rows(measure.name, model)
@@ -175,7 +175,7 @@ def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -
 
 def accuracy(experiment: Experiment, measure: Measure) -> Figure:
     """Test accuracy by epoch: a row of panels for each model, a column for each worker count."""
-    noun = worker_noun(experiment.cells)
+    noun = worker_noun(experiment.cells["device_kind"])
     grid = [(model, n) for model in experiment.models for n in experiment.counts]
     titles = [f"{model}, {counted(n, noun)}" for model, n in grid]
     figure, axes = panels(titles, columns=len(experiment.counts))

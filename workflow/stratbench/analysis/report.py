@@ -33,15 +33,13 @@ from stratbench.analysis.sections import (
 from stratbench.analysis.summary import read_cells, read_summary
 from stratbench.analysis.tables import (
     NO_CELL,
-    counted,
     doubt_note,
     is_told,
-    plural,
     spread_note,
     wide_rows,
-    worker_noun,
     workers_are,
 )
+from stratbench.cell.words import counted, plural, worker_noun
 
 Row = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -71,7 +69,7 @@ def what_was_run(cells: pd.DataFrame) -> list[dict[str, str]]:
     """One line an experiment: its matrix, its settings and its machine."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
-        noun = worker_noun(rows)
+        noun = worker_noun(rows["device_kind"])
         lines.append(
             {
                 "experiment": str(experiment),
@@ -129,7 +127,8 @@ def figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[di
             "title": plot.title,
             "caption": plot.caption(name),
             "alt": f"{plot.chart}: {plot.title} of {setting(rows, 'strategy')} for "
-            f"{setting(rows, 'model')} on {setting(rows, 'gpus')} {plural(worker_noun(rows))}.",
+            f"{setting(rows, 'model')} on {setting(rows, 'gpus')} "
+            f"{plural(worker_noun(rows['device_kind']))}.",
             "uri": data_uri(svg, svg_path),
             "width_pt": width,
             "beside": ONE_MODEL_PT < width < FULL_WIDTH_PT,
@@ -218,7 +217,7 @@ def table(
                 }
             )
         body.append({"model": model, "strategy": strategy, "cells": cells})
-    noun = worker_noun(rows)
+    noun = worker_noun(rows["device_kind"])
     return {
         "id": measure.name,
         "title": measure.heading,

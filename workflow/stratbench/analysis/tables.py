@@ -19,6 +19,7 @@ from stratbench.analysis.measures import DOUBT, MEASURES, Measure
 from stratbench.analysis.numbered import qualities, titled
 from stratbench.analysis.stats import QUARTILES_FROM
 from stratbench.analysis.summary import read_cells, summarise
+from stratbench.cell.words import counted, worker_noun
 
 #: What stands where the study has no such cell (`single` on two workers).
 NO_CELL = "–"
@@ -99,26 +100,6 @@ def explanation(cells: pd.DataFrame, measure: Measure) -> str:
     return f"{measure.definition} {spread_note(cells, measure)} {workers_are(cells)}"
 
 
-def worker_noun(cells: pd.DataFrame) -> str:
-    """`GPU` or `CPU process`, as these rows say; `worker` where they differ or are silent."""
-    kinds = set(cells["device_kind"].dropna())
-    return (
-        {"cuda": "GPU", "cpu": "CPU process"}.get(kinds.pop(), "worker")
-        if len(kinds) == 1
-        else "worker"
-    )
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 GPU`, `2 GPUs`, `4 CPU processes`."""
-    return f"{count} {noun if count == 1 else plural(noun)}"
-
-
-def plural(noun: str) -> str:
-    """`GPUs`, `CPU processes`."""
-    return noun + ("es" if noun.endswith("s") else "s")
-
-
 def wide_rows(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
 ) -> tuple[list[int], list[tuple[str, str, dict[int, dict[str, Any]]]]]:
@@ -160,7 +141,7 @@ def wide(cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> pd.Dat
         [model, strategy, *(marked(found[n]) if n in found else NO_CELL for n in counts)]
         for model, strategy, found in lines
     ]
-    noun = worker_noun(cells)
+    noun = worker_noun(cells["device_kind"])
     return pd.DataFrame(table, columns=["model", "strategy", *(counted(n, noun) for n in counts)])
 
 

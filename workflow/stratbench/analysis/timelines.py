@@ -15,7 +15,7 @@ from stratbench.analysis.experiment import Experiment
 from stratbench.analysis.measures import MIB
 from stratbench.analysis.panels import annotate, wrapped
 from stratbench.analysis.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
-from stratbench.analysis.tables import counted, worker_noun
+from stratbench.cell.words import counted, worker_noun
 
 #: Points of one line: more than a panel of this size can show is thinned out to this.
 MOST_POINTS = 120
@@ -78,7 +78,7 @@ def panel(
         return
     cell = cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
     timeline = read(experiment.study_dir, cell)
-    label = counted(int(cell["gpus"]), worker_noun(experiment.cells))
+    label = counted(int(cell["gpus"]), worker_noun(experiment.cells["device_kind"]))
     if timeline is None:
         axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
         axis.grid(visible=False)

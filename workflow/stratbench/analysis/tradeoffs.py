@@ -28,7 +28,7 @@ from stratbench.analysis.style import (
     WINE,
     Style,
 )
-from stratbench.analysis.tables import counted, worker_noun
+from stratbench.cell.words import counted, worker_noun
 
 #: Colour and hatch of a step's phases in order of time: computing is teal, waiting and sending are not.
 PHASES = {
@@ -53,7 +53,7 @@ LARGEST_POINT = 220.0
 
 def panel_titles(experiment: Experiment) -> list[str]:
     """The models, each with the largest worker count."""
-    where = counted(experiment.most, worker_noun(experiment.cells))
+    where = counted(experiment.most, worker_noun(experiment.cells["device_kind"]))
     return [f"{model}, {where}" for model in experiment.models]
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stratbench.cell.words import counted
+
 #: Path of a cell below its study's folder, with the names Snakemake uses as wildcards.
 CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
 
@@ -36,7 +38,7 @@ class Cell:
     def __str__(self) -> str:
         return (
             f"{self.study}/{self.experiment}: {self.strategy}, {self.model}, "
-            f"{self.gpus} GPU{'s' if self.gpus != 1 else ''}, repeat {self.repeat}"
+            f"{counted(self.gpus, 'GPU')}, repeat {self.repeat}"
         )
 
     def as_dict(self) -> dict[str, str | int]:

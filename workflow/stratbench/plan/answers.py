@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from stratbench.cell.words import counted
 from stratbench.plan.figures import gib
 from stratbench.plan.schedule import Plan, Planned
 
@@ -58,8 +59,8 @@ def _batches(plan: Plan) -> Iterator[str]:
         low, high = min(most, key=most.get), max(most, key=most.get)
         several = f"; {high}: {most[high]:,}" if most[high] != most[low] else ""
         yield (
-            f"{experiment}, {model}, {workers} workers on {there[0].verdict.device}: the study uses "
-            f"{used:,} samples a worker. The most that fit: {low}: {most[low]:,}{several}."
+            f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].verdict.device}: the "
+            f"study uses {used:,} samples a worker. The most that fit: {low}: {most[low]:,}{several}."
         )
 
 
@@ -105,8 +106,8 @@ def _resharding(plan: Plan) -> Iterator[str]:
             "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
         )
         yield (
-            f"{experiment}, {model}, {workers} workers: keeping them costs {gib(more_bytes)} and saves "
-            f"{gib(gathers[0] - gathers[1])} of gathering a step; {verdict}."
+            f"{experiment}, {model}, {counted(workers, 'worker')}: keeping them costs {gib(more_bytes)} and "
+            f"saves {gib(gathers[0] - gathers[1])} of gathering a step; {verdict}."
         )
 
 

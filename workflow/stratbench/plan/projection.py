@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.words import counted
 from stratbench.plan.devices import Device
 from stratbench.plan.footprint import Footprint
 
@@ -123,7 +124,7 @@ def from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | Non
     repeats = [r for r in same if r["cell"]["gpus"] == cell.gpus]
     if repeats:
         times_s = [r["time"]["train_time_s"] for r in repeats]
-        source = f"{len(times_s)} record{'s' * (len(times_s) > 1)} of this cell's repeats"
+        source = f"{counted(len(times_s), 'record')} of this cell's repeats"
         return Span(min(times_s) * (1 - SPREAD), max(times_s) * (1 + SPREAD), source)
     if same:
         nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
+from stratbench.cell.words import counted
 from stratbench.plan.answers import answers
 from stratbench.plan.figures import Totals, by_experiment, gib, hours, span_hours, totals
 from stratbench.plan.schedule import Plan, Planned
@@ -16,7 +17,7 @@ def summary(plan: Plan) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    yield f"Study {plan.study}: {len(plan.cells)} cells, planned for {_device(plan)}"
+    yield f"Study {plan.study}: {counted(len(plan.cells), 'cell')}, planned for {_device(plan)}"
     yield ""
     for name, cells in by_experiment(plan):
         yield from _experiment(name, cells)
@@ -38,8 +39,8 @@ def _experiment(name: str, cells: list[Planned]) -> Iterator[str]:
     repeats = 1 + max(c.cell.repeat for c in cells)
     batch = f"global batch {s.global_batch}"
     yield (
-        f"== {name}: {cells[0].cell.dataset}, {s.precision}, {batch}, {s.epochs} epochs, "
-        f"{len(cells)} cells ({repeats} repeat{'s' * (repeats > 1)})"
+        f"== {name}: {cells[0].cell.dataset}, {s.precision}, {batch}, {counted(s.epochs, 'epoch')}, "
+        f"{counted(len(cells), 'cell')} ({counted(repeats, 'repeat')})"
     )
     workers = sorted({c.cell.gpus for c in cells})
     header = ", ".join(map(str, workers))
@@ -138,9 +139,9 @@ def _on(plan: Plan, name: str) -> Iterator[str]:
     if t.longest is not None:
         yield f"      the longest: {t.longest.cell}, up to {hours(t.longest_high_s)}"
     if t.cut_off:
-        yield f"      the time limit will cut off {t.cut_off} cells for certain"
+        yield f"      the time limit will cut off {counted(t.cut_off, 'cell')} for certain"
     if t.perhaps_cut_off:
-        yield f"      the time limit may cut off {t.perhaps_cut_off} cells"
+        yield f"      the time limit may cut off {counted(t.perhaps_cut_off, 'cell')}"
 
 
 def _listed(state: str, cells: Iterable[Planned]) -> Iterator[str]:
@@ -149,4 +150,4 @@ def _listed(state: str, cells: Iterable[Planned]) -> Iterator[str]:
     for (experiment, strategy, model, gpus, why), found in groupby(sorted(cells, key=key), key):
         n = len(list(found))
         times = f" (x{n})" if n > 1 else ""
-        yield f"   {state}: {experiment}, {strategy}, {model}, {gpus} workers{times}: {why}"
+        yield f"   {state}: {experiment}, {strategy}, {model}, {counted(gpus, 'worker')}{times}: {why}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stratbench.cell.coordinates import expand
 from stratbench.cell.files import write_atomic
+from stratbench.cell.words import counted
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     args = parser.parse_args()
     cells = [c.as_dict() for matrix in json.loads(args.matrices) for c in expand(**matrix)]
     write_atomic(args.out, json.dumps(cells, indent=0) + "\n")
-    print(f"{len(cells)} cells")
+    print(counted(len(cells), "cell"))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
+from stratbench.cell.words import counted
 from stratbench.study.resources import Asked
 
 #: One line a node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
@@ -151,8 +152,8 @@ def request(cell: Cell, asked: Asked) -> str:
 
 
 def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: Asked) -> str:
-    parts = [f"{gpus} GPU{'s' * (gpus != 1)}"] if asked.gpus else []
-    parts += [f"{cpus} CPU core{'s' * (cpus != 1)}", f"{mem_mib:,} MiB"]
+    parts = [counted(gpus, "GPU")] if asked.gpus else []
+    parts += [counted(cpus, "CPU core"), f"{mem_mib:,} MiB"]
     time = "no time limit" if minutes is None else f"{minutes:,} minutes"
     return f"{', '.join(parts)} and {time}"
 
@@ -191,12 +192,11 @@ def told(refusals: Mapping[Cell, str]) -> list[str]:
     for cell, sentence in refusals.items():
         by_reason.setdefault(sentence.removeprefix(str(cell)), []).append(cell)
     lines = [
-        f"{cells[0]}{reason}" + (f" (and {_counted(len(cells) - 1)})" if len(cells) > 1 else "")
+        f"{cells[0]}{reason}"
+        + (f" (and {counted(len(cells) - 1, 'more cell')})" if len(cells) > 1 else "")
         for reason, cells in list(by_reason.items())[:MOST_TOLD]
     ]
     rest = sum(len(cells) for cells in list(by_reason.values())[MOST_TOLD:])
-    return lines + ([f"{_counted(rest)} cannot be held, for other reasons"] if rest else [])
-
-
-def _counted(cells: int) -> str:
-    return f"{cells} more cell{'s' * (cells != 1)}"
+    return lines + (
+        [f"{counted(rest, 'more cell')} cannot be held, for other reasons"] if rest else []
+    )

@@ -1,0 +1,24 @@
+"""Numbers in words: `1 GPU`, `2 GPUs`, `4 CPU processes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+#: What a worker is called, by the kind of its device.
+WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
+
+
+def counted(count: int, noun: str) -> str:
+    """The count with its noun, which ends in a plural unless the count is one: `4 CPU processes`."""
+    return f"{count} {noun if count == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """The plural of a noun: `GPUs`, `CPU processes`."""
+    return noun + ("es" if noun.endswith("s") else "s")
+
+
+def worker_noun(device_kinds: Iterable[object]) -> str:
+    """What workers on these kinds of device are called: `worker` where kinds differ or none is known."""
+    nouns = [WORKER_NOUNS[kind] for kind in WORKER_NOUNS.keys() & set(device_kinds)]
+    return nouns[0] if len(nouns) == 1 else "worker"
