@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 
+from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Worker
@@ -130,7 +131,9 @@ def ours(at: Setting) -> Block:
         warmup_steps=3, device="cpu", threads=1, slowdown=None,
     )  # fmt: skip
     clock = StepClock("cpu", phase_marks=True)
-    worker = Worker(s, at.rank, at.world, torch.device("cpu"), Path(), [], mark=clock.mark)
+    worker = Worker(
+        s, at.rank, at.world, torch.device("cpu"), RunFolder(Path()), [], mark=clock.mark
+    )
     strategy = DDP(DDP.Options(**s.options))
     strategy.setup(at.model(), worker)
     return lambda: void(timed_steps(strategy, at.data, clock, at.batches()))
@@ -326,7 +329,8 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
             prepare("made", Path(folder, workload), spec=spec)
         port = free.getsockname()[1]
         free.close()
-        sampler = Sampler(Path(folder, "samples.csv"), time.time())
+        run_folder = RunFolder(Path(folder))
+        sampler = Sampler(run_folder.samples(0), run_folder.pids(0), time.time())
         context = multiprocessing.get_context("spawn")
         processes = [
             context.Process(
@@ -337,7 +341,7 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
         try:
             for rank, process in enumerate(processes):
                 process.start()
-                sampler.watch(f"rank{rank}", process.pid)
+                sampler.watch(worker_name(rank), process.pid)
             for process in processes:
                 process.join()
         finally:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from stratbench.cell.run_folder import worker_name
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.sampler import Sampler
 from stratbench.telemetry.timeline import read_samples
@@ -34,10 +35,10 @@ def sampler_cost(seconds: float, period_s: float, ranks: int) -> dict[str, float
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "samples.csv")
-        sampler = Sampler(out, time.time(), period_s)
+        sampler = Sampler(out, Path(folder, "pids"), time.time(), period_s)
         try:
             for rank, process in enumerate(sleepers):
-                sampler.watch(f"rank{rank}", process.pid)
+                sampler.watch(worker_name(rank), process.pid)
             watched = psutil.Process(sampler.pid)
             time.sleep(2)  # its start is not what a long cell pays
             before_s, begun_s = _cpu_s(watched), time.monotonic()

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults
 
@@ -36,8 +37,8 @@ class LaunchedCell:
     logs: Path
 
     @property
-    def run_dir(self) -> Path:
-        return self.logs / "run"
+    def folder(self) -> RunFolder:
+        return RunFolder.of_logs(self.logs)
 
     def finish(self, timeout_s: float = 120) -> tuple[int, str]:
         """Exit code, and what was printed (stdout and stderr)."""
@@ -70,13 +71,18 @@ def until(condition: Callable[[], object], timeout_s: float = 90) -> None:
 
 def train_one_epoch(launched: LaunchedCell) -> None:
     """Wait until the first epoch is through."""
-    progress = launched.run_dir / "progress.jsonl"
+    progress = launched.folder.progress
 
     def done() -> bool:
         assert launched.process.poll() is None, launched.process.communicate()[0]
         return progress.exists() and progress.read_text().count("\n") >= 1
 
     until(done)
+
+
+def phase_logs(logs: Path) -> list[Path]:
+    """The phase logs of all workers of the cells with log folders below `logs`."""
+    return [log for path in logs.rglob(RunFolder.NAME) for log in RunFolder(path).phase_logs()]
 
 
 def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> None:

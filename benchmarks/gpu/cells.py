@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from stage import Stage, median
 from stratbench.cell import record
+from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.hardware import peak_of
 from stratbench.train.forkserver import shared_servers
 from stratbench.workload.prepare import prepare
@@ -59,7 +59,7 @@ def digits(stage: Stage) -> tuple[Path, str]:
         return prepared(stage, 1024), "synthetic"
 
 
-def launched(stage: Stage, name: str, s: Any, data_dir: Path) -> tuple[dict[str, Any], Path]:
+def launched(stage: Stage, name: str, s: Any, data_dir: Path) -> tuple[dict[str, Any], RunFolder]:
     """The record of a cell, validated by the reader, and its run folder."""
     folder = stage.folder(name)
     done = subprocess.run(
@@ -69,11 +69,13 @@ def launched(stage: Stage, name: str, s: Any, data_dir: Path) -> tuple[dict[str,
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         raise RuntimeError("; ".join((done.stdout + done.stderr).strip().splitlines()[-3:]))
-    return record.read(folder / "record.json"), folder / "logs" / "run"
+    return record.read(folder / "record.json"), RunFolder.of_logs(folder / "logs")
 
 
-def look_at(stage: Stage, name: str, found: tuple[dict[str, Any], Path], precision: str) -> None:
-    rec, run_dir = found
+def look_at(
+    stage: Stage, name: str, found: tuple[dict[str, Any], RunFolder], precision: str
+) -> None:
+    rec, run_folder = found
     t, device = rec["time"], rec["provenance"]["device"]
     stage.check(
         f"{name}: the record is there, ok, of this device",
@@ -98,7 +100,7 @@ def look_at(stage: Stage, name: str, found: tuple[dict[str, Any], Path], precisi
     stage.check(f"{name}: samples are applied", enough, f"{applied} of {seen}")
     accuracy = rec["accuracy"]["final"]
     stage.check(f"{name}: an accuracy", accuracy is not None, f"{accuracy}")
-    steps_ms = json.loads((run_dir / "rank0.json").read_text(encoding="utf-8"))["step_ms"]
+    steps_ms = run_folder.read_worker(0)["step_ms"]
     stage.figures(**{name: {"step_ms": t["step_ms"], "breakdown_ms": t["breakdown_ms"],
                             "accuracy": accuracy, "memory": rec["memory"], "compute": rec["compute"],
                             "energy": rec["energy"], "setup_s": t["setup_s"],

@@ -15,6 +15,7 @@ import torch
 
 from stage import Stage, in_child
 from stratbench.cell import record
+from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from subject import job_of, launch_command, prepared, set_up, settings
@@ -65,8 +66,8 @@ def start(
 def killed_and_late(stage: Stage, data_dir: Path) -> None:
     """Two launchers: the worker of one is killed; the other, which wants the same GPU, runs too long."""
     killed, folder = start(stage, "killed", data_dir, 0)
-    progress = folder / "logs" / "run" / "progress.jsonl"
-    while not progress.exists():
+    run_folder = RunFolder.of_logs(folder / "logs")
+    while not run_folder.progress.exists():
         if killed.poll() is not None or stage.left_s < 5:
             raise RuntimeError(
                 f"it does not train: {killed.stdout and killed.stdout.read()[-500:]}"
@@ -74,8 +75,8 @@ def killed_and_late(stage: Stage, data_dir: Path) -> None:
         time.sleep(0.05)
     late, late_folder = start(stage, "late", data_dir, LIMIT_S)
     time.sleep(2)  # it asks for the GPU meanwhile
-    pids = (folder / "logs" / "run" / "samples0.pids").read_text(encoding="utf-8").split("\n")
-    (pid,) = (int(line.split()[1]) for line in pids if line.startswith("rank0 "))
+    pids = run_folder.pids(0).read_text(encoding="utf-8").split("\n")
+    (pid,) = (int(line.split()[1]) for line in pids if line.startswith(f"{worker_name(0)} "))
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
     output, _ = killed.communicate(timeout=max(stage.left_s - 1, 1))

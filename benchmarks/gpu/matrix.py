@@ -14,7 +14,7 @@ import torch
 from stage import Stage
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
-from stratbench.train.job import PROFILE_TRACE, Job
+from stratbench.train.job import Job
 from stratbench.workload.data import epoch_order
 from subject import (
     VARIANTS,
@@ -116,7 +116,7 @@ def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     counted = dict(layouts)
     kernels = None
     if profiled:
-        trace = job.run_dir / PROFILE_TRACE
+        trace = job.folder.profile_trace
         loop.profile(strategy, data, worker, trace)
         kernels = sum(bool(TRANSPOSES.search(k["name"])) for k in trace_events(trace, "kernel"))
     strategy.close()

@@ -102,7 +102,7 @@ def pushed(job: Job) -> dict[str, Any]:
     overlap = None
     if recording is not None:
         recording.__exit__(None, None, None)
-        trace = job.run_dir / "trace.json.gz"
+        trace = job.folder.profile_trace
         recording.export_chrome_trace(str(trace))
         overlap = overlapped(trace)
     found = {"armed_ms": median(times[True]), "unarmed_ms": median(times[False])}

@@ -18,6 +18,7 @@ import torch
 
 from stage import Child, ChildFailed, Stage, end_tree
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.server import serve
@@ -73,18 +74,18 @@ def prepared(stage: Stage, train_samples: int) -> Path:
     return folder
 
 
-def job_of(s: Settings, data_dir: Path, run_dir: Path) -> Job:
-    """The job of a cell with `s`, as the launcher would make it; its secret is in the run folder."""
+def job_of(s: Settings, data_dir: Path, path: Path) -> Job:
+    """The job of a cell with `s`, as the launcher would make it; its secret is in the run folder, `path`."""
     meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
-    write_secret(run_dir / "secret", new_secret())
+    folder = RunFolder(path)
+    write_secret(folder.secret, new_secret())
     return Job(
         cell=Cell("gpu-check", "check", s.strategy, s.model, s.dataset, s.gpus, 0),
         settings=s,
         data_dir=data_dir,
         data_shape=tuple(meta["shape"]),
         train_samples=meta["train_samples"],
-        run_dir=run_dir,
-        store_path=run_dir / "store",
+        folder=folder,
         n_nodes=1,
         workers_per_node=s.gpus,
         use_cuda=s.device == "cuda",
@@ -124,10 +125,10 @@ def set_up(job: Job, data: DeviceData | None = None) -> Trainee:
     groups = models.wrap_groups(s.model, model)
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
-    worker = Worker(s, 0, job.world_size, device, job.run_dir, groups)
+    worker = Worker(s, 0, job.world_size, device, job.folder, groups)
     strategy.setup(model, worker)
     torch.manual_seed(s.seed + 1)
-    log = PhaseLog(job.run_dir / "phases0.jsonl", 0, job.origin_s)
+    log = PhaseLog(job.folder.phases(0), 0, job.origin_s)
     return Trainee(strategy, data, worker, log)
 
 
@@ -153,7 +154,7 @@ def differ(before: list[torch.Tensor], one: list[torch.Tensor], other: list[torc
 def served_by_threads(job: Job) -> Iterator[None]:
     """The job's parameter servers, on threads of this process."""
     threads = [
-        threading.Thread(target=serve, args=(config, load_secret(job.run_dir / "secret")))
+        threading.Thread(target=serve, args=(config, load_secret(job.folder.secret)))
         for config in servers_of(job, 0)
     ]
     for thread in threads:
@@ -172,7 +173,7 @@ def served(job: Job) -> Iterator[None]:
     """
     configs = servers_of(job, 0)
     servers = [
-        Child(worker_process.serve_parameters, json.dumps(asdict(config)), str(job.run_dir))
+        Child(worker_process.serve_parameters, json.dumps(asdict(config)), str(job.folder.path))
         for config in configs
     ]
     try:

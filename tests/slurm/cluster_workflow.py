@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import psutil
 from cluster import SlurmCluster
 
+from launching import phase_logs
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 from tiny_study import Workflow, tiny_config
 
@@ -99,7 +101,7 @@ class ClusterWorkflow(Workflow):
     def training_worker(self, experiment: str) -> psutil.Process | None:
         """The last worker of the experiment's cell, once all of its workers train."""
         logs = self.folder / "results" / "tiny" / "logs" / experiment
-        phases = list(logs.rglob("phases*.jsonl"))
+        phases = phase_logs(logs)
         if not phases or any('"train"' not in p.read_text() for p in phases):
             return None
         workers = {}

@@ -24,6 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import settings
+from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import fake
 from stratbench.ps import client, device, flat
 from stratbench.ps.tickets import Ticket
@@ -211,7 +212,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         groups = models.wrap_groups(model, net)
         cls = Ddp if strategy == "ddp" else strategy_class(strategy)
         made = cls(cls.Options(**s.options))
-        worker = Worker(s, 0, workers, DEVICE, Path(), groups)
+        worker = Worker(s, 0, workers, DEVICE, RunFolder(Path()), groups)
         seen: dict[str, str] = {}
         layouts_of(net, seen)
         slowdown.measure_step_s(s, net, shape, CLASSES, DEVICE)  # what a factor refers to

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launching import settings
+from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
@@ -50,7 +51,7 @@ def set_up(cls: type[Collective], world: int, precision: str = "fp32", **options
     model = network()
     groups = [("convolution", [model[0]]), ("linear", [model[4]])]
     strategy = cls(cls.Options(**given))
-    strategy.setup(model, Worker(s, 0, world, torch.device("cpu"), Path(), groups))
+    strategy.setup(model, Worker(s, 0, world, torch.device("cpu"), RunFolder(Path()), groups))
     return strategy
 
 

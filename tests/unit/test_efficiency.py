@@ -12,9 +12,10 @@ import pytest
 
 from launching import settings
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.timeline import COLUMNS
 from stratbench.train import assemble, efficiency
-from stratbench.train.job import PROFILE_TRACE, Job
+from stratbench.train.job import Job
 
 RUN = {"samples_seen": 1000, "samples_applied": 1000, "train_time_s": 2.0}
 
@@ -23,8 +24,8 @@ def job(folder: Path, workers: int = 2, **changes: Any) -> Job:
     s = settings(gpus=workers, **changes)
     return Job(
         cell=Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0), settings=s,
-        data_dir=folder, data_shape=(1, 16, 16), train_samples=64, run_dir=folder,
-        store_path=folder / "store", n_nodes=1, workers_per_node=workers, use_cuda=False, threads=1,
+        data_dir=folder, data_shape=(1, 16, 16), train_samples=64, folder=RunFolder(folder),
+        n_nodes=1, workers_per_node=workers, use_cuda=False, threads=1,
         origin_unix_s=0.0, origin_s=0.0, time_limit_s=None,
     )  # fmt: skip
 
@@ -129,7 +130,7 @@ def test_the_wait_comes_out_of_the_exchange():
 
 def leave_samples(folder: Path, watts: dict[int, float]) -> None:
     """Samples of ten seconds; GPUs by index."""
-    with (folder / "samples0.csv").open("w", newline="") as file:
+    with RunFolder(folder).samples(0).open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for t in range(11):
@@ -146,7 +147,7 @@ def leave_phases(folder: Path, rank: int, *spans: tuple[float, float]) -> None:
         for t, event in zip(span, ("start", "end"), strict=True)
     ]
     lines.append({"t_s": 9, "rank": rank, "phase": "eval", "event": "start"})
-    (folder / f"phases{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    RunFolder(folder).phases(rank).write_text("".join(json.dumps(x) + "\n" for x in lines))
 
 
 def test_energy_of_the_cells_own_gpus_while_they_train(tmp_path):
@@ -178,12 +179,14 @@ def test_no_energy_where_samples_lack(tmp_path, sampled, end_s, gpu):
 
 
 def test_the_trace_is_named_where_it_is(tmp_path):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    one = replace(job(tmp_path), run_dir=run_dir)
+    folder = RunFolder.of_logs(tmp_path)
+    folder.create()
+    one = replace(job(tmp_path), folder=folder)
     assert efficiency.profile(one) is None
-    (run_dir / PROFILE_TRACE).touch()
-    assert efficiency.profile(one) == {"trace": f"run/{PROFILE_TRACE}", "note": None}
+    folder.profile_trace.touch()
+    found = efficiency.profile(one)
+    assert found["note"] is None
+    assert tmp_path / found["trace"] == folder.profile_trace
 
 
 # ---------------------------------------------------------------- samples that entered the weights

@@ -26,6 +26,7 @@ import pytest
 from launching import FOREVER, LIMIT_S, LaunchedCell, assert_gone, settings, train_one_epoch, until
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, assemble, launch, loop
 from stratbench.train.agent import End, ProcessEnd
@@ -41,7 +42,7 @@ def family(launched: LaunchedCell) -> list[psutil.Process]:
 
 def worker_pids(launched: LaunchedCell) -> dict[str, int]:
     """Process ids by name, as the launcher tells its sampler."""
-    lines = (launched.run_dir / "samples0.pids").read_text().split("\n")[:-1]
+    lines = launched.folder.pids(0).read_text().split("\n")[:-1]
     return {name: int(pid) for name, pid in (line.split() for line in lines)}
 
 
@@ -71,7 +72,7 @@ def test_a_cell_that_finishes(start_cell):
     assert [e["epoch"] for e in found["accuracy"]["per_epoch"]] == [1, 2]
     assert found["accuracy"]["final"] == found["accuracy"]["per_epoch"][-1]["accuracy"]
     assert found["provenance"]["device"] == "cpu"
-    assert (launched.run_dir / "rank0.log").read_text().count("epoch ") == 2
+    assert launched.folder.log("rank0").read_text().count("epoch ") == 2
     with launched.timeline.open() as f:
         rows = list(csv.DictReader(f))
     assert {row["id"] for row in rows if row["kind"] == "process"} == {"rank0", "rank1"}
@@ -119,7 +120,7 @@ def test_a_straggler_slows_every_step(start_cell):
     )
     code, output = launched.finish()
     assert code == 0, output
-    ranks = [json.loads((launched.run_dir / f"rank{r}.json").read_text()) for r in (0, 1)]
+    ranks = [launched.folder.read_worker(r) for r in (0, 1)]
     done = ranks[1]["strategy"]["details"]["slowdown"]
     assert "slowdown" not in ranks[0]["strategy"]["details"]
     assert done["factor"] == done["mean_factor"] == 3
@@ -210,8 +211,9 @@ def test_a_killed_worker(start_cell):
     assert evidence["cell"] == launched.cell.as_dict()
     assert evidence["reason"].startswith("rank1: killed by SIGKILL")
     assert "rank1: killed by SIGKILL" in evidence["processes"]
-    log = (launched.run_dir / "rank0.log").read_text()
-    assert evidence["logs"]["rank0.log"] == log.splitlines()[-20:]
+    path = launched.folder.log("rank0")
+    log = path.read_text()
+    assert evidence["logs"][path.name] == log.splitlines()[-20:]
     assert str(launched.cell) in output
     assert "rank1: killed by SIGKILL" in output
     assert log.splitlines()[-1] in output
@@ -221,7 +223,7 @@ def test_a_killed_worker(start_cell):
 @pytest.mark.parametrize("strategy", ["ps-sync", "ps-async"])
 def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, strategy):
     launched = start_cell(settings(strategy, epochs=FOREVER))
-    pids = launched.run_dir / "samples0.pids"
+    pids = launched.folder.pids(0)
     until(lambda: pids.exists() and "rank1 " in pids.read_text())
     psutil.Process(worker_pids(launched)["rank1"]).kill()
     code, output = launched.finish()  # the servers would wait 600 s
@@ -239,7 +241,7 @@ def test_a_worker_that_raises(start_cell):
     assert not launched.record.exists()
     evidence = json.loads((launched.logs / "failure.json").read_text())
     assert "no-such-model" in evidence["reason"]
-    assert "Traceback" in "\n".join(evidence["logs"]["rank1.log"])
+    assert "Traceback" in "\n".join(evidence["logs"][launched.folder.log("rank1").name])
     assert "rank0: exit code 1" in output
 
 
@@ -353,7 +355,7 @@ def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(st
 @pytest.mark.slow
 def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell):
     first = start_cell(settings("ps-async"))
-    until(lambda: (first.run_dir / "secret").exists())
+    until(lambda: first.folder.secret.exists())
     second = start_cell(settings("ps-async"))
     code, output = second.finish()
     assert code == 0, output
@@ -362,7 +364,7 @@ def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cel
     code, output = first.finish()
     assert code == 0, output
     assert record.read(first.record)["status"] == "ok"
-    assert not (first.run_dir / "secret").exists()
+    assert not first.folder.secret.exists()
 
 
 @pytest.mark.slow
@@ -383,11 +385,11 @@ def test_results_and_evidence_of_an_earlier_run_are_removed_first(start_cell):
     launched.finish()
     launched.record.parent.mkdir(parents=True, exist_ok=True)
     launched.record.write_text("old")
-    (launched.run_dir / "rank0.json").write_text("old")
+    launched.folder.write_worker(0, {"status": "old"})
     again = start_cell(settings("ddp", device="cuda"))
     again.finish()
     assert not launched.record.exists()
-    assert not (launched.run_dir / "rank0.json").exists()
+    assert launched.folder.read_worker(0) is None
 
 
 # ---------------------------------------------------------------- signals
@@ -447,11 +449,11 @@ def job_with(
     s = settings(gpus=len(workers))
     for rank, content in enumerate(workers):
         if content is not None:
-            (folder / f"rank{rank}.json").write_text(json.dumps(content))
+            RunFolder(folder).write_worker(rank, content)
     cell = Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0)
     return Job(
         cell=cell, settings=s, data_dir=folder, data_shape=(1, 16, 16), train_samples=64,
-        run_dir=folder, store_path=folder / "store", n_nodes=1, workers_per_node=s.gpus,
+        folder=RunFolder(folder), n_nodes=1, workers_per_node=s.gpus,
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=origin_s,
         time_limit_s=time_limit_s,
     )  # fmt: skip
@@ -530,7 +532,7 @@ class FakeProcess:
 
 def joined(folder: Path, rank: int) -> None:
     """Worker `rank` has connected to its servers."""
-    log = PhaseLog(folder / f"phases{rank}.jsonl", rank, time.monotonic())
+    log = PhaseLog(RunFolder(folder).phases(rank), rank, time.monotonic())
     for event in ("start", "end"):
         log.write("build", event)
     log.close()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from launching import settings
+from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.single import Single
@@ -46,9 +47,10 @@ def single(model: torch.nn.Module, **changes) -> tuple[Single, Worker]:
     return strategy, worker
 
 
-def train(strategy: Single, worker: Worker, data: DeviceData, folder) -> loop.Result:
-    log = PhaseLog(folder / "phases0.jsonl", 0, 0.0)
-    phases, progress = Phases("cpu", log), loop.Progress(folder / "progress.jsonl")
+def train(strategy: Single, worker: Worker, data: DeviceData, path: Path) -> loop.Result:
+    folder = RunFolder(path)
+    log = PhaseLog(folder.phases(0), 0, 0.0)
+    phases, progress = Phases("cpu", log), loop.Progress(folder)
     memory = MemoryMeter(torch.device("cpu"))
     return loop.train(strategy, data, worker, phases, log, memory, progress)
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.ps.averaging import SyncPolicy
 from stratbench.ps.handshake import new_secret, write_secret
@@ -107,7 +108,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     model = network(batchnorm)
     if name.startswith("fp16"):
         s, model, x = replace(s, precision="fp16"), model.float(), x.float()
-    strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), folder, []))
+    strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), RunFolder(folder), []))
     saved = strategy.save()
     strategy.step(x[:4], y[:4])  # a warm-up, which must leave no trace
     strategy.restore(saved)
@@ -155,7 +156,7 @@ def server_process(config_json: str, policy: str, folder: Path) -> None:
     from stratbench.ps.handshake import load_secret
 
     config = replace(ServerConfig(**json.loads(config_json)), policy=policy)
-    serve(config, load_secret(folder / "secret"), mutant_or_real)
+    serve(config, load_secret(RunFolder(folder).secret), mutant_or_real)
 
 
 def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
@@ -169,11 +170,9 @@ def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
         own.mkdir()
         if strategy_class(base).kind != "server":
             continue
-        write_secret(own / "secret", new_secret())
+        write_secret(RunFolder(own).secret, new_secret())
         policy = "summed" if name == "summed" else base
-        [config] = server_configs(
-            settings(base, world), STEPS * GLOBAL_BATCH, own, None, own / "snapshots"
-        )
+        [config] = server_configs(settings(base, world), STEPS * GLOBAL_BATCH, RunFolder(own), None)
         arguments = (json.dumps(config.__dict__), policy, own)
         processes.append(context.Process(target=server_process, args=arguments))
     processes += [
@@ -298,15 +297,15 @@ def launch(folder: Path, strategy: str, gpus: int, epochs: int, **changes: Any):
     process = subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    return process, record, logs / "run"
+    return process, record, RunFolder.of_logs(logs)
 
 
-def pid_of(run_dir: Path, name: str, timeout_s: float = 90) -> int:
+def pid_of(folder: RunFolder, name: str, timeout_s: float = 90) -> int:
     """The process `name` of the cell, once all its workers train."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        phases = list(run_dir.glob("phases*.jsonl"))
-        pids = run_dir / "samples0.pids"
+        phases = folder.phase_logs()
+        pids = folder.pids(0)
         if phases and all('"train"' in p.read_text() for p in phases) and pids.exists():
             found = dict(line.rsplit(" ", 1) for line in pids.read_text().splitlines())
             if len(phases) == sum(n.startswith("rank") for n in found):
@@ -324,8 +323,8 @@ def scratch(monkeypatch):
 
 
 def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, scratch):
-    process, record, run_dir = launch(tmp_path, "ps-async", 3, epochs=40)
-    os.kill(pid_of(run_dir, "rank1"), signal.SIGKILL)
+    process, record, folder = launch(tmp_path, "ps-async", 3, epochs=40)
+    os.kill(pid_of(folder, "rank1"), signal.SIGKILL)
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     found = json.loads(record.read_text())
@@ -334,15 +333,15 @@ def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, scra
     assert [entry["worker"] for entry in server["lost"]] == [1]
     assert server["tickets_settled"] == 40 * 8 * 3
     assert len(found["accuracy"]["per_epoch"]) == 40
-    assert not list(run_dir.glob("secret")), "the job's secret is removed"
+    assert not folder.secret.exists(), "the job's secret is removed"
     left = [*tmp_path.rglob("epoch*"), *scratch.rglob("epoch*")]
     assert not left, "evaluated snapshots are removed"
 
 
 def test_a_killed_worker_ends_a_synchronous_cell_with_its_name(tmp_path):
-    process, record, run_dir = launch(tmp_path, "ps-sync", 2, epochs=400)
-    others = [pid_of(run_dir, "rank0"), pid_of(run_dir, "server0")]
-    os.kill(pid_of(run_dir, "rank1"), signal.SIGKILL)
+    process, record, folder = launch(tmp_path, "ps-sync", 2, epochs=400)
+    others = [pid_of(folder, "rank0"), pid_of(folder, "server0")]
+    os.kill(pid_of(folder, "rank1"), signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "worker 1 was lost" in output
@@ -370,8 +369,8 @@ def test_a_full_disk_fails_the_cell_with_that_reason(tmp_path, scratch):
 
 
 def test_a_killed_server_ends_the_cell_with_an_error(tmp_path):
-    process, record, run_dir = launch(tmp_path, "ps-async", 2, epochs=400)
-    os.kill(pid_of(run_dir, "server0"), signal.SIGKILL)
+    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=400)
+    os.kill(pid_of(folder, "server0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "server0: killed by SIGKILL" in output
@@ -379,8 +378,8 @@ def test_a_killed_server_ends_the_cell_with_an_error(tmp_path):
 
 
 def test_a_stopped_worker_is_given_up_and_ended(tmp_path):
-    process, record, run_dir = launch(tmp_path, "ps-async", 2, epochs=60)
-    stopped = pid_of(run_dir, "rank1")
+    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=60)
+    stopped = pid_of(folder, "rank1")
     os.kill(stopped, signal.SIGSTOP)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output

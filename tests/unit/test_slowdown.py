@@ -15,6 +15,7 @@ from ps_harness import Served
 from torch import nn
 
 from launching import settings
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.strategies import REGISTRY, slowdown, strategy_class
@@ -68,20 +69,21 @@ def slowed(name: str, **changes: Any) -> Settings:
     return settings(name, gpus=1, per_worker_batch=16, slowdown=block, **changes)
 
 
-def train(s: Settings, model: nn.Module, data: DeviceData, folder: Path) -> loop.Result:
+def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.Result:
     """What a worker process does, on its own; then a few steps as for a profile."""
+    folder = RunFolder(path)
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
     server = None
     if strategy.kind == "server":
         secret = new_secret()
-        write_secret(folder / "secret", secret)
-        [config] = server_configs(s, data.train_samples, folder, None, folder / "snapshots")
+        write_secret(folder.secret, secret)
+        [config] = server_configs(s, data.train_samples, folder, None)
         server = Served(config, secret)
     slow = Slowdown.of(s, 0, model, SHAPE, 3, CPU)
     worker = Worker(s, 0, 1, CPU, folder, [], slow.wait)
     strategy.setup(model, worker)
-    log = PhaseLog(folder / "phases0.jsonl", 0, 0.0)
+    log = PhaseLog(folder.phases(0), 0, 0.0)
     run = loop.train if server is None else loop.train_with_server
     result = run(
         strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
@@ -132,7 +133,7 @@ def set_up(
         model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
         groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
     strategy = cls(cls.Options(**s.options))
-    strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), Path(), groups))
+    strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), RunFolder(Path()), groups))
     return strategy
 
 

@@ -56,7 +56,7 @@ def samples(path: Path, kind: str) -> list[dict]:
 def test_it_sees_a_process_burn_cpu_and_takes_a_last_sample(tmp_path):
     out = tmp_path / "samples.csv"
     origin_s = time.monotonic() - 50
-    sampler = Sampler(out, origin_s, period_s=0.1)
+    sampler = Sampler(out, out.with_suffix(".pids"), origin_s, period_s=0.1)
     with burning() as child:
         sampler.watch("rank0", child.pid)
         wait_for(lambda: len(samples(out, "process")) >= 12)
@@ -87,7 +87,7 @@ def test_it_sees_a_process_burn_cpu_and_takes_a_last_sample(tmp_path):
 
 def test_it_is_light(tmp_path):
     out = tmp_path / "samples.csv"
-    sampler = Sampler(out, time.time(), period_s=0.1)
+    sampler = Sampler(out, out.with_suffix(".pids"), time.time(), period_s=0.1)
     try:
         wait_for(lambda: samples(out, "host"))
         process = psutil.Process(sampler.pid)
@@ -102,7 +102,7 @@ def test_it_is_light(tmp_path):
 
 def test_sigterm_leaves_whole_rows_and_the_last_sample(tmp_path):
     out = tmp_path / "samples.csv"
-    sampler = Sampler(out, time.time(), period_s=30)
+    sampler = Sampler(out, out.with_suffix(".pids"), time.time(), period_s=30)
     wait_for(lambda: samples(out, "host"))
     time.sleep(0.3)
     begun_s = time.monotonic()
@@ -120,7 +120,7 @@ def processes(path: Path) -> list[str]:
 
 def test_a_process_is_sampled_when_it_is_named_and_not_at_the_next_period_only(tmp_path):
     out = tmp_path / "samples.csv"
-    sampler = Sampler(out, time.time(), period_s=30)
+    sampler = Sampler(out, out.with_suffix(".pids"), time.time(), period_s=30)
     try:
         wait_for(lambda: samples(out, "host"))
         sampler.watch("rank0", os.getpid())
@@ -133,8 +133,8 @@ def test_a_process_is_sampled_when_it_is_named_and_not_at_the_next_period_only(t
 
 def test_naming_processes_does_not_disturb_a_sampler_that_is_starting(tmp_path):
     for i in range(5):
-        out = tmp_path / f"samples{i}.csv"
-        sampler = Sampler(out, time.time(), period_s=30)
+        out = tmp_path / f"out{i}.csv"
+        sampler = Sampler(out, out.with_suffix(".pids"), time.time(), period_s=30)
         for rank in range(3):
             sampler.watch(f"rank{rank}", os.getpid())
         wait_for(lambda out=out: set(processes(out)) == {"rank0", "rank1", "rank2"})
@@ -143,7 +143,7 @@ def test_naming_processes_does_not_disturb_a_sampler_that_is_starting(tmp_path):
 
 def test_a_killed_sampler_leaves_what_it_had_and_stop_says_so(tmp_path):
     out = tmp_path / "samples.csv"
-    sampler = Sampler(out, time.time(), period_s=0.05)
+    sampler = Sampler(out, out.with_suffix(".pids"), time.time(), period_s=0.05)
     wait_for(lambda: len(samples(out, "host")) >= 3)
     os.kill(sampler.pid, signal.SIGKILL)
     assert sampler.stop() is False
@@ -154,7 +154,8 @@ def test_it_ends_when_its_launcher_is_killed(tmp_path):
     out = tmp_path / "samples.csv"
     program = (
         "import time; from stratbench.telemetry.sampler import Sampler;"
-        f"s = Sampler({str(out)!r}, time.time(), 0.1); print(s.pid, flush=True); time.sleep(60)"
+        f"s = Sampler({str(out)!r}, {str(out) + '.pids'!r}, time.time(), 0.1);"
+        "print(s.pid, flush=True); time.sleep(60)"
     )
     root = Path(sampler_module.__file__).parents[2]
     launcher = subprocess.Popen(
@@ -170,7 +171,7 @@ def test_it_ends_when_its_launcher_is_killed(tmp_path):
 
 def test_a_sampler_that_cannot_start_fails_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sampler_module.sys, "executable", str(tmp_path / "no-python"))
-    sampler = Sampler(tmp_path / "samples.csv", time.time())
+    sampler = Sampler(tmp_path / "samples.csv", tmp_path / "pids", time.time())
     sampler.watch("rank0", os.getpid())
     assert sampler.pid is None
     assert sampler.stop() is False
@@ -273,7 +274,7 @@ def test_it_keeps_off_the_cores_of_the_watched(tmp_path):
     if len(cores) < 2:
         pytest.skip("one core only")
     out = tmp_path / "samples.csv"
-    sampler = Sampler(out, time.time(), period_s=0.05)
+    sampler = Sampler(out, out.with_suffix(".pids"), time.time(), period_s=0.05)
     try:
         with burning() as child:
             os.sched_setaffinity(child.pid, cores[:1])

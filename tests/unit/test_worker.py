@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from launching import WORKFLOW, settings
 from stratbench.cell import record
+from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Worker, effective_dtypes
 from stratbench.train import forkserver, worker
 from stratbench.train.worker import is_out_of_memory
@@ -122,7 +123,9 @@ def test_a_broken_gpu_is_not_a_full_one(monkeypatch):
 def test_tf32_is_said_only_where_it_is_used(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 0) if capability else torch.device("cpu")
-    found = effective_dtypes(Worker(settings(precision="tf32"), 0, 1, device, Path(), []))
+    found = effective_dtypes(
+        Worker(settings(precision="tf32"), 0, 1, device, RunFolder(Path()), [])
+    )
     assert found == {"weights_dtype": "float32", "compute_dtype": expected}
 
 
@@ -136,7 +139,7 @@ def test_the_group_is_connected_when_it_has_been_joined(monkeypatch, tmp_path, d
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(torch, "zeros", zeros)
-    job = mock.Mock(n_nodes=1, world_size=1, store_path=tmp_path / "store")
+    job = mock.Mock(n_nodes=1, world_size=1, folder=RunFolder(tmp_path))
     worker.join_group(job, 0, device)
     assert init.call_args.args == ("nccl" if device.type == "cuda" else "gloo",)
     assert init.call_args.kwargs["device_id"] == (device if device.type == "cuda" else None)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from tiny_study import tiny_config
 
-from launching import assert_gone
+from launching import assert_gone, phase_logs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,7 +47,7 @@ def text_of(path: Path) -> str:
 
 def training_workers(folder: Path) -> list[psutil.Process] | None:
     """The worker processes of the long cell, once both train."""
-    phases = list(folder.glob("results/tiny/logs/second/ddp/**/run/phases*.jsonl"))
+    phases = phase_logs(folder / "results/tiny/logs/second/ddp")
     if len(phases) < 2 or any('"train"' not in p.read_text() for p in phases):
         return None
     workers = [child for server in fork_servers(folder) for child in server.children()]

@@ -74,11 +74,11 @@ _main, _run = main, run
 
 def main(job_json, *ranks):
     job = Job.from_json(job_json)
-    witness.started(job.run_dir.parent, job.origin_s)
+    witness.started(job.folder.logs, job.origin_s)
     _main(job_json, *ranks)
 
 def run(job, *ranks):
-    witness.wait(job.run_dir.parent)
+    witness.wait(job.folder.logs)
     return _run(job, *ranks)
 """
 IN_RECORD = """

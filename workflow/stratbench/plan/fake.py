@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.plan.request import Request
 from stratbench.plan.trace import Trace
@@ -66,7 +67,7 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
             rank=0,
             world_size=request.world_size,
             device=device,
-            work_dir=Path(),
+            folder=RunFolder(Path()),
             wrap_groups=models.wrap_groups(request.model, model),
             mark=lambda ended: _mark(trace, model, ended),
         )

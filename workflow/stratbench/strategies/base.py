@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
 
 
@@ -90,7 +90,7 @@ class Worker:
     rank: int
     world_size: int
     device: torch.device
-    work_dir: Path
+    folder: RunFolder
     #: The model's sharding groups in forward order: (label, modules).
     wrap_groups: list[tuple[str, list[nn.Module]]]
     #: Called between forward and backward; sleeps when the study slows this worker.

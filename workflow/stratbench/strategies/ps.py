@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, field, fields, make_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.ps.config import ServerConfig
@@ -19,6 +18,7 @@ from stratbench.strategies import base
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
     from stratbench.ps.tickets import Ticket
 
@@ -67,7 +67,7 @@ def policy_options(policy: str, options: dict[str, Any]) -> PolicyOptions:
 
 
 def server_configs(
-    s: Settings, train_samples: int, run_dir: Path, host: str | None, snapshot_dir: Path
+    s: Settings, train_samples: int, folder: RunFolder, host: str | None
 ) -> list[ServerConfig]:
     """What each server process of a cell is told.
 
@@ -78,7 +78,7 @@ def server_configs(
     own = policy_options(policy, s.options)
     return [
         ServerConfig(
-            rendezvous=str(run_dir / "server"),
+            rendezvous=str(folder.rendezvous),
             workers=s.gpus,
             epochs=s.epochs,
             steps_per_epoch=train_samples // s.global_batch,
@@ -95,8 +95,8 @@ def server_configs(
             n_servers=s.options["servers"],
             bind="127.0.0.1" if host is None else "0.0.0.0",
             advertise=host,
-            snapshot_dir=str(snapshot_dir),
-            stats_path=str(run_dir / f"server{k}.json"),
+            snapshot_dir=str(folder.snapshots),
+            stats_path=str(folder.server_statistics(k)),
         )
         for k in range(s.options["servers"])
     ]
@@ -150,10 +150,10 @@ class ParameterServer(base.Strategy):
         self.flat = FlatSpace(model, shared=transport != "tcp")
         self.scale = LossScale() if s.precision == "fp16" else None
         self.channel = Channel.connect(
-            worker.work_dir / "server",
+            worker.folder.rendezvous,
             worker.rank,
             self.flat,
-            load_secret(worker.work_dir / "secret"),
+            load_secret(worker.folder.secret),
             transport=transport,
             wire=s.options["wire"],
             deadline_s=300.0,

@@ -45,18 +45,21 @@ class Sampler:
     def __init__(
         self,
         out: str | os.PathLike[str],
+        pids: str | os.PathLike[str],
         origin_s: float,
         period_s: float = 0.5,
     ) -> None:
-        """Start sampling into `out`; `origin_s` is the `time.monotonic()` that t_s counts from."""
-        self.out = Path(out)
-        self._pids_file = self.out.with_suffix(".pids")
+        """Start sampling into `out`; `origin_s` is the `time.monotonic()` that t_s counts from.
+
+        `pids`: a file to list the watched processes in, until `stop`.
+        """
+        self._pids_file = Path(pids)
         self._pids_file.write_text("", encoding="utf-8")
         package_root = str(Path(__file__).resolve().parents[2])
         search_path = [package_root, os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
         command = [sys.executable, "-m", "stratbench.telemetry.sampler"]
-        command += ["--out", os.fspath(self.out), "--pids-file", os.fspath(self._pids_file)]
+        command += ["--out", os.fspath(out), "--pids-file", os.fspath(self._pids_file)]
         command += ["--period-s", str(period_s), "--origin-s", repr(origin_s)]
         command += ["--parent-pid", str(os.getpid())]
         # A session of its own: a signal to the cell's process group must not reach it, or the

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stratbench.cell.run_folder import rank_of
+
 # Columns of a sample file. `kind` is host, process or gpu; `id` is the node's name, the label
 # the launcher gave the process (rank0, server1), or the GPU's index.
 COLUMNS = (
@@ -227,8 +229,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rank_of(row: dict[str, Any]) -> int | None:
-    number = row["id"].removeprefix("rank")
-    return int(number) if row["kind"] == "process" and number.isdecimal() else None
+    return rank_of(row["id"]) if row["kind"] == "process" else None
 
 
 def _phase_at(intervals: list[Interval], t_s: float) -> str:

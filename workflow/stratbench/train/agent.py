@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
 from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.telemetry.timeline import read_phases
@@ -78,18 +78,20 @@ def run_node(job: Job, node: int) -> End:
     with fork_server(job.threads, may_share=not job.use_cuda) as path:
         text = job.to_json()
         servers = [
-            Process(path, f"server{c.server}", "server", json.dumps(asdict(c)), str(job.run_dir))
+            Process(
+                path, server_name(c.server), "server", json.dumps(asdict(c)), str(job.folder.path)
+            )
             for c in servers_of(job, node)
         ]
         workers = [
-            Process(path, f"rank{rank}", "worker", text, rank, local_rank)
+            Process(path, worker_name(rank), "worker", text, rank, local_rank)
             for local_rank, rank in enumerate(job.ranks_of(node))
         ]
         processes = [*servers, *workers]
-        sampler = Sampler(job.run_dir / f"samples{node}.csv", job.origin_s)
+        sampler = Sampler(job.folder.samples(node), job.folder.pids(node), job.origin_s)
         try:
             # While nothing trains yet: a server of this cell's own is importing PyTorch meanwhile.
-            write_atomic(job.run_dir / f"busy{node}.json", json.dumps(busy_check()))
+            job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
                 sampler.watch(p.name, p.pid)
@@ -106,7 +108,7 @@ def servers_of(job: Job, node: int) -> list[ServerConfig]:
     from stratbench.strategies.ps import server_configs
 
     host = socket.gethostname() if job.n_nodes > 1 else None
-    configs = server_configs(job.settings, job.train_samples, job.run_dir, host, job.snapshot_dir)
+    configs = server_configs(job.settings, job.train_samples, job.folder, host)
     return [c for c in configs if c.server % job.n_nodes == node]
 
 
@@ -157,23 +159,23 @@ def stuck(
     if not job.has_servers:
         return any(code != 0 for code in ended.values())
     failed = {p.name for p in (*servers, *workers) if ended.get(p.name) not in (0, None)}
-    if any(p.name in failed for p in servers) or any(not joined(job, name) for name in failed):
+    if any(p.name in failed for p in servers) or any(
+        not joined(job, rank_of(name)) for name in failed
+    ):
         return True
     return job.n_nodes == 1 and all(p.name in ended for p in workers)
 
 
-def joined(job: Job, worker: str) -> bool:
+def joined(job: Job, rank: int) -> bool:
     """Whether the servers knew a worker that has ended; for one that they do not, they wait."""
-    log = job.run_dir / f"phases{worker.removeprefix('rank')}.jsonl"
-    return any(p.phase == "build" and math.isfinite(p.end_s) for p in read_phases([log]))
+    phases = read_phases([job.folder.phases(rank)])
+    return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)
 
 
 def lost_workers(job: Job) -> set[str]:
     """Names of the workers that server 0, now at its end, had given up."""
-    path = job.run_dir / "server0.json"
-    if not job.has_servers or not path.exists():
-        return set()
-    return {f"rank{w['worker']}" for w in json.loads(path.read_text(encoding="utf-8"))["lost"]}
+    server = job.folder.read_server(0) if job.has_servers else None
+    return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
 
 def _ends(processes: list[Process], ended: dict[str, int]) -> list[ProcessEnd]:
@@ -234,7 +236,8 @@ def main() -> None:
     # A worker lost to a parameter server ends nobody else's node; one that it never had does.
     failed = [p.name for p in end.processes if p.exit_code != 0]
     if job.has_servers:
-        failed = [name for name in failed if "server" in name or not joined(job, name)]
+        ranks = {name: rank_of(name) for name in failed}
+        failed = [name for name, rank in ranks.items() if rank is None or not joined(job, rank)]
     sys.exit(1 if end.timed_out or failed else 0)
 
 

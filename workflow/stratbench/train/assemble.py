@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -40,7 +39,7 @@ def classify(job: Job, end: End) -> Outcome:
     """
     if job.has_servers:
         return classify_served(job, end)
-    workers = worker_files(job)
+    workers = job.folder.read_workers(job.world_size)
     by_status = {
         status: [w for w in workers.values() if w["status"] == status]
         for status in ("oom", "error", "diverged")
@@ -69,7 +68,7 @@ def classify(job: Job, end: End) -> Outcome:
 
 def classify_served(job: Job, end: End) -> Outcome:
     """The same for a cell with parameter servers, which decide whether a lost worker matters."""
-    workers = worker_files(job)
+    workers = job.folder.read_workers(job.world_size)
     servers = server_files(job)
     for status in ("oom", "diverged"):
         found = next((w for w in workers.values() if w["status"] == status), None)
@@ -82,7 +81,7 @@ def classify_served(job: Job, end: End) -> Outcome:
         return Outcome("error", lost)
     # Without one that they never had, the servers begin nothing.
     for rank, worker in workers.items():
-        if worker["status"] == "error" and not joined(job, f"rank{rank}"):
+        if worker["status"] == "error" and not joined(job, rank):
             return Outcome("error", worker["reason"])
     if end.timed_out:
         return Outcome("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
@@ -97,20 +96,7 @@ def classify_served(job: Job, end: End) -> Outcome:
 
 def server_files(job: Job) -> list[dict[str, Any]]:
     """The statistics of the parameter servers that reached their end; empty for a collective."""
-    if not job.has_servers:
-        return []
-    paths = (job.run_dir / f"server{k}.json" for k in range(job.settings.options["servers"]))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
-
-
-def worker_files(job: Job) -> dict[int, dict[str, Any]]:
-    """What each rank wrote, by rank; ranks that wrote nothing are absent."""
-    found = {}
-    for rank in range(job.world_size):
-        path = job.run_dir / f"rank{rank}.json"
-        if path.exists():
-            found[rank] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return job.folder.read_servers(job.settings.options["servers"]) if job.has_servers else []
 
 
 def host_out_of_memory(end: End) -> bool:
@@ -143,7 +129,7 @@ OOM_KILLS_AT_START = oom_kills()
 def record(job: Job, outcome: Outcome) -> Record:
     """The record of a cell that ended with a result."""
     s = job.settings
-    whole = [w for w in worker_files(job).values() if "phases_s" in w]
+    whole = [w for w in job.folder.read_workers(job.world_size).values() if "phases_s" in w]
     servers = server_files(job)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
@@ -154,7 +140,7 @@ def record(job: Job, outcome: Outcome) -> Record:
     if finished:
         run = served_run(whole, servers, samples_per_step) if servers else collective_run(whole)
     train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
-    per_epoch = run.get("per_epoch") or progress(job)
+    per_epoch = run.get("per_epoch") or job.folder.read_epochs()
     accuracies = [e["accuracy"] for e in per_epoch]
     reported = first.get("strategy", {})
     communication = efficiency.communication(whole, servers, run)
@@ -293,15 +279,6 @@ def applied_pushes(servers: list[dict[str, Any]]) -> float:
     return sum(shards) / len(shards)
 
 
-def progress(job: Job) -> list[dict[str, Any]]:
-    """The epochs that rank 0 finished before it was ended."""
-    path = job.run_dir / "progress.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be half written
-    return [json.loads(line) for line in lines]
-
-
 def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
     """What can be said of a model that no worker lived to describe."""
     return {
@@ -360,10 +337,6 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def provenance(job: Job) -> dict[str, Any]:
     """What the launcher knows about the run."""
-    busy = {
-        path.stem.removeprefix("busy"): json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(job.run_dir.glob("busy*.json"))
-    }
     return {
         "stratbench": __version__,
         "git": git_state(REPOSITORY),
@@ -373,7 +346,7 @@ def provenance(job: Job) -> dict[str, Any]:
         "workers_per_node": job.workers_per_node,
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
-        "busy_at_start": busy,
+        "busy_at_start": job.folder.read_busy(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
 
@@ -381,6 +354,4 @@ def provenance(job: Job) -> dict[str, Any]:
 def timeline(job: Job, out: Path) -> None:
     """Samples of all nodes with the phases of the ranks, as one CSV file."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    merge_timeline(
-        sorted(job.run_dir.glob("samples*.csv")), sorted(job.run_dir.glob("phases*.jsonl")), out
-    )
+    merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), out)

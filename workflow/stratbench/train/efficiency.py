@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.telemetry.hardware import peak_of
 from stratbench.telemetry.timeline import energy_within, read_phases
-from stratbench.train.job import PROFILE_TRACE, Job
+from stratbench.train.job import Job
 
 #: Operations of a training step in those of its forward: backward computes two gradients.
 TRAINING_FLOPS = 3
@@ -108,11 +108,11 @@ def energy(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict
         index = w["provenance"].get("gpu", {}).get("index")
         if index is None:
             return None
-        log = job.run_dir / f"phases{w['rank']}.jsonl"
+        log = job.folder.phases(w["rank"])
         intervals[w["provenance"]["host"]["name"], str(index)] = [
             (i.start_s, i.end_s) for i in read_phases([log]) if i.phase == "train"
         ]
-    joules = energy_within(sorted(job.run_dir.glob("samples*.csv")), intervals)
+    joules = energy_within(job.folder.sample_files(), intervals)
     if joules is None:
         return None
     return {"train_joules": joules, "joules_per_sample": joules / run["samples_applied"]}
@@ -120,7 +120,8 @@ def energy(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict
 
 def profile(job: Job) -> dict[str, Any] | None:
     """Where the profiler's trace is, below the cell's log folder; None where there is none."""
-    if not (job.run_dir / PROFILE_TRACE).exists():
+    trace = job.folder.profile_trace
+    if not trace.exists():
         return None
     note = "the servers had ended: the exchange with them is not in it" if job.has_servers else None
-    return {"trace": f"{job.run_dir.name}/{PROFILE_TRACE}", "note": note}
+    return {"trace": str(trace.relative_to(job.folder.logs)), "note": note}

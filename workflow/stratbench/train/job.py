@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 
-#: The profiler's trace in a cell's run folder (`profile: true`).
-PROFILE_TRACE = "profile.json.gz"
 #: How long SLURM may take to start the agents of a job on its nodes, in seconds.
 LONGEST_CALL_S = 60.0
 
@@ -22,9 +21,9 @@ LONGEST_CALL_S = 60.0
 class Job:
     """One cell's run.
 
-    Paths are absolute; `run_dir` is seen by all nodes, `store_path` by one. The timeline and the time
-    limit count from the origin: `origin_unix_s` is its date, `origin_s` the value that this node's
-    monotonic clock had then. What is measured goes by the latter, since a date may be set anew.
+    Paths are absolute. The timeline and the time limit count from the origin: `origin_unix_s` is its
+    date, `origin_s` the value that this node's monotonic clock had then. What is measured goes by
+    the latter, since a date may be set anew.
     """
 
     cell: Cell
@@ -32,8 +31,7 @@ class Job:
     data_dir: Path
     data_shape: tuple[int, int, int]
     train_samples: int
-    run_dir: Path
-    store_path: Path
+    folder: RunFolder
     n_nodes: int
     workers_per_node: int
     use_cuda: bool
@@ -67,11 +65,6 @@ class Job:
         return strategy_class(self.settings.strategy).kind == "server"
 
     @property
-    def snapshot_dir(self) -> Path:
-        """Where servers keep an epoch's state until it is evaluated: on this node, if it is the only one."""
-        return (self.store_path.parent if self.n_nodes == 1 else self.run_dir) / "snapshots"
-
-    @property
     def world_size(self) -> int:
         return self.cell.gpus
 
@@ -81,10 +74,7 @@ class Job:
         return range(first, min(first + self.workers_per_node, self.world_size))
 
     def to_json(self) -> str:
-        fields: dict[str, Any] = asdict(self)
-        for key in ("data_dir", "run_dir", "store_path"):
-            fields[key] = str(fields[key])
-        return json.dumps(fields)
+        return json.dumps(asdict(self), default=os.fspath)
 
     @classmethod
     def from_json(cls, text: str) -> Job:
@@ -92,6 +82,7 @@ class Job:
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])
         fields["data_shape"] = tuple(fields["data_shape"])
-        for key in ("data_dir", "run_dir", "store_path"):
-            fields[key] = Path(fields[key])
+        fields["data_dir"] = Path(fields["data_dir"])
+        paths = fields["folder"]
+        fields["folder"] = RunFolder(**{key: path and Path(path) for key, path in paths.items()})
         return cls(**fields)

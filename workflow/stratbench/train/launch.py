@@ -24,6 +24,7 @@ from pathlib import Path
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import write_atomic
+from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.train import agent, assemble, devices
@@ -77,10 +78,8 @@ def train(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
         )
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
-    run_dir = args.logs / "run"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
-    with job_of(args, cell, settings, run_dir.resolve()) as job:
+    RunFolder.of_logs(args.logs).create()
+    with job_of(args, cell, settings) as job:
         end = launch(job, args.cpus_per_node)
     outcome = assemble.classify(job, end)
     if outcome.status == "error":
@@ -115,9 +114,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 @contextmanager
-def job_of(
-    args: argparse.Namespace, cell: Cell, settings: Settings, run_dir: Path
-) -> Iterator[Job]:
+def job_of(args: argparse.Namespace, cell: Cell, settings: Settings) -> Iterator[Job]:
     """The job, holding the node's GPUs for it; the clock of the time limit starts with it."""
     meta = prepared.verified_meta(args.data)
     gpus = devices.visible_gpus()
@@ -135,8 +132,7 @@ def job_of(
             data_dir=args.data.resolve(),
             data_shape=tuple(meta["shape"]),
             train_samples=meta["train_samples"],
-            run_dir=run_dir,
-            store_path=local / "store",
+            folder=RunFolder.of_logs(args.logs, local if args.nodes == 1 else None),
             n_nodes=args.nodes,
             workers_per_node=per_node,
             use_cuda=cuda,
@@ -149,20 +145,18 @@ def job_of(
 
 def launch(job: Job, cpus_per_node: int) -> agent.End:
     """Run the job's processes on all its nodes."""
-    secret = job.run_dir / "secret"
     if job.has_servers:
-        write_secret(secret, new_secret())
+        write_secret(job.folder.secret, new_secret())
     try:
         return agent.run_node(job, 0) if job.n_nodes == 1 else launch_with_srun(job, cpus_per_node)
     finally:
-        secret.unlink(missing_ok=True)
-        shutil.rmtree(job.snapshot_dir, ignore_errors=True)  # of a cell that was not evaluated
+        job.folder.secret.unlink(missing_ok=True)
+        shutil.rmtree(job.folder.snapshots, ignore_errors=True)  # of a cell that was not evaluated
 
 
 def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:
     """One agent on each node of the SLURM job; the cell's limit is kept by every agent and here."""
-    path = job.run_dir / "job.json"
-    write_atomic(path, job.to_json())
+    path = job.folder.write_job(job.to_json())
     command = [
         "srun", f"--nodes={job.n_nodes}", f"--ntasks={job.n_nodes}", "--ntasks-per-node=1",
         f"--cpus-per-task={cpus_per_node}",  # srun does not take it from the job: 1 core otherwise
@@ -187,24 +181,22 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:
                 process.kill()  # SLURM ends the rest with the job
                 process.wait()
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
-    ends = [agent.ProcessEnd(f"rank{r}", _exit_code(job, r)) for r in range(job.world_size)]
+    ends = [agent.ProcessEnd(worker_name(r), _exit_code(job, r)) for r in range(job.world_size)]
     return agent.End(ends, timed_out=late and process.returncode != 0)
 
 
 def _exit_code(job: Job, rank: int) -> int | None:
     """What the worker's own file says: srun does not pass on the exit codes of each process."""
-    path = job.run_dir / f"rank{rank}.json"
-    if not path.exists():
-        return None
-    return 0 if json.loads(path.read_text(encoding="utf-8"))["status"] in ("ok", "diverged") else 1
+    result = job.folder.read_worker(rank)
+    return result and int(result["status"] not in ("ok", "diverged"))
 
 
 def fail(
-    folder: Path, cell: Cell, reason: str, processes: list[str], trace: Sequence[str] = ()
+    log_dir: Path, cell: Cell, reason: str, processes: list[str], trace: Sequence[str] = ()
 ) -> int:
     """Keep and print the evidence of a failure, as far as the disk lets; returns the exit code."""
-    run_dir, path = folder / "run", folder / record.FAILURE_FILE
-    logs = {p.name: tail(p, EVIDENCE_LINES) for p in sorted(run_dir.glob("*.log"))}
+    folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
+    logs = {p.name: tail(p, EVIDENCE_LINES) for p in folder.process_logs()}
     if trace:
         logs["launcher"] = trace[-EVIDENCE_LINES:]
     evidence = {"cell": cell.as_dict(), "reason": reason, "processes": processes, "logs": logs}
@@ -218,7 +210,7 @@ def fail(
         for line in processes:
             print(f"  {line}")
         for name, lines in logs.items():
-            print(f"--- end of {run_dir / name}")
+            print(f"--- end of {folder.path / name}")
             print("\n".join(lines) or "(empty)")
         print(f"--- {kept}", flush=True)
     return 1

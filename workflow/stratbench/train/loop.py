@@ -6,7 +6,6 @@ The loop is the same for every strategy; only what `strategy.step` does differs.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
@@ -32,16 +32,15 @@ from stratbench.workload.data import EVAL_BATCH, Augmentation, DeviceData, Epoch
 
 @dataclass
 class Progress:
-    """What the finished epochs gave; rank 0 keeps a copy on disk, so that a timeout loses nothing."""
+    """What the finished epochs gave; with a folder, a copy is kept there, so that a timeout loses nothing."""
 
-    path: Path | None
+    folder: RunFolder | None
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, entry: dict[str, Any]) -> None:
         self.per_epoch.append(entry)
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as f:
-                f.write(json.dumps(entry) + "\n")
+        if self.folder is not None:
+            self.folder.add_epoch(entry)
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 import torch._dynamo  # else every optimizer's constructor would, for 1.5 s of every worker
 import torch.distributed as dist
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.run_folder import RunFolder, server_name, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.handshake import load_secret
@@ -35,7 +35,7 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.train.job import PROFILE_TRACE, Job
+from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.workload import models
 from stratbench.workload.data import DeviceData
@@ -50,9 +50,8 @@ EXIT_ERROR, EXIT_OOM = 1, 3
 def main(job_json: str, rank: int, local_rank: int) -> None:
     """Entry point of the process. Exits 0 with a result, 3 out of memory, 1 on any other error."""
     job = Job.from_json(job_json)
-    log_to(job.run_dir / f"rank{rank}.log")
-    hold_as_worker(job.run_dir.parent)
-    out = job.run_dir / f"rank{rank}.json"
+    log_to(job.folder.log(worker_name(rank)))
+    hold_as_worker(job.folder.logs)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         leave(EXIT_ERROR)  # the agent knows that the time is up
     try:
@@ -60,21 +59,21 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     except Exception as e:
         traceback.print_exc()
         status = "oom" if is_out_of_memory(e) else "error"
-        write_atomic(out, json.dumps({"status": status, "reason": first_line(e)}))
+        job.folder.write_worker(rank, {"status": status, "reason": first_line(e)})
         leave(EXIT_OOM if status == "oom" else EXIT_ERROR)
-    write_atomic(out, json.dumps(result))
+    job.folder.write_worker(rank, result)
     leave(0)
 
 
-def serve_parameters(config_json: str, run_folder: str) -> None:
+def serve_parameters(config_json: str, run_dir: str) -> None:
     """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
     config = ServerConfig(**json.loads(config_json))
-    run_dir = Path(run_folder)
-    log_to(run_dir / f"server{config.server}.log")
-    hold_as_worker(run_dir.parent)
+    folder = RunFolder(Path(run_dir))
+    log_to(folder.log(server_name(config.server)))
+    hold_as_worker(folder.logs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        status = serve(config, load_secret(run_dir / "secret"))["status"]
+        status = serve(config, load_secret(folder.secret))["status"]
     except Exception:
         traceback.print_exc()
         leave(EXIT_ERROR)
@@ -102,7 +101,7 @@ def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
     memory = MemoryMeter(device)  # before anything of the training is in memory
-    log = PhaseLog(job.run_dir / f"phases{rank}.jsonl", rank, job.origin_s)
+    log = PhaseLog(job.folder.phases(rank), rank, job.origin_s)
     phases = Phases(device, log)
     started_s = job.elapsed_s
     cls = strategy_class(s.strategy)
@@ -143,12 +142,12 @@ def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             for label, ms in groups
         ]
         slowdown = Slowdown.of(s, rank, model, shape, data.meta["classes"], device)
-        worker = Worker(s, rank, job.world_size, device, job.run_dir, groups, slowdown.wait)
+        worker = Worker(s, rank, job.world_size, device, job.folder, groups, slowdown.wait)
         strategy.setup(model, worker)
         # From here on only what is random per worker (dropout) draws from the global generator.
         torch.manual_seed(s.seed + 1 + rank)
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
-    progress = loop.Progress(job.run_dir / "progress.jsonl" if keeps else None)
+    progress = loop.Progress(job.folder if keeps else None)
     train = loop.train_with_server if strategy.kind == "server" else loop.train
     result = train(strategy, data, worker, phases, log, memory, progress)
     measured = as_dict(result, strategy, phases, rank)
@@ -156,7 +155,7 @@ def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     chosen = bool(result.progress.per_epoch) if strategy.kind == "server" else rank == 0
     if s.profile and result.status == "ok" and (chosen or strategy.kind == "collective"):
         with phases("profile"):
-            trace = job.run_dir / PROFILE_TRACE if chosen else None
+            trace = job.folder.profile_trace if chosen else None
             loop.profile(strategy, data, worker, trace)
     if chosen:
         build = partial(models.build, s.model, data.meta["classes"], shape[0])
@@ -187,7 +186,7 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
     """Join the process group: through a file on one node, through rank 0's port on several."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
-    store = dist.FileStore(str(job.store_path), job.world_size) if alone else tcp_store(job, rank)
+    store = dist.FileStore(str(job.folder.store), job.world_size) if alone else tcp_store(job, rank)
     dist.init_process_group(
         backend,
         store=store,
@@ -201,19 +200,17 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
 
 def tcp_store(job: Job, rank: int) -> dist.TCPStore:
     """A store on a port that rank 0's kernel chooses; the others read where it is from the run folder."""
-    endpoint = job.run_dir / "endpoint.json"
     if rank == 0:
         host = os.uname().nodename
         store = dist.TCPStore(host, 0, job.world_size, is_master=True, wait_for_workers=False)
-        write_atomic(endpoint, json.dumps({"host": host, "port": store.port}))
+        job.folder.write_endpoint(host, store.port)
         return store
     deadline = time.monotonic() + 120
-    while not endpoint.exists():
+    while (endpoint := job.folder.read_endpoint()) is None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 did not write {endpoint} within 120 s")
+            raise TimeoutError(f"rank 0 told no endpoint in {job.folder.path} within 120 s")
         time.sleep(0.05)
-    where = json.loads(endpoint.read_text(encoding="utf-8"))
-    return dist.TCPStore(where["host"], where["port"], job.world_size, wait_for_workers=False)
+    return dist.TCPStore(*endpoint, job.world_size, wait_for_workers=False)
 
 
 def as_dict(result: loop.Result, strategy: Strategy, phases: Phases, rank: int) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""The run folder: its readers take what is there, and nobody else writes its file names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stratbench.cell.run_folder import RunFolder, rank_of, server_name, worker_name
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    found = RunFolder.of_logs(tmp_path)
+    found.create()
+    return found
+
+
+def test_an_empty_folder_holds_nothing(folder):
+    assert folder.read_worker(0) is folder.read_server(0) is folder.read_endpoint() is None
+    assert folder.read_workers(2) == folder.read_busy() == {}
+    found = (folder.read_servers(2), folder.read_epochs(), folder.process_logs())
+    assert [*found, folder.phase_logs(), folder.sample_files()] == [[]] * 5
+
+
+def test_what_was_written_is_read(folder):
+    folder.write_worker(1, {"status": "ok"})
+    folder.server_statistics(1).write_text('{"lost": []}')
+    folder.write_endpoint("n0", 4711)
+    for node in (0, 1):
+        folder.write_busy(node, {"load_1m": node})
+    assert folder.read_workers(3) == {1: {"status": "ok"}}
+    assert folder.read_servers(2) == [{"lost": []}]
+    assert folder.read_endpoint() == ("n0", 4711)
+    assert folder.read_busy() == {"0": {"load_1m": 0}, "1": {"load_1m": 1}}
+    assert folder.write_job("{}").read_text() == "{}"
+
+
+def test_an_epoch_that_is_half_written_is_left_out(folder):
+    folder.add_epoch({"epoch": 1})
+    folder.add_epoch({"epoch": 2})
+    with folder.progress.open("a") as f:
+        f.write('{"epoch": 3')
+    assert folder.read_epochs() == [{"epoch": 1}, {"epoch": 2}]
+
+
+def test_a_file_that_is_not_whole_is_an_error(folder):
+    """They are written at once; one that is not whole was not written by us."""
+    folder.write_worker(0, {"status": "ok"})
+    path = folder.path / "rank0.json"
+    path.write_text(path.read_text()[:-1])
+    with pytest.raises(ValueError, match="Expecting"):
+        folder.read_worker(0)
+
+
+def test_what_an_earlier_run_left_is_gone(folder):
+    folder.write_worker(0, {"status": "ok"})
+    folder.create()
+    assert list(folder.path.iterdir()) == []
+
+
+def test_what_one_node_shares_stays_on_it(tmp_path):
+    shared, alone = RunFolder(tmp_path / "shared"), RunFolder(tmp_path / "shared", tmp_path)
+    for of in (lambda f: f.store, lambda f: f.snapshots):
+        assert (of(shared).parent, of(alone).parent) == (shared.path, tmp_path)
+    assert alone.secret.parent == shared.path
+
+
+@pytest.mark.parametrize("number", [0, 3, 12])
+def test_a_workers_name_gives_its_rank(number):
+    assert rank_of(worker_name(number)) == number
+    assert rank_of(server_name(number)) is None
+
+
+def names(in_package: bool) -> Iterator[str]:
+    """Patterns of the folder's file names, as a source would write them.
+
+    Tests and benchmarks have a `secret` or a `store` of their own elsewhere.
+    """
+    folder = RunFolder(Path("of-a-cell"))
+    with_number = (
+        folder.log(worker_name(7)), folder.log(server_name(7)), folder.phases(7), folder.samples(7),
+        folder.pids(7), folder.server_statistics(7), folder._worker(7), Path("busy7.json"),
+    )  # fmt: skip
+    for path in with_number:
+        yield r"[\"'/]" + re.escape(path.name).replace("7", r"(\d+|\*|\{[^}\n]*\})") + r"[\"'/]"
+    for path in (folder.progress, folder._endpoint, folder.profile_trace, Path("job.json")):
+        yield r"[\"'/]" + re.escape(path.name) + r"[\"'/]"
+    words = (folder.secret, folder.rendezvous, folder.snapshots, folder.store)
+    for path in words if in_package else ():
+        yield r"/ \"" + re.escape(path.name) + r"\"|\}/" + re.escape(path.name) + r"[\"'/]"
+
+
+def sources() -> Iterator[Path]:
+    """Python and Snakemake sources, but for the folder's own and this one."""
+    own = {"run_folder.py", "test_run_folder.py"}
+    for part in ("workflow", "benchmarks", "tests"):
+        for path in (ROOT / part).rglob("*"):
+            if path.suffix in (".py", ".smk") and path.name not in own:
+                yield path
+
+
+def test_nobody_else_writes_a_name_of_its_files():
+    texts = {path: path.read_text(encoding="utf-8") for path in sources()}
+    found = [
+        f"{path.relative_to(ROOT)}: {hit[0]}"
+        for path, text in texts.items()
+        for name in names(ROOT / "workflow" in path.parents)
+        for hit in re.finditer(name, text)
+    ]
+    assert not found, "use RunFolder:\n" + "\n".join(found)
+
+
+def test_the_search_finds_what_it_should():
+    """Names as they were written before the folder had a class."""
+    written = [
+        'job.run_dir / f"rank{rank}.json"', 'run_dir / f"phases{w["rank"]}.jsonl"'.replace('"rank"', "0"),
+        'glob("samples*.csv")', '(folder / "logs" / "run" / "samples0.pids")', 'run_dir / "secret"',
+        'run_dir / "endpoint.json"', 'f"{folder}/snapshots"', 'work_dir / "server"',
+    ]  # fmt: skip
+    for line in written:
+        assert any(re.search(name, line) for name in names(in_package=True)), line

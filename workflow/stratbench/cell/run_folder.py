@@ -1,0 +1,205 @@
+"""The run folder: the files that the launcher, agents, workers and servers of one cell share."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from stratbench.cell.files import write_atomic
+
+
+def worker_name(rank: int) -> str:
+    """The name of worker `rank`: of its process, its files and its rows in the timeline."""
+    return f"rank{rank}"
+
+
+def server_name(server: int) -> str:
+    """The name of parameter server number `server`, used like a worker's."""
+    return f"server{server}"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank of the worker with this name; None if it is not a worker's name."""
+    found = re.fullmatch(r"rank(\d+)", name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one cell's run folder, and the readers and writers of its JSON files.
+
+    All nodes of the cell see `path`. `local` is a folder on this node's own disk, for a cell that
+    runs on one node only; without it, such files are in `path` too. JSON files appear whole or not
+    at all.
+    """
+
+    #: Its name in the log folder of the cell.
+    NAME: ClassVar[str] = "run"
+
+    path: Path
+    local: Path | None = None
+
+    @classmethod
+    def of_logs(cls, logs: Path, local: Path | None = None) -> RunFolder:
+        """The run folder of the cell with this log folder; its path is absolute."""
+        return cls((logs / cls.NAME).resolve(), local)
+
+    @property
+    def logs(self) -> Path:
+        """The log folder of the cell, which holds the run folder."""
+        return self.path.parent
+
+    def create(self) -> None:
+        """Make the folder, empty: what an earlier run of the cell left is deleted."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+
+    # ------------------------------------------------------------ processes
+
+    def log(self, process: str) -> Path:
+        """The output of a process, by its name (rank3, server0)."""
+        return self.path / f"{process}.log"
+
+    def process_logs(self) -> list[Path]:
+        """The outputs of all processes that have started, by name."""
+        return sorted(self.path.glob("*.log"))
+
+    def phases(self, rank: int) -> Path:
+        """The log of a worker's phases (`telemetry.timeline.PhaseLog`)."""
+        return self.path / f"phases{rank}.jsonl"
+
+    def phase_logs(self) -> list[Path]:
+        """The phase logs of all workers that have started."""
+        return sorted(self.path.glob("phases*.jsonl"))
+
+    def samples(self, node: int) -> Path:
+        """What the sampler of a node saw, as CSV (`telemetry.timeline.COLUMNS`)."""
+        return self.path / f"samples{node}.csv"
+
+    def sample_files(self) -> list[Path]:
+        """The samples of all nodes."""
+        return sorted(self.path.glob("samples*.csv"))
+
+    def pids(self, node: int) -> Path:
+        """Names and ids of the processes that the sampler of a node watches, while it runs."""
+        return self.path / f"samples{node}.pids"
+
+    @property
+    def profile_trace(self) -> Path:
+        """The profiler's trace (`profile: true`)."""
+        return self.path / "profile.json.gz"
+
+    # ------------------------------------------------------------ how they find each other
+
+    @property
+    def store(self) -> Path:
+        """The file by which the workers of one node form their process group."""
+        return self._local / "store"
+
+    @property
+    def secret(self) -> Path:
+        """The job's secret. `ps.handshake` writes and reads it, and checks who else could."""
+        return self.path / "secret"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Path of the servers' rendezvous files, without their ending (`.0` for server 0)."""
+        return self.path / "server"
+
+    @property
+    def snapshots(self) -> Path:
+        """The folder where servers keep an epoch's state until it is evaluated."""
+        return self._local / "snapshots"
+
+    @property
+    def _local(self) -> Path:
+        return self.local or self.path
+
+    def write_job(self, text: str) -> Path:
+        """Keep the job for the agents of other nodes; returns its path."""
+        path = self.path / "job.json"
+        write_atomic(path, text)
+        return path
+
+    def write_endpoint(self, host: str, port: int) -> None:
+        """Tell the other workers where rank 0's store listens."""
+        write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))
+
+    def read_endpoint(self) -> tuple[str, int] | None:
+        """Host and port of rank 0's store; None while it has told none."""
+        found = _read(self._endpoint)
+        return found and (found["host"], found["port"])
+
+    @property
+    def _endpoint(self) -> Path:
+        return self.path / "endpoint.json"
+
+    # ------------------------------------------------------------ what they found
+
+    def write_worker(self, rank: int, result: dict[str, Any]) -> None:
+        """Keep what a worker measured, or why it failed."""
+        write_atomic(self._worker(rank), json.dumps(result))
+
+    def read_worker(self, rank: int) -> dict[str, Any] | None:
+        """What a worker wrote at its end; None if it wrote nothing."""
+        return _read(self._worker(rank))
+
+    def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
+        """What each worker wrote, by rank; workers that wrote nothing are absent."""
+        found = {rank: self.read_worker(rank) for rank in range(world_size)}
+        return {rank: result for rank, result in found.items() if result is not None}
+
+    def _worker(self, rank: int) -> Path:
+        return self.path / f"{worker_name(rank)}.json"
+
+    def server_statistics(self, server: int) -> Path:
+        """Where a parameter server writes its statistics at its end."""
+        return self.path / f"{server_name(server)}.json"
+
+    def read_server(self, server: int) -> dict[str, Any] | None:
+        """The statistics of a parameter server; None if it has not reached its end."""
+        return _read(self.server_statistics(server))
+
+    def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
+        """The statistics of the parameter servers that reached their end, by number."""
+        found = (self.read_server(k) for k in range(n_servers))
+        return [statistics for statistics in found if statistics is not None]
+
+    @property
+    def progress(self) -> Path:
+        """The epochs that are finished, one JSON object a line."""
+        return self.path / "progress.jsonl"
+
+    def add_epoch(self, entry: dict[str, Any]) -> None:
+        """Keep what a finished epoch gave, so that a timeout loses nothing."""
+        with self.progress.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(entry) + "\n")
+
+    def read_epochs(self) -> list[dict[str, Any]]:
+        """The epochs that were finished before the cell ended, however it ended."""
+        try:
+            text = self.progress.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.split("\n")[:-1]]  # the last may be half written
+
+    def write_busy(self, node: int, facts: dict[str, Any]) -> None:
+        """Keep what else used a node when the cell began (`telemetry.sampler.busy_check`)."""
+        write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
+
+    def read_busy(self) -> dict[str, dict[str, Any]]:
+        """What else used each node when the cell began, by the node's number as a text."""
+        paths = sorted(self.path.glob("busy*.json"))
+        return {path.stem.removeprefix("busy"): _read(path) for path in paths}
+
+
+def _read(path: Path) -> Any:
+    """The value in a JSON file of ours; None where there is no file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
