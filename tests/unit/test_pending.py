@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from stratbench.cell.coordinates import Cell
-from stratbench.study import config, nodes, resources
-from stratbench.train import pending
+from stratbench.study import config, nodes, pending, resources
 
 #: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.
 TESTS = """gpu*|node1|16|24000|gpu:4|infinite

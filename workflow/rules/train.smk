@@ -1,4 +1,5 @@
-from stratbench.train import devices, forkserver, pending, resume, slurm
+from stratbench.study import pending, resume, slurm
+from stratbench.train import devices, forkserver
 
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.

@@ -123,6 +123,15 @@ def failure_reason(log_dir: Path) -> str | None:
     return reason if isinstance(reason, str) and reason else "failed; see its log"
 
 
+def is_of(path: str | Path, cell: str, settings: str) -> bool:
+    """Whether `path` is a valid record of this cell with these settings, both as JSON."""
+    try:
+        found = read(path)
+    except (OSError, RecordError):
+        return False
+    return found["cell"] == json.loads(cell) and found["settings"] == json.loads(settings)
+
+
 def cell_of(record: Record) -> Cell:
     """The cell that a record belongs to."""
     return Cell(**record["cell"])

@@ -1,1 +1,1 @@
-"""config.yaml becomes cells: schema, validation, resources. No torch."""
+"""config.yaml becomes cells, and cells become jobs: validation, resources, schedulers. No torch."""

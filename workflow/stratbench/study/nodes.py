@@ -1,6 +1,6 @@
 """What the nodes of a SLURM cluster offer, and why a cell's request fits on none of them.
 
-Shared by the training wing, which tells it before anything is submitted, and the plan.
+Used by `pending`, which tells it before anything is submitted, and by the plan.
 """
 
 from __future__ import annotations

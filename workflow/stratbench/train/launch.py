@@ -30,7 +30,6 @@ from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.train import agent, assemble, devices
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
-from stratbench.train.resume import is_record_of
 from stratbench.workload import prepared
 from stratbench.workload.sources import DataError
 
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             waited = held.enter_context(hold_cell(args.logs))
             # Snakemake deletes a record before it has the cell trained again.
             foreign = waited or args.parent is not None
-            if foreign and is_record_of(args.record, args.cell, args.settings):
+            if foreign and record.is_of(args.record, args.cell, args.settings):
                 print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
                 return 0
             return train(args, cell, settings)

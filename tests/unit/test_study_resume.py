@@ -11,7 +11,7 @@ import pytest
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.train import resume
+from stratbench.study import resume
 
 CELL = Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
 

@@ -1,4 +1,7 @@
-"""What SLURM will never start, told: before anything is submitted, when it refuses, while it is pending."""
+"""Tells the user which jobs SLURM will never start, and why.
+
+It looks before anything is submitted, when SLURM refuses a job, and while jobs are pending.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.study import nodes
 from stratbench.study.resources import Asked
-from stratbench.train.slurm import comment_of, tell
+from stratbench.study.slurm import comment_of, tell
 
 #: Between two looks at the pending jobs, and how long one must have waited for a reason, in seconds.
 LOOK_S = 20
@@ -52,10 +55,10 @@ def request_of(resources: Any) -> Asked:
 
 
 #: Snakemake's job, its cell and settings, and what the config asks for it.
-Job = tuple[Any, Cell, Settings, Asked]
+Submission = tuple[Any, Cell, Settings, Asked]
 
 
-def before_submission(workflow: Any, jobs: Sequence[Job]) -> list[str]:
+def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
     """Why no node can hold jobs, in sentences; where all can be held, refused and stuck ones are told.
 
     `workflow` is Snakemake's, about to submit to SLURM. Another scheduler is left alone.
@@ -82,7 +85,9 @@ def before_submission(workflow: Any, jobs: Sequence[Job]) -> list[str]:
     return nodes.told(refused_cells)
 
 
-def refusals(jobs: Iterable[Job], offered: list[nodes.Node], anywhere: bool) -> dict[Cell, str]:
+def refusals(
+    jobs: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
+) -> dict[Cell, str]:
     """Why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
     found = {}
     for job, cell, settings, from_config in jobs:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stratbench.train.resume import restart
+from stratbench.study.resume import restart
 
 #: Between two status requests, each for all jobs, in seconds.
 POLL_S = 15

@@ -1,4 +1,4 @@
-"""No cell is started a second time while SLURM still runs it: `train.slurm` against a fake squeue."""
+"""No cell is started a second time while SLURM still runs it: `study.slurm` against a fake squeue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.train import resume, slurm
+from stratbench.study import resume, slurm
 
 
 @pytest.fixture

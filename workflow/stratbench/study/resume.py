@@ -1,8 +1,7 @@
-"""Before Snakemake starts cells: what has finished without its notice stays."""
+"""Before Snakemake starts cells: keeps the records that it does not know to be finished."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
         again |= planned and bool(dag.reason(job).missing_output)
         cut_off = planned and bool(workflow.async_run(persistence.incomplete(job)))
         unknown = not planned and not persistence.has_metadata(job)
-        if (cut_off or unknown) and is_record_of(
+        if (cut_off or unknown) and record.is_of(
             job.output.record, job.params.cell, job.params.settings
         ):
             workflow.async_run(persistence.finished(job))
@@ -40,15 +39,6 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
                 print(f"finished as snakemake was killed: {job.output.record}", file=sys.stderr)
     if again:
         restart(workflow)
-
-
-def is_record_of(path: str | Path, cell: str, settings: str) -> bool:
-    """Whether there is a valid record of this cell by these settings, both as JSON."""
-    try:
-        found = record.read(path)
-    except (OSError, record.RecordError):
-        return False
-    return found["cell"] == json.loads(cell) and found["settings"] == json.loads(settings)
 
 
 def restart(workflow: Any) -> None:
