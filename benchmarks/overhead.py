@@ -132,7 +132,7 @@ def ours(at: Setting) -> Block:
     )  # fmt: skip
     clock = StepClock("cpu", phase_marks=True)
     worker = Worker(
-        s, at.rank, at.world, torch.device("cpu"), RunFolder(Path()), [], mark=clock.mark
+        s, at.rank, at.world, at.world, torch.device("cpu"), RunFolder(Path()), [], mark=clock.mark
     )
     strategy = DDP(DDP.Options(**s.options))
     strategy.setup(at.model(), worker)

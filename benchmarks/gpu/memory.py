@@ -99,7 +99,7 @@ class planned:
 
 
 def request_of(s: Settings, on_cuda: bool) -> Request:
-    return Request.of(s, dataset_of(s), on_cuda)
+    return Request.of(s, dataset_of(s), on_cuda, local_world=s.gpus)
 
 
 def dataset_of(s: Settings) -> Dataset:

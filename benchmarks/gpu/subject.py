@@ -24,6 +24,7 @@ from stratbench.ps.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.server import serve
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
+from stratbench.telemetry.shards import whole_tensor
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
 from stratbench.train.agent import servers_of
@@ -125,7 +126,7 @@ def set_up(job: Job, data: DeviceData | None = None) -> Trainee:
     groups = models.wrap_groups(s.model, model)
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
-    worker = Worker(s, 0, job.world_size, device, job.folder, groups)
+    worker = Worker(s, 0, job.world_size, job.workers_beside(0), device, job.folder, groups)
     strategy.setup(model, worker)
     torch.manual_seed(s.seed + 1)
     log = PhaseLog(job.folder.phases(0), 0, job.origin_s)
@@ -135,8 +136,7 @@ def set_up(job: Job, data: DeviceData | None = None) -> Trainee:
 def weights_of(strategy: Strategy) -> list[torch.Tensor]:
     """Whole copies of the model's parameters, in double precision on the CPU."""
     with torch.no_grad():
-        whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in _parameters(strategy))
-        return [p.detach().double().cpu().clone() for p in whole]
+        return [whole_tensor(p).detach().double().cpu().clone() for p in _parameters(strategy)]
 
 
 def _parameters(strategy: Strategy) -> list[torch.nn.Parameter]:

@@ -161,12 +161,6 @@ def channel_to_nobody(*args: Any, **kwargs: Any) -> Any:
     return channel
 
 
-class Ddp(fake.FakeDDP):
-    """The plan's emulation, since DistributedDataParallel's C++ part refuses fakes."""
-
-    _sample_every = ddp.SAMPLE_EVERY
-
-
 def data_on_device(shape: tuple[int, int, int], precision: str) -> DeviceData:
     meta = {
         "name": "fake", "shape": list(shape), "classes": CLASSES, "crop_padding": 2, "flip": True,
@@ -195,8 +189,9 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
     )  # fmt: skip
     request = fake.Request(
         strategy=strategy, options=tuple(sorted(s.options.items())), model=model,
-        input_shape=(3, SIDE, SIDE), classes=CLASSES, world_size=workers, eval_batch=SAMPLES,
-        precision=precision, momentum=True, weight_decay=True, nesterov=False, on_cuda=True,
+        input_shape=(3, SIDE, SIDE), classes=CLASSES, world_size=workers, local_world=workers,
+        eval_batch=SAMPLES, precision=precision, momentum=True, weight_decay=True, nesterov=False,
+        on_cuda=True,
     )  # fmt: skip
     with ExitStack() as stack:
         for patch in (*patches(), *fake._patches(request)):
@@ -210,9 +205,9 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         data = data_on_device(shape, precision)
         net = models.for_training(model, CLASSES, shape[0], s.seed, DEVICE, dtype)
         groups = models.wrap_groups(model, net)
-        cls = Ddp if strategy == "ddp" else strategy_class(strategy)
+        cls = fake.FakeDDP if strategy == "ddp" else strategy_class(strategy)
         made = cls(cls.Options(**s.options))
-        worker = Worker(s, 0, workers, DEVICE, RunFolder(Path()), groups)
+        worker = Worker(s, 0, workers, workers, DEVICE, RunFolder(Path()), groups)
         seen: dict[str, str] = {}
         layouts_of(net, seen)
         slowdown.measure_step_s(s, net, shape, CLASSES, DEVICE)  # what a factor refers to

@@ -51,7 +51,9 @@ def set_up(cls: type[Collective], world: int, precision: str = "fp32", **options
     model = network()
     groups = [("convolution", [model[0]]), ("linear", [model[4]])]
     strategy = cls(cls.Options(**given))
-    strategy.setup(model, Worker(s, 0, world, torch.device("cpu"), RunFolder(Path()), groups))
+    strategy.setup(
+        model, Worker(s, 0, world, world, torch.device("cpu"), RunFolder(Path()), groups)
+    )
     return strategy
 
 

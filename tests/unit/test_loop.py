@@ -41,7 +41,7 @@ def network(dropout: float = 0.0) -> torch.nn.Module:
 
 def single(model: torch.nn.Module, **changes) -> tuple[Single, Worker]:
     s = settings("single", gpus=1, per_worker_batch=16, **changes)
-    worker = Worker(s, 0, 1, torch.device("cpu"), None, [])
+    worker = Worker(s, 0, 1, 1, torch.device("cpu"), None, [])
     strategy = Single(Single.Options())
     strategy.setup(model, worker)
     return strategy, worker
@@ -110,7 +110,7 @@ def test_what_happens_in_evaluation_is_in_no_figure_of_training(data, tmp_path, 
                 del held
 
     s = settings("single", gpus=1, per_worker_batch=16, epochs=2)
-    worker = Worker(s, 0, 1, torch.device("cpu"), None, [])
+    worker = Worker(s, 0, 1, 1, torch.device("cpu"), None, [])
     strategy = Greedy(Greedy.Options())
     strategy.setup(network(), worker)
     result = train(strategy, worker, data, tmp_path)
@@ -138,7 +138,7 @@ def test_nothing_stands_between_the_barrier_and_the_clock(data, tmp_path, monkey
     monkeypatch.setattr(dist, "barrier", lambda device_ids: None)
     monkeypatch.setattr(dist, "all_reduce", lambda value: None)
     s = settings("single", gpus=2, per_worker_batch=16, epochs=2)
-    worker = Worker(s, 0, 2, torch.device("cpu"), None, [])
+    worker = Worker(s, 0, 2, 2, torch.device("cpu"), None, [])
     strategy = Noted(Noted.Options())
     strategy.setup(network(), worker)
     for owner, name, label in (
@@ -164,7 +164,7 @@ def late_worker(rank: int, folder: str, tiny_data: str) -> None:
         tables = data.tables
         data.tables = lambda *arguments: (time.sleep(LATE_S), tables(*arguments))[1]
     s = settings("ddp", epochs=2)
-    worker = Worker(s, rank, 2, torch.device("cpu"), None, [])
+    worker = Worker(s, rank, 2, 2, torch.device("cpu"), None, [])
     strategy = DDP(DDP.Options())
     strategy.setup(network(), worker)
     own = Path(folder, str(rank))

@@ -31,6 +31,7 @@ def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **c
         input_shape=(3, 32, 32),
         classes=10,
         world_size=workers,
+        local_world=workers,
         eval_batch=16,
         precision="fp32",
         momentum=True,

@@ -108,7 +108,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     model = network(batchnorm)
     if name.startswith("fp16"):
         s, model, x = replace(s, precision="fp16"), model.float(), x.float()
-    strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), RunFolder(folder), []))
+    strategy.setup(model, Worker(s, rank, world, world, torch.device("cpu"), RunFolder(folder), []))
     saved = strategy.save()
     strategy.step(x[:4], y[:4])  # a warm-up, which must leave no trace
     strategy.restore(saved)

@@ -81,7 +81,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
         [config] = server_configs(s, data.train_samples, folder, None)
         server = Served(config, secret)
     slow = Slowdown.of(s, 0, model, SHAPE, 3, CPU)
-    worker = Worker(s, 0, 1, CPU, folder, [], slow.wait)
+    worker = Worker(s, 0, 1, 1, CPU, folder, [], slow.wait)
     strategy.setup(model, worker)
     log = PhaseLog(folder.phases(0), 0, 0.0)
     run = loop.train if server is None else loop.train_with_server

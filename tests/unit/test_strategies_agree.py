@@ -133,7 +133,9 @@ def set_up(
         model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
         groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
     strategy = cls(cls.Options(**s.options))
-    strategy.setup(model, Worker(s, rank, world, torch.device("cpu"), RunFolder(Path()), groups))
+    strategy.setup(
+        model, Worker(s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups)
+    )
     return strategy
 
 

@@ -92,7 +92,7 @@ def test_a_new_strategy_is_judged_by_what_it_says_and_carefully_where_it_is_sile
 def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered):
     """Nor does theory ever recommend it."""
     request = Request(
-        "silent", (), "vgg16", (3, 32, 32), 10, 4, 64, "fp32", True, True, False, True
+        "silent", (), "vgg16", (3, 32, 32), 10, 4, 4, 64, "fp32", True, True, False, True
     )
     assert not request.served
     assert not request.may_reshard

@@ -124,7 +124,7 @@ def test_tf32_is_said_only_where_it_is_used(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 0) if capability else torch.device("cpu")
     found = effective_dtypes(
-        Worker(settings(precision="tf32"), 0, 1, device, RunFolder(Path()), [])
+        Worker(settings(precision="tf32"), 0, 1, 1, device, RunFolder(Path()), [])
     )
     assert found == {"weights_dtype": "float32", "compute_dtype": expected}
 

@@ -20,8 +20,8 @@ from stratbench.telemetry.cores import usable_cores
 PACKAGE = Path(__file__).parents[1]
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (
-    "models.py", "compact.py", "strategies/*.py", "ps/flat.py", "ps/shm.py",
-    "plan/fake.py", "plan/footprint.py", "plan/request.py", "plan/trace.py",
+    "workload/models.py", "workload/compact.py", "strategies/*.py", "telemetry/shards.py",
+    "ps/flat.py", "ps/shm.py", "plan/fake.py", "plan/footprint.py", "plan/request.py", "plan/trace.py",
 )  # fmt: skip
 
 

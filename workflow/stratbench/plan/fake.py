@@ -30,7 +30,7 @@ from stratbench.plan.trace import Trace
 from stratbench.ps import client, flat, handshake, shm
 from stratbench.strategies import base, strategy_class
 from stratbench.strategies import ps as parameter_server
-from stratbench.strategies.ddp import DDP
+from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
 from stratbench.workload import models
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
@@ -66,6 +66,7 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
             settings=_settings(request),
             rank=0,
             world_size=request.world_size,
+            local_world=request.local_world,
             device=device,
             folder=RunFolder(Path()),
             wrap_groups=models.wrap_groups(request.model, model),
@@ -273,6 +274,8 @@ def _strategy(request: Request) -> base.Strategy:
 class FakeDDP(DDP):
     """The ddp strategy with an emulation of DistributedDataParallel, whose C++ part refuses fakes."""
 
+    _sample_every = SAMPLE_EVERY
+
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         return Replica(
             model, self.options.bucket_cap_mb << 20, self.options.gradient_as_bucket_view
@@ -305,6 +308,10 @@ class Replica(nn.Module):
                     _into_bucket, bucket, view.view(parameters[i].shape), waiting, as_view
                 )
                 parameters[i].register_post_accumulate_grad_hook(hook)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What DDP has timed: nothing."""
+        return {}
 
     def forward(self, x: Tensor) -> Tensor:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

@@ -39,6 +39,7 @@ class Request:
     input_shape: tuple[int, int, int]
     classes: int
     world_size: int
+    local_world: int
     eval_batch: int
     precision: str
     momentum: bool
@@ -47,8 +48,8 @@ class Request:
     on_cuda: bool
 
     @classmethod
-    def of(cls, s: Settings, data: Dataset, on_cuda: bool) -> Request:
-        """The request of a cell with settings `s` on data set `data`.
+    def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
+        """The request of a cell with settings `s` on data set `data`; `local_world`: workers of a node.
 
         A worker of a parameter server does the same under every policy, and only where something is
         sharded does a rank's memory depend on the number of ranks.
@@ -68,6 +69,7 @@ class Request:
             input_shape=models.input_shape(s.model, data.shape),
             classes=data.classes,
             world_size=most,
+            local_world=min(most, local_world),
             eval_batch=min(EVAL_BATCH, data.test_samples),
             precision=s.precision,
             momentum=s.momentum > 0,

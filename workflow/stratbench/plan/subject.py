@@ -15,6 +15,7 @@ from stratbench.plan.projection import Work
 from stratbench.plan.request import Request, data_bytes
 from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import strategy_class
+from stratbench.study import resources
 from stratbench.study.config import Study
 from stratbench.workload.data import packed_bytes
 from stratbench.workload.datasets import Dataset, describe
@@ -51,7 +52,12 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
         data=data,
         served=study.strategy_kind(cell.strategy) == "server",
         time_limit_s=study.time_limit_s(cell),
-        request=Request.of(settings, data, on_cuda=settings.device != "cpu"),
+        request=Request.of(
+            settings,
+            data,
+            on_cuda=settings.device != "cpu",
+            local_world=-(-cell.gpus // resources.nodes(cell, config["cluster"])),
+        ),
     )
 
 
@@ -123,11 +129,13 @@ def host_bytes_of(
     s: Subject, footprint: Footprint, needed_bytes: int, server_bytes: int, nodes: int
 ) -> int:
     """Host memory of the processes on the fullest node."""
-    worker_bytes = CPU_PROCESS_BYTES + needed_bytes
+    # In the warm-up the optimizer's state waits there, to be restored.
+    saved_bytes = footprint.between_steps_bytes.get("optimizer", 0)
+    worker_bytes = CPU_PROCESS_BYTES + needed_bytes + saved_bytes
     if s.request.on_cuda:
         flat = footprint.flat_bytes
         mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
-        worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes
+        worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes + saved_bytes
     servers_bytes = 0
     if s.served:
         worker_bytes += s.settings.epochs * packed_bytes(s.data, s.settings.augment)

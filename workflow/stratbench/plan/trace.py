@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from stratbench.plan.traffic import PARTS, Collective
+from stratbench.telemetry.shards import local_part
 
 #: Scalars weigh nothing, and the loss scaler's come and go at other times in its first step.
 SCALAR_BYTES = 8
@@ -65,8 +66,7 @@ class Trace(TorchDispatchMode):
         """Say what the tensors' storages are for; ones not seen yet are counted from now on."""
         for t in tensors:
             if t is not None:
-                local = t.to_local() if isinstance(t, DTensor) else t
-                self.tags[self._note(local)] = part
+                self.tags[self._note(local_part(t))] = part
 
     # --- what is logged ----------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
+    from stratbench.strategies.saved import SavedState, Stateful
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Worker:
     settings: Settings
     rank: int
     world_size: int
+    #: How many of the workers run on this worker's node.
+    local_world: int
     device: torch.device
     folder: RunFolder
     #: The model's sharding groups in forward order: (label, modules).
@@ -124,6 +127,8 @@ class Strategy:
     #: What the breakdown of a step's time cannot separate, in a sentence; None: nothing is hidden.
     breakdown_note: ClassVar[str | None] = None
     Options: ClassVar[type[Options]] = Options
+    #: What updates the weights on this worker, from `setup` on; None: something else does.
+    optimizer: torch.optim.Optimizer | None = None
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -142,16 +147,33 @@ class Strategy:
         return Traits()
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
-        """Wrap `model` (already on the device) and make the optimizer."""
+        """Wrap `model` (already on the device), make the optimizer, and at last `reset`."""
         raise NotImplementedError
 
-    def save(self) -> Any:
-        """The state that a warm-up would change."""
+    def weights_and_buffers(self) -> list[Tensor]:
+        """What this worker holds of the model, as tensors that can be written to."""
         raise NotImplementedError
 
-    def restore(self, saved: Any) -> None:
-        """Undo everything done since `save`."""
-        raise NotImplementedError
+    def extra_state(self) -> list[Tensor | Stateful]:
+        """What it keeps beyond weights, buffers and the optimizer's state, and brings back after a warm-up.
+
+        Tensors, or objects with `state_dict` and `load_state_dict`; always as many, in one order.
+        """
+        return []
+
+    def reset(self) -> None:
+        """Begin anew what is not brought back: counts of steps, loss scale, the state of hooks."""
+
+    def save(self) -> SavedState:
+        """A copy of all that a warm-up would change; the optimizer's part waits in host memory."""
+        from stratbench.strategies.saved import SavedState
+
+        return SavedState(self.weights_and_buffers(), self.optimizer, self.extra_state())
+
+    def restore(self, saved: SavedState) -> None:
+        """Undo everything done since `save`, bit for bit, and `reset`."""
+        saved.put_back(self.weights_and_buffers(), self.optimizer, self.extra_state())
+        self.reset()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
         """This worker's sample numbers, shape [samples_per_step], for each of its steps in `epoch`.
@@ -193,8 +215,8 @@ class Strategy:
 class Collective(Strategy):
     """Base of the strategies in which all workers take every step together.
 
-    A subclass wraps the model; forward, backward, precision and the SGD step are the same for all,
-    so that a comparison of two strategies compares nothing else.
+    A subclass wraps the model; forward, backward, precision and the optimizer's step are the same
+    for all, so that a comparison of two strategies compares nothing else.
     """
 
     module: nn.Module  # what is called: the wrapped model
@@ -205,37 +227,38 @@ class Collective(Strategy):
         raise NotImplementedError
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
-        import torch
-
         self.worker, self.model = worker, model
         self.module = self.wrap(model, worker)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.local = self.local_tensors()
-        s = worker.settings
-        self.optimizer = torch.optim.SGD(
+        self.optimizer = self.make_optimizer()
+        self.reset()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the tensors in `self.local`: SGD by the cell's settings."""
+        import torch
+
+        s = self.worker.settings
+        optimizer = torch.optim.SGD(
             self.local,
             lr=s.lr,
             momentum=s.momentum,
             weight_decay=s.weight_decay,
             nesterov=s.nesterov,
             # Fused kernels take the loss scaler's verdict on the device, without a synchronisation.
-            fused=worker.device.type == "cuda",
+            fused=self.worker.device.type == "cuda",
         )
-        self.begin()
-
-    def begin(self) -> None:
-        """Step count, momentum and loss scale as before the first step."""
-        import torch
-
-        self.steps = 0
-        shares = self.traits(self.worker.world_size).shards_states
-        self.scaler = make_scaler(self.worker, shares and self.worker.world_size > 1)
-        self.optimizer.state.clear()
-        if self.worker.settings.momentum:
+        if s.momentum:
             # From zero, momentum becomes the first gradient, as in torch. But where the loss scaler
             # skips the first step, torch's fused SGD goes on with uninitialised memory.
             for t in self.local:
-                self.optimizer.state[t]["momentum_buffer"] = torch.zeros_like(t)
+                optimizer.state[t]["momentum_buffer"] = torch.zeros_like(t)
+        return optimizer
+
+    def reset(self) -> None:
+        self.steps = 0
+        shares = self.traits(self.worker.world_size).shards_states
+        self.scaler = make_scaler(self.worker, shares and self.worker.world_size > 1)
 
     def local_tensors(self) -> list[Tensor]:
         """The tensors that this rank's optimizer updates; SGD is element-wise, so shards will do."""
@@ -278,20 +301,8 @@ class Collective(Strategy):
         mine = order[: steps * s.global_batch].view(steps, w.world_size, self.samples_per_step(s))
         yield from mine[:, w.rank]
 
-    def save(self) -> Any:
-        import torch
-
-        with torch.no_grad():
-            tensors = [*self.local, *self.model.buffers()]
-            return [t.detach().clone() for t in tensors]
-
-    def restore(self, saved: Any) -> None:
-        import torch
-
-        with torch.no_grad():
-            for t, old in zip([*self.local, *self.model.buffers()], saved, strict=True):
-                t.copy_(old)
-        self.begin()
+    def weights_and_buffers(self) -> list[Tensor]:
+        return [*self.local, *self.model.buffers()]
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:

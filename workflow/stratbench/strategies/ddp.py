@@ -89,11 +89,10 @@ class DDP(base.Collective):
         self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
             module._set_ddp_runtime_logging_sample_rate(1)
-        self._warm_up = SampledTimes(0, 0.0, 0.0)
         return module
 
-    def restore(self, saved: Any) -> None:
-        super().restore(saved)
+    def reset(self) -> None:
+        super().reset()
         self._warm_up = sampled_times(self.module, self._sample_every)
 
     def communication(self) -> dict[str, Any]:

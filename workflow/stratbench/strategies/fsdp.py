@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.strategies import base
+from stratbench.strategies.sharded import Sharded
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class FSDP(base.Collective):
+class FSDP(Sharded):
     """torch.distributed.fsdp.fully_shard, one group for each entry of the model's wrap plan.
 
     `reshard_after_forward = always` frees a group's gathered parameters after its forward and gathers
@@ -98,46 +97,6 @@ class FSDP(base.Collective):
 
         return F.cross_entropy(self.module(x), y)
 
-    def local_tensors(self) -> list[Tensor]:
-        import torch
-
-        # An optimizer over DTensors spends several times as long on dispatch; SGD is element-wise,
-        # so updating each rank's own shard is the same arithmetic.
-        with torch.no_grad():
-            return [p.to_local().detach() for p in self.parameters]
-
-    def link_gradients(self) -> None:
-        import torch
-
-        with torch.no_grad():
-            for shard, p in zip(self.local, self.parameters, strict=True):
-                shard.grad = None if p.grad is None else p.grad.to_local()
-                p.grad = None
-
-    @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.fsdp import FSDPModule
-
-        buffers = [b for b in self.model.buffers() if b.is_floating_point()]
-        own = [b.clone() for b in buffers]
-        if buffers:
-            mean = torch.cat([b.flatten() for b in buffers])
-            dist.all_reduce(mean)
-            mean /= self.worker.world_size
-            for b, average in zip(buffers, mean.split([b.numel() for b in buffers]), strict=True):
-                b.copy_(average.view_as(b))
-        with super().evaluating() as model:
-            yield model
-        for b, saved in zip(buffers, own, strict=True):
-            b.copy_(saved)
-        # What is not freed after a forward stays gathered where no backward follows. A later step
-        # would use those copies, whatever happened to the shards since.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def communication(self) -> dict[str, Any]:
         from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -163,5 +122,4 @@ class FSDP(base.Collective):
             report["details"]["compute_dtype"] = (
                 f"{dtype} (MixedPrecisionPolicy, float32 reduction)"
             )
-        report["evaluated_on"] = "the gathered weights with the workers' mean BatchNorm statistics"
         return report

@@ -160,16 +160,15 @@ class ParameterServer(base.Strategy):
             scale=self.scale,
         )
         self.ticket: Ticket | None = None
-        self.steps = 0
         self._exchange: Callable[[], None] | None = self.channel.rehearse  # None: the run is over
         self._before = (0.0, 0, 0)
+        self.reset()
 
-    def save(self) -> Any:
-        return [t.clone() for t in (self.flat.weights, *self.model.buffers())]
+    def weights_and_buffers(self) -> list[Tensor]:
+        return [self.flat.weights, *self.model.buffers()]
 
-    def restore(self, saved: Any) -> None:
-        for t, old in zip((self.flat.weights, *self.model.buffers()), saved, strict=True):
-            t.copy_(old)
+    def reset(self) -> None:
+        self.steps = 0
         self.flat.zero_grads()
         if self.scale is not None:
             self.scale.reset()

@@ -12,12 +12,14 @@ import resource
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
 from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.shards import free_gathered, local_part
 
 METHOD_RESET = "vmhwm"
 # Without the reset, a peak before start() can hide the one asked for: upper bounds.
@@ -117,16 +119,12 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     `parameters_bytes`, `gradients_bytes`, `optimizer_bytes`, `buffers_bytes`. A DTensor counts
     as its local shard, without padding. Gradients are counted as the trainable parameters'
     local size in their own dtype, whether or not they exist now. The optimizer's bytes are the
-    tensors in its state: momentum appears with the first step. FSDP2 modules are resharded
-    first, since one left gathered by a forward pass would count in full.
+    tensors in its state: momentum appears with the first step. What FSDP2 has left gathered after a
+    forward pass is freed first, since it would count in full.
     """
-    for module in model.modules():
-        if callable(reshard := getattr(module, "reshard", None)) and _is_fsdp2(module):
-            reshard()
+    free_gathered(model)
     parameters = list(model.parameters())
-    # ZeroRedundancyOptimizer keeps its own share in the optimizer that it wraps.
-    holder = getattr(optimizer, "optim", optimizer)
-    state = holder.state.values() if holder is not None else ()
+    state = optimizer_state(optimizer).values() if optimizer is not None else ()
     return {
         "parameters_bytes": _local_bytes(parameters),
         "gradients_bytes": _local_bytes(p for p in parameters if p.requires_grad),
@@ -137,17 +135,14 @@ def model_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     }
 
 
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """What the optimizer keeps on this rank, by parameter; the dictionary itself, not a copy."""
+    # ZeroRedundancyOptimizer keeps its own share in the optimizer that it wraps.
+    return getattr(optimizer, "optim", optimizer).state
+
+
 def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in local)
-
-
-def _is_fsdp2(module: nn.Module) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
+    return sum(t.numel() * t.element_size() for t in map(local_part, tensors))
 
 
 def _trim_heap() -> None:

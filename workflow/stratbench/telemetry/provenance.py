@@ -23,6 +23,7 @@ import torch
 from stratbench.telemetry.cores import usable_cores
 from stratbench.telemetry.memory import cuda_uuid
 from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.shards import whole_tensor
 
 _ENVIRONMENT = re.compile(
     r"(OMP|KMP|MKL|GOMP|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUDNN|TORCH|TORCHINDUCTOR|PYTORCH)_\w+"
@@ -104,8 +105,7 @@ def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
         tensor = bare[name]
         if not torch.is_tensor(tensor):
             raise TypeError(f"sha256_of_state: {name!r} is {type(tensor).__name__}, not a tensor")
-        if hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()
+        tensor = whole_tensor(tensor)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().reshape(-1)
         digest.update(memoryview(flat.view(torch.uint8).numpy()))

@@ -73,6 +73,10 @@ class Job:
         first = node * self.workers_per_node
         return range(first, min(first + self.workers_per_node, self.world_size))
 
+    def workers_beside(self, rank: int) -> int:
+        """How many workers run on the node of worker `rank`, itself included."""
+        return len(self.ranks_of(rank // self.workers_per_node))
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=os.fspath)
 

@@ -142,7 +142,16 @@ def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             for label, ms in groups
         ]
         slowdown = Slowdown.of(s, rank, model, shape, data.meta["classes"], device)
-        worker = Worker(s, rank, job.world_size, device, job.folder, groups, slowdown.wait)
+        worker = Worker(
+            s,
+            rank,
+            job.world_size,
+            job.workers_beside(rank),
+            device,
+            job.folder,
+            groups,
+            slowdown.wait,
+        )
         strategy.setup(model, worker)
         # From here on only what is random per worker (dropout) draws from the global generator.
         torch.manual_seed(s.seed + 1 + rank)

@@ -1,0 +1,116 @@
+"""The state that a warm-up changes: kept aside, and put back exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from stratbench.telemetry.memory import optimizer_state
+
+
+class Stateful(Protocol):
+    """An object with a state of its own, as torch's schedulers and samplers are."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class _Kept(NamedTuple):
+    """A tensor of the optimizer's, in host memory: the warm-up must not need more of the device."""
+
+    copy: Tensor
+    device: torch.device
+
+
+class SavedState:
+    """Copies of tensors, of an optimizer's state and of `extra`, which may hold both kinds.
+
+    Whatever changes them afterwards, `put_back` makes them equal to the copies again, bit for bit.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        extra: Sequence[Tensor | Stateful],
+    ) -> None:
+        self._tensors = [t.detach().clone() for t in tensors]
+        self._extra = [
+            e.detach().clone() if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra
+        ]
+        self._states: dict[Any, dict[str, Any]] = {}
+        self._groups: list[dict[str, Any]] = []
+        if optimizer is not None:
+            self._states = {
+                p: {name: _keep(value) for name, value in entry.items()}
+                for p, entry in optimizer_state(optimizer).items()
+            }
+            self._groups = [_settings_of(group) for group in optimizer.param_groups]
+
+    def put_back(
+        self,
+        tensors: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        extra: Sequence[Tensor | Stateful],
+    ) -> None:
+        """Make these, given in the order in which they were saved, what they were then.
+
+        What the optimizer has made since, such as moments that come with the first step, is
+        forgotten. Raises ValueError where there are more or fewer tensors or objects than then.
+        """
+        if len(extra) != len(self._extra):
+            raise ValueError(
+                f"extra_state() gave {len(self._extra)} when saved, {len(extra)} now: it must always be "
+                "as many; what comes and goes is for reset()"
+            )
+        with torch.no_grad():
+            for now, then in zip(tensors, self._tensors, strict=True):
+                now.copy_(then)
+            for now, then in zip(extra, self._extra, strict=True):
+                if torch.is_tensor(now):
+                    now.copy_(then)
+                else:
+                    now.load_state_dict(deepcopy(then))
+            if optimizer is not None:
+                self._put_back_optimizer(optimizer)
+
+    def _put_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        state = optimizer_state(optimizer)
+        for p in [p for p in state if p not in self._states]:
+            del state[p]
+        for p, entry in self._states.items():
+            now = state.get(p, {})
+            state[p] = {name: _return(then, now.get(name)) for name, then in entry.items()}
+        for group, then in zip(optimizer.param_groups, self._groups, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update(deepcopy(then) | {"params": parameters})
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Learning rate and so on of an optimizer's parameter group, copied."""
+    return deepcopy({name: value for name, value in group.items() if name != "params"})
+
+
+def _keep(value: Any) -> Any:
+    if not torch.is_tensor(value):
+        return deepcopy(value)
+    return _Kept(value.detach().to("cpu", copy=True), value.device)
+
+
+def _return(then: Any, now: Any) -> Any:
+    """The value that was kept; a tensor in the memory where it is now, if it still is."""
+    if not isinstance(then, _Kept):
+        return deepcopy(then)
+    if torch.is_tensor(now) and (now.shape, now.dtype, now.device) == (
+        then.copy.shape,
+        then.copy.dtype,
+        then.device,
+    ):
+        return now.copy_(then.copy)
+    return then.copy.to(then.device, copy=True)

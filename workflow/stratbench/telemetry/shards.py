@@ -1,0 +1,27 @@
+"""Tensors of which every rank holds a part (DTensor, FSDP2): the part, the whole, and what is gathered."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`, without padding, in the same memory; all of a plain tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of `tensor` on every rank. Of a DTensor it is a collective: every rank must call it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the whole parameters that FSDP2 keeps after a forward pass; each rank's part stays."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
