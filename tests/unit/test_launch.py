@@ -28,8 +28,8 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import agent, assemble, launch, loop
-from stratbench.train.agent import End, ProcessEnd
+from stratbench.train import agent, ending, launch, loop
+from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
 
 pytestmark = pytest.mark.timeout(180)
@@ -316,7 +316,7 @@ def test_whatever_happens_is_told_and_kept(tmp_path, monkeypatch, capsys, error,
     def fails(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(launch, "train", fails)
+    monkeypatch.setattr(launch, "train_held", fails)
     monkeypatch.setattr(agent, "on_signals", lambda action: None)
     cell = Cell("tests", "tiny", "ddp", "vgg-compact", "tiny", 2, 0)
     paths = [f"--{name}={tmp_path / name}" for name in ("data", "record", "timeline", "logs")]
@@ -481,12 +481,12 @@ DIVERGED = {"status": "diverged", "reason": "the training loss became nan"}
 )
 def test_classification(tmp_path, workers, codes, timed_out, expected):
     job = job_with(tmp_path, workers)
-    ends = [ProcessEnd(f"rank{rank}", code) for rank, code in enumerate(codes)]
-    outcome = assemble.classify(job, End(ends, timed_out))
-    assert outcome.status == expected
-    assert (outcome.reason is None) == (expected == "ok")
+    processes = [ProcessExit(f"rank{rank}", code) for rank, code in enumerate(codes)]
+    found = ending.classify(job, Exits(processes, timed_out))
+    assert found.status == expected
+    assert (found.reason is None) == (expected == "ok")
     if codes[0] == -9:
-        assert outcome.reason.startswith("rank0: killed by SIGKILL")
+        assert found.reason.startswith("rank0: killed by SIGKILL")
 
 
 def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
@@ -498,15 +498,15 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "SRUN_END_S", 0.2)
     # The limit was reached before the 15 s that the agents have to keep it themselves.
     job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), n_nodes=2)
-    end = launch.launch_with_srun(job, cpus_per_node=1)
-    assert assemble.classify(job, end).status == "timeout"
+    exits = launch.launch_with_srun(job, cpus_per_node=1)
+    assert ending.classify(job, exits).status == "timeout"
 
 
 def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     job = job_with(tmp_path, [None, LOST])
-    end = End([ProcessEnd("rank0", -9), ProcessEnd("rank1", 1)], timed_out=False)
-    monkeypatch.setattr(assemble, "oom_kills", lambda: assemble.OOM_KILLS_AT_START + 1)
-    assert assemble.classify(job, end).status == "oom"
+    exits = Exits([ProcessExit("rank0", -9), ProcessExit("rank1", 1)], timed_out=False)
+    monkeypatch.setattr(ending, "oom_kills", lambda: ending.OOM_KILLS_AT_START + 1)
+    assert ending.classify(job, exits).status == "oom"
 
 
 @pytest.mark.parametrize(("joins", "expected"), [(False, "error"), (True, "timeout")])
@@ -516,8 +516,8 @@ def test_an_error_of_a_worker_that_servers_wait_for_wins_over_the_deadline(
     job = replace(job_with(tmp_path, [None, LOST]), settings=settings("ps-async"))
     for rank in (0, 1) if joins else (0,):
         joined(tmp_path, rank)
-    end = End([ProcessEnd("server0", None), ProcessEnd("rank1", 1)], timed_out=True)
-    assert assemble.classify(job, end).status == expected
+    exits = Exits([ProcessExit("server0", None), ProcessExit("rank1", 1)], timed_out=True)
+    assert ending.classify(job, exits).status == expected
 
 
 class FakeProcess:
@@ -566,10 +566,10 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
     job = job_with(tmp_path, [None], origin_s=begun, time_limit_s=0.3)
     dates = itertools.cycle([time.time() + 7200, time.time() - 7200])
     monkeypatch.setattr(time, "time", lambda: next(dates))  # somebody sets the clock
-    end = agent.supervise(job, [], [FakeProcess("rank0")])
+    exits = agent.supervise(job, [], [FakeProcess("rank0")])
     assert 0.3 <= time.monotonic() - begun < 2
-    assert end.timed_out
-    assert end.processes == [ProcessEnd("rank0", None)]
+    assert exits.timed_out
+    assert exits.processes == [ProcessExit("rank0", None)]
 
 
 @pytest.mark.parametrize("ahead_s", [0, 7200, -7200])

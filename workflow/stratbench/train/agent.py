@@ -43,7 +43,7 @@ class Stopped(BaseException):
 
 
 @dataclass(frozen=True)
-class ProcessEnd:
+class ProcessExit:
     """How one process of a cell ended. `exit_code` is negative for a signal; None: ended by us."""
 
     name: str
@@ -58,14 +58,14 @@ class ProcessEnd:
 
 
 @dataclass(frozen=True)
-class End:
-    """How the processes of a node ended, and whether the cell's time limit did it."""
+class Exits:
+    """How the processes of a node or a cell exited, and whether the cell's time limit did it."""
 
-    processes: list[ProcessEnd]
+    processes: list[ProcessExit]
     timed_out: bool
 
 
-def run_node(job: Job, node: int) -> End:
+def run_node(job: Job, node: int) -> Exits:
     """Start this node's processes and wait for their end or the deadline."""
     os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for what its processes load after PyTorch
     if job.n_nodes == 1 and not job.use_cuda:
@@ -116,7 +116,7 @@ def supervise(
     job: Job,
     servers: list[Process],
     workers: list[Process],
-) -> End:
+) -> Exits:
     """Wait until all have ended, what is left cannot go on (after a grace), or the deadline.
 
     Workers of a collective cannot go on without each other. A parameter server's can, as long as its
@@ -128,7 +128,7 @@ def supervise(
     while len(ended) < len(processes):
         now = time.monotonic()
         if job.deadline_s is not None and now >= job.deadline_s:
-            return End(_ends(processes, ended), timed_out=True)
+            return Exits(_exits(processes, ended), timed_out=True)
         if grace_ends is not None and now >= grace_ends:
             break
         poll_s = 0.5 if job.has_servers else 3600
@@ -143,7 +143,7 @@ def supervise(
                 p.kill()
         if grace_ends is None and stuck(job, servers, workers, ended):
             grace_ends = time.monotonic() + GRACE_S
-    return End(_ends(processes, ended), timed_out=False)
+    return Exits(_exits(processes, ended), timed_out=False)
 
 
 def stuck(
@@ -178,8 +178,8 @@ def lost_workers(job: Job) -> set[str]:
     return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
 
-def _ends(processes: list[Process], ended: dict[str, int]) -> list[ProcessEnd]:
-    return [ProcessEnd(p.name, ended.get(p.name)) for p in processes]
+def _exits(processes: list[Process], ended: dict[str, int]) -> list[ProcessExit]:
+    return [ProcessExit(p.name, ended.get(p.name)) for p in processes]
 
 
 def end_all(processes: list[Process]) -> None:
@@ -228,17 +228,17 @@ def main() -> None:
     on_signals(raise_stopped)
     node = int(os.environ["SLURM_NODEID"])
     try:
-        end = run_node(job, node)
+        exits = run_node(job, node)
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)
-    for p in end.processes:
+    for p in exits.processes:
         print(f"node {node}: {p}", flush=True)
     # A worker lost to a parameter server ends nobody else's node; one that it never had does.
-    failed = [p.name for p in end.processes if p.exit_code != 0]
+    failed = [p.name for p in exits.processes if p.exit_code != 0]
     if job.has_servers:
         ranks = {name: rank_of(name) for name in failed}
         failed = [name for name, rank in ranks.items() if rank is None or not joined(job, rank)]
-    sys.exit(1 if end.timed_out or failed else 0)
+    sys.exit(1 if exits.timed_out or failed else 0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Turns what a cell's processes left in the run folder into its end, its record and its timeline."""
+"""Makes a cell's record and its timeline from what its processes left in the run folder."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,124 +16,21 @@ from stratbench.strategies import strategy_class, traits_of
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
-from stratbench.train.agent import End, joined
+from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.workload import models, prepared
 
 REPOSITORY = Path(__file__).parents[3]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a cell ended: a record's status, or `error`; and why, when it is not `ok`."""
-
-    status: str
-    reason: str | None
-
-
-def classify(job: Job, end: End) -> Outcome:
-    """Tell results (ok, oom, timeout, diverged) from errors.
-
-    A cause wins over its consequences: when one worker is out of memory or killed, its peers fail too,
-    for want of a partner. A worker's own report wins over the deadline.
-    """
-    if job.has_servers:
-        return classify_served(job, end)
-    workers = job.folder.read_workers(job.world_size)
-    by_status = {
-        status: [w for w in workers.values() if w["status"] == status]
-        for status in ("oom", "error", "diverged")
-    }
-    if by_status["oom"]:
-        return Outcome("oom", by_status["oom"][0]["reason"])
-    if host_out_of_memory(end):
-        return Outcome("oom", "the kernel killed a worker because the host had no memory left")
-    killed = [p for p in end.processes if p.exit_code is not None and p.exit_code < 0]
-    if killed:
-        return Outcome("error", str(killed[0]))
-    if by_status["error"]:
-        return Outcome("error", by_status["error"][0]["reason"])
-    if end.timed_out:
-        return Outcome("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
-    lost = [p for p in end.processes if p.exit_code not in (0, None)]
-    if lost:
-        return Outcome("error", str(lost[0]))
-    if len(workers) < job.world_size:
-        missing = sorted(set(range(job.world_size)) - set(workers))
-        return Outcome("error", f"ranks {missing} ended without a result")
-    if by_status["diverged"]:
-        return Outcome("diverged", by_status["diverged"][0]["reason"])
-    return Outcome("ok", None)
-
-
-def classify_served(job: Job, end: End) -> Outcome:
-    """The same for a cell with parameter servers, which decide whether a lost worker matters."""
-    workers = job.folder.read_workers(job.world_size)
-    servers = server_files(job)
-    for status in ("oom", "diverged"):
-        found = next((w for w in workers.values() if w["status"] == status), None)
-        if status == "oom" and found is None and host_out_of_memory(end):
-            return Outcome("oom", "the kernel killed a process because the host had no memory left")
-        if found is not None:
-            return Outcome(status, found["reason"])
-    lost = next((f["error"] for f in servers if f["error"]), None)
-    if lost:
-        return Outcome("error", lost)
-    # Without one that they never had, the servers begin nothing.
-    for rank, worker in workers.items():
-        if worker["status"] == "error" and not joined(job, rank):
-            return Outcome("error", worker["reason"])
-    if end.timed_out:
-        return Outcome("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
-    if len(servers) < job.settings.options["servers"]:
-        dead = next((p for p in end.processes if p.name.startswith("server") and p.exit_code), None)
-        return Outcome("error", str(dead or "a parameter server left no statistics"))
-    if not any(w["status"] == "ok" and w["per_epoch"] for w in workers.values()):
-        failed = next((w for w in workers.values() if w["status"] == "error"), None)
-        return Outcome("error", failed["reason"] if failed else "no worker lived to evaluate")
-    return Outcome("ok", None)
-
-
-def server_files(job: Job) -> list[dict[str, Any]]:
-    """The statistics of the parameter servers that reached their end; empty for a collective."""
-    return job.folder.read_servers(job.settings.options["servers"]) if job.has_servers else []
-
-
-def host_out_of_memory(end: End) -> bool:
-    """Whether a process was killed by SIGKILL and the control group counts out-of-memory kills."""
-    killed = any(p.exit_code == -9 for p in end.processes)
-    return killed and oom_kills() > OOM_KILLS_AT_START
-
-
-def oom_kills() -> int:
-    """Out-of-memory kills in this process's control group (version 2); 0 where that cannot be read."""
-    try:
-        group = (
-            Path("/proc/self/cgroup")
-            .read_text(encoding="utf-8")
-            .splitlines()[0]
-            .rpartition("::")[2]
-        )
-        events = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.events").read_text(
-            encoding="utf-8"
-        )
-    except (OSError, IndexError):
-        return 0
-    counts = dict(line.split() for line in events.splitlines())
-    return int(counts.get("oom_kill", 0))
-
-
-OOM_KILLS_AT_START = oom_kills()
-
-
-def record(job: Job, outcome: Outcome) -> Record:
+def make_record(job: Job, ending: Ending) -> Record:
     """The record of a cell that ended with a result."""
     s = job.settings
     whole = [w for w in job.folder.read_workers(job.world_size).values() if "phases_s" in w]
-    servers = server_files(job)
+    servers = job.folder.read_servers(job.n_servers)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
-    finished = outcome.status in ("ok", "diverged") and whole
+    finished = ending.status in ("ok", "diverged") and whole
     cls = strategy_class(s.strategy)
     samples_per_step = cls.samples_per_step(s)
     run = {}
@@ -147,8 +44,8 @@ def record(job: Job, outcome: Outcome) -> Record:
     return {
         "schema_version": 1,
         "cell": job.cell.as_dict(),
-        "status": outcome.status,
-        "reason": outcome.reason,
+        "status": ending.status,
+        "reason": ending.reason,
         "settings": asdict(s),
         "strategy": {
             "name": s.strategy,
@@ -195,7 +92,7 @@ def record(job: Job, outcome: Outcome) -> Record:
         "energy": efficiency.energy(job, whole, run),
         "memory": worst_memory(whole),
         "accuracy": {
-            "final": accuracies[-1] if accuracies and outcome.status == "ok" else None,
+            "final": accuracies[-1] if accuracies and ending.status == "ok" else None,
             "best": max(accuracies, default=None),
             "per_epoch": per_epoch,
             "evaluated_on": reported.get("evaluated_on"),
@@ -351,7 +248,7 @@ def provenance(job: Job) -> dict[str, Any]:
     }
 
 
-def timeline(job: Job, out: Path) -> None:
-    """Samples of all nodes with the phases of the ranks, as one CSV file."""
+def write_timeline(job: Job, out: Path) -> None:
+    """Write the samples of all nodes, with the phases of the workers, to one CSV file."""
     out.parent.mkdir(parents=True, exist_ok=True)
     merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), out)

@@ -65,6 +65,11 @@ class Job:
         return strategy_class(self.settings.strategy).kind == "server"
 
     @property
+    def n_servers(self) -> int:
+        """How many parameter servers the cell has; 0 for a collective strategy."""
+        return self.settings.options["servers"] if self.has_servers else 0
+
+    @property
     def world_size(self) -> int:
         return self.cell.gpus
 

@@ -28,6 +28,7 @@ from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.train import agent, assemble, devices
+from stratbench.train.ending import classify
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
 from stratbench.workload import prepared
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             if foreign and record.is_of(args.record, args.cell, args.settings):
                 print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
                 return 0
-            return train(args, cell, settings)
+            return train_held(args, cell, settings)
         except agent.Stopped as stopped:
             print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             return fail(args.logs, cell, f"{type(e).__name__}: {e}", [], trace)
 
 
-def train(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
+def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     """Train a cell that is held; returns the exit code."""
     if not record.can_validate():
         print(
@@ -79,17 +80,17 @@ def train(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
         old.unlink(missing_ok=True)
     RunFolder.of_logs(args.logs).create()
     with job_of(args, cell, settings) as job:
-        end = launch(job, args.cpus_per_node)
-    outcome = assemble.classify(job, end)
-    if outcome.status == "error":
-        return fail(args.logs, cell, outcome.reason, [str(p) for p in end.processes])
+        exits = launch(job, args.cpus_per_node)
+    ending = classify(job, exits)
+    if ending.status == "error":
+        return fail(args.logs, cell, ending.reason, [str(p) for p in exits.processes])
     agent.on_signals(lambda _: None)  # what is as good as finished is not given up
-    assemble.timeline(job, args.timeline)
-    finished = assemble.record(job, outcome)
+    assemble.write_timeline(job, args.timeline)
+    finished = assemble.make_record(job, ending)
     record.write(args.record, finished)
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
-    print(f"cell {cell}: {outcome.status}{f' ({outcome.reason})' if outcome.reason else ''}{skew}")
+    print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
     return 0
 
 
@@ -142,7 +143,7 @@ def job_of(args: argparse.Namespace, cell: Cell, settings: Settings) -> Iterator
         )
 
 
-def launch(job: Job, cpus_per_node: int) -> agent.End:
+def launch(job: Job, cpus_per_node: int) -> agent.Exits:
     """Run the job's processes on all its nodes."""
     if job.has_servers:
         write_secret(job.folder.secret, new_secret())
@@ -153,7 +154,7 @@ def launch(job: Job, cpus_per_node: int) -> agent.End:
         shutil.rmtree(job.folder.snapshots, ignore_errors=True)  # of a cell that was not evaluated
 
 
-def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:
+def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     """One agent on each node of the SLURM job; the cell's limit is kept by every agent and here."""
     path = job.folder.write_job(job.to_json())
     command = [
@@ -180,8 +181,10 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.End:
                 process.kill()  # SLURM ends the rest with the job
                 process.wait()
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
-    ends = [agent.ProcessEnd(worker_name(r), _exit_code(job, r)) for r in range(job.world_size)]
-    return agent.End(ends, timed_out=late and process.returncode != 0)
+    processes = [
+        agent.ProcessExit(worker_name(r), _exit_code(job, r)) for r in range(job.world_size)
+    ]
+    return agent.Exits(processes, timed_out=late and process.returncode != 0)
 
 
 def _exit_code(job: Job, rank: int) -> int | None:

@@ -1,0 +1,109 @@
+"""How a cell ended: with a result (ok, oom, timeout, diverged), or with an error, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stratbench.cell.run_folder import rank_of
+from stratbench.train.agent import Exits, joined
+from stratbench.train.job import Job
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a cell ended: a record's status, or `error`; and why, when it is not `ok`."""
+
+    status: str
+    reason: str | None
+
+
+def classify(job: Job, exits: Exits) -> Ending:
+    """How a cell ended, from what its processes left and how they exited.
+
+    A cause wins over its consequences: when one worker is out of memory or killed, its peers fail too,
+    for want of a partner. A worker's own report wins over the deadline.
+    """
+    if job.has_servers:
+        return classify_served(job, exits)
+    workers = job.folder.read_workers(job.world_size)
+    by_status = {
+        status: [w for w in workers.values() if w["status"] == status]
+        for status in ("oom", "error", "diverged")
+    }
+    if by_status["oom"]:
+        return Ending("oom", by_status["oom"][0]["reason"])
+    if host_out_of_memory(exits):
+        return Ending("oom", "the kernel killed a worker because the host had no memory left")
+    killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
+    if killed:
+        return Ending("error", str(killed[0]))
+    if by_status["error"]:
+        return Ending("error", by_status["error"][0]["reason"])
+    if exits.timed_out:
+        return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
+    lost = [p for p in exits.processes if p.exit_code not in (0, None)]
+    if lost:
+        return Ending("error", str(lost[0]))
+    if len(workers) < job.world_size:
+        missing = sorted(set(range(job.world_size)) - set(workers))
+        return Ending("error", f"ranks {missing} ended without a result")
+    if by_status["diverged"]:
+        return Ending("diverged", by_status["diverged"][0]["reason"])
+    return Ending("ok", None)
+
+
+def classify_served(job: Job, exits: Exits) -> Ending:
+    """The same for a cell with parameter servers: they decide whether a lost worker matters."""
+    workers = job.folder.read_workers(job.world_size)
+    servers = job.folder.read_servers(job.n_servers)
+    for status in ("oom", "diverged"):
+        found = next((w for w in workers.values() if w["status"] == status), None)
+        if status == "oom" and found is None and host_out_of_memory(exits):
+            return Ending("oom", "the kernel killed a process because the host had no memory left")
+        if found is not None:
+            return Ending(status, found["reason"])
+    lost = next((f["error"] for f in servers if f["error"]), None)
+    if lost:
+        return Ending("error", lost)
+    # The servers do not begin before every worker has joined.
+    for rank, worker in workers.items():
+        if worker["status"] == "error" and not joined(job, rank):
+            return Ending("error", worker["reason"])
+    if exits.timed_out:
+        return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
+    if len(servers) < job.n_servers:
+        dead = next((p for p in exits.processes if rank_of(p.name) is None and p.exit_code), None)
+        return Ending("error", str(dead or "a parameter server left no statistics"))
+    if not any(w["status"] == "ok" and w["per_epoch"] for w in workers.values()):
+        failed = next((w for w in workers.values() if w["status"] == "error"), None)
+        return Ending("error", failed["reason"] if failed else "no worker lived to evaluate")
+    return Ending("ok", None)
+
+
+def host_out_of_memory(exits: Exits) -> bool:
+    """Whether a process was killed by SIGKILL and the control group counts out-of-memory kills."""
+    killed = any(p.exit_code == -9 for p in exits.processes)
+    return killed and oom_kills() > OOM_KILLS_AT_START
+
+
+def oom_kills() -> int:
+    """Out-of-memory kills in this process's control group (version 2); 0 where that cannot be read."""
+    try:
+        group = (
+            Path("/proc/self/cgroup")
+            .read_text(encoding="utf-8")
+            .splitlines()[0]
+            .rpartition("::")[2]
+        )
+        events = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.events").read_text(
+            encoding="utf-8"
+        )
+    except (OSError, IndexError):
+        return 0
+    counts = dict(line.split() for line in events.splitlines())
+    return int(counts.get("oom_kill", 0))
+
+
+#: What the control group had counted before this cell.
+OOM_KILLS_AT_START = oom_kills()
