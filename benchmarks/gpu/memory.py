@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stage import Stage, in_child
 from stratbench.cell.settings import Settings
 from stratbench.plan.devices import CONTEXT_BYTES
+from stratbench.plan.fake import replaced
 from stratbench.plan.footprint import Footprint, footprint
 from stratbench.plan.request import Request, data_bytes
 from stratbench.study.validation import schema
@@ -108,24 +109,19 @@ def dataset_of(s: Settings) -> Dataset:
 
 def measured(job: Job, case: Case) -> dict[str, Any]:
     """Memory and model states of rank 0 after the worker's own run of the job."""
-    join, configure = worker_process.join_group, worker_process.configure_torch
+    configure = worker_process.configure_torch
 
-    def join_group(job: Job, rank: int, device: torch.device) -> None:
-        if case.world == 1:
-            join(job, rank, device)
-            return
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    def join_fake_group(job: Job, rank: int, device: torch.device) -> None:
         dist.init_process_group("fake", rank=0, world_size=case.world, store=FakeStore())
 
     def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
         configure(s, device, threads)
         torch.backends.cudnn.benchmark = case.search
 
-    with (
-        mock.patch.object(worker_process, "join_group", join_group),
-        mock.patch.object(worker_process, "configure_torch", configure_torch),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(worker_process, "configure_torch", configure_torch))
+        if case.world > 1:
+            stack.enter_context(replaced(worker_process, "join_group", join_fake_group))
         result = worker_process.run(job, 0, 0)
     found = {key: result[key] for key in ("memory", "model_states", "status", "steps")}
     return found | {"cublas_bytes": cublas_bytes() if job.use_cuda else 0}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -61,8 +61,8 @@ def compare(
     """All variants set up at once; then blocks of steps in turns, each time in another order."""
     # Large models' initial weights take seconds, and are the same for every variant.
     once = cache(models.build)
-    with mock.patch.object(models, "build", lambda *args: deepcopy(once(*args))):
-        trainees, setup = prepare(stage, name, model, precision, data_dir, sizes)
+    build = lambda *args: deepcopy(once(*args))  # noqa: E731
+    trainees, setup = prepare(stage, name, model, precision, data_dir, sizes, build)
     clocks = {variant: StepClock(t.worker.device) for variant, t in trainees.items()}
     for block in range(sizes["blocks"]):
         turn = block % len(VARIANTS)
@@ -76,7 +76,13 @@ def compare(
 
 
 def prepare(
-    stage: Stage, name: str, model: str, precision: str, data_dir: Path, sizes: dict[str, int]
+    stage: Stage,
+    name: str,
+    model: str,
+    precision: str,
+    data_dir: Path,
+    sizes: dict[str, int],
+    build: Callable[..., torch.nn.Module],
 ) -> tuple[dict[str, Trainee], dict[str, dict[str, float]]]:
     """Every variant, set up and warmed up, and the seconds that each took for it."""
     trainees: dict[str, Trainee] = {}
@@ -89,7 +95,7 @@ def prepare(
         )  # fmt: skip
         job = job_of(s, data_dir, stage.folder(f"{name}-{variant}".replace(" ", "-")))
         began = time.perf_counter()
-        t = set_up(job, data)
+        t = set_up(job, data, build)
         synchronise(t.worker.device)
         built = time.perf_counter()
         data = t.data

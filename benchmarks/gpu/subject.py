@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -111,7 +111,11 @@ def device_of(job: Job) -> torch.device:
     return torch.device("cuda", 0) if job.use_cuda else torch.device("cpu")
 
 
-def set_up(job: Job, data: DeviceData | None = None) -> Trainee:
+def set_up(
+    job: Job,
+    data: DeviceData | None = None,
+    build: Callable[..., torch.nn.Module] = models.build,
+) -> Trainee:
     """A worker's steps up to its warm-up, in this process: `worker.run` without the training.
 
     A strategy that needs a process group must find one (`worker.join_group`).
@@ -122,7 +126,9 @@ def set_up(job: Job, data: DeviceData | None = None) -> Trainee:
     dtype = weights_dtype(s.precision)
     memory_format = batch_format(s.precision, device.type)
     data = data or DeviceData.load(job.data_dir, device, shape, dtype, memory_format)
-    model = models.for_training(s.model, data.meta["classes"], shape[0], s.seed, device, dtype)
+    model = models.for_training(
+        s.model, data.meta["classes"], shape[0], s.seed, device, dtype, build
+    )
     groups = models.wrap_groups(s.model, model)
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))

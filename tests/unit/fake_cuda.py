@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,9 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import fake
 from stratbench.ps import client, device, flat
 from stratbench.ps.tickets import Ticket
-from stratbench.strategies import ddp, option_defaults, slowdown, strategy_class
+from stratbench.strategies import ddp, option_defaults, slowdown
 from stratbench.strategies.base import Worker
+from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
@@ -126,13 +128,9 @@ def layouts_of(model: nn.Module, seen: dict[str, str]) -> None:
             module.register_forward_hook(note(name))
 
 
-CONNECT = inspect.signature(client.Channel.connect)
-
-
-def channel_to_nobody(*args: Any, **kwargs: Any) -> Any:
+def channel_to_nobody(strategy: ParameterServer) -> Any:
     """A channel whose pushes go through a CUDA worker's staging and end there; it has one ticket."""
-    told = CONNECT.bind(*args, **kwargs).arguments
-    space, shards = told["flat"], flat.cut(told["flat"].layout.numel, 1 << 14)
+    space, shards = strategy.flat, flat.cut(strategy.flat.layout.numel, 1 << 14)
     left: list[Any] = []
     staging = device.Staging.make(
         space,
@@ -140,7 +138,7 @@ def channel_to_nobody(*args: Any, **kwargs: Any) -> Any:
         push_buffers=lambda: left.append("buffers"),
         push_shards=lambda first, stop: left.extend(range(first, stop)),
         end_push=lambda overflowed: None,
-        scale=told["scale"],
+        scale=strategy.scale,
     )
 
     def push() -> None:
@@ -194,19 +192,19 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         on_cuda=True,
     )  # fmt: skip
     with ExitStack() as stack:
-        for patch in (*patches(), *fake._patches(request)):
+        for patch in patches():
             stack.enter_context(patch)
-        if request.served:
-            stack.enter_context(mock.patch.object(client.Channel, "connect", channel_to_nobody))
-        stack.enter_context(fake._fake_group(workers))
+        stack.enter_context(fake.torch_on_fakes(request))
+        stack.enter_context(fake.fake_group(workers))
         stack.enter_context(FakeTensorMode())
         shape = models.input_shape(model, (3, SIDE, SIDE))
         dtype = weights_dtype(precision)
         data = data_on_device(shape, precision)
-        net = models.for_training(model, CLASSES, shape[0], s.seed, DEVICE, dtype)
+        net = models.for_training(model, CLASSES, shape[0], s.seed, DEVICE, dtype, build=fake.blank)
         groups = models.wrap_groups(model, net)
-        cls = fake.FakeDDP if strategy == "ddp" else strategy_class(strategy)
-        made = cls(cls.Options(**s.options))
+        made = fake.strategy_on_fakes(request)
+        if request.served:
+            made.connect = partial(channel_to_nobody, made)
         worker = Worker(s, 0, workers, workers, DEVICE, RunFolder(Path()), groups)
         seen: dict[str, str] = {}
         layouts_of(net, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from stratbench.plan import fake, footprint
 from stratbench.plan.footprint import Affine, upper_envelope
 from stratbench.plan.request import Request
 from stratbench.plan.trace import Trace
-from stratbench.strategies import option_defaults
+from stratbench.strategies import option_defaults, strategy_class
 from stratbench.workload import models
 
 pytestmark = pytest.mark.timeout(120)
@@ -164,6 +165,23 @@ def test_the_emulated_buckets_are_as_large_as_ddps(join_alone, cap_mb: int):
     assert sorted(4 * b.numel() for b in emulated.buckets) == sorted(
         int(n) for n in logged.split(",")
     )
+
+
+def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
+    class Derived(strategy_class("ddp")):
+        pass
+
+    as_ddp = footprint.footprint(request_for("ddp"))
+    monkeypatch.setattr(fake, "strategy_class", lambda name: Derived)
+    assert footprint.footprint(request_for("ddp")) == as_ddp
+
+
+def test_torch_is_as_it_was_after_a_footprint():
+    before = torch.optim.SGD
+    with contextlib.suppress(ValueError), fake.torch_on_fakes(request_for("fsdp", on_cuda=True)):
+        assert torch.optim.SGD is not before
+        raise ValueError("a model that cannot be planned")
+    assert torch.optim.SGD is before
 
 
 @pytest.mark.parametrize("as_view", [True, False])

@@ -390,6 +390,11 @@ def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, 
     assert cache.key_of(request) != before
 
 
+def test_footprints_depend_on_files_that_are_there():
+    for pattern in cache.SOURCES:
+        assert list(cache.PACKAGE.glob(pattern)), pattern
+
+
 def test_a_config_mistake_ends_in_one_line(tmp_path: Path, capsys):
     config = config_of(tmp_path, cluster={"gpu": "Z9000"})
     assert command.main(["--config", json.dumps(config)]) == 1

@@ -95,6 +95,16 @@ def test_every_rule_names_its_environment():
                 assert re.search(r"conda:\s+ENV", rule), f"{path.name}: rule {rule.splitlines()[0]}"
 
 
+def test_only_tests_use_mocks():
+    found = [
+        str(path.relative_to(ROOT))
+        for folder in ("workflow", "benchmarks", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+        if architecture.imports(path, {"unittest", "unittest.mock"}, package="")
+    ]
+    assert found == []
+
+
 def text_files_opened_by_locale(source: str) -> list[int]:
     """Lines that open a file as text without saying its encoding: the user's locale would decide."""
     found = []

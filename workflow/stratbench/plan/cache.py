@@ -20,8 +20,9 @@ from stratbench.telemetry.cores import usable_cores
 PACKAGE = Path(__file__).parents[1]
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (
-    "workload/models.py", "workload/compact.py", "strategies/*.py", "telemetry/shards.py",
-    "ps/flat.py", "ps/shm.py", "plan/fake.py", "plan/footprint.py", "plan/request.py", "plan/trace.py",
+    "cell/settings.py", "workload/*.py", "telemetry/memory.py", "telemetry/shards.py",
+    "strategies/*.py", "ps/flat.py", "ps/shm.py", "plan/fake.py", "plan/footprint.py",
+    "plan/request.py", "plan/trace.py", "plan/traffic.py",
 )  # fmt: skip
 
 

@@ -7,12 +7,11 @@ sees what rank 0 of a thousand GPUs would allocate and send.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,11 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.plan.request import Request
 from stratbench.plan.trace import Trace
-from stratbench.ps import client, flat, handshake, shm
+from stratbench.ps.flat import FlatSpace
+from stratbench.ps.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import base, strategy_class
-from stratbench.strategies import ps as parameter_server
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
+from stratbench.strategies.ps import ParameterServer
 from stratbench.workload import models
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
@@ -45,10 +45,9 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
     the first is like any later one, since momentum and buckets exist from the start.
     """
     with ExitStack() as stack:
-        stack.enter_context(_fake_group(request.world_size))
+        stack.enter_context(fake_group(request.world_size))
         stack.enter_context(FakeTensorMode())
-        for patch in _patches(request):
-            stack.enter_context(patch)
+        stack.enter_context(torch_on_fakes(request))
         device = torch.device("cpu")
         model = models.for_training(
             request.model,
@@ -57,8 +56,9 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
             seed=0,
             device=device,
             dtype=request.dtype,
+            build=blank,
         )
-        strategy = _strategy(request)
+        strategy = strategy_on_fakes(request)
         trace = Trace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1, on_cpu=not request.on_cuda
         )
@@ -117,7 +117,7 @@ _NEXT = {"forward": "backward", "backward": "optimizer"}
 def _tag_states(trace: Trace, strategy: base.Strategy, model: nn.Module) -> None:
     trace.tag("parameters", model.parameters())
     trace.tag("buffers", model.buffers())
-    if isinstance(strategy, parameter_server.ParameterServer):
+    if isinstance(strategy, ParameterServer):
         trace.tag("gradients", [strategy.flat.grads])
         return
     trace.tag(
@@ -133,7 +133,7 @@ def _tag_states(trace: Trace, strategy: base.Strategy, model: nn.Module) -> None
 
 
 @contextmanager
-def _fake_group(world_size: int) -> Iterator[None]:
+def fake_group(world_size: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("a footprint cannot be made inside a process group")
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
@@ -143,43 +143,42 @@ def _fake_group(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _patches(request: Request) -> Iterator[Any]:
-    """What the strategies call that fake tensors or a machine without the device cannot do."""
+@contextmanager
+def torch_on_fakes(request: Request) -> Iterator[None]:
+    """Until the block ends, torch does what it refuses on fake tensors or without the device."""
     from torch.distributed import device_mesh
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    def real_mesh(*args: Any, make: Any = device_mesh.init_device_mesh, **kwargs: Any) -> Any:
+    make_mesh, sgd = device_mesh.init_device_mesh, torch.optim.SGD
+
+    def real_mesh(*args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
         with unset_fake_temporarily():  # the mesh reads the ranks out of a tensor
-            return make(*args, **kwargs)
+            return make_mesh(*args, **kwargs)
 
-    yield mock.patch.object(device_mesh, "init_device_mesh", real_mesh)
-    yield mock.patch.object(models, "build", _blank)
-    if request.served:
-        yield from _server_patches()
-    if request.traits.shards_states:
+    def fused_sgd(*args: Any, **kwargs: Any) -> torch.optim.SGD:
+        return sgd(*args, **(kwargs | {"fused": True}))
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(device_mesh, "init_device_mesh", real_mesh))
         # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
-        from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-        yield mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk)
-    if request.on_cuda or request.precision == "fp16":
-        # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that
-        # is not fused would look at the loss scaler's verdict, which a fake tensor does not have.
-        sgd = torch.optim.SGD
-        yield mock.patch.object(
-            torch.optim, "SGD", lambda *a, **kw: sgd(*a, **(kw | {"fused": True}))
-        )
+        stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
+        if request.on_cuda or request.precision == "fp16":
+            # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer
+            # that is not fused would look at the loss scaler's verdict, which a fake tensor does not
+            # have.
+            stack.enter_context(replaced(torch.optim, "SGD", fused_sgd))
+        yield
 
 
-def _server_patches() -> Iterator[Any]:
-    """A channel to nobody, and tensors that are not mapped."""
-
-    def allocate(layout: shm.Layout, shared: bool) -> shm.FlatTensors:
-        weights = torch.zeros(layout.numel, dtype=shm.DTYPES[layout.dtype])
-        buffers = torch.zeros(layout.buffer_numel, dtype=shm.DTYPES[layout.buffer_dtype])
-        return shm.FlatTensors(weights, torch.zeros_like(weights), buffers)
-
-    yield mock.patch.object(client.Channel, "connect")
-    yield mock.patch.object(handshake, "load_secret")
-    yield mock.patch.object(flat, "allocate", allocate)
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """`module.name` is `value` until the block ends: for torch's own, which cannot be told otherwise."""
+    kept = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, kept)
 
 
 def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
@@ -214,13 +213,11 @@ def _settings(request: Request) -> Settings:
 # --- the model -----------------------------------------------------------------------------------
 
 
-def _blank(
-    name: str, classes: int, channels: int, build: Callable[..., nn.Module] = models.build
-) -> nn.Module:
+def blank(name: str, classes: int, channels: int) -> nn.Module:
     """What `models.build` makes, of fake tensors and without the time that initial weights take."""
     with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that weights without memory are not initialised
-        model = build(name, classes, channels)
+        model = models.build(name, classes, channels)
     return model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))  # `to_empty` refuses
 
 
@@ -264,11 +261,37 @@ class CudaAutocast(TorchFunctionMode):
 # --- the strategies ------------------------------------------------------------------------------
 
 
-def _strategy(request: Request) -> base.Strategy:
+def strategy_on_fakes(request: Request) -> base.Strategy:
+    """The request's strategy, but for what fake tensors cannot do or no other process is there for."""
     cls = strategy_class(request.strategy)
-    if cls is DDP:
-        cls = FakeDDP
+    for real, fake in ((DDP, FakeDDP), (ParameterServer, FakeParameterServer)):
+        if issubclass(cls, real):
+            cls = type(cls.__name__, (fake, cls), {})
     return cls(cls.Options(**dict(request.options)))
+
+
+class FakeParameterServer(ParameterServer):
+    """A worker of parameter servers that are not there: its tensors are not mapped."""
+
+    def flatten(self) -> FlatSpace:
+        return FlatSpace(self.model, allocate=_unmapped)
+
+    def connect(self) -> NoChannel:
+        return NoChannel()
+
+
+class NoChannel:
+    """Of the channel to the servers, what a step calls before the first ticket; it moves nothing."""
+
+    def arm(self) -> None: ...
+
+    def rehearse(self) -> None: ...
+
+
+def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
+    weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
+    buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
+    return FlatTensors(weights, torch.zeros_like(weights), buffers)
 
 
 class FakeDDP(DDP):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -49,10 +50,15 @@ class FlatSpace:
     are: evaluation does not read the former, and nobody changes the latter.
 
     On a CUDA model `host` mirrors the three in pinned memory; on a CPU it is the same tensors.
-    `shared` puts `host` in memory that a server on this host can map.
+    `shared` puts `host` in memory that a server on this host can map. `allocate` makes `host`.
     """
 
-    def __init__(self, model: nn.Module, shared: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shared: bool = True,
+        allocate: Callable[[Layout, bool], FlatTensors] = allocate,
+    ) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         named_buffers = [(n, b) for n, b in model.named_buffers() if b.is_floating_point()]
         if not named:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
+    from stratbench.ps.client import Channel
+    from stratbench.ps.flat import FlatSpace
     from stratbench.ps.tickets import Ticket
 
 #: Options of every parameter-server strategy, beside its policy's own.
@@ -139,30 +141,39 @@ class ParameterServer(base.Strategy):
         return s.per_worker_batch // policy_options(s.strategy, s.options).pushes_per_ticket
 
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
-        from stratbench.ps.client import Channel
-        from stratbench.ps.flat import FlatSpace
-        from stratbench.ps.handshake import load_secret
         from stratbench.ps.scale import LossScale
 
-        s = worker.settings
         self.worker, self.model = worker, model
-        transport = s.options["transport"]
-        self.flat = FlatSpace(model, shared=transport != "tcp")
-        self.scale = LossScale() if s.precision == "fp16" else None
-        self.channel = Channel.connect(
-            worker.folder.rendezvous,
-            worker.rank,
-            self.flat,
-            load_secret(worker.folder.secret),
-            transport=transport,
-            wire=s.options["wire"],
-            deadline_s=300.0,
-            scale=self.scale,
-        )
+        self.flat = self.flatten()
+        self.scale = LossScale() if worker.settings.precision == "fp16" else None
+        self.channel = self.connect()
         self.ticket: Ticket | None = None
         self._exchange: Callable[[], None] | None = self.channel.rehearse  # None: the run is over
         self._before = (0.0, 0, 0)
         self.reset()
+
+    def flatten(self) -> FlatSpace:
+        """The model's tensors as views of flat ones."""
+        from stratbench.ps.flat import FlatSpace
+
+        return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
+
+    def connect(self) -> Channel:
+        """The connections to the cell's servers."""
+        from stratbench.ps.client import Channel
+        from stratbench.ps.handshake import load_secret
+
+        worker, options = self.worker, self.worker.settings.options
+        return Channel.connect(
+            worker.folder.rendezvous,
+            worker.rank,
+            self.flat,
+            load_secret(worker.folder.secret),
+            transport=options["transport"],
+            wire=options["wire"],
+            deadline_s=300.0,
+            scale=self.scale,
+        )
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [self.flat.weights, *self.model.buffers()]

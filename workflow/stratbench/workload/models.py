@@ -4,6 +4,7 @@ of them without torch (the Snakefile imports this, so torch is imported inside f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,12 +89,18 @@ def build(name: str, classes: int, channels: int = 3) -> nn.Module:
 
 
 def for_training(
-    name: str, classes: int, channels: int, seed: int, device: torch.device, dtype: torch.dtype
+    name: str,
+    classes: int,
+    channels: int,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    build: Callable[[str, int, int], nn.Module] = build,
 ) -> nn.Module:
     """The network as every strategy is given it, and the plan: on `device`, in training mode.
 
     The initial weights follow from `seed` alone: they are drawn on the CPU in float32. They are
-    contiguous, also where batches are not (`precision.batch_format`).
+    contiguous, also where batches are not (`precision.batch_format`). `build` makes the network.
     """
     import torch
     from torch import nn
