@@ -12,8 +12,8 @@ from typing import Any
 import fixture_records as fixture
 import pandas as pd
 
-from stratbench.analysis.audit.rule import Study
-from stratbench.analysis.columns import COLUMNS, measured
+from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.columns import COLUMNS, row_of_record
 from stratbench.cell import record as record_module
 from stratbench.cell.coordinates import Cell
 
@@ -54,17 +54,17 @@ def sound_row(device: str, place: Place) -> dict[str, Any]:
 def row(record: Record) -> dict[str, Any]:
     """The record's row of cells.csv; RecordError where it is no record."""
     record_module.validate(record)
-    return record["cell"] | measured(record, Path("no timeline"))
+    return record["cell"] | row_of_record(record, Path("no timeline"))
 
 
-def study(records: Records, device: str) -> Study:
+def study(records: Records, device: str) -> Evidence:
     """What the rules are given; RecordError where the merge would refuse a record."""
     sound_ones = sound(device)
     rows = [
         sound_row(device, place) if record is sound_ones.get(place) else row(record)
         for place, record in records.items()
     ]
-    return Study(pd.DataFrame(rows, columns=list(COLUMNS)), list(records.values()))
+    return Evidence(pd.DataFrame(rows, columns=list(COLUMNS)), list(records.values()))
 
 
 @dataclass(frozen=True)

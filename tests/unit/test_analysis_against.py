@@ -6,7 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stratbench.analysis import against, audit, paper, sections
+from stratbench.analysis import against, audit, claims, paper, sections
+from stratbench.analysis.claims import FAILS, HOLDS, UNKNOWN, judge_claims
+from stratbench.analysis.groups import GROUP
+from stratbench.analysis.metrics import METRICS, ClaimFigure
 from stratbench.analysis.stats import ratio_intervals
 
 NOTHING = pd.DataFrame(columns=list(audit.COLUMNS))
@@ -18,12 +21,12 @@ def v2():
 
 
 def verdicts(cells, findings=NOTHING):
-    return against.claims(cells, findings).set_index("id")["verdict"].to_dict()
+    return judge_claims(cells, findings).set_index("id")["verdict"].to_dict()
 
 
 def test_every_claim_has_a_metric_and_every_explanation_something_to_explain():
     claims, tables = paper.published_claims(), paper.published_tables()
-    assert set(claims["metric"]) == set(against.METRICS)
+    assert set(claims["metric"]) == set(METRICS)
     names = set(claims["id"]) | set(tables["version"] + " " + tables["table"])
     assert set(paper.explanations()["about"]) <= names
 
@@ -31,13 +34,13 @@ def test_every_claim_has_a_metric_and_every_explanation_something_to_explain():
 def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
     found = verdicts(v2)
     for name in ("fsdp-slowdown-v2", "async-gain-v2", "async-accuracy-text-v2", "near-linear-v2"):
-        assert found[name] == against.FAILS
+        assert found[name] == FAILS
     # It regains 85 to 88 % of what is lost, and that is what the sentence says.
-    assert found["modified-recovers-v2"] == against.HOLDS
-    assert found["vgg16-replica-v2"] == against.FAILS
-    assert found["ddp-fastest-v2"] == against.HOLDS
-    assert found["fsdp-memory-v2"] == against.UNKNOWN  # no table has memory
-    rows = against.claims(v2, NOTHING).set_index("id")
+    assert found["modified-recovers-v2"] == HOLDS
+    assert found["vgg16-replica-v2"] == FAILS
+    assert found["ddp-fastest-v2"] == HOLDS
+    assert found["fsdp-memory-v2"] == UNKNOWN  # no table has memory
+    rows = judge_claims(v2, NOTHING).set_index("id")
     assert (
         "2.12 (vgg16 on 2) to 5.84 (efficientnet_v2_l on 2), 9 figures"
         in rows.loc["fsdp-slowdown-v2", "figures"]
@@ -48,24 +51,24 @@ def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
 
 def test_only_the_papers_models_on_gpus_are_evidence(v2):
     for change in ({"device_kind": "cpu"}, {"model": "vgg-compact"}):
-        elsewhere = against.claims(v2.assign(**change).drop_duplicates(against.GROUP), NOTHING)
-        assert set(elsewhere["verdict"]) == {against.UNKNOWN}
+        elsewhere = judge_claims(v2.assign(**change).drop_duplicates(GROUP), NOTHING)
+        assert set(elsewhere["verdict"]) == {UNKNOWN}
         assert elsewhere["elsewhere"].str.len().max() > 0
         assert elsewhere["explanation"].isna().all()
 
 
 def test_what_the_audit_calls_unusable_is_no_evidence(v2):
-    before = against.claims(v2, NOTHING).set_index("id").loc["modified-slower-v2"]
+    before = judge_claims(v2, NOTHING).set_index("id").loc["modified-slower-v2"]
     assert "0.98 (densenet121)" in before["figures"]
     found = pd.DataFrame(audit.audit(v2), columns=list(audit.COLUMNS))
-    after = against.claims(v2, found).set_index("id").loc["modified-slower-v2"]
+    after = judge_claims(v2, found).set_index("id").loc["modified-slower-v2"]
     # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
     assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"
-    assert after["verdict"] == against.FAILS
+    assert after["verdict"] == FAILS
 
 
 def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
-    told = against.claims(v2, NOTHING).set_index("id")["in_the_paper"]
+    told = judge_claims(v2, NOTHING).set_index("id")["in_the_paper"]
     assert "densenet121: from a time that stands for two cells" in told["modified-slower-v2"]
     assert "resnet50, vgg16: from a time above its limit" in told["modified-slower-v2"]
     assert "ps-async-modified, vgg16 on 4: from a time above its limit" in told["near-linear-v2"]
@@ -88,33 +91,35 @@ def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
     ids=lambda changed: next(iter(changed)),
 )
 def test_only_cells_that_correspond_are_judged(v2, changed):
-    assert against.corresponds(v2).all()
+    assert paper.is_counterpart(v2).all()
     others = v2.assign(**changed)
-    assert not against.corresponds(others).any()
-    listed = against.published_cells(others.drop_duplicates(against.GROUP), NOTHING)
+    assert not paper.is_counterpart(others).any()
+    listed = against.published_cells(others.drop_duplicates(GROUP), NOTHING)
     assert listed["ours"].isna().all()
 
 
 def test_a_spread_is_called_what_it_is():
-    assert against.interval(against.Figure("x", 1.5, 1.25, 1.75)) == "1.50 [1.25, 1.75]"
-    assert against.interval(against.Figure("x", 1.5, 1.25, 1.75, "range")) == "1.50 (1.25 to 1.75)"
-    assert against.interval(against.Figure("x", 9, 9, np.inf, "bound")) == "at least 9.00"
+    assert claims.describe_figure(ClaimFigure("x", 1.5, 1.25, 1.75)) == "1.50 [1.25, 1.75]"
+    assert (
+        claims.describe_figure(ClaimFigure("x", 1.5, 1.25, 1.75, "range")) == "1.50 (1.25 to 1.75)"
+    )
+    assert claims.describe_figure(ClaimFigure("x", 9, 9, np.inf, "bound")) == "at least 9.00"
 
 
 @pytest.mark.parametrize(
     ("figures", "expected"),
     [
-        ([], against.UNKNOWN),
-        ([(2.5, None, None), (2.0, None, None)], against.HOLDS),
-        ([(2.5, None, None), (3.1, None, None)], against.FAILS),
-        ([(3.1, 2.9, 3.3)], against.UNKNOWN),
-        ([(3.4, 3.2, 3.6)], against.FAILS),
-        ([(2.5, 2.4, 2.6)], against.HOLDS),
+        ([], UNKNOWN),
+        ([(2.5, None, None), (2.0, None, None)], HOLDS),
+        ([(2.5, None, None), (3.1, None, None)], FAILS),
+        ([(3.1, 2.9, 3.3)], UNKNOWN),
+        ([(3.4, 3.2, 3.6)], FAILS),
+        ([(2.5, 2.4, 2.6)], HOLDS),
     ],
 )
 def test_a_claim_is_judged_by_intervals_where_there_are_any(figures, expected):
-    listed = [against.Figure("x", *figure) for figure in figures]
-    assert against.verdict(listed, 2, 3) == expected
+    listed = [ClaimFigure("x", *figure) for figure in figures]
+    assert claims.verdict_on(listed, 2, 3) == expected
 
 
 def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
@@ -123,10 +128,10 @@ def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
     refuted = [0, 0]
     for _ in range(300):
         noise = np.exp(rng.normal(0, 0.03, (20, 2, 3)))
-        figures = [against.Figure(str(i), 1.0, pair=pair) for i, pair in enumerate(noise)]
-        figures = against.with_intervals(figures)
+        figures = [ClaimFigure(str(i), 1.0, pair=pair) for i, pair in enumerate(noise)]
+        figures = claims.with_intervals(figures)
         alone = ratio_intervals(noise[:, 0], noise[:, 1])
-        refuted[0] += against.verdict(figures, 1.005, np.nan) == against.FAILS
+        refuted[0] += claims.verdict_on(figures, 1.005, np.nan) == FAILS
         refuted[1] += bool((alone[:, 1] < 1).any())
     together, each = (count / 300 for count in refuted)
     print(
@@ -137,18 +142,18 @@ def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
 
 
 def test_a_single_repeat_is_called_one(v2):
-    rows = against.claims(v2, NOTHING).set_index("id")["figures"]
+    rows = judge_claims(v2, NOTHING).set_index("id")["figures"]
     assert rows["fsdp-slowdown-v2"].endswith("; all from one repeat, so that it may be chance")
     assert "repeat" not in rows["vgg16-replica-v2"]
     twice = pd.concat([v2, v2.assign(repeat=1, accuracy_final=v2["accuracy_final"] + 0.001)])
-    rows = against.claims(twice, NOTHING).set_index("id")["figures"]
+    rows = judge_claims(twice, NOTHING).set_index("id")["figures"]
     assert "repeat" not in rows["fsdp-slowdown-v2"]
     assert rows["modified-recovers-v2"].startswith("0.85 (0.85 to 0.85) (vgg16 on 4)")
 
 
 def test_a_range_may_be_open():
-    assert against.verdict([against.Figure("x", 99.0)], 2, np.nan) == against.HOLDS
-    assert against.verdict([against.Figure("x", 99.0)], np.nan, 6) == against.FAILS
+    assert claims.verdict_on([ClaimFigure("x", 99.0)], 2, np.nan) == HOLDS
+    assert claims.verdict_on([ClaimFigure("x", 99.0)], np.nan, 6) == FAILS
 
 
 def test_the_paper_beside_itself_is_one_everywhere(v2):
@@ -176,9 +181,9 @@ def test_ratios_of_ratios_cancel_what_hardware_changes_and_show_what_strategies_
 
 def test_without_a_counterpart_the_section_says_so(tmp_path):
     cells = paper.as_cells("v2").assign(dataset="digits", device_kind="cpu", model="vgg-compact")
-    cells = cells.drop_duplicates(against.GROUP)
+    cells = cells.drop_duplicates(GROUP)
     against.published_cells(cells, NOTHING).to_csv(tmp_path / "against_cells.csv", index=False)
-    against.claims(cells, NOTHING).to_csv(tmp_path / "against_claims.csv", index=False)
+    judge_claims(cells, NOTHING).to_csv(tmp_path / "against_claims.csv", index=False)
     section = sections.against_paper(tmp_path)
     assert section["with_counterpart"] == 0
     assert all(not table["rows"] for table in section["tables"])

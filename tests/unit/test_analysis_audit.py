@@ -11,8 +11,9 @@ from planted import faster
 
 from stratbench.analysis import audit, collect, tables
 from stratbench.analysis.audit.traffic import least_bytes_per_s
+from stratbench.analysis.columns import read_cells
 from stratbench.analysis.measures import MEASURES
-from stratbench.analysis.summary import read_cells, summarise
+from stratbench.analysis.summary import summarise
 
 MODELS = ("vgg16",)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import fixture_records as fixture
 import pytest
 
-from stratbench.analysis import collect, columns
+from stratbench.analysis import collect, derived
 from stratbench.study import config
 
 WORKFLOW = Path(collect.__file__).parents[2]
@@ -128,7 +128,7 @@ def worker(host, affinity, quota=None):
     ],
 )
 def test_cores_are_those_that_the_workers_may_use(workers, cores):
-    assert columns.usable_cores({"workers": workers}) == cores
+    assert derived.usable_cores({"workers": workers}) == cores
 
 
 def test_the_analysis_never_imports_torch():

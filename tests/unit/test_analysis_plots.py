@@ -10,8 +10,9 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from stratbench.analysis import audit, collect, plots, style, tables
+from stratbench.analysis.columns import read_cells
 from stratbench.analysis.measures import PLOTS
-from stratbench.analysis.summary import read_cells, read_summary
+from stratbench.analysis.summary import read_summary
 from stratbench.analysis.timelines import COLOURS
 from stratbench.analysis.tradeoffs import OTHER_PHASES, PHASES
 

@@ -8,10 +8,13 @@ import fixture_records as fixture
 import pandas as pd
 import pytest
 
-from stratbench.analysis import against, audit, candidates, collect, tables
+from stratbench.analysis import audit, candidates, collect, tables
+from stratbench.analysis.columns import read_cells
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.measures import MEASURES, number
-from stratbench.analysis.summary import read_cells, read_summary, summarise
+from stratbench.analysis.metrics import MEMORY_RATIO, METRICS
+from stratbench.analysis.summary import read_summary, summarise
+from stratbench.analysis.usable import UsableGroups
 
 
 def analysed(root, cells, statuses=None, change=None, device="cuda"):
@@ -214,7 +217,7 @@ def test_tables_decision_and_claims_go_by_the_same_peak(tmp_path, device, taken)
     assert pick(summary, "memory_reduction", "fsdp", 4, "value") == pytest.approx(ddp / fsdp)
     of_ddp = candidates.measured(found[found["strategy"] == "ddp"], Constraints())
     assert of_ddp.memory_bytes == ddp
-    (ratio,) = against.METRICS["memory of ddp / memory of fsdp"](against.Groups(found))
+    (ratio,) = METRICS[MEMORY_RATIO](UsableGroups(found))
     assert ratio.value == pytest.approx(ddp / fsdp)
     # What the paper's VGG16 on 4 GPUs would have printed otherwise: less than its own model states.
     states = pick(summary, "model_states", "ddp", 4, "value")

@@ -16,8 +16,8 @@ from planted import ENDS, Fault, both, change, faster, put, sound, swap, times
 from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.figures import numbers
-from stratbench.analysis.audit.rule import SEVERITIES, Rule, Study
+from stratbench.analysis.audit.checks import numbers_by_path
+from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Rule
 from stratbench.analysis.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import RecordError
@@ -1106,7 +1106,7 @@ def test_every_number_of_a_record_is_guarded_or_it_is_said_why_not(place):
     base = sound("cuda")[place]
     rules = [r for r in RULES if r.id.startswith(("contradictory", "lost", "mixed", "repeats-d"))]
     passed, tried = set(), 0
-    for path, value in numbers(base):
+    for path, value in numbers_by_path(base):
         if path.startswith("workers[1]") or ".affinity" in path:
             continue
         for factor in (0.5, 2):
@@ -1133,10 +1133,10 @@ def refused(record: dict[str, Any]) -> bool:
 
 def found_in(record: dict[str, Any], place: planted.Place, rules: list[Rule]) -> bool:
     """Whether any of the rules finds something with this record in the place of the sound one."""
-    alone = Study(NO_CELLS, [record])
+    alone = Evidence(NO_CELLS, [record])
     if any(any(rule.check(alone)) for rule in rules if not rule.id.startswith("mixed")):
         return True
-    beside = Study(NO_CELLS, list((sound("cuda") | {place: record}).values()))
+    beside = Evidence(NO_CELLS, list((sound("cuda") | {place: record}).values()))
     return any(any(rule.check(beside)) for rule in rules)
 
 

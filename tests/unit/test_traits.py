@@ -30,7 +30,7 @@ PACKAGE = Path(strategies.__file__).parents[1]
 #: each, ratios that are defined against one of them.
 MAY_NAME = {
     *("analysis/against.py", "analysis/numbered.py", "analysis/style.py", "analysis/measures.py"),
-    "analysis/paper_audit.py",
+    *("analysis/metrics.py", "analysis/paper_audit.py"),
     "plan/trace.py",  # torch's namespace of FSDP's operators
 }
 
@@ -65,7 +65,7 @@ def rows(times: dict[str, float], gpus: int = 4) -> pd.DataFrame:
         rec["time"]["train_time_s"] = time_s
         rec["accuracy"]["final"] = 0.98
         row = dict.fromkeys(columns.COLUMNS) | cell.as_dict()
-        found.append(row | columns.measured(rec, Path("none")))
+        found.append(row | columns.row_of_record(rec, Path("none")))
     return pd.DataFrame(found, columns=list(columns.COLUMNS))
 
 

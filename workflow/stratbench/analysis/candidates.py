@@ -12,8 +12,8 @@ from scipy.optimize import nnls
 
 from stratbench.analysis.accuracy import judge_accuracy
 from stratbench.analysis.constraints import GIB, Constraints
+from stratbench.analysis.groups import findings_by_group, rows_by_group
 from stratbench.analysis.measures import MIB
-from stratbench.analysis.summary import GROUP, findings_by_group
 from stratbench.strategies.base import Traits
 
 #: Up to how many times the largest measured count a time is extrapolated: public series of training
@@ -77,7 +77,7 @@ def candidates(
     rows: pd.DataFrame, findings: list[dict[str, Any]], constraints: Constraints
 ) -> list[Candidate]:
     """All of one experiment and model (rows of cells.csv), measured ones and then extrapolated."""
-    groups = dict(iter(rows.groupby(GROUP, sort=False)))
+    groups = rows_by_group(rows)
     found = []
     for key, on_it in findings_by_group(findings, groups):
         candidate = measured(groups[key], constraints)

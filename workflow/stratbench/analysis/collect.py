@@ -16,7 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stratbench.analysis.columns import COLUMNS, COORDINATES, Row, measured, shown
+from stratbench.analysis.columns import (
+    COLUMNS,
+    COORDINATES,
+    EPOCH_COLUMNS,
+    Row,
+    on_one_line,
+    row_of_record,
+)
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
@@ -26,8 +33,6 @@ from stratbench.study.config import Study
 #: Statuses that records do not have: no record yet, or a failure or an unreadable record in its
 #: place.
 WITHOUT_RECORD = ("missing", "error")
-EPOCH_FIELDS = ("epoch", "train_time_s", "train_loss", "test_loss", "accuracy")
-EPOCH_COLUMNS = (*COORDINATES, *EPOCH_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def failure(log_dir: Path) -> Row:
     reason = record.failure_reason(log_dir)
     if reason is None:
         return {"status": "missing", "reason": "no record yet"}
-    return {"status": "error", "reason": shown(reason)}
+    return {"status": "error", "reason": on_one_line(reason)}
 
 
 def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]]:
@@ -91,12 +96,12 @@ def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]
             )
         if asked.study is not None and (other := other_settings(rec, asked.study.settings(cell))):
             raise record.RecordError(f"{path} {other}")
-        found = measured(rec, path.with_name("timeline.csv"))
+        found = row_of_record(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
-        return row | {"status": "error", "reason": shown(str(e))}, []
+        return row | {"status": "error", "reason": on_one_line(str(e))}, []
     except Exception as e:  # whatever is odd in one record is no fault of the others
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
-        return row | {"status": "error", "reason": shown(reason)}, []
+        return row | {"status": "error", "reason": on_one_line(reason)}, []
     row |= found
     row["target_accuracy"] = target = asked.targets.get(cell.experiment)
     row["time_to_target_s"] = time_to_accuracy_s(rec["accuracy"]["per_epoch"], target)

@@ -1,291 +1,297 @@
-"""The columns of cells.csv: which field of a record, or what of several, each of them holds."""
+"""Every column of cells.csv and epochs.csv in one table: name, kind, unit, where from, what it means.
+
+Everything else goes by this table: the rows that `collect` writes, the types with which the files
+are read, the units and definitions of measures, and the glossary of the report.
+"""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from stratbench.cell.record import Record, RecordError
+from stratbench.analysis import derived
+from stratbench.analysis.derived import value_at
+from stratbench.cell.record import SCHEMA_PATH, Record, RecordError
 from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]
-COORDINATES = ("study", "experiment", "strategy", "model", "dataset", "gpus", "repeat")
-#: Columns of cells.csv that are single fields of a record: the column and the field's path.
-FIELDS = {
-    "status": "status",
-    "reason": "reason",
-    "strategy_base": "strategy.name",
-    "strategy_kind": "strategy.kind",
-    **{trait.name: f"strategy.traits.{trait.name}" for trait in fields(Traits)},
-    "train_time_s": "time.train_time_s",
-    "throughput_samples_per_s": "time.throughput_samples_per_s",
-    "accuracy_final": "accuracy.final",
-    "accuracy_best": "accuracy.best",
-    "evaluated_on": "accuracy.evaluated_on",
-    "memory_method": "memory.method",
-    "parameters_bytes": "memory.model_states.parameters_bytes",
-    "gradients_bytes": "memory.model_states.gradients_bytes",
-    "optimizer_bytes": "memory.model_states.optimizer_bytes",
-    "buffers_bytes": "memory.model_states.buffers_bytes",
-    "step_p50_ms": "time.step_ms.p50",
-    "step_p90_ms": "time.step_ms.p90",
-    "step_p99_ms": "time.step_ms.p99",
-    "step_mean_ms": "time.step_ms.mean",
-    "data_ms": "time.breakdown_ms.data",
-    "setup_s": "time.setup_s",
-    "data_s": "time.data_s",
-    "warmup_s": "time.warmup_s",
-    "eval_s": "time.eval_s",
-    "total_s": "time.total_s",
-    "time_limit_s": "time.time_limit_s",
-    "achieved_flops_per_s": "compute.achieved_flops_per_s",
-    "mfu": "compute.mfu",
-    "sent_bytes_per_step": "communication.sent_bytes_per_step",
-    "received_bytes_per_step": "communication.received_bytes_per_step",
-    "exposed_communication_ms": "communication.exposed_ms",
-    "implied_bytes_per_s": "communication.implied_bytes_per_s",
-    "busiest_server_bytes_per_s": "communication.busiest_server_bytes_per_s",
-    "train_joules": "energy.train_joules",
-    "joules_per_sample": "energy.joules_per_sample",
-    "profile_trace": "profile.trace",
-    "samples_seen": "batch.samples_seen",
-    "samples_applied": "batch.samples_applied",
-    "updates_applied": "batch.updates_applied",
-    "global_batch": "batch.global_batch",
-    "per_worker_batch": "batch.per_worker_batch",
-    "steps_per_epoch": "batch.steps_per_epoch",
-    "epochs": "settings.epochs",
-    "precision": "settings.precision",
-    "compute_dtype": "strategy.details.compute_dtype",
-    "model_parameters": "model.parameters",
-    "classes": "model.classes",
-    "batchnorm": "model.batchnorm",
-    "initial_weights_sha256": "model.initial_weights_sha256",
-    "data_sha256": "data.sha256",
-    "synthetic_data": "data.synthetic",
-    "test_samples": "data.test_samples",
-}
-STATE_COLUMNS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes")
-#: Columns worked out from several fields, in `derived`.
-DERIVED = (
-    "peak_memory_bytes",
-    "model_states_bytes",
-    "target_accuracy",
-    "time_to_target_s",
-    "device_kind",
-    "device_name",
-    "host",
-    "cpu_model",
-    "cpu_cores",
-    "torch",
-    "driver",
-    "revision",
-    "other_cpu_cores",
-    "start_skew_ms",
-    "slowdown",
-    "throttled_share",
-    "utilisation_pct",
-    "breakdown_ms",
-    "staleness",
-    "servers",
-    "server_bytes",
-    "server_wait_s",
-    "server_lost",
-    "record_path",
-    "log_path",
-)
-COLUMNS = (*COORDINATES, *FIELDS, *DERIVED)
-#: Columns that hold text; all others hold numbers, or true and false.
-TEXT = (
-    *("study", "experiment", "strategy", "model", "dataset", "status", "reason", "strategy_base"),
-    *("strategy_kind", "evaluated_on", "memory_method", "precision", "compute_dtype"),
-    *("initial_weights_sha256", "data_sha256", "device_kind", "device_name", "host", "cpu_model"),
-    *("torch", "driver", "revision", "slowdown", "breakdown_ms", "staleness", "profile_trace"),
-    *("record_path", "log_path"),
-)
-#: Of columns that hold JSON, which must not be cut.
-AS_JSON = ("breakdown_ms", "staleness")
-#: The longest text of any other column, in characters.
+#: What a column holds: text, a JSON text (never cut), a finite number, or true and false.
+Kind = Literal["text", "json", "number", "flag"]
+#: The longest text of a column, in characters.
 LONGEST = 1000
-#: Throttle reasons of a timeline that mean a GPU too hot or short of power, not a normal limit.
-SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
 
 
-def measured(rec: Record, timeline: Path) -> Row:
-    """What a record and its timeline say, by column; those of the cell and the config are not here.
+@dataclass(frozen=True)
+class Column:
+    """A column. All of them may be empty: what is not known is absent."""
+
+    name: str
+    kind: Kind
+    #: Empty for text, counts and flags. `share`: of 1.
+    unit: str
+    #: The path of a field of the record, a function of the record, the name of a figure of the
+    #: timeline (`derived.timeline_figures`), or None: `collect` knows it without a record.
+    source: str | Callable[[Record], Any] | None
+    #: Empty: what the record's schema says of the field.
+    own_definition: str = ""
+
+    @property
+    def definition(self) -> str:
+        """What the column holds, in a sentence."""
+        if self.own_definition or not isinstance(self.source, str):
+            return self.own_definition
+        return described_in_schema(self.source)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is read as text, whatever it holds."""
+        return self.kind in ("text", "json")
+
+
+# A line or two for each column reads as the table that it is.
+# fmt: off
+CELL_COLUMNS: tuple[Column, ...] = (
+    Column("study", "text", "", None, "Name of the study."),
+    Column("experiment", "text", "", None, "Name of the experiment."),
+    Column("strategy", "text", "", None, "Name of the strategy, or of the variant."),
+    Column("model", "text", "", None, "Name of the model."),
+    Column("dataset", "text", "", None, "Name of the data set."),
+    Column("gpus", "number", "", None,
+           "Number of workers, each a GPU or a CPU process; servers are not counted."),
+    Column("repeat", "number", "", None, "Number of the repeat, from 0."),
+    Column("status", "text", "", "status",
+           "How the cell ended: ok, oom, timeout or diverged; without a usable record missing, error "
+           "or infeasible."),
+    Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
+    Column("strategy_base", "text", "", "strategy.name"),
+    Column("strategy_kind", "text", "", "strategy.kind"),
+    *(
+        Column(trait.name, "flag" if trait.type == "bool" else "number", "",
+               f"strategy.traits.{trait.name}")
+        for trait in fields(Traits)
+    ),
+    Column("train_time_s", "number", "s", "time.train_time_s",
+           "Wall-clock time of the training steps of all epochs, device-synchronised at both ends, of "
+           "the slowest worker. Warm-up, start-up, data staging and evaluation are not in it."),
+    Column("throughput_samples_per_s", "number", "samples/s", "time.throughput_samples_per_s",
+           "Training samples of all workers whose gradients entered the weights, divided by the "
+           "training time: what a server dropped, or what overflowed, was no training."),
+    Column("accuracy_final", "number", "share", "accuracy.final",
+           "Share of the whole test set classified correctly, evaluated outside the timed region."),
+    Column("accuracy_best", "number", "share", "accuracy.best",
+           "The highest test accuracy after any epoch."),
+    Column("evaluated_on", "text", "", "accuracy.evaluated_on"),
+    Column("memory_method", "text", "", "memory.method"),
+    Column("parameters_bytes", "number", "bytes", "memory.model_states.parameters_bytes"),
+    Column("gradients_bytes", "number", "bytes", "memory.model_states.gradients_bytes"),
+    Column("optimizer_bytes", "number", "bytes", "memory.model_states.optimizer_bytes"),
+    Column("buffers_bytes", "number", "bytes", "memory.model_states.buffers_bytes"),
+    Column("step_p50_ms", "number", "ms", "time.step_ms.p50",
+           "Median of the step times of all workers together."),
+    Column("step_p90_ms", "number", "ms", "time.step_ms.p90", "90th percentile of the step times."),
+    Column("step_p99_ms", "number", "ms", "time.step_ms.p99", "99th percentile of the step times."),
+    Column("step_mean_ms", "number", "ms", "time.step_ms.mean", "Mean of the step times."),
+    Column("data_ms", "number", "ms", "time.breakdown_ms.data",
+           "The part of a mean step in which a worker waits for its batch."),
+    Column("setup_s", "number", "s", "time.setup_s"),
+    Column("data_s", "number", "s", "time.data_s"),
+    Column("warmup_s", "number", "s", "time.warmup_s"),
+    Column("eval_s", "number", "s", "time.eval_s"),
+    Column("total_s", "number", "s", "time.total_s"),
+    Column("time_limit_s", "number", "s", "time.time_limit_s"),
+    Column("achieved_flops_per_s", "number", "FLOP/s", "compute.achieved_flops_per_s",
+           "Three times the operations of the forward pass (backward computes two gradients) for "
+           "every sample, divided by the training time; all workers together."),
+    Column("mfu", "number", "share", "compute.mfu",
+           "The achieved arithmetic rate in percent of the datasheet peak of all workers' GPUs in the "
+           "precision of the training."),
+    Column("sent_bytes_per_step", "number", "bytes", "communication.sent_bytes_per_step",
+           "Counted, not measured on a wire. Collectives: of every tensor that is reduced, gathered "
+           "or broadcast, what a ring sends, whatever algorithm the backend chose. Parameter "
+           "servers: what the worker pushes."),
+    Column("received_bytes_per_step", "number", "bytes", "communication.received_bytes_per_step"),
+    Column("exposed_communication_ms", "number", "ms", "communication.exposed_ms"),
+    Column("implied_bytes_per_s", "number", "bytes/s", "communication.implied_bytes_per_s",
+           "The larger of what a worker sends and receives in a step, times its steps in a second: "
+           "its link moves no less while it trains."),
+    Column("busiest_server_bytes_per_s", "number", "bytes/s",
+           "communication.busiest_server_bytes_per_s"),
+    Column("train_joules", "number", "J", "energy.train_joules"),
+    Column("joules_per_sample", "number", "J", "energy.joules_per_sample",
+           "Of the GPUs' energy counters during the training steps; the processors, the memory and "
+           "the rest of the machine are not in it."),
+    Column("profile_trace", "text", "", "profile.trace"),
+    Column("samples_seen", "number", "samples", "batch.samples_seen"),
+    Column("samples_applied", "number", "samples", "batch.samples_applied"),
+    Column("updates_applied", "number", "", "batch.updates_applied"),
+    Column("global_batch", "number", "samples", "batch.global_batch"),
+    Column("per_worker_batch", "number", "samples", "batch.per_worker_batch"),
+    Column("steps_per_epoch", "number", "", "batch.steps_per_epoch"),
+    Column("epochs", "number", "", "settings.epochs"),
+    Column("precision", "text", "", "settings.precision"),
+    Column("compute_dtype", "text", "", "strategy.details.compute_dtype"),
+    Column("model_parameters", "number", "", "model.parameters"),
+    Column("classes", "number", "", "model.classes"),
+    Column("batchnorm", "flag", "", "model.batchnorm"),
+    Column("initial_weights_sha256", "text", "", "model.initial_weights_sha256"),
+    Column("data_sha256", "text", "", "data.sha256"),
+    Column("synthetic_data", "flag", "", "data.synthetic"),
+    Column("test_samples", "number", "samples", "data.test_samples"),
+    Column("peak_memory_bytes", "number", "bytes", derived.peak_memory_bytes,
+           "Of the worker that used most. On a GPU the peak that the framework allocated, model "
+           "states included; on a CPU the high-water mark of the resident set above the process's "
+           "base before training, which holds weights and momentum already."),
+    Column("model_states_bytes", "number", "bytes", derived.model_states_bytes,
+           "Parameters, gradients, optimizer state and buffers that the largest worker holds between "
+           "two steps, counted exactly. Activations and communication buffers are not in it, nor is "
+           "what a parameter server holds."),
+    Column("target_accuracy", "number", "share", None,
+           "The accuracy to reach, as the configuration gives it (target_accuracy)."),
+    Column("time_to_target_s", "number", "s", None,
+           "Training time at the end of the first epoch whose test accuracy reached the target of the "
+           "configuration (target_accuracy)."),
+    Column("device_kind", "text", "", derived.device_kind, "cuda or cpu: what the workers ran on."),
+    Column("device_name", "text", "", derived.device_name, "The GPUs, or the CPUs, by name."),
+    Column("host", "text", "", derived.hosts, "Names of the hosts of the workers."),
+    Column("cpu_model", "text", "", derived.cpu_models, "The processors of the hosts."),
+    Column("cpu_cores", "number", "", derived.usable_cores,
+           "CPU cores that the workers may use together."),
+    Column("torch", "text", "", derived.torch_versions, "Version of PyTorch."),
+    Column("driver", "text", "", derived.driver_versions, "Version of the GPU driver."),
+    Column("revision", "text", "", derived.revision,
+           "Commit of the code that trained the cell; +changes: files differed from it."),
+    Column("other_cpu_cores", "number", "", derived.other_cpu_cores,
+           "CPU cores that other processes used when the cell started, on the busiest node."),
+    Column("start_skew_ms", "number", "ms", derived.start_skew_ms,
+           "From the first worker's start of an epoch to the last one's, of the worst epoch."),
+    Column("slowdown", "text", "", derived.slowdown,
+           "How workers were slowed down on purpose."),
+    Column("throttled_share", "number", "share", "timeline: throttled_share",
+           "Share of the GPU samples in which heat or a lack of power slowed a GPU."),
+    Column("utilisation_pct", "number", "%", "timeline: utilisation_pct",
+           "Mean of the samples taken during training. Of a GPU: the share of time in which any "
+           "kernel ran, by NVML; communication and waiting kernels count, so that equal utilisation "
+           "proves nothing. Of a CPU process: of one core."),
+    Column("breakdown_ms", "json", "ms", derived.breakdown_ms, "A mean step by its phases."),
+    Column("staleness", "json", "", derived.staleness,
+           "Pushes by staleness, which is the index: updates between a push and the weights that it "
+           "was computed from."),
+    Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
+    Column("server_bytes", "number", "bytes", derived.server_bytes,
+           "Bytes in and out of all servers."),
+    Column("server_wait_s", "number", "s", derived.server_wait_s,
+           "How long servers held workers back, summed over servers and workers."),
+    Column("server_lost", "number", "", derived.server_lost, "Workers that a server lost."),
+    Column("record_path", "text", "", None, "The record, below results/<study>."),
+    Column("log_path", "text", "", None, "The log, below results/<study>."),
+)
+# fmt: on
+
+BY_NAME = {column.name: column for column in CELL_COLUMNS}
+#: The names of the columns of cells.csv.
+COLUMNS = tuple(BY_NAME)
+#: The columns that name a cell: all its coordinates.
+COORDINATES = COLUMNS[:7]
+#: Where a source names a figure of the timeline.
+_TIMELINE = "timeline: "
+
+# fmt: off
+#: Columns of epochs.csv beside the coordinates; sources are fields of an entry of per_epoch.
+_EPOCH = (
+    Column("epoch", "number", "", "accuracy.per_epoch.epoch"),
+    Column("train_time_s", "number", "s", "accuracy.per_epoch.train_time_s"),
+    Column("train_loss", "number", "", "accuracy.per_epoch.train_loss"),
+    Column("test_loss", "number", "", "accuracy.per_epoch.test_loss"),
+    Column("accuracy", "number", "share", "accuracy.per_epoch.accuracy"),
+)
+# fmt: on
+#: The names of the columns of epochs.csv.
+EPOCH_COLUMNS = (*COORDINATES, *(column.name for column in _EPOCH))
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+
+
+def described_in_schema(path: str) -> str:
+    """What the record's schema says of the field at a dotted path; KeyError where it has no such field."""
+    node = _schema()
+    for key in path.split("."):
+        node = node.get("items", node)["properties"][key]
+    return node["description"]
+
+
+# The table sorted by source, once: `row_of_record` runs for every record.
+_FIELDS = [
+    (column.name, column.source)
+    for column in CELL_COLUMNS
+    if isinstance(column.source, str) and not column.source.startswith(_TIMELINE)
+]
+_FUNCTIONS = [(column.name, column.source) for column in CELL_COLUMNS if callable(column.source)]
+_OF_TIMELINE = [
+    (column.name, column.source.removeprefix(_TIMELINE))
+    for column in CELL_COLUMNS
+    if isinstance(column.source, str) and column.source.startswith(_TIMELINE)
+]
+
+
+def row_of_record(record: Record, timeline: Path) -> Row:
+    """The columns that a record and its timeline fill, by name.
 
     RecordError where a column of numbers would not hold a finite one.
     """
-    row: Row = {column: field(rec, where) for column, where in FIELDS.items()} | derived(rec)
-    row |= timeline_facts(timeline, row["device_kind"])
-    for column, value in row.items():
-        if column in TEXT:
-            if column not in AS_JSON and value is not None:
-                row[column] = shown(str(value))
-        elif value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-            raise RecordError(f"{timeline.parent}/record.json: {column} is {str(value)[:80]!r}")
+    row: Row = {name: value_at(record, path) for name, path in _FIELDS}
+    row |= {name: function(record) for name, function in _FUNCTIONS}
+    figures = derived.timeline_figures(timeline, row["device_kind"])
+    row |= {name: figures.get(figure) for name, figure in _OF_TIMELINE}
+    for name, value in row.items():
+        if value is None:
+            continue
+        kind = BY_NAME[name].kind
+        if kind == "text":
+            row[name] = on_one_line(str(value))
+        elif kind != "json" and not (isinstance(value, int | float) and math.isfinite(value)):
+            raise RecordError(f"{timeline.parent}/record.json: {name} is {str(value)[:80]!r}")
     return row
 
 
-def shown(text: str) -> str:
-    """`text` on one line, as a table prints it: no control characters, and no more than LONGEST."""
+def on_one_line(text: str) -> str:
+    """`text` without control characters and line ends, cut to LONGEST characters."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
-def field(value: Any, path: str) -> Any:
-    """The value at a dotted path of nested dicts, or None where any part of it is absent."""
-    for key in path.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(key)
-    return value
+def text_types(*more: str) -> dict[str, type[str]]:
+    """What `pandas.read_csv` is given, so that columns of text stay text whatever they hold.
 
-
-def of_workers(rec: Record, path: str) -> list[str]:
-    """The distinct values of a provenance field over all workers."""
-    values = (field(worker["provenance"], path) for worker in rec["workers"])
-    return sorted({str(value) for value in values if value is not None})
-
-
-def usable_cores(rec: Record) -> float | None:
-    """CPU cores that the workers may use together: of each host, its affinity within its quota."""
-    hosts: dict[str, tuple[set[int], float]] = {}
-    for worker in rec["workers"]:
-        name = field(worker["provenance"], "host.name")
-        affinity = set(field(worker["provenance"], "host.affinity") or ())
-        quota = field(worker["provenance"], "host.cpu_quota_cores") or math.inf
-        hosts[name] = (hosts.get(name, (set(), 0.0))[0] | affinity, quota)
-    total = sum(min(len(cores), quota) for cores, quota in hosts.values())
-    return round(total, 1) or None
-
-
-def derived(rec: Record) -> Row:
-    """Columns worked out from several fields of a record."""
-    states = [field(rec, f"memory.model_states.{column}") for column in STATE_COLUMNS]
-    kinds = {device.partition(":")[0] for device in of_workers(rec, "device")}
-    kinds = kinds or {field(rec, "provenance.device") or ""}  # no worker lived to tell
-    cpu_models = of_workers(rec, "host.cpu_model")
-    nodes = (field(rec, "provenance.busy_at_start") or {}).values()
-    busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
-    return {
-        "peak_memory_bytes": peak_memory_bytes(rec, "cpu" in kinds),
-        "model_states_bytes": sum(s or 0 for s in states) if any(states) else None,
-        "device_kind": "; ".join(sorted(kinds)),
-        "device_name": "; ".join(of_workers(rec, "gpu.name") or cpu_models),
-        "host": "; ".join(of_workers(rec, "host.name")),
-        "cpu_model": "; ".join(cpu_models),
-        "cpu_cores": usable_cores(rec),
-        "torch": "; ".join(of_workers(rec, "software.torch")),
-        "driver": "; ".join(of_workers(rec, "driver.driver_version")),
-        "revision": revision(rec),
-        "other_cpu_cores": max(busy, default=None),
-        "start_skew_ms": max(field(rec, "time.start_skew_ms") or (), default=None),
-        "slowdown": slowdown(field(rec, "settings.slowdown")),
-        "breakdown_ms": as_json(field(rec, "time.breakdown_ms")),
-        "staleness": as_json(staleness(rec)),
-    } | server_facts(rec)
-
-
-def peak_memory_bytes(rec: Record, on_cpu: bool) -> int | None:
-    """Peak of the rank that used most: the one figure that tables, figures and rules go by.
-
-    On a GPU what the allocator had at its peak, model states included. On a CPU what the resident
-    set grew by over its base: the base holds libraries, weights and momentum, which are not in it.
+    `more`: further columns of text, of files that hold some columns of cells.csv and their own.
     """
-    return field(rec, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
+    return dict.fromkeys((*(c.name for c in CELL_COLUMNS if c.is_text), *more), str)
 
 
-def as_json(value: Any) -> str | None:
-    """What a column cannot hold as a number; None where there is nothing."""
-    return json.dumps(value) if value else None
+def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
+    """A CSV file with columns of cells.csv among its own, as a pandas.DataFrame.
 
-
-def server_facts(rec: Record) -> Row:
-    """How many servers, what they moved together, how long they held workers back, whom they lost."""
-    servers = field(rec, "server.servers")
-    if not servers:
-        return {}
-    links = [link for server in servers for link in server.get("workers") or ()]
-    lost = {str(worker) for server in servers for worker in server.get("lost") or ()}
-    return {
-        "servers": len(servers),
-        "server_bytes": sum(link["bytes_in"] + link["bytes_out"] for link in links),
-        "server_wait_s": sum(link.get("wait_s") or 0.0 for link in links),
-        "server_lost": len(lost),
-    }
-
-
-def staleness(rec: Record) -> list[int]:
-    """Pushes by staleness (the index: updates between a push and what it was computed from)."""
-    total: list[int] = []
-    for server in field(rec, "server.servers") or ():
-        counts = server.get("staleness_all_shards") or []
-        total += [0] * (len(counts) - len(total))
-        for i, count in enumerate(counts):
-            total[i] += count
-    return total
-
-
-def slowdown(setting: Mapping[str, Any] | None) -> str | None:
-    """How workers were slowed down on purpose, in words."""
-    if not setting:
-        return None
-    parts = []
-    if setting.get("workers") and setting.get("factor"):
-        ranks = ", ".join(str(rank) for rank in setting["workers"])
-        parts.append(f"rank {ranks} {setting['factor']:g} times slower")
-    if setting.get("sigma"):
-        parts.append(f"random delays (sigma {setting['sigma']:g})")
-    return "; ".join(parts) or None
-
-
-def revision(rec: Record) -> str | None:
-    """The revision of the code that trained the cell, marked where it was changed locally."""
-    git = field(rec, "provenance.git") or {}
-    known = git.get("revision")
-    return known and known[:12] + ("+changes" if git.get("dirty") else "")
-
-
-def timeline_facts(timeline: Path, device_kind: str) -> Row:
-    """`throttled_share` and `utilisation_pct` from a cell's timeline; none where it has no samples.
-
-    Throttled: the share of the GPU samples in which heat or power brakes slowed a GPU. Utilisation:
-    the mean over the samples during training of the GPUs', or of the worker processes' on CPUs (of
-    one core each).
+    `text` names its own columns of text, `types` gives other columns a type of pandas. Only an
+    empty field is an absent value.
     """
-    kind, column = ("gpu", "gpu_util_pct") if device_kind == "cuda" else ("process", "cpu_pct")
-    samples = slowed = busy = 0
-    busy_pct = 0.0
-    try:
-        if not timeline.is_file():
-            return {}
-        with open(timeline, newline="", encoding="utf-8") as f:
-            rows = csv.reader(f)
-            names = {name: i for i, name in enumerate(next(rows, ()))}
-            kind_at, id_at = names.get("kind"), names.get("id")
-            throttle_at, phase_at, used_at = map(names.get, ("throttle", "phase", column))
-            if kind_at is None:
-                return {}
-            for row in rows:
-                if len(row) < len(names) or row[kind_at] != kind:
-                    continue
-                if kind == "gpu" and throttle_at is not None:
-                    samples += 1
-                    slowed += any(name in row[throttle_at] for name in SLOWED)
-                elif kind == "process" and (id_at is None or not row[id_at].startswith("rank")):
-                    continue
-                in_training = phase_at is not None and row[phase_at] == "train"
-                if in_training and used_at is not None and row[used_at]:
-                    busy, busy_pct = busy + 1, busy_pct + float(row[used_at])
-    except (OSError, ValueError, csv.Error):
-        return {}
-    facts: Row = {"throttled_share": slowed / samples} if samples else {}
-    return facts | (
-        {"utilisation_pct": busy_pct / busy} if math.isfinite(busy_pct) and busy else {}
-    )
+    import pandas as pd  # not above: `collect` does without
+
+    dtype = text_types(*text) | types
+    return pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
+
+
+def read_cells(path: Path) -> Any:
+    """cells.csv as `collect` made it, as a pandas.DataFrame."""
+    return read_table(path)
+
+
+def read_epochs(path: Path) -> Any:
+    """epochs.csv as `collect` made it, as a pandas.DataFrame."""
+    return read_table(path)

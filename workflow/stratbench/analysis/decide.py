@@ -20,11 +20,11 @@ import pandas as pd
 from stratbench.analysis import theory
 from stratbench.analysis.audit import read_audit
 from stratbench.analysis.candidates import Candidate, candidates
+from stratbench.analysis.columns import read_cells
 from stratbench.analysis.confidence import confidence
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.measures import MIB, number
 from stratbench.analysis.ranking import Comparison, Ranking, rank
-from stratbench.analysis.summary import read_cells
 from stratbench.cell.files import write_atomic
 from stratbench.cell.words import counted, worker_noun
 

@@ -95,3 +95,15 @@ def as_cells(version: str) -> pd.DataFrame:
             | asdict(traits_of(strategy, option_defaults(strategy), gpus))
         )
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def is_counterpart(cells: pd.DataFrame) -> pd.Series:
+    """Which rows stand for a cell of the paper: its strategy, data set, model and count, on GPUs.
+
+    Not `single`, no variant under another name or with other options, and nothing slowed on purpose.
+    """
+    place = ["strategy", "model", "dataset", "gpus"]
+    published = set(published_tables()[place].itertuples(index=False, name=None))
+    there = [row in published for row in cells[place].itertuples(index=False, name=None)]
+    plain = (cells["strategy"] == cells["strategy_base"]) & cells["slowdown"].isna()
+    return pd.Series(there, index=cells.index) & plain & (cells["device_kind"] == "cuda")

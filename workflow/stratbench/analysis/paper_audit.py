@@ -16,16 +16,11 @@ import pandas as pd
 
 from stratbench.analysis import paper
 from stratbench.analysis.audit import COLUMNS as AUDIT_COLUMNS
-from stratbench.analysis.audit import RULES, SEVERITIES, audit
+from stratbench.analysis.audit import RULES, SEVERITIES, audit, read_audit
+from stratbench.analysis.metrics import MEMORY_RATIO, SIZES
 
 VERSIONS = ("v1", "v2")
 COLUMNS = ("version", *AUDIT_COLUMNS)
-#: Metrics of claims that this module judges, as claims.csv names them.
-MEMORY = "memory of ddp / memory of fsdp"
-SIZES = {
-    "parameters of vgg16 in fp32 (MB)": 4e-6,
-    "parameters of vgg16 / 4 (millions)": 1e-6 / 4,
-}
 #: What two sizes may differ by and be the same, as a share.
 SAME_SIZE = 0.05
 
@@ -46,7 +41,7 @@ def of_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
     claims = paper.published_claims()
     claims = claims[claims["version"] == version]
     bound = next(rule for rule in RULES if rule.id == "memory-reduced-too-much")
-    for claim in claims[claims["metric"] == MEMORY].itertuples():
+    for claim in claims[claims["metric"] == MEMORY_RATIO].itertuples():
         counts = sorted(cells.loc[cells["strategy"] == "fsdp", "gpus"].unique())
         # Sharding divides by N at most; the claim makes no difference between the numbers of GPUs.
         beyond = [n for n in counts if claim.low > n or claim.high > n]
@@ -113,9 +108,7 @@ def listed(values: Sequence[Any]) -> str:
 
 def read(path: Path) -> pd.DataFrame:
     """paper_audit.csv."""
-    return pd.read_csv(
-        path, dtype={"gpus": "Int64", "repeat": "Int64"}, keep_default_na=False, na_values=[""]
-    )
+    return read_audit(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from stratbench.analysis.columns import read_cells, read_epochs
 from stratbench.analysis.experiment import Experiment, experiments, used_styles
 from stratbench.analysis.measures import MEASURES, PLOTS, Measure
 from stratbench.analysis.panels import (
@@ -39,7 +40,7 @@ from stratbench.analysis.panels import (
     share_rows,
 )
 from stratbench.analysis.style import GREY, RC, Style
-from stratbench.analysis.summary import read_cells, read_summary
+from stratbench.analysis.summary import read_summary
 from stratbench.analysis.timelines import memory_timelines, utilisation_timelines
 from stratbench.analysis.tradeoffs import accuracy_over_time, breakdown, staleness, tradeoff
 from stratbench.cell.words import counted, plural, worker_noun
@@ -287,8 +288,7 @@ def save(figure: Figure, stem: Path) -> None:
 
 def load(cells: Path, epochs: Path, summary: Path, study_dir: Path | None) -> dict[str, Experiment]:
     """The experiments that the three tables hold."""
-    by_epoch = pd.read_csv(epochs, dtype={"strategy": str, "model": str, "experiment": str})
-    return experiments(read_cells(cells), by_epoch, read_summary(summary), study_dir)
+    return experiments(read_cells(cells), read_epochs(epochs), read_summary(summary), study_dir)
 
 
 #: A process of the pool must draw some figures to be worth its start, which takes as long as a few.

@@ -21,6 +21,7 @@ from PIL import Image
 
 from stratbench.analysis import paper_audit
 from stratbench.analysis.audit import SEVERITIES, read_audit
+from stratbench.analysis.columns import read_cells
 from stratbench.analysis.measures import MEASURES, PLOTS, Measure
 from stratbench.analysis.numbered import titled
 from stratbench.analysis.sections import (
@@ -30,7 +31,7 @@ from stratbench.analysis.sections import (
     servers,
     strategies,
 )
-from stratbench.analysis.summary import read_cells, read_summary
+from stratbench.analysis.summary import read_summary
 from stratbench.analysis.tables import (
     NO_CELL,
     doubt_note,

@@ -6,19 +6,17 @@ Tables, figures and the report all print from here, so that no two of them can d
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis import columns
+from stratbench.analysis.columns import Row, read_table
+from stratbench.analysis.groups import GROUP, Group, findings_by_group, rows_by_group
 from stratbench.analysis.measures import ALONE, MEASURES, Measure, number, status_label
 from stratbench.analysis.stats import mean_ratio, median_and_spread, ratio_intervals
 
-GROUP = ["experiment", "strategy", "model", "gpus"]
 COLUMNS = (
     *GROUP,
     "measure",
@@ -33,17 +31,6 @@ COLUMNS = (
     "text",
     "flags",
 )
-#: Columns that stay text whatever they hold (a column without a value would otherwise hold
-#: numbers).
-TEXT = dict.fromkeys((*columns.TEXT, "measure", "unit", "outcome", "spread", "text", "flags"), str)
-
-Key = tuple[str, str, str, int]
-Row = dict[str, Any]
-
-
-def read_cells(path: Path) -> pd.DataFrame:
-    """cells.csv as `collect` made it; only an empty field is an absent value."""
-    return pd.read_csv(path, dtype=TEXT, keep_default_na=False, na_values=[""])
 
 
 def outcome(frame: pd.DataFrame) -> str:
@@ -83,15 +70,14 @@ def absolute(frame: pd.DataFrame, measure: Measure) -> Row:
     )
 
 
-def baseline_of(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> Key | str:
+def baseline_of(groups: dict[Group, pd.DataFrame], key: Group, measure: Measure) -> Group | str:
     """The group that a ratio is against, or the text that says why there is none."""
-    experiment, strategy, model, gpus = key
     match measure.baseline:
         case "self":
-            against, where, count = strategy, "1 worker", 1
+            against, where, count = key.strategy, "1 worker", 1
         case str() as against:
-            where, count = against, 1 if against == ALONE else gpus
-    baseline = (experiment, against, model, count)
+            where, count = against, 1 if against == ALONE else key.gpus
+    baseline = key.with_strategy(against).with_gpus(count)
     if baseline not in groups:
         return f"n/a (no {where})"
     if values(groups[baseline], measure).empty:
@@ -99,7 +85,7 @@ def baseline_of(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> 
     return baseline
 
 
-def ratio(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> Row:
+def ratio(groups: dict[Group, pd.DataFrame], key: Group, measure: Measure) -> Row:
     """A ratio to the baseline, with its pairs for the interval under `pairs` [2, repeats]."""
     found = values(groups[key], measure)
     if found.empty:
@@ -110,7 +96,7 @@ def ratio(groups: dict[Key, pd.DataFrame], key: Key, measure: Measure) -> Row:
     pairs = pd.concat([found, values(groups[baseline], measure)], axis=1, join="inner")
     if pairs.empty:
         return {"text": "n/a (no repeat in common with the baseline)"}
-    numerators = pairs.iloc[:, 0].to_numpy() / (key[3] if measure.per_worker else 1)
+    numerators = pairs.iloc[:, 0].to_numpy() / (key.gpus if measure.per_worker else 1)
     denominators = pairs.iloc[:, 1].to_numpy()
     if measure.inverted:
         numerators, denominators = denominators, numerators
@@ -154,30 +140,11 @@ def text(row: Row, measure: Measure) -> str:
     return " ".join(parts)
 
 
-def findings_by_group(
-    findings: Iterable[Row], keys: Iterable[Key]
-) -> Iterator[tuple[Key, list[Row]]]:
-    """Each group with the audit's findings on it.
-
-    A finding without a coordinate is on all cells that share the coordinates it has; one without
-    any is on the study as a whole and on no group.
-    """
-    placed: defaultdict[tuple[tuple[str, Any], ...], list[Row]] = defaultdict(list)
-    for finding in findings:
-        placed[tuple((name, finding[name]) for name in GROUP if pd.notna(finding[name]))].append(
-            finding
-        )
-    for key in keys:
-        coordinates = list(zip(GROUP, key, strict=True))
-        some = chain.from_iterable(combinations(coordinates, n) for n in range(1, len(GROUP) + 1))
-        yield key, [finding for where in some for finding in placed.get(where, ())]
-
-
 def doubts_by_group(
-    findings: list[Row], groups: dict[Key, pd.DataFrame]
-) -> dict[tuple[str, str, str, str, int], list[str]]:
+    findings: list[Row], groups: dict[Group, pd.DataFrame]
+) -> dict[tuple[Any, ...], list[str]]:
     """Rules that doubt the time, the memory or the accuracy of a group: (what, *group) to rules."""
-    doubts: defaultdict[tuple[str, str, str, str, int], list[str]] = defaultdict(list)
+    doubts: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
     told = [finding for finding in findings if finding["severity"] != "note"]
     for key, found in findings_by_group(told, groups):
         for finding in found:
@@ -193,10 +160,10 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
 
     `flags` names the audit's rules (rows of audit.csv, notes aside) that doubt the figure.
     """
-    groups: dict[Key, pd.DataFrame] = dict(iter(cells.groupby(GROUP, sort=False)))
+    groups = rows_by_group(cells)
     rows: list[Row] = []
     for key, frame in groups.items():
-        common = dict(zip(GROUP, key, strict=True)) | {
+        common = key._asdict() | {
             "cells": len(frame),
             "ok": int((frame["status"] == "ok").sum()),
             "outcome": outcome(frame),
@@ -214,6 +181,6 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
 
 
 def read_summary(path: Path) -> pd.DataFrame:
-    """summary.csv, as `summarise` made it."""
-    frame = pd.read_csv(path, dtype=TEXT, keep_default_na=False, na_values=[""])
+    """summary.csv, as `tables` wrote it."""
+    frame = read_table(path, text=("measure", "unit", "outcome", "spread", "text", "flags"))
     return frame.fillna({"unit": "", "outcome": "", "flags": ""})

@@ -15,10 +15,11 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import read_audit
+from stratbench.analysis.columns import read_cells
 from stratbench.analysis.measures import DOUBT, MEASURES, Measure
 from stratbench.analysis.numbered import qualities, titled
 from stratbench.analysis.stats import QUARTILES_FROM
-from stratbench.analysis.summary import read_cells, summarise
+from stratbench.analysis.summary import summarise
 from stratbench.cell.words import counted, worker_noun
 
 #: What stands where the study has no such cell (`single` on two workers).

@@ -20,13 +20,14 @@ from stratbench.analysis.audit import (
     efficiency,
     machines,
     memory,
+    mixed,
     servers,
     speed,
     times,
     traffic,
 )
-from stratbench.analysis.audit.rule import SEVERITIES, Found, Rule, Study
-from stratbench.analysis.summary import TEXT, read_cells
+from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Rule
+from stratbench.analysis.columns import read_cells, read_table
 from stratbench.cell import record
 from stratbench.cell.record import Record
 
@@ -54,6 +55,7 @@ KINDS = (
     memory,
     efficiency,
     accuracy,
+    mixed,
     comparability,
     speed,
     machines,
@@ -78,9 +80,9 @@ def audit(
     """The findings on the rows of cells.csv and on `records`, the most severe first; keys are COLUMNS.
 
     A coordinate that is absent means all of them: a finding without `strategy` is on a comparison.
-    `floors`: see `Study`.
+    `floors`: see `Evidence`.
     """
-    study = Study(cells, records, floors)
+    evidence = Evidence(cells, records, floors)
     findings = [
         {
             "rule": rule.id,
@@ -91,15 +93,15 @@ def audit(
         | {"figures": found.figures}
         | found.where
         for rule in RULES
-        for found in found_by(rule, study)
+        for found in found_by(rule, evidence)
     ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding["severity"]))
 
 
-def found_by(rule: Rule, study: Study) -> Iterator[Found]:
+def found_by(rule: Rule, evidence: Evidence) -> Iterator[Found]:
     """What a rule finds; that odd figures keep it from judging is a finding, and stops no other rule."""
     try:
-        yield from rule.check(study)
+        yield from rule.check(evidence)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         yield Found({}, f"this rule cannot judge the records ({type(e).__name__}: {e})")
 
@@ -112,9 +114,8 @@ def read_records(cells: pd.DataFrame, study_dir: Path) -> list[Record]:
 
 def read_audit(path: Path) -> pd.DataFrame:
     """audit.csv, as the command line wrote it."""
-    types = TEXT | dict.fromkeys(("rule", "severity", "affects", "figures", "explanation"), str)
-    types |= {"gpus": "Int64", "repeat": "Int64"}
-    return pd.read_csv(path, dtype=types, keep_default_na=False, na_values=[""])
+    text = ("rule", "severity", "affects", "figures", "explanation", "version")
+    return read_table(path, text=text, gpus="Int64", repeat="Int64")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

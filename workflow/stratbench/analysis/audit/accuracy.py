@@ -10,15 +10,21 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.figures import Facts, other, present, under, unlike
+from stratbench.analysis.audit.checks import (
+    Facts,
+    unless_absent,
+    unless_at_least,
+    unless_equal,
+    unless_same,
+)
 from stratbench.analysis.audit.rule import (
-    GROUP,
+    Evidence,
     Found,
-    Study,
-    of,
+    coordinates_of_cell,
+    coordinates_of_row,
+    coordinates_of_strategy,
     record_rule,
     rule,
-    without_count,
 )
 from stratbench.analysis.measures import ALONE
 from stratbench.cell.record import Record
@@ -39,27 +45,27 @@ LOSS, LOSS_SHARE = 0.05, 0.25
     "learnt in as many epochs, or no more than guessing. Look at the learning rate, BatchNorm "
     "statistics that never reach the evaluated model, summed gradients.",
 )
-def accuracy_below_floor(study: Study) -> Iterator[Found]:
-    for row in study.ok.itertuples():
+def accuracy_below_floor(evidence: Evidence) -> Iterator[Found]:
+    for row in evidence.ok.itertuples():
         if pd.isna(row.accuracy_final):
             continue
         guess = 1 / row.classes if row.classes > 0 else 0.0
-        name, reference = reference_of(study, row)
+        name, reference = expected_accuracy(evidence, row)
         floor = 0.0 if reference is None else guess + WORKING * (reference - guess)
         told = f"{name} reaches {reference:.1%}" if reference is not None else ""
         n = row.test_samples or math.nan
         by_chance = guess if pd.isna(n) else guess + DEVIATIONS * math.sqrt(guess * (1 - guess) / n)
         if by_chance > floor:
             floor, told = by_chance, f"guessing reaches {guess:.0%}"
-        if (given := study.floors.get(row.dataset, 0.0)) > floor:
+        if (given := evidence.floors.get(row.dataset, 0.0)) > floor:
             floor, told = given, f"known of this data set: {given:.0%} with the simplest models"
         if row.accuracy_final < floor:
-            yield Found(of(row), f"{row.accuracy_final:.1%}; {told}")
+            yield Found(coordinates_of_row(row), f"{row.accuracy_final:.1%}; {told}")
 
 
-def reference_of(study: Study, row: Any) -> tuple[str, float | None]:
+def expected_accuracy(evidence: Evidence, row: Any) -> tuple[str, float | None]:
     """The accuracy to expect, and whose: synchronous training in as many epochs, on fewest workers."""
-    rows = study.ok
+    rows = evidence.ok
     as_long = rows["epochs"].isna() if pd.isna(row.epochs) else rows["epochs"] == row.epochs
     same = (rows["experiment"] == row.experiment) & (rows["model"] == row.model) & as_long
     plain = rows[same & rows["equals_ddp"].eq(True) & rows["ends_with_a_worker"].eq(True)]
@@ -79,31 +85,37 @@ def reference_of(study: Study, row: Any) -> tuple[str, float | None]:
     "With one worker nothing is ever stale, and this strategy says that it then trains as plain "
     "synchronous SGD does: the implementations differ in something else.",
 )
-def async_alone_unlike_sync(study: Study) -> Iterator[Found]:
-    alone = [key for key in study.groups if key[3] == 1 and study.says(key, "synchronous_alone")]
-    for key in alone:
+def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Found]:
+    alone = [
+        group
+        for group in evidence.groups
+        if group.gpus == 1 and evidence.value_of(group, "synchronous_alone")
+    ]
+    for group in alone:
         # By their nature synchronous, whatever the number of workers.
         plain = [
             other
             for other in alone
-            if other[:2] == key[:2]
-            and study.says(other, "equals_ddp")
-            and study.says(other, "ends_with_a_worker")
+            if other.comparison == group.comparison
+            and evidence.value_of(other, "equals_ddp")
+            and evidence.value_of(other, "ends_with_a_worker")
         ]
-        if key in plain:
-            plain = [other for other in plain if other[2] == ALONE]
-        kind = study.says(key, "strategy_kind")
-        nearest = [other for other in plain if study.says(other, "strategy_kind") == kind] or plain
+        if group in plain:
+            plain = [other for other in plain if other.strategy == ALONE]
+        kind = evidence.value_of(group, "strategy_kind")
+        nearest = [
+            other for other in plain if evidence.value_of(other, "strategy_kind") == kind
+        ] or plain
         if not nearest:
             continue
-        mine, its = (study.median(k, "accuracy_final") for k in (key, nearest[0]))
+        mine, its = (evidence.median(k, "accuracy_final") for k in (group, nearest[0]))
         if mine is None or its is None:
             continue
-        n = study.median(key, "test_samples")
+        n = evidence.median(group, "test_samples")
         chance = DEVIATIONS * math.sqrt(2 * its * (1 - its) / n) if n else 0.0
         if abs(mine - its) > max(ALIKE, chance):
-            figures = f"on one worker: accuracy {mine:.1%}, {nearest[0][2]} {its:.1%}"
-            yield Found(without_count(key), figures)
+            figures = f"on one worker: accuracy {mine:.1%}, {nearest[0].strategy} {its:.1%}"
+            yield Found(coordinates_of_strategy(group), figures)
 
 
 @rule(
@@ -113,9 +125,9 @@ def async_alone_unlike_sync(study: Study) -> Iterator[Found]:
     "These strategies say that their updates are DDP's, but for rounding, and on as many workers from "
     "the same weights their losses differ by more than rounding grows to.",
 )
-def equal_arithmetic_unequal_loss(study: Study) -> Iterator[Found]:
+def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
     groups: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
-    for record in study.records:
+    for record in evidence.records:
         facts = Facts(record)
         if facts.status == "ok" and facts("strategy.traits.equals_ddp"):
             cell = record["cell"]
@@ -146,9 +158,9 @@ def equal_arithmetic_unequal_loss(study: Study) -> Iterator[Found]:
     "Two cells that start from other weights, or of which one follows the order in which pushes arrive, "
     "never have the same losses to the last digit in all epochs: one is a copy.",
 )
-def same_losses_twice(study: Study) -> Iterator[Found]:
+def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
     alike: dict[tuple[float, ...], list[Facts]] = defaultdict(list)
-    for record in study.records:
+    for record in evidence.records:
         facts = Facts(record)
         entries = facts("accuracy.per_epoch")
         losses = tuple(e[name] for e in entries for name in ("train_loss", "test_loss"))
@@ -163,7 +175,7 @@ def same_losses_twice(study: Study) -> Iterator[Found]:
             cells = [f.record["cell"] for f in members]
             named = [f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in cells]
             for cell in cells:
-                where = {name: cell[name] for name in (*GROUP, "repeat")}
+                where = coordinates_of_cell(cell)
                 yield Found(where, f"the losses of {' and of '.join(named)}")
 
 
@@ -178,18 +190,22 @@ def contradictory_accuracy(record: Record) -> Iterator[str]:
     facts = Facts(record)
     entries = facts("accuracy.per_epoch")
     numbered = [entry["epoch"] for entry in entries]
-    yield from other(
+    yield from unless_same(
         "epochs of accuracy.per_epoch", numbered, "counted they", list(range(1, len(entries) + 1))
     )
     reached = [entry["accuracy"] for entry in entries]
     if reached:
-        yield from unlike(
+        yield from unless_equal(
             "accuracy.final", facts("accuracy.final"), "that of the last epoch", reached[-1]
         )
-        yield from unlike("accuracy.best", facts("accuracy.best"), "the best epoch's", max(reached))
+        yield from unless_equal(
+            "accuracy.best", facts("accuracy.best"), "the best epoch's", max(reached)
+        )
     else:
         for name in ("final", "best"):
-            yield from present(f"accuracy.{name}", facts(f"accuracy.{name}"), "without any epoch")
+            yield from unless_absent(
+                f"accuracy.{name}", facts(f"accuracy.{name}"), "without any epoch"
+            )
     n = facts("data.test_samples")
     for entry in entries:
         name, right = f"epoch {entry['epoch']}", entry["accuracy"]
@@ -198,7 +214,7 @@ def contradictory_accuracy(record: Record) -> Iterator[str]:
         if not 0 <= right <= 1:
             yield f"the accuracy of {name} is {right:.6g}"
         # Who errs gives the right class half at most.
-        yield from under(
+        yield from unless_at_least(
             f"test_loss of {name}",
             entry["test_loss"],
             "ln 2 for each error",

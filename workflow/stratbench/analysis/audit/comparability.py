@@ -1,316 +1,35 @@
-"""Cells that a reader compares, and that differ in more than their strategy."""
+"""Cells that a reader compares: the same work, the same start, repeats that are repeats."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import defaultdict
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
 import pandas as pd
 
+from stratbench.analysis.audit.mixed import shortened
 from stratbench.analysis.audit.rule import (
-    GROUP,
-    Affects,
+    Evidence,
     Found,
-    Rule,
-    Severity,
-    Study,
-    at,
-    of,
+    coordinates_of_group,
+    coordinates_of_row,
     rule,
 )
-from stratbench.analysis.columns import field
-from stratbench.cell.record import Record
+from stratbench.analysis.derived import value_at
+from stratbench.analysis.groups import rows_by_group
+from stratbench.cell.coordinates import STATUSES
 
 #: Ratio of the most to the fewest samples seen.
 SAMPLES = 1.005
-#: What a worker's provenance says of the moment or of the rank, and not of the machine.
-OWN = (
-    *("device", "load_1m", "host.affinity", "gpu.uuid", "gpu.index", "gpu.pci_bus_id", "slurm"),
-    *("topology", "environment.CUDA_VISIBLE_DEVICES", "environment.NVIDIA_VISIBLE_DEVICES"),
-    *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
-)
-#: What every cell of a comparison states, or none does: fields by the start of their path.
-STATED = ("settings.", "worker.", "provenance.git.")
-#: Stands for a field that a cell or one of its workers does not state, and others do.
-SILENT = "not stated"
-#: Ends that a record tells of.
-ENDS = ("ok", "oom", "timeout", "diverged")
-#: Settings that differ between the cells of an experiment by design.
-VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")
 
 
-@dataclass(frozen=True)
-class Compared:
-    """What cells must have in common, to be compared: fields by the start of their path.
-
-    `within`: columns of the coordinates in which they are compared beside experiment and model.
-    """
-
-    rule: str
-    severity: Severity
-    affects: Affects
-    explanation: str
-    fields: tuple[str, ...]
-    within: tuple[str, ...] = ()
-
-
-#: A field goes to the first that names it; the last takes all others of the workers' provenance.
-TABLE = (
-    Compared(
-        "mixed-precision",
-        "unusable",
-        "all",
-        "Cells of a comparison compute in different precisions.",
-        (
-            *("settings.precision", "strategy.details.compute_dtype"),
-            *("strategy.details.weights_dtype", "worker.flags.float32_matmul_precision"),
-            *("worker.flags.matmul_tf32", "worker.flags.cudnn_tf32", "worker.flags.default_dtype"),
-            *("worker.environment.NVIDIA_TF32_OVERRIDE", "worker.environment.TORCH_ALLOW_TF32"),
-        ),
-    ),
-    Compared(
-        "mixed-data",
-        "unusable",
-        "all",
-        "Cells of a comparison were trained or tested on different data.",
-        ("data",),
-    ),
-    Compared(
-        "mixed-models",
-        "unusable",
-        "all",
-        "Cells of a comparison trained models that differ in size, resolution, classes or work.",
-        (
-            *("model.parameters", "model.input_shape", "model.classes", "model.batchnorm"),
-            *("model.dropout", "compute.forward_flops_per_sample"),
-        ),
-    ),
-    Compared(
-        "mixed-settings",
-        "unusable",
-        "all",
-        "Cells of a comparison were trained with different settings.",
-        ("settings",),
-    ),
-    Compared(
-        "mixed-seeds",
-        "unusable",
-        "accuracy",
-        "All cells of a repeat draw weights and samples from one seed.",
-        ("seed",),
-        ("repeat",),
-    ),
-    Compared(
-        "mixed-batches",
-        "unusable",
-        "all",
-        "Cells of a comparison on as many workers divide the data into different batches.",
-        ("batch.global_batch", "batch.per_worker_batch", "batch.steps_per_epoch"),
-        ("gpus",),
-    ),
-    Compared(
-        "mixed-devices",
-        "unusable",
-        "time",
-        "Cells of a comparison ran on different devices.",
-        (
-            *("provenance.device", "worker.gpu.name", "worker.gpu.memory_bytes"),
-            *("worker.gpu.capability", "worker.gpu.multiprocessors", "worker.host.cpu_model"),
-        ),
-    ),
-    Compared(
-        "mixed-clocks",
-        "doubtful",
-        "time",
-        "GPUs of a comparison were allowed other clocks, power or links.",
-        ("worker.gpu",),
-    ),
-    Compared(
-        "mixed-hosts",
-        "note",
-        "time",
-        "Cells of a comparison ran on different hosts, which may differ in more than their GPUs.",
-        ("worker.host.name", "worker.host.os"),
-    ),
-    Compared(
-        "mixed-cores",
-        "doubtful",
-        "time",
-        "Cells of a comparison on as many workers had different cores, threads or memory.",
-        (
-            *("worker.host", "cores", "provenance.threads_per_worker", "provenance.nodes"),
-            "provenance.workers_per_node",
-        ),
-        ("gpus",),
-    ),
-    Compared(
-        "mixed-versions",
-        "doubtful",
-        "all",
-        "Cells of a comparison ran with different versions of torch or of its libraries.",
-        ("worker.software",),
-    ),
-    Compared(
-        "mixed-drivers",
-        "note",
-        "time",
-        "Cells of a comparison ran with different GPU drivers.",
-        ("worker.driver",),
-    ),
-    Compared(
-        "mixed-revisions",
-        "note",
-        "all",
-        "Cells of a comparison were trained by different revisions of the code.",
-        ("provenance.git", "provenance.stratbench"),
-    ),
-    Compared(
-        "mixed-methods",
-        "doubtful",
-        "memory",
-        "Peaks of memory of a comparison were measured in different ways.",
-        ("memory.method",),
-    ),
-    Compared(
-        "repeats-differ",
-        "unusable",
-        "all",
-        "Repeats of a cell differ in what does not depend on chance.",
-        (
-            *("memory.model_states", "strategy.wrap_groups", "strategy.options", "strategy.traits"),
-            *("strategy.name", "strategy.kind", "accuracy.evaluated_on", "batch.samples_per_step"),
-            *("communication.method", "strategy.details.bucket_bytes"),
-        ),
-        ("strategy", "gpus"),
-    ),
-    Compared(
-        "mixed-environments",
-        "doubtful",
-        "all",
-        "Workers of a comparison ran with different flags or environments.",
-        ("worker.flags", "worker.environment", "worker"),
-    ),
-)
-
-
-def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every value of nested objects by its path; lists are values."""
-    if not isinstance(value, dict):
-        yield path, value
-        return
-    for key, inner in value.items():
-        yield from leaves(inner, f"{path}.{key}")
-
-
-def facts_of(record: Record) -> dict[str, set[str]]:
-    """What a record says that could make it incomparable: texts by path, of all its workers."""
-    found: dict[str, set[str]] = defaultdict(set)
-    parts = ("settings", "strategy", "model", "data", "batch", "memory", "provenance", "accuracy")
-    said = [leaf for part in parts for leaf in leaves(record[part], part)]
-    for part in ("compute", "communication"):
-        said += leaves(record.get(part), part)
-    seed = field(record, "settings.seed")
-    said += [("seed", seed)]
-    by_worker = [dict(leaves(worker["provenance"] or {}, "worker")) for worker in record["workers"]]
-    for path in dict.fromkeys(path for one in by_worker for path in one):
-        said += [(path, SILENT if one.get(path) is None else one[path]) for one in by_worker]
-    for worker in record["workers"]:
-        said.append(("cores", len(field(worker["provenance"], "host.affinity") or ()) or None))
-    for path, value in said:
-        # How the formats are reached is the strategy's: `float16 (autocast)`.
-        word = path == "strategy.details.compute_dtype" and isinstance(value, str)
-        if value is not None:
-            found[path].add(str(value.split()[0] if word else value))
-    return found
-
-
-def rule_for(path: str) -> int | None:
-    """The entry of TABLE that compares a field; None where it may differ."""
-    name = path.removeprefix("worker.")
-    if name != path and any(name == own or name.startswith(f"{own}.") for own in OWN):
-        return None
-    if any(path == f"settings.{key}" or path.startswith(f"settings.{key}.") for key in VARIED):
-        return None
-    if path == "settings.global_batch":  # of weak scaling; see mixed-batches
-        return None
-    for i, entry in enumerate(TABLE):
-        if any(path == start or path.startswith(f"{start}.") for start in entry.fields):
-            return i
-    return None
-
-
-@lru_cache(maxsize=1)
-def facts_by_entry(study: Study) -> list[list[tuple[Record, dict[str, set[str]]]]]:
-    """For each entry of TABLE every record, with what it says of the entry's fields."""
-    entry_of: dict[str, int | None] = {}
-    found: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
-    for record in study.records:
-        parts: list[dict[str, set[str]]] = [{} for _ in TABLE]
-        for path, values in facts_of(record).items():
-            if path not in entry_of:
-                entry_of[path] = rule_for(path)
-            if (entry := entry_of[path]) is not None:
-                parts[entry][path] = values
-        for entry, part in enumerate(parts):
-            found[entry].append((record, part))
-    return found
-
-
-def differences(study: Study, entry: int) -> Iterator[Found]:
-    """What compared cells say differently of the fields of an entry of TABLE."""
-    names = ("experiment", "model", *TABLE[entry].within)
-    groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
-    for record, facts in facts_by_entry(study)[entry]:
-        groups[tuple(record["cell"][name] for name in names)].append((record, facts))
-    for key, members in groups.items():
-        where = dict(zip(names, key, strict=True))
-        for path in dict.fromkeys(path for _, facts in members for path in facts):
-            silent = {SILENT} if path.startswith(STATED) else set()
-            if path.startswith("worker."):  # a cell whose workers left nothing says nothing
-                members = [(record, facts) for record, facts in members if record["workers"]]
-            said = [(record, facts.get(path, silent)) for record, facts in members]
-            said = [(record, values) for record, values in said if values]
-            if len(set().union(*(values for _, values in said))) > 1:
-                yield Found(where, told(path, said))
-
-
-def told(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
-    """The values of a field, the most frequent first, and for the others which cells have them."""
-    counts = Counter(value for _, values in said for value in values)
-    usual, *others = (value for value, _ in counts.most_common())
-    parts = [f"{path}: {shortened(usual)}"]
-    for value in others[:3]:
-        cells = [record["cell"] for record, values in said if value in values]
-        named = ", ".join(dict.fromkeys(f"{c['strategy']} on {c['gpus']}" for c in cells))
-        parts.append(f"{shortened(value)} ({shortened(named)})")
-    return ", ".join(parts)
-
-
-def shortened(text: str) -> str:
-    """A text that fits into a table."""
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def mixed(entry: int) -> Rule:
-    """The rule that compares the fields of an entry of TABLE."""
-    compared = TABLE[entry]
-
-    def check(study: Study) -> Iterator[Found]:
-        yield from differences(study, entry)
-
-    return Rule(compared.rule, compared.severity, compared.affects, compared.explanation, check)
-
-
-MIXED = tuple(map(mixed, range(len(TABLE))))
-
-
-def comparisons(study: Study, column: str) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
+def comparable_cells(
+    evidence: Evidence, column: str
+) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
     """Cells of an experiment and model that state `column`: what a reader compares."""
-    stated = study.ok.dropna(subset=[column])
+    stated = evidence.ok.dropna(subset=[column])
     yield from stated.groupby(["experiment", "model"], sort=False)
 
 
@@ -320,8 +39,8 @@ def comparisons(study: Study, column: str) -> Iterator[tuple[tuple[str, str], pd
     "all",
     "Strategies that saw different numbers of samples do not compare in time or accuracy.",
 )
-def unequal_samples(study: Study) -> Iterator[Found]:
-    for (experiment, model), rows in comparisons(study, "samples_seen"):
+def unequal_samples(evidence: Evidence) -> Iterator[Found]:
+    for (experiment, model), rows in comparable_cells(evidence, "samples_seen"):
         low, high = rows["samples_seen"].min(), rows["samples_seen"].max()
         if high > SAMPLES * low:
             where = {"experiment": experiment, "model": model}
@@ -334,8 +53,8 @@ def unequal_samples(study: Study) -> Iterator[Found]:
     "accuracy",
     "The strategies of a repeat must start from the same weights.",
 )
-def unequal_start(study: Study) -> Iterator[Found]:
-    for (experiment, model), rows in comparisons(study, "initial_weights_sha256"):
+def unequal_start(evidence: Evidence) -> Iterator[Found]:
+    for (experiment, model), rows in comparable_cells(evidence, "initial_weights_sha256"):
         for repeat, same in rows.groupby("repeat", sort=False):
             hashes = same["initial_weights_sha256"]
             if hashes.nunique() > 1:
@@ -354,8 +73,8 @@ def unequal_start(study: Study) -> Iterator[Found]:
     "Collective strategies and parameter servers never trained the same model on the same data, so "
     "these records cannot rank one against the other.",
 )
-def no_common_cell(study: Study) -> Iterator[Found]:
-    kinds = study.ok.groupby(["experiment", "model"])["strategy_kind"].agg(set)
+def no_common_cell(evidence: Evidence) -> Iterator[Found]:
+    kinds = evidence.ok.groupby(["experiment", "model"])["strategy_kind"].agg(set)
     all_kinds = set().union(*kinds) if len(kinds) else set()
     for one, other in combinations(sorted(all_kinds), 2):
         if not any({one, other} <= found for found in kinds):
@@ -369,12 +88,15 @@ def no_common_cell(study: Study) -> Iterator[Found]:
     "Repeats of a cell do the same work, so that one ends as the others do, but for chance. Look at what "
     "else was on the device, and at the loss.",
 )
-def repeats_end_differently(study: Study) -> Iterator[Found]:
-    ended = study.cells[study.cells["status"].isin(ENDS)]
-    for key, rows in ended.groupby(GROUP, sort=False):
+def repeats_end_differently(evidence: Evidence) -> Iterator[Found]:
+    ended = evidence.cells[evidence.cells["status"].isin(STATUSES)]
+    for key, rows in rows_by_group(ended).items():
         counts = rows["status"].value_counts()
         if len(counts) > 1:
-            yield Found(at(key), ", ".join(f"{n} {status}" for status, n in counts.items()))
+            yield Found(
+                coordinates_of_group(key),
+                ", ".join(f"{n} {status}" for status, n in counts.items()),
+            )
 
 
 @rule(
@@ -383,13 +105,14 @@ def repeats_end_differently(study: Study) -> Iterator[Found]:
     "time",
     "A cell was stopped at a time limit that is shorter than others of its comparison had.",
 )
-def mixed_limits(study: Study) -> Iterator[Found]:
-    for _, rows in study.cells.groupby(["experiment", "model"], sort=False):
+def mixed_limits(evidence: Evidence) -> Iterator[Found]:
+    for _, rows in evidence.cells.groupby(["experiment", "model"], sort=False):
         longest_s = rows["time_limit_s"].max()
         for row in rows[rows["status"] == "timeout"].itertuples():
             if row.time_limit_s < longest_s:
                 yield Found(
-                    of(row), f"stopped after {row.time_limit_s:g} s, others {longest_s:g} s"
+                    coordinates_of_row(row),
+                    f"stopped after {row.time_limit_s:g} s, others {longest_s:g} s",
                 )
 
 
@@ -399,12 +122,12 @@ def mixed_limits(study: Study) -> Iterator[Found]:
     "all",
     "Repeats that start from the same weights or seed are one repeat, told several times.",
 )
-def repeats_alike(study: Study) -> Iterator[Found]:
+def repeats_alike(evidence: Evidence) -> Iterator[Found]:
     seeds: dict[tuple[Any, ...], dict[Any, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for record in study.records:
+    for record in evidence.records:
         cell = record["cell"]
         for path in ("settings.seed", "model.initial_weights_sha256"):
-            if (value := field(record, path)) is not None:
+            if (value := value_at(record, path)) is not None:
                 seeds[cell["experiment"], cell["model"], path][value].add(cell["repeat"])
     for (experiment, model, path), by_value in seeds.items():
         for value, repeats in by_value.items():

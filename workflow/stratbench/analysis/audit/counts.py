@@ -6,21 +6,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from stratbench.analysis.audit.figures import (
+from stratbench.analysis.audit.checks import (
     Facts,
-    absent,
-    numbers,
-    other,
-    over,
-    present,
-    unlike,
+    numbers_by_path,
+    unless_absent,
+    unless_at_most,
+    unless_equal,
+    unless_given,
+    unless_same,
 )
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.cell.record import Record
 from stratbench.strategies import REGISTRY, strategy_class, traits_of
 
 #: Settings that the cell's coordinates repeat.
-COORDINATES = ("model", "dataset", "gpus")
+REPEATED = ("model", "dataset", "gpus")
 #: Figures that only a cell with a result has.
 RESULTS = ("accuracy.final", "time.train_time_s", "batch.samples_seen", "batch.samples_applied")
 
@@ -41,18 +41,20 @@ def contradictory_status(record: Record) -> Iterator[str]:
         if facts("reason") is not None:
             yield f"the reason is {facts('reason')!r}, {why}"
         for path in (*RESULTS, "batch.updates_applied", "time.step_ms", "model.parameters"):
-            yield from absent(path, facts(path), why)
-        yield from absent("workers", record["workers"] or None, why)
+            yield from unless_given(path, facts(path), why)
+        yield from unless_given("workers", record["workers"] or None, why)
         if not finite:
             yield f"a loss is not finite, {why}"
     else:
         if not facts("reason"):
             yield f"no reason is given, although the cell ended as {status}"
-        yield from present("accuracy.final", facts("accuracy.final"), "although it did not finish")
+        yield from unless_absent(
+            "accuracy.final", facts("accuracy.final"), "although it did not finish"
+        )
     if status in ("oom", "timeout"):
         why = f"although the cell ended as {status}"
         for path in RESULTS[1:]:
-            yield from present(path, facts(path), why)
+            yield from unless_absent(path, facts(path), why)
     if status == "diverged" and facts.finished and finite:
         yield "the cell ended as diverged, although every loss is finite"
 
@@ -66,55 +68,59 @@ def contradictory_status(record: Record) -> Iterator[str]:
 )
 def contradictory_counts(record: Record) -> Iterator[str]:
     facts = Facts(record)
-    yield from of_settings(facts)
-    yield from of_batches(facts)
-    yield from of_epochs(facts)
+    yield from faults_of_settings(facts)
+    yield from faults_of_batches(facts)
+    yield from faults_of_epochs(facts)
     if facts.finished:
-        yield from of_samples(facts)
-        yield from of_updates(facts)
-    yield from of_workers(facts)
-    yield from of_models(facts)
-    for path, value in numbers(record):
+        yield from faults_of_samples(facts)
+        yield from faults_of_updates(facts)
+    yield from faults_of_workers(facts)
+    yield from faults_of_models(facts)
+    for path, value in numbers_by_path(record):
         if not math.isfinite(value):
             yield f"{path} is {value}, which is no number"
         elif value < 0 and not path.startswith(("settings.", "strategy.options.")):
             yield f"{path} is {value:.6g}, less than nothing"
 
 
-def of_settings(facts: Facts) -> Iterator[str]:
+def faults_of_settings(facts: Facts) -> Iterator[str]:
     """What the settings and other fields both say."""
-    for name in COORDINATES:
-        yield from other(
+    for name in REPEATED:
+        yield from unless_same(
             f"settings.{name}", facts(f"settings.{name}"), "the cell's", facts(f"cell.{name}")
         )
-    yield from other(
+    yield from unless_same(
         "settings.strategy", facts("settings.strategy"), "strategy.name", facts("strategy.name")
     )
-    yield from other(
+    yield from unless_same(
         "settings.options", facts("settings.options"), "strategy.options", facts("strategy.options")
     )
-    yield from other("data.name", facts("data.name"), "the cell's data set", facts("cell.dataset"))
+    yield from unless_same(
+        "data.name", facts("data.name"), "the cell's data set", facts("cell.dataset")
+    )
     if (facts("strategy.kind") == "server") != bool(facts.servers) and facts.finished:
         yield f"the strategy's kind is {facts('strategy.kind')}, with {len(facts.servers)} servers"
     for name in ("global_batch", "per_worker_batch"):
-        yield from unlike(
+        yield from unless_equal(
             f"batch.{name}", facts(f"batch.{name}"), "the settings'", facts(f"settings.{name}")
         )
     device = facts("settings.device")
     if device in ("cpu", "cuda"):
-        yield from other("provenance.device", facts("provenance.device"), "settings.device", device)
+        yield from unless_same(
+            "provenance.device", facts("provenance.device"), "settings.device", device
+        )
 
 
-def of_batches(facts: Facts) -> Iterator[str]:
+def faults_of_batches(facts: Facts) -> Iterator[str]:
     """How the training set divides into steps and workers."""
     each, per_step = facts("batch.per_worker_batch"), facts("batch.samples_per_step")
-    yield from unlike(
+    yield from unless_equal(
         "batch.global_batch",
         facts("batch.global_batch"),
         "workers x per_worker_batch",
         facts.gpus * each,
     )
-    yield from unlike(
+    yield from unless_equal(
         "batch.steps_per_epoch",
         facts("batch.steps_per_epoch"),
         "train_samples / global_batch, rounded down,",
@@ -124,21 +130,21 @@ def of_batches(facts: Facts) -> Iterator[str]:
         yield f"batch.samples_per_step is {per_step}, which does not divide a worker's batch of {each}"
 
 
-def of_epochs(facts: Facts) -> Iterator[str]:
+def faults_of_epochs(facts: Facts) -> Iterator[str]:
     """How many epochs there were."""
     asked, run = facts("settings.epochs"), facts.epochs_run
     if facts.status == "ok":
-        yield from unlike("the number of accuracy.per_epoch", run, "settings.epochs", asked)
+        yield from unless_equal("the number of accuracy.per_epoch", run, "settings.epochs", asked)
     else:
-        yield from over("the number of accuracy.per_epoch", run, "settings.epochs", asked)
+        yield from unless_at_most("the number of accuracy.per_epoch", run, "settings.epochs", asked)
     if facts.finished:
         timed = len(facts("time.epoch_times_s"))
-        yield from unlike(
+        yield from unless_equal(
             "the number of time.epoch_times_s", timed, "that of accuracy.per_epoch", run
         )
 
 
-def of_samples(facts: Facts) -> Iterator[str]:
+def faults_of_samples(facts: Facts) -> Iterator[str]:
     """Samples of the cell and of its workers."""
     seen, applied = facts("batch.samples_seen"), facts("batch.samples_applied")
     whole = facts.product("batch.steps_per_epoch", "batch.global_batch")
@@ -146,16 +152,18 @@ def of_samples(facts: Facts) -> Iterator[str]:
         whole = None if whole is None else whole * (facts("settings.epochs") or facts.epochs_run)
     else:
         whole = None if whole is None else whole * facts.epochs_run
-    yield from unlike("batch.samples_seen", seen, "epochs x steps_per_epoch x global_batch", whole)
-    yield from over("batch.samples_applied", applied, "samples_seen", seen)
+    yield from unless_equal(
+        "batch.samples_seen", seen, "epochs x steps_per_epoch x global_batch", whole
+    )
+    yield from unless_at_most("batch.samples_applied", applied, "samples_seen", seen)
     each = [worker["samples"] for worker in facts.workers]
     if facts.whole and None not in each:
-        yield from unlike("batch.samples_seen", seen, "the sum over its workers", sum(each))
+        yield from unless_equal("batch.samples_seen", seen, "the sum over its workers", sum(each))
     per_step = facts("batch.samples_per_step")
     for worker in facts.workers:
         steps = worker["steps"]
         if per_step is not None and steps is not None:
-            yield from unlike(
+            yield from unless_equal(
                 f"samples of rank {worker['rank']}",
                 worker["samples"],
                 "steps x samples_per_step",
@@ -163,59 +171,61 @@ def of_samples(facts: Facts) -> Iterator[str]:
             )
         if facts("strategy.kind") == "collective":
             expected = facts.epochs_run * facts("batch.steps_per_epoch")
-            yield from unlike(
+            yield from unless_equal(
                 f"steps of rank {worker['rank']}", steps, "epochs x steps_per_epoch", expected
             )
 
 
-def of_updates(facts: Facts) -> Iterator[str]:
+def faults_of_updates(facts: Facts) -> Iterator[str]:
     """Updates as the strategy says that it makes them."""
     updates, applied = facts("batch.updates_applied"), facts("batch.samples_applied")
     steps = facts.epochs_run * facts("batch.steps_per_epoch")
     if facts("strategy.kind") == "collective":
-        yield from unlike(
+        yield from unless_equal(
             "batch.updates_applied", updates, "steps - skipped_steps", steps - facts.skips
         )
         if updates is not None:
             whole = updates * facts("batch.global_batch")
-            yield from unlike("batch.samples_applied", applied, "updates x global_batch", whole)
+            yield from unless_equal(
+                "batch.samples_applied", applied, "updates x global_batch", whole
+            )
     per_step = facts("strategy.traits.updates_per_step")
     if per_step is not None and facts.status == "ok":
         # A step that overflowed makes none; the last update may be of fewer pushes.
         if not facts.skips and not facts.lost:
-            yield from unlike(
+            yield from unless_equal(
                 "batch.updates_applied",
                 updates,
                 "steps x the strategy's updates_per_step",
                 steps * per_step,
                 absolute=1.0,
             )
-        yield from over(
+        yield from unless_at_most(
             "batch.updates_applied",
             updates,
             "steps x the strategy's updates_per_step",
             steps * per_step + 1,
         )
-    yield from push_rate(facts)
+    yield from faults_of_push_rate(facts)
 
 
-def push_rate(facts: Facts) -> Iterator[str]:
+def faults_of_push_rate(facts: Facts) -> Iterator[str]:
     """The learning rate of a push, where the strategy says it."""
     lr, pushed = facts("settings.lr"), facts("strategy.details.push_lr")
     if lr is None or pushed is None:
         return
     scaled = facts("strategy.options.lr_scale") == "1/N"
     expected = lr / facts.gpus if scaled else lr
-    yield from unlike("strategy.details.push_lr", pushed, "settings.lr by lr_scale", expected)
+    yield from unless_equal("strategy.details.push_lr", pushed, "settings.lr by lr_scale", expected)
 
 
-def of_workers(facts: Facts) -> Iterator[str]:
+def faults_of_workers(facts: Facts) -> Iterator[str]:
     """Who took part."""
     ranks = [worker["rank"] for worker in facts.workers]
     if ranks != sorted(set(ranks)) or any(not 0 <= rank < facts.gpus for rank in ranks):
         yield f"the workers' ranks are {ranks}, of {facts.gpus} workers"
     if facts.status == "ok" and facts("strategy.kind") == "collective":
-        yield from unlike(
+        yield from unless_equal(
             "the number of workers with results", len(ranks), "the cell's", facts.gpus
         )
     nodes, each = facts("provenance.nodes"), facts("provenance.workers_per_node")
@@ -226,19 +236,19 @@ def of_workers(facts: Facts) -> Iterator[str]:
             worker["provenance"]["host"]["name"] for worker in facts.workers if worker["provenance"]
         }
         if facts.whole:
-            yield from unlike(
+            yield from unless_equal(
                 "provenance.nodes", nodes, "the number of the workers' hosts", len(hosts)
             )
 
 
-def of_models(facts: Facts) -> Iterator[str]:
+def faults_of_models(facts: Facts) -> Iterator[str]:
     """The model's size by its sharding groups, and its formats by the precision."""
     groups = sum(group["parameters"] for group in facts("strategy.wrap_groups"))
-    yield from over(
+    yield from unless_at_most(
         "the sum over strategy.wrap_groups", groups, "model.parameters", facts("model.parameters")
     )
     if groups:  # the rest, such as the head, is the root's
-        yield from over(
+        yield from unless_at_most(
             "model.parameters", facts("model.parameters"), "twice its wrap_groups", 2 * groups
         )
     precision, computed = facts("settings.precision"), facts("strategy.details.compute_dtype")
@@ -254,7 +264,7 @@ def of_models(facts: Facts) -> Iterator[str]:
         yield f"strategy.details.compute_dtype is {computed}, but settings.precision is {precision}"
     weights = "float64" if precision == "fp64" else "float32"
     if precision is not None:
-        yield from other(
+        yield from unless_same(
             "strategy.details.weights_dtype",
             facts("strategy.details.weights_dtype"),
             "by the precision it",
@@ -272,15 +282,17 @@ def unlike_its_strategy(record: Record) -> Iterator[str]:
     facts = Facts(record)
     listed, name = facts("cell.strategy"), facts("strategy.name")
     if listed in REGISTRY:  # another name is that of a variant
-        yield from other("strategy.name", name, "the cell's strategy", listed)
+        yield from unless_same("strategy.name", name, "the cell's strategy", listed)
     if name not in REGISTRY:
         return
     kind = strategy_class(name).kind
-    yield from other("strategy.kind", facts("strategy.kind"), f"that of {name}", kind)
+    yield from unless_same("strategy.kind", facts("strategy.kind"), f"that of {name}", kind)
     method = "measured" if kind == "server" else None
     if facts("strategy.traits.ring_copies") is not None:
         method = "ring"
-    yield from other("communication.method", facts("communication.method"), f"of {name}", method)
+    yield from unless_same(
+        "communication.method", facts("communication.method"), f"of {name}", method
+    )
 
 
 @record_rule(

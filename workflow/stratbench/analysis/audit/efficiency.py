@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratbench.analysis.audit.figures import Facts, over, under, unlike
+from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most, unless_equal
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.analysis.columns import field
+from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
 from stratbench.telemetry.hardware import peak_of
 
@@ -31,48 +31,48 @@ def contradictory_efficiency(record: Record) -> Iterator[str]:
     done = facts.product("compute.forward_flops_per_sample", "batch.samples_seen")
     time_s, achieved = facts("time.train_time_s"), facts("compute.achieved_flops_per_s")
     if done is not None and time_s:
-        yield from unlike(
+        yield from unless_equal(
             "compute.achieved_flops_per_s",
             achieved,
             "3 x forward x samples_seen / train_time_s",
             TRAINING_FLOPS * done / time_s,
         )
-    yield from unlike(
+    yield from unless_equal(
         "compute.mfu",
         facts("compute.mfu"),
         "achieved / peak",
         facts.ratio("compute.achieved_flops_per_s", "compute.peak_flops_per_s"),
     )
-    yield from over("compute.mfu", facts("compute.mfu"), "all of the peak", 1.0)
+    yield from unless_at_most("compute.mfu", facts("compute.mfu"), "all of the peak", 1.0)
     forward, parameters = facts("compute.forward_flops_per_sample"), facts("model.parameters")
     if forward is not None and parameters is not None:
         # Every weight of a product is used at least once, two operations each; biases and norms are few.
-        yield from under(
+        yield from unless_at_least(
             "compute.forward_flops_per_sample",
             forward,
             "what the model's parameters need",
             parameters,
         )
     precision = facts("settings.precision")
-    names = [field(worker["provenance"], "gpu.name") for worker in facts.workers]
+    names = [value_at(worker["provenance"], "gpu.name") for worker in facts.workers]
     if facts.whole and None not in names and precision not in (None, "fp64"):
         peaks = [peak and peak.tflops(precision) for peak in map(peak_of, names)]
         if None not in peaks:
-            yield from unlike(
+            yield from unless_equal(
                 "compute.peak_flops_per_s",
                 facts("compute.peak_flops_per_s"),
                 "the datasheets' sum",
                 1e12 * sum(peaks),
             )
-            yield from over(
+            yield from unless_at_most(
                 "compute.achieved_flops_per_s", achieved, "the datasheets' peak", 1e12 * sum(peaks)
             )
     if facts("provenance.device") == "cpu" and facts.workers:
         cores = max(
-            field(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers
+            value_at(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers
         )
         hosts = max(1, facts("provenance.nodes") or 1)
-        yield from over(
+        yield from unless_at_most(
             "compute.achieved_flops_per_s",
             achieved,
             "what the cores can do",
@@ -91,7 +91,7 @@ def contradictory_energy(record: Record) -> Iterator[str]:
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
     if joules is None:
         return
-    yield from unlike(
+    yield from unless_equal(
         "energy.joules_per_sample",
         facts("energy.joules_per_sample"),
         "train_joules / samples_applied",
@@ -100,8 +100,8 @@ def contradictory_energy(record: Record) -> Iterator[str]:
     if facts("provenance.device") == "cpu":
         yield f"energy.train_joules is {joules:.6g}, although the workers had no GPUs"
     elif time_s:
-        limits = [field(w["provenance"], "gpu.power_limit_w") or MOST_W for w in facts.workers]
-        yield from over(
+        limits = [value_at(w["provenance"], "gpu.power_limit_w") or MOST_W for w in facts.workers]
+        yield from unless_at_most(
             "energy.train_joules",
             joules,
             "power limit x time x GPUs",
@@ -109,6 +109,6 @@ def contradictory_energy(record: Record) -> Iterator[str]:
             OVERSHOOT,
         )
         times = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
-        yield from under(
+        yield from unless_at_least(
             "energy.train_joules", joules, f"{LEAST_W:g} W x time x GPUs", LEAST_W * sum(times)
         )

@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from datetime import datetime
 from itertools import pairwise
 
-from stratbench.analysis.audit.figures import Facts, other
-from stratbench.analysis.audit.rule import GROUP, Found, Study, of, record_rule, rule
-from stratbench.analysis.columns import field
+from stratbench.analysis.audit.checks import Facts, unless_same
+from stratbench.analysis.audit.rule import (
+    Evidence,
+    Found,
+    coordinates_of_cell,
+    coordinates_of_row,
+    record_rule,
+    rule,
+)
+from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
 
 #: Share of the samples, and CPU cores.
@@ -24,9 +31,11 @@ TOGETHER_S = 2.5
     "time",
     "A GPU was slowed down by heat or by a lack of power in part of the samples.",
 )
-def throttled(study: Study) -> Iterator[Found]:
-    for row in study.ok[study.ok["throttled_share"] > THROTTLED].itertuples():
-        yield Found(of(row), f"throttled in {row.throttled_share:.0%} of the samples")
+def throttled(evidence: Evidence) -> Iterator[Found]:
+    for row in evidence.ok[evidence.ok["throttled_share"] > THROTTLED].itertuples():
+        yield Found(
+            coordinates_of_row(row), f"throttled in {row.throttled_share:.0%} of the samples"
+        )
 
 
 @rule(
@@ -35,9 +44,9 @@ def throttled(study: Study) -> Iterator[Found]:
     "time",
     "Other processes used the machine when the cell started: it measures them too.",
 )
-def busy_machine(study: Study) -> Iterator[Found]:
-    for row in study.ok[study.ok["other_cpu_cores"] > OTHERS].itertuples():
-        yield Found(of(row), f"others used {row.other_cpu_cores:.2g} CPU cores")
+def busy_machine(evidence: Evidence) -> Iterator[Found]:
+    for row in evidence.ok[evidence.ok["other_cpu_cores"] > OTHERS].itertuples():
+        yield Found(coordinates_of_row(row), f"others used {row.other_cpu_cores:.2g} CPU cores")
 
 
 @rule(
@@ -47,8 +56,8 @@ def busy_machine(study: Study) -> Iterator[Found]:
     "Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication "
     "say nothing about GPUs.",
 )
-def workers_are_processes(study: Study) -> Iterator[Found]:
-    for experiment, rows in study.ok.groupby("experiment", sort=False):
+def workers_are_processes(evidence: Evidence) -> Iterator[Found]:
+    for experiment, rows in evidence.ok.groupby("experiment", sort=False):
         cpu = rows[rows["device_kind"] == "cpu"]
         if len(cpu):
             cores = " or ".join(f"{n:g}" for n in sorted(set(cpu["cpu_cores"].dropna())))
@@ -64,8 +73,8 @@ def workers_are_processes(study: Study) -> Iterator[Found]:
     "time",
     "There are more workers than cores: they take turns, and more workers bring no speed.",
 )
-def processes_share_cores(study: Study) -> Iterator[Found]:
-    for experiment, rows in study.ok.groupby("experiment", sort=False):
+def processes_share_cores(evidence: Evidence) -> Iterator[Found]:
+    for experiment, rows in evidence.ok.groupby("experiment", sort=False):
         cpu = rows[(rows["device_kind"] == "cpu") & (rows["gpus"] > rows["cpu_cores"])]
         for gpus, crowded in cpu.groupby("gpus", sort=False):
             cores = crowded["cpu_cores"].max()
@@ -88,7 +97,7 @@ def contradictory_devices(record: Record) -> Iterator[str]:
             yield f"{name} does not say where it ran"
             continue
         device, host = place["device"], place["host"]["name"]
-        yield from other(
+        yield from unless_same(
             f"device of {name}",
             device.partition(":")[0],
             "provenance.device",
@@ -99,7 +108,7 @@ def contradictory_devices(record: Record) -> Iterator[str]:
             yield f"{name} ran on {device} and {'names a' if 'gpu' in place else 'names no'} GPU"
         if not is_cuda:
             continue
-        uuid = field(place, "gpu.uuid")
+        uuid = value_at(place, "gpu.uuid")
         for what, value in (("GPU", uuid), ("device", f"{host} {device}")):
             if value is None:
                 continue
@@ -114,13 +123,15 @@ def contradictory_devices(record: Record) -> Iterator[str]:
     "time",
     "Two cells were on one GPU at the same time: each slowed the other.",
 )
-def shared_devices(study: Study) -> Iterator[Found]:
+def shared_devices(evidence: Evidence) -> Iterator[Found]:
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
-    for record in study.records:
-        begun, ended = (field(record, f"provenance.{end}") for end in ("started", "finished"))
+    for record in evidence.records:
+        begun, ended = (value_at(record, f"provenance.{end}") for end in ("started", "finished"))
         if not begun or not ended:
             continue
-        uuids = {field(worker["provenance"], "gpu.uuid") for worker in record["workers"]} - {None}
+        uuids = {value_at(worker["provenance"], "gpu.uuid") for worker in record["workers"]} - {
+            None
+        }
         for uuid in uuids:
             stay = (datetime.fromisoformat(begun), datetime.fromisoformat(ended), record)
             stays[uuid].append(stay)
@@ -130,6 +141,6 @@ def shared_devices(study: Study) -> Iterator[Found]:
             together_s = (until - begun).total_seconds()
             if together_s > TOGETHER_S:
                 first, second = one["cell"], other_one["cell"]
-                where = {name: second[name] for name in (*GROUP, "repeat")}
+                where = coordinates_of_cell(second)
                 named = f"{first['strategy']} on {first['gpus']}, repeat {first['repeat']}"
                 yield Found(where, f"{uuid} {together_s:.0f} s together with {named}")

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stratbench.analysis.audit.figures import Facts, absent, other, over, under, unlike
-from stratbench.analysis.audit.rule import Found, Study, at, record_rule, rule
-from stratbench.analysis.columns import field
+from stratbench.analysis.audit.checks import (
+    Facts,
+    unless_at_least,
+    unless_at_most,
+    unless_equal,
+    unless_given,
+    unless_same,
+)
+from stratbench.analysis.audit.rule import (
+    Evidence,
+    Found,
+    coordinates_of_group,
+    record_rule,
+    rule,
+)
+from stratbench.analysis.derived import value_at
+from stratbench.analysis.groups import GROUP, Group
 from stratbench.cell.record import Record
 
 #: From where on dividing by the number of workers does not explain it.
@@ -24,21 +38,24 @@ ALLOCATOR = "cuda-allocator"
     "memory",
     "Sharding over N workers divides memory by N at most. Something else differs.",
 )
-def memory_reduced_too_much(study: Study) -> Iterator[Found]:
+def memory_reduced_too_much(evidence: Evidence) -> Iterator[Found]:
     columns = {"model_states_bytes": "model states", "peak_memory_bytes": "peak memory"}
-    for key, rows in study.groups.items():
-        other = study.unsharded(key)
-        if other is None or study.says(key, "strategy_kind") == "server":
+    for group, rows in evidence.groups.items():
+        other = evidence.unsharded_rival_of(group)
+        if other is None or evidence.value_of(group, "strategy_kind") == "server":
             continue  # its servers hold the rest
         # A CPU's resident set holds more than the tensors: only its model states compare.
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
-            whole, held = (study.median(k, column) for k in (other, key))
+            whole, held = (evidence.median(k, column) for k in (other, group))
             if not whole or not held or (on_cpu and column != "model_states_bytes"):
                 continue
-            if whole / held > REDUCED * key[3]:
-                sizes = f"{other[2]} {whole / 2**20:.4g} MiB, {key[2]} {held / 2**20:.4g} MiB"
-                yield Found(at(key), f"{name}: {sizes}: {whole / held:.2f} times on {key[3]}")
+            if whole / held > REDUCED * group.gpus:
+                sizes = f"{other.strategy} {whole / 2**20:.4g} MiB, {group.strategy} {held / 2**20:.4g} MiB"
+                yield Found(
+                    coordinates_of_group(group),
+                    f"{name}: {sizes}: {whole / held:.2f} times on {group.gpus}",
+                )
 
 
 @rule(
@@ -48,13 +65,20 @@ def memory_reduced_too_much(study: Study) -> Iterator[Found]:
     "With more workers each computes on less, so what fits one fits one of several. Something else was "
     "in the GPU's memory.",
 )
-def oom_with_more_workers(study: Study) -> Iterator[Found]:
-    failed = study.cells[study.cells["status"].eq("oom") & study.cells["device_kind"].eq("cuda")]
-    for row in failed.drop_duplicates(["experiment", "model", "strategy", "gpus"]).itertuples():
-        key = (row.experiment, row.model, row.strategy, row.gpus)
-        fewer = [k for k in study.groups if k[:3] == key[:3] and k[3] < row.gpus]
+def oom_with_more_workers(evidence: Evidence) -> Iterator[Found]:
+    failed = evidence.cells[
+        evidence.cells["status"].eq("oom") & evidence.cells["device_kind"].eq("cuda")
+    ]
+    for row in failed.drop_duplicates(GROUP).itertuples():
+        group = Group(row.experiment, row.strategy, row.model, row.gpus)
+        fewer = [
+            k for k in evidence.groups if k.with_gpus(0) == group.with_gpus(0) and k.gpus < row.gpus
+        ]
         if fewer:
-            yield Found(at(key), f"out of memory on {row.gpus}, but not on {fewer[-1][3]}")
+            yield Found(
+                coordinates_of_group(group),
+                f"out of memory on {row.gpus}, but not on {fewer[-1].gpus}",
+            )
 
 
 @record_rule(
@@ -66,13 +90,13 @@ def oom_with_more_workers(study: Study) -> Iterator[Found]:
 )
 def contradictory_memory(record: Record) -> Iterator[str]:
     facts = Facts(record)
-    yield from of_states(facts)
-    yield from of_peaks(facts)
+    yield from faults_of_states(facts)
+    yield from faults_of_peaks(facts)
     for worker in facts.workers:
-        yield from of_worker(facts, worker)
+        yield from faults_of_worker(facts, worker)
 
 
-def of_states(facts: Facts) -> Iterator[str]:
+def faults_of_states(facts: Facts) -> Iterator[str]:
     """Model states by the model's size; a strategy that shards holds the N-th part at least."""
     states, size = facts("memory.model_states"), facts.parameter_bytes
     if not states or size is None:
@@ -85,15 +109,17 @@ def of_states(facts: Facts) -> Iterator[str]:
     for name, whole in expected.items():
         held, what = states.get(f"{name}_bytes"), f"memory.model_states.{name}_bytes"
         if not sharded:
-            yield from unlike(what, held, "what the whole model takes", whole)
+            yield from unless_equal(what, held, "what the whole model takes", whole)
             continue
         # The first dimension of each tensor is what is divided: small layers more unevenly.
-        yield from under(what, held, f"a part of {facts.gpus} of it", whole / facts.gpus, 1e-3)
-        yield from over(
+        yield from unless_at_least(
+            what, held, f"a part of {facts.gpus} of it", whole / facts.gpus, 1e-3
+        )
+        yield from unless_at_most(
             what, held, f"a part of {facts.gpus} of it, padded", PADDED * whole / facts.gpus + 4096
         )
     if facts("model.batchnorm") is False:
-        yield from over(
+        yield from unless_at_most(
             "memory.model_states.buffers_bytes",
             states.get("buffers_bytes"),
             "a model without BatchNorm has",
@@ -101,30 +127,32 @@ def of_states(facts: Facts) -> Iterator[str]:
         )
 
 
-def of_peaks(facts: Facts) -> Iterator[str]:
+def faults_of_peaks(facts: Facts) -> Iterator[str]:
     """The cell's peak is that of the rank that used most, and holds its model states."""
     peak, method = facts("memory.peak_bytes"), facts("memory.method")
     grown = facts("memory.peak_over_base_bytes")
-    peaks = [field(worker, "memory.peak_bytes") for worker in facts.workers]
+    peaks = [value_at(worker, "memory.peak_bytes") for worker in facts.workers]
     known = [value for value in peaks if value is not None]
     if facts.whole and peak is not None and len(known) < len(peaks):
         yield f"{len(peaks) - len(known)} workers have no peak_bytes, although the cell has one"
     if known and len(known) == len(peaks):
-        yield from unlike("memory.peak_bytes", peak, "the most of its workers", max(known))
-    worst = next((w for w in facts.workers if field(w, "memory.peak_bytes") == peak), None)
-    yield from unlike(
+        yield from unless_equal("memory.peak_bytes", peak, "the most of its workers", max(known))
+    worst = next((w for w in facts.workers if value_at(w, "memory.peak_bytes") == peak), None)
+    yield from unless_equal(
         "memory.peak_over_base_bytes",
         grown,
         "that of the rank that used most",
-        field(worst, "memory.peak_over_base_bytes"),
+        value_at(worst, "memory.peak_over_base_bytes"),
     )
-    yield from over("memory.peak_over_base_bytes", grown, "memory.peak_bytes", peak)
+    yield from unless_at_most("memory.peak_over_base_bytes", grown, "memory.peak_bytes", peak)
     states = facts("memory.model_states") or {}
     if states:
-        yield from under("memory.peak_bytes", peak, "its model states", sum(states.values()))
+        yield from unless_at_least(
+            "memory.peak_bytes", peak, "its model states", sum(states.values())
+        )
     if facts.status == "ok":
-        yield from absent("memory.peak_bytes", peak, "although the cell ended well")
-        yield from absent(
+        yield from unless_given("memory.peak_bytes", peak, "although the cell ended well")
+        yield from unless_given(
             "memory.model_states", facts("memory.model_states"), "although the cell ended well"
         )
     device = facts("provenance.device")
@@ -132,43 +160,45 @@ def of_peaks(facts: Facts) -> Iterator[str]:
         yield f"memory.method is {method} on a device of kind {device}"
 
 
-def of_worker(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
+def faults_of_worker(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
     """A worker's own figures, within its device and its host."""
     name, own, place = f"rank {worker['rank']}", worker["memory"] or {}, worker["provenance"] or {}
-    peak, base, grown = (own.get(f"{key}_bytes") for key in ("peak", "base", "peak_over_base"))
+    peak, base, grown = (own.get(f"{group}_bytes") for group in ("peak", "base", "peak_over_base"))
     if peak is not None and base is not None:
-        yield from unlike(
+        yield from unless_equal(
             f"peak_over_base_bytes of {name}", grown, "peak_bytes - base_bytes", max(0, peak - base)
         )
-        yield from over(f"idle_bytes of {name}", own.get("idle_bytes"), "its base_bytes", base, 0.1)
-    yield from unlike(
+        yield from unless_at_most(
+            f"idle_bytes of {name}", own.get("idle_bytes"), "its base_bytes", base, 0.1
+        )
+    yield from unless_equal(
         f"allocated_peak_bytes of {name}", own.get("allocated_peak_bytes"), "its peak_bytes", peak
     )
-    yield from over(
+    yield from unless_at_most(
         f"peak_bytes of {name}", peak, "reserved_peak_bytes", own.get("reserved_peak_bytes")
     )
-    capacity = field(place, "gpu.memory_bytes")
-    for key in ("peak", "reserved_peak", "nvml_used", "nvml_process_used"):
-        yield from over(
-            f"{key}_bytes of {name}", own.get(f"{key}_bytes"), "the GPU's memory", capacity
+    capacity = value_at(place, "gpu.memory_bytes")
+    for group in ("peak", "reserved_peak", "nvml_used", "nvml_process_used"):
+        yield from unless_at_most(
+            f"{group}_bytes of {name}", own.get(f"{group}_bytes"), "the GPU's memory", capacity
         )
-    yield from over(
+    yield from unless_at_most(
         f"nvml_process_used_bytes of {name}",
         own.get("nvml_process_used_bytes"),
         "nvml_used_bytes",
         own.get("nvml_used_bytes"),
     )
-    yield from under(
+    yield from unless_at_least(
         f"nvml_used_bytes of {name}",
         own.get("nvml_used_bytes"),
         "its base_bytes",
         base if capacity else None,
     )
     if not capacity:
-        yield from over(
-            f"peak_bytes of {name}", peak, "the host's memory", field(place, "host.memory_bytes")
+        yield from unless_at_most(
+            f"peak_bytes of {name}", peak, "the host's memory", value_at(place, "host.memory_bytes")
         )
     if own and facts("memory.method") is not None:
-        yield from other(
+        yield from unless_same(
             f"memory.method of {name}", own.get("method"), "the cell's", facts("memory.method")
         )

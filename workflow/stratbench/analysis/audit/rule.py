@@ -13,18 +13,16 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from stratbench.analysis.columns import Row
+from stratbench.analysis.groups import GROUP, Group, rows_by_group
 from stratbench.cell.record import Record
 
 #: `unusable`: draw no conclusion from it; `doubtful`: explain it first; `note`: know it.
 SEVERITIES = ("unusable", "doubtful", "note")
-GROUP = ["experiment", "model", "strategy", "gpus"]
 
 Severity = Literal["unusable", "doubtful", "note"]
 #: Which figures of the cells a rule casts doubt on.
 Affects = Literal["time", "memory", "accuracy", "all"]
-#: A group of repeats: experiment, model, strategy, number of workers.
-Key = tuple[str, str, str, int]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Found:
     figures: str
 
 
-class Study:
+class Evidence:
     """What the rules look at: the rows of cells.csv, and the records behind them where there are any.
 
     `floors`: accuracies by data set that any working training reaches, for tables that say too
@@ -53,36 +51,36 @@ class Study:
         self.floors = floors or {}
         #: The cells with a result, and the same by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
-        self.groups: dict[Key, pd.DataFrame] = dict(iter(self.ok.groupby(GROUP, sort=False)))
+        self.groups: dict[Group, pd.DataFrame] = rows_by_group(self.ok)
 
-    def median(self, key: Key, column: str) -> float | None:
+    def median(self, group: Group, column: str) -> float | None:
         """Median of a column over the repeats of a group; None where there is none."""
-        rows = self.groups.get(key)
+        rows = self.groups.get(group)
         values = pd.Series(dtype=float) if rows is None else rows[column].dropna()
         return float(values.median()) if len(values) else None
 
-    def product(self, key: Key, *columns: str) -> float | None:
+    def product(self, group: Group, *columns: str) -> float | None:
         """The product of some columns' medians; None where one is absent."""
-        values = [self.median(key, column) for column in columns]
+        values = [self.median(group, column) for column in columns]
         return None if None in values else math.prod(values)
 
-    def unsharded(self, key: Key) -> Key | None:
+    def value_of(self, group: Group, column: str) -> Any:
+        """A column that all repeats of a group share, such as a trait; None where it is absent."""
+        value = self.groups[group][column].iloc[0]
+        return None if pd.isna(value) else value
+
+    def unsharded_rival_of(self, group: Group) -> Group | None:
         """The collective on as many workers of which each holds the whole model; None without one."""
         return next(
             (
-                k
-                for k in self.groups
-                if (*k[:2], k[3]) == (*key[:2], key[3])
-                and self.says(k, "ring_copies")
-                and not self.says(k, "shards_states")
+                other
+                for other in self.groups
+                if other.with_strategy(group.strategy) == group
+                and self.value_of(other, "ring_copies")
+                and not self.value_of(other, "shards_states")
             ),
             None,
         )
-
-    def says(self, key: Key, column: str) -> Any:
-        """What the cells of a group say of their strategy; None where they do not say it."""
-        value = self.groups[key][column].iloc[0]
-        return None if pd.isna(value) else value
 
 
 @dataclass(frozen=True)
@@ -93,15 +91,15 @@ class Rule:
     severity: Severity
     affects: Affects
     explanation: str
-    check: Callable[[Study], Iterator[Found]]
+    check: Callable[[Evidence], Iterator[Found]]
 
 
 def rule(
     id: str, severity: Severity, affects: Affects, explanation: str
-) -> Callable[[Callable[[Study], Iterator[Found]]], Rule]:
+) -> Callable[[Callable[[Evidence], Iterator[Found]]], Rule]:
     """Make a rule of a check over the study."""
 
-    def made(check: Callable[[Study], Iterator[Found]]) -> Rule:
+    def made(check: Callable[[Evidence], Iterator[Found]]) -> Rule:
         return Rule(id, severity, affects, explanation, check)
 
     return made
@@ -113,17 +111,17 @@ def record_rule(
     """Make a rule of a check that looks at one record by itself and yields what is wrong with it."""
 
     def made(check: Callable[[Record], Iterator[str]]) -> Rule:
-        def over(study: Study) -> Iterator[Found]:
-            for record in study.records:
-                where = {name: record["cell"][name] for name in (*GROUP, "repeat")}
-                yield from (Found(where, text) for text in checked(check, record))
+        def over_records(evidence: Evidence) -> Iterator[Found]:
+            for record in evidence.records:
+                where = coordinates_of_cell(record["cell"])
+                yield from (Found(where, text) for text in faults_of_record(check, record))
 
-        return Rule(id, severity, affects, explanation, over)
+        return Rule(id, severity, affects, explanation, over_records)
 
     return made
 
 
-def checked(check: Callable[[Record], Iterator[str]], record: Record) -> Iterator[str]:
+def faults_of_record(check: Callable[[Record], Iterator[str]], record: Record) -> Iterator[str]:
     """What `check` finds; that a field has another shape than its writers give it is a finding too."""
     try:
         yield from check(record)
@@ -131,16 +129,21 @@ def checked(check: Callable[[Record], Iterator[str]], record: Record) -> Iterato
         yield f"a field has a form that no cell writes ({type(e).__name__}: {e})"
 
 
-def at(key: Key) -> Row:
-    """Coordinates of a group of repeats."""
-    return dict(zip(GROUP, key, strict=True))
+def coordinates_of_group(group: Group) -> Row:
+    """Where a finding is that is on all repeats of a group."""
+    return group._asdict()
 
 
-def without_count(key: Key) -> Row:
-    """Coordinates of a strategy: what is wrong on one worker is wrong on any number of them."""
-    return {name: value for name, value in at(key).items() if name != "gpus"}
+def coordinates_of_strategy(group: Group) -> Row:
+    """Where a finding is that is on a strategy: what is wrong on one worker is wrong on any number."""
+    return {name: value for name, value in group._asdict().items() if name != "gpus"}
 
 
-def of(row: Any) -> Row:
-    """Coordinates of one cell."""
+def coordinates_of_cell(cell: Row) -> Row:
+    """Where a finding is that is on one cell, from the `cell` of its record."""
+    return {name: cell[name] for name in (*GROUP, "repeat")}
+
+
+def coordinates_of_row(row: Any) -> Row:
+    """The same from a row of cells.csv, as `itertuples` gives it."""
     return {name: getattr(row, name) for name in (*GROUP, "repeat")}

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stratbench.analysis.audit.figures import Facts, other, over, rising, under, unlike
+from stratbench.analysis.audit.checks import (
+    Facts,
+    unless_at_least,
+    unless_at_most,
+    unless_equal,
+    unless_rising,
+    unless_same,
+)
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.cell.record import Record
 
@@ -27,28 +34,30 @@ def contradictory_server(record: Record) -> Iterator[str]:
     if not facts.servers:
         return
     asked = facts("strategy.options.servers")
-    yield from unlike("the number of servers", len(facts.servers), "the option's", asked)
-    yield from of_tickets(facts)
-    yield from of_shards(facts)
+    yield from unless_equal("the number of servers", len(facts.servers), "the option's", asked)
+    yield from faults_of_tickets(facts)
+    yield from faults_of_shards(facts)
     for i, server in enumerate(facts.servers):
         name = f"server {i}"
-        yield from other(f"the number of {name}", server.get("server"), "by its place it", i)
-        yield from unlike(f"n_servers of {name}", server.get("n_servers"), "the option's", asked)
-        yield from other(
+        yield from unless_same(f"the number of {name}", server.get("server"), "by its place it", i)
+        yield from unless_equal(
+            f"n_servers of {name}", server.get("n_servers"), "the option's", asked
+        )
+        yield from unless_same(
             f"policy of {name}", server.get("policy"), "the strategy", facts("strategy.name")
         )
         if facts.status == "ok" and server.get("status") not in (None, "ok"):
             yield f"{name} ended as {server['status']}, although the cell ended well"
-        yield from of_pushes(facts, server, name)
-        yield from of_times(facts, server, name)
+        yield from faults_of_pushes(facts, server, name)
+        yield from faults_of_times(facts, server, name)
 
 
-def of_tickets(facts: Facts) -> Iterator[str]:
+def faults_of_tickets(facts: Facts) -> Iterator[str]:
     """Batches handed out, settled, and done by the workers."""
     first = facts.servers[0]
     settled, per_step = first.get("tickets_settled"), facts("batch.samples_per_step")
     if settled is not None and per_step is not None:
-        yield from unlike(
+        yield from unless_equal(
             "batch.samples_seen",
             facts("batch.samples_seen"),
             "tickets_settled x samples_per_step",
@@ -59,7 +68,7 @@ def of_tickets(facts: Facts) -> Iterator[str]:
     links = {link["worker"]: link for link in first["workers"]}
     tickets = [link["tickets"] for link in links.values() if "tickets" in link]
     if settled is not None and tickets:
-        yield from unlike(
+        yield from unless_equal(
             "tickets_settled", settled, "the sum of the workers' tickets", sum(tickets)
         )
     for worker in facts.workers:
@@ -67,35 +76,35 @@ def of_tickets(facts: Facts) -> Iterator[str]:
         if link is None:
             yield f"rank {worker['rank']} is unknown to its server"
         elif "tickets" in link:
-            yield from unlike(
+            yield from unless_equal(
                 f"steps of rank {worker['rank']}",
                 worker["steps"],
                 "the tickets that its server counted",
                 link["tickets"],
             )
-            yield from over(
+            yield from unless_at_most(
                 f"skips of rank {worker['rank']}", link.get("skips"), "its tickets", link["tickets"]
             )
 
 
-def of_shards(facts: Facts) -> Iterator[str]:
+def faults_of_shards(facts: Facts) -> Iterator[str]:
     """The shards of all servers hold the model."""
     shards = [(s.get("shard_numel"), len(s.get("updates") or ())) for s in facts.servers]
     size = facts("model.parameters")
     if size is None or any(numel is None for numel, _ in shards):
         return
     held = sum(numel * n for numel, n in shards)
-    yield from under("the elements of all shards", held, "model.parameters", size)
+    yield from unless_at_least("the elements of all shards", held, "model.parameters", size)
     numel, total = shards[0][0], sum(n for _, n in shards)
     # The last shard may be anything but empty.
-    yield from over(
+    yield from unless_at_most(
         "the elements of all shards but one",
         numel * (total - 1),
         "model.parameters, padded",
         size * (1 + PADDING) + 4096,
     )
     if total == 1:
-        yield from over(
+        yield from unless_at_most(
             "the elements of the shard",
             held,
             "model.parameters, padded",
@@ -103,17 +112,17 @@ def of_shards(facts: Facts) -> Iterator[str]:
         )
 
 
-def of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
+def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
     """Pushes, staleness and updates of each shard."""
     counts, updates = server.get("staleness"), server.get("updates")
     total = server.get("staleness_all_shards")
     if counts is not None and total is not None:
         width = max((len(c) for c in counts), default=0)
         summed = [sum(c[i] if i < len(c) else 0 for c in counts) for i in range(width)]
-        if strip(summed) != strip(total):
+        if without_trailing_zeros(summed) != without_trailing_zeros(total):
             yield f"staleness_all_shards of {name} is {total}, but its shards make {summed}"
     waiting = facts.gpus == 1 or facts("strategy.traits.equals_ddp")
-    if total is not None and waiting and len(strip(total)) > 1:
+    if total is not None and waiting and len(without_trailing_zeros(total)) > 1:
         why = "one worker" if facts.gpus == 1 else "every update is made of all workers' pushes"
         yield f"staleness of {name} is {total}, although nothing can be stale: {why}"
     if counts is None or updates is None:
@@ -129,40 +138,47 @@ def of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
     for i, (count, made, late) in enumerate(zip(counts, updates, dropped, strict=True)):
         shard, pushes = f"shard {i} of {name}", sum(count)
         if tickets and not facts.lost and not server.get("reassigned"):
-            yield from unlike(
+            yield from unless_equal(
                 f"pushes by staleness of {shard}",
                 pushes,
                 "tickets - skips - dropped",
                 tickets - skips - late,
             )
-        yield from over(f"updates of {shard}", made, "the pushes that made them", pushes)
-        yield from over(f"staleness of {shard}", len(strip(count)) - 1, "its updates", made)
+        yield from unless_at_most(f"updates of {shard}", made, "the pushes that made them", pushes)
+        yield from unless_at_most(
+            f"staleness of {shard}", len(without_trailing_zeros(count)) - 1, "its updates", made
+        )
         # An update makes every batch that is under way older by one, and a worker has one at a time.
-        yield from over(
+        yield from unless_at_most(
             f"the staleness of all pushes to {shard}",
             sum(age * n for age, n in enumerate(count)),
             "its updates x workers",
             made * facts.gpus,
         )
         busy = [link for link in server["workers"] if (link.get("tickets") or 0) >= BUSY]
-        if made == pushes and len(busy) > 1 and not waiting and len(strip(count)) == 1:
+        if (
+            made == pushes
+            and len(busy) > 1
+            and not waiting
+            and len(without_trailing_zeros(count)) == 1
+        ):
             yield f"no push to {shard} is stale, although {len(busy)} workers pushed without waiting"
         if per_step is not None and not skips and not facts.lost and facts.status == "ok":
-            yield from unlike(
+            yield from unless_equal(
                 f"updates of {shard}",
                 made,
                 "steps x the strategy's updates_per_step",
                 steps * per_step,
                 absolute=1.0,
             )
-    yield from unlike(
+    yield from unless_equal(
         "batch.updates_applied",
         facts("batch.updates_applied"),
         "the most updates of a shard",
         max(n for s in facts.servers for n in s["updates"]),
     )
     shards = [sum(c) for s in facts.servers for c in s["staleness"]]
-    yield from unlike(
+    yield from unless_equal(
         "batch.samples_applied",
         facts("batch.samples_applied"),
         "the pushes that the shards took x samples_per_step",
@@ -172,29 +188,29 @@ def of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
     )
 
 
-def of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
+def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
     """Epochs, waits and work of a server within its training time."""
     train_time_s = server.get("train_time_s")
     epochs = server.get("epochs") or ()
     if facts.status == "ok":
-        yield from other(
+        yield from unless_same(
             f"epochs of {name}",
             [e["epoch"] for e in epochs],
             "what was asked for",
             list(range(facts.epochs_run)),
         )
     ends = [e["end_s"] for e in epochs]
-    yield from rising(f"end_s of {name}", ends)
+    yield from unless_rising(f"end_s of {name}", ends)
     if ends:
-        yield from over(
+        yield from unless_at_most(
             f"the last end_s of {name}", ends[-1], "its train_time_s", train_time_s, 0.01
         )
-        yield from under(
+        yield from unless_at_least(
             f"the last end_s of {name}", ends[-1], "its train_time_s", train_time_s, 0.05
         )
     if name == "server 0" and facts.finished and len(ends) == len(facts("time.epoch_times_s")):
         for i, (end, entry) in enumerate(zip(ends, facts("accuracy.per_epoch"), strict=False), 1):
-            yield from unlike(
+            yield from unless_equal(
                 f"end_s of epoch {i}",
                 end,
                 "accuracy.per_epoch's train_time_s",
@@ -202,14 +218,14 @@ def of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
             )
     if train_time_s is None:
         return
-    yield from over(
+    yield from unless_at_most(
         f"apply_s of {name}",
         server.get("apply_s"),
         "its workers x train_time_s",
         facts.gpus * train_time_s,
     )
     for link in server["workers"]:
-        yield from over(
+        yield from unless_at_most(
             f"wait_s of worker {link['worker']} at {name}",
             link.get("wait_s"),
             "train_time_s",
@@ -218,7 +234,7 @@ def of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
         )
 
 
-def strip(counts: list[int]) -> list[int]:
+def without_trailing_zeros(counts: list[int]) -> list[int]:
     """A histogram without its trailing zeros."""
     last = max((i for i, count in enumerate(counts) if count), default=-1)
     return counts[: last + 1]

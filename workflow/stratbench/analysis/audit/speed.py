@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 from stratbench.analysis.audit.machines import OTHERS
 from stratbench.analysis.audit.rule import (
-    GROUP,
+    Evidence,
     Found,
-    Key,
-    Study,
-    at,
-    of,
+    coordinates_of_cell,
+    coordinates_of_group,
+    coordinates_of_row,
+    coordinates_of_strategy,
     record_rule,
     rule,
-    without_count,
 )
+from stratbench.analysis.groups import Group
 from stratbench.analysis.measures import ALONE
 from stratbench.cell.record import Record
 
@@ -27,7 +27,7 @@ FASTER_ALONE = 1.15
 #: What sharding may cost the host in a step, in ms.
 HOST_MS = 5.0
 #: Measured figures, and digits that do not agree by chance.
-MEASURED = {
+DIGITS = {
     "train_time_s": 4,
     **dict.fromkeys(
         ("total_s", "step_mean_ms", "setup_s", "warmup_s", "eval_s", "train_joules"), 9
@@ -44,22 +44,24 @@ UNEVEN_REPEATS, INPUT, SKEW = 0.10, 0.10, 0.02
     "With one worker there is nothing to communicate, so sharding cannot explain being slower than "
     "the same training unsharded. Look at precision, wrap groups and the optimizer.",
 )
-def sharding_slow_alone(study: Study) -> Iterator[Found]:
-    for key in study.groups:
-        other = study.unsharded(key)
-        if key[3] != 1 or other is None or not study.says(key, "shards_states"):
+def sharding_slow_alone(evidence: Evidence) -> Iterator[Found]:
+    for group in evidence.groups:
+        other = evidence.unsharded_rival_of(group)
+        if group.gpus != 1 or other is None or not evidence.value_of(group, "shards_states"):
             continue
-        its_s, other_s = (study.median(k, "train_time_s") for k in (key, other))
+        its_s, other_s = (evidence.median(k, "train_time_s") for k in (group, other))
         if not its_s or not other_s or its_s / other_s <= SLOW_ALONE:
             continue
         # What the host does for each group in a step is a fixed time, which small models show; and
         # a busy machine has a rule of its own.
-        steps = study.product(key, "steps_per_epoch", "epochs")
-        busy = any((study.median(k, "other_cpu_cores") or 0.0) > OTHERS for k in (key, other))
+        steps = evidence.product(group, "steps_per_epoch", "epochs")
+        busy = any((evidence.median(k, "other_cpu_cores") or 0.0) > OTHERS for k in (group, other))
         if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
             continue
-        figures = f"{key[2]} {its_s:.4g} s, {other[2]} {other_s:.4g} s: {its_s / other_s:.2f} times"
-        yield Found(without_count(key), f"on one worker: {figures}")
+        times = f"{group.strategy} {its_s:.4g} s, {other.strategy} {other_s:.4g} s"
+        yield Found(
+            coordinates_of_strategy(group), f"on one worker: {times}: {its_s / other_s:.2f} times"
+        )
 
 
 @rule(
@@ -69,51 +71,55 @@ def sharding_slow_alone(study: Study) -> Iterator[Found]:
     "N workers cannot do more than N times the work of one. Look at the baseline: a batch too large "
     "for one worker's cache or memory, other settings, or a busy machine.",
 )
-def superlinear(study: Study) -> Iterator[Found]:
+def superlinear(evidence: Evidence) -> Iterator[Found]:
     column = "throughput_samples_per_s"
-    for key in study.groups:
-        experiment, model, strategy, gpus = key
-        here = study.median(key, column)
+    for group in evidence.groups:
+        strategy, gpus = group.strategy, group.gpus
+        alone = group.with_strategy(ALONE).with_gpus(1)
+        here = evidence.median(group, column)
         if not here:
             continue
-        own = [k for k in study.groups if k[:3] == key[:3] and k[3] < gpus]
-        bases = [min(own, key=lambda k: k[3])] if own else []
-        if strategy != ALONE and (experiment, model, ALONE, 1) in study.groups:
-            bases.append((experiment, model, ALONE, 1))
+        own = [k for k in evidence.groups if k.with_gpus(0) == group.with_gpus(0) and k.gpus < gpus]
+        bases = [min(own, key=lambda k: k.gpus)] if own else []
+        if strategy != ALONE and alone in evidence.groups:
+            bases.append(alone)
         for base in bases:
-            there, times = study.median(base, column), gpus / base[3]
+            there, times = evidence.median(base, column), gpus / base.gpus
             if times == 1 and any(
-                (study.median(k, "other_cpu_cores") or 0) > OTHERS for k in (key, base)
+                (evidence.median(k, "other_cpu_cores") or 0) > OTHERS for k in (group, base)
             ):
                 continue  # a busy machine has a rule of its own
             limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
             if there and here / there > limit:
-                name = "" if base[2] == strategy else f"{base[2]} "
-                text = f"{here / there:.2f} times as fast on {gpus} as {name}on {base[3]}"
-                yield Found(at(key), text)
-        yield from superlinear_at_least(study, key)
+                name = "" if base.strategy == strategy else f"{base.strategy} "
+                text = f"{here / there:.2f} times as fast on {gpus} as {name}on {base.gpus}"
+                yield Found(coordinates_of_group(group), text)
+        yield from superlinear_at_least(evidence, group)
 
 
-def superlinear_at_least(study: Study, key: Key) -> Iterator[Found]:
+def superlinear_at_least(evidence: Evidence, group: Group) -> Iterator[Found]:
     """Against the next fewer workers, where these were stopped at a time limit and took more."""
-    cells = study.cells
+    cells = evidence.cells
     same = (
-        (cells["experiment"] == key[0]) & (cells["model"] == key[1]) & (cells["strategy"] == key[2])
+        (cells["experiment"] == group.experiment)
+        & (cells["model"] == group.model)
+        & (cells["strategy"] == group.strategy)
     )
-    stopped = cells[same & (cells["status"] == "timeout") & (cells["gpus"] < key[3])]
-    time_s, limits = study.median(key, "train_time_s"), stopped["time_limit_s"].dropna()
+    stopped = cells[same & (cells["status"] == "timeout") & (cells["gpus"] < group.gpus)]
+    time_s, limits = evidence.median(group, "train_time_s"), stopped["time_limit_s"].dropna()
     if not time_s or limits.empty:
         return
     # The limit is on all of the cell; what is no training took about as long there.
     rest_s = sum(
-        study.median(key, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
+        evidence.median(group, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
     )
     few = int(stopped.loc[limits.index, "gpus"].max())
     least_s = float(limits[stopped["gpus"] == few].min()) - rest_s
-    if least_s / time_s > SUPERLINEAR * key[3] / few:
-        text = f"at least {least_s / time_s:.1f} times as fast on {key[3]} as on {few}"
+    if least_s / time_s > SUPERLINEAR * group.gpus / few:
+        text = f"at least {least_s / time_s:.1f} times as fast on {group.gpus} as on {few}"
         yield Found(
-            at(key), f"{text}, which was stopped: {time_s:.6g} s, more than {least_s:.6g} s"
+            coordinates_of_group(group),
+            f"{text}, which was stopped: {time_s:.6g} s, more than {least_s:.6g} s",
         )
 
 
@@ -124,15 +130,17 @@ def superlinear_at_least(study: Study, key: Key) -> Iterator[Found]:
     "Two measured times never agree to the last digit, nor do the proportions of their epochs: one is a "
     "copy.",
 )
-def same_value_twice(study: Study) -> Iterator[Found]:
-    for column, digits in MEASURED.items():
-        for value, rows in study.ok.dropna(subset=[column]).groupby(column, sort=False):
+def same_value_twice(evidence: Evidence) -> Iterator[Found]:
+    for column, digits in DIGITS.items():
+        for value, rows in evidence.ok.dropna(subset=[column]).groupby(column, sort=False):
             if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= digits:
                 cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
                 for row in rows.itertuples():
-                    yield Found(of(row), f"{column} {value!r} in {' and in '.join(cells)}")
+                    yield Found(
+                        coordinates_of_row(row), f"{column} {value!r} in {' and in '.join(cells)}"
+                    )
     alike: dict[tuple[float, ...], list[Record]] = defaultdict(list)
-    for record in study.records:
+    for record in evidence.records:
         spans = record["time"]["epoch_times_s"]
         if len(spans) > 2 and sum(spans) > 0:
             alike[tuple(round(span / sum(spans), 9) for span in spans)].append(record)
@@ -140,7 +148,7 @@ def same_value_twice(study: Study) -> Iterator[Found]:
         places = [record["cell"] for record in records]
         cells = [f"{p['strategy']} {p['model']} on {p['gpus']}" for p in places]
         for place in places if len(places) > 1 else ():
-            where = {name: place[name] for name in (*GROUP, "repeat")}
+            where = coordinates_of_cell(place)
             yield Found(where, f"epochs in one proportion in {' and in '.join(cells)}")
 
 
@@ -150,11 +158,11 @@ def same_value_twice(study: Study) -> Iterator[Found]:
     "time",
     "Some steps take much longer than most: a straggler, a busy machine, or waits at a server.",
 )
-def steps_uneven(study: Study) -> Iterator[Found]:
-    for row in study.ok.itertuples():
+def steps_uneven(evidence: Evidence) -> Iterator[Found]:
+    for row in evidence.ok.itertuples():
         if row.step_p99_ms > UNEVEN_STEPS * row.step_p50_ms:
             figures = f"99th percentile {row.step_p99_ms:.4g} ms, median {row.step_p50_ms:.4g} ms"
-            yield Found(of(row), figures)
+            yield Found(coordinates_of_row(row), figures)
 
 
 @rule(
@@ -163,12 +171,13 @@ def steps_uneven(study: Study) -> Iterator[Found]:
     "time",
     "The repeats differ so much that small differences between strategies mean nothing.",
 )
-def repeats_uneven(study: Study) -> Iterator[Found]:
-    for key, rows in study.groups.items():
+def repeats_uneven(evidence: Evidence) -> Iterator[Found]:
+    for group, rows in evidence.groups.items():
         times = rows["train_time_s"].dropna()
         if len(times) > 1 and times.max() - times.min() > UNEVEN_REPEATS * times.median():
             yield Found(
-                at(key), f"{times.min():.4g} to {times.max():.4g} s over {len(times)} repeats"
+                coordinates_of_group(group),
+                f"{times.min():.4g} to {times.max():.4g} s over {len(times)} repeats",
             )
 
 
@@ -194,11 +203,12 @@ def late_start(record: Record) -> Iterator[str]:
     "time",
     "The workers wait for data: the times say little about the strategy.",
 )
-def input_bound(study: Study) -> Iterator[Found]:
-    for row in study.ok.itertuples():
+def input_bound(evidence: Evidence) -> Iterator[Found]:
+    for row in evidence.ok.itertuples():
         if row.data_ms > INPUT * row.step_mean_ms:
             yield Found(
-                of(row), f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms"
+                coordinates_of_row(row),
+                f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms",
             )
 
 
@@ -208,10 +218,10 @@ def input_bound(study: Study) -> Iterator[Found]:
     "time",
     "Real data should train as fast as generated data; where not, reading it is measured.",
 )
-def synthetic_unlike_real(study: Study) -> Iterator[Found]:
+def synthetic_unlike_real(evidence: Evidence) -> Iterator[Found]:
     same = ["model", "strategy", "gpus", "global_batch", "precision"]
     column = "throughput_samples_per_s"
-    for _, rows in study.ok.groupby(same, sort=False):
+    for _, rows in evidence.ok.groupby(same, sort=False):
         is_synthetic = rows["synthetic_data"].astype(str) == "True"
         made, real = (
             rows.loc[is_synthetic, column].median(),

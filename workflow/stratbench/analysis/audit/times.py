@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 
-from stratbench.analysis.audit.figures import Facts, other, over, rising, under, unlike
+from stratbench.analysis.audit.checks import (
+    Facts,
+    unless_at_least,
+    unless_at_most,
+    unless_equal,
+    unless_rising,
+    unless_same,
+)
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.analysis.columns import field
+from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
 
 #: By how much the sum of the steps may miss the time around them: the device's clock and the host's.
@@ -16,7 +23,7 @@ STEPS = 0.05
 SERVED, SERVED_S = 0.1, 0.5
 #: Clock readings of one moment by two processes, in seconds; start and end are told in whole ones.
 READINGS_S = 2.5
-PHASES = ("setup_s", "data_s", "warmup_s", "eval_s")
+PARTS = ("setup_s", "data_s", "warmup_s", "eval_s")
 ORDER = ("min", "p10", "p50", "p90", "p99", "max")
 
 
@@ -30,19 +37,19 @@ ORDER = ("min", "p10", "p50", "p90", "p99", "max")
 def contradictory_time(record: Record) -> Iterator[str]:
     facts = Facts(record)
     if facts.finished:
-        yield from of_training(facts)
-        yield from of_workers(facts)
-    yield from of_epochs(facts)
-    yield from of_starts(facts)
-    yield from of_steps(facts)
-    yield from of_phases(facts)
-    yield from of_the_whole(facts)
+        yield from faults_of_training(facts)
+        yield from faults_of_workers(facts)
+    yield from faults_of_epochs(facts)
+    yield from faults_of_starts(facts)
+    yield from faults_of_steps(facts)
+    yield from faults_of_phases(facts)
+    yield from faults_of_the_whole(facts)
 
 
-def of_training(facts: Facts) -> Iterator[str]:
+def faults_of_training(facts: Facts) -> Iterator[str]:
     """The training time by samples, workers and servers."""
     train_time_s = facts("time.train_time_s")
-    yield from unlike(
+    yield from unless_equal(
         "time.throughput_samples_per_s",
         facts("time.throughput_samples_per_s"),
         "samples_applied / train_time_s",
@@ -50,36 +57,36 @@ def of_training(facts: Facts) -> Iterator[str]:
     )
     slowest = max((w["train_time_s"] for w in facts.workers if w["train_time_s"]), default=None)
     if facts("strategy.kind") == "collective":
-        yield from unlike("time.train_time_s", train_time_s, "the slowest worker's", slowest)
+        yield from unless_equal("time.train_time_s", train_time_s, "the slowest worker's", slowest)
     else:
-        yield from unlike(
+        yield from unless_equal(
             "time.train_time_s", train_time_s, "the slowest worker's", slowest, SERVED, SERVED_S
         )
         served = max((s["train_time_s"] for s in facts.servers), default=None)
-        yield from unlike("time.train_time_s", train_time_s, "the slowest server's", served)
+        yield from unless_equal("time.train_time_s", train_time_s, "the slowest server's", served)
     if train_time_s is not None and not train_time_s > 0:
         yield f"time.train_time_s is {train_time_s}"
 
 
-def of_workers(facts: Facts) -> Iterator[str]:
+def faults_of_workers(facts: Facts) -> Iterator[str]:
     """Each worker's own time, and the steps of all together."""
     means = facts("time.step_ms") or {}
     own = [w["train_time_s"] for w in facts.workers]
     steps = [w["steps"] for w in facts.workers]
     if None in own or None in steps:
         return
-    yield from unlike(
+    yield from unless_equal(
         "time.step_ms.count", means.get("count"), "the sum of the workers' steps", sum(steps)
     )
     if "mean" in means and "count" in means:
         total_s = means["mean"] * means["count"] / 1e3
-        yield from unlike(
+        yield from unless_equal(
             "time.step_ms.mean x count", total_s, "the sum of the workers' times", sum(own), STEPS
         )
     if facts("strategy.kind") == "collective":
         slowest = max(own)
         for worker in facts.workers:  # they step together
-            yield from under(
+            yield from unless_at_least(
                 f"train_time_s of rank {worker['rank']}",
                 worker["train_time_s"],
                 "half the slowest worker's",
@@ -88,7 +95,7 @@ def of_workers(facts: Facts) -> Iterator[str]:
     phases = facts("time.breakdown_ms")
     if phases and all(steps):
         mean_ms = sum(1e3 * t / n for t, n in zip(own, steps, strict=True)) / len(own)
-        yield from unlike(
+        yield from unless_equal(
             "the sum of time.breakdown_ms",
             sum(phases.values()),
             "a step's time by the workers",
@@ -97,11 +104,11 @@ def of_workers(facts: Facts) -> Iterator[str]:
         )
 
 
-def of_epochs(facts: Facts) -> Iterator[str]:
+def faults_of_epochs(facts: Facts) -> Iterator[str]:
     """Epochs one after the other, and their sum."""
     spans = facts("time.epoch_times_s")
     ends = [entry["train_time_s"] for entry in facts("accuracy.per_epoch")]
-    yield from rising("accuracy.per_epoch's train_time_s", ends)
+    yield from unless_rising("accuracy.per_epoch's train_time_s", ends)
     if any(not span > 0 for span in spans):
         yield f"time.epoch_times_s holds {min(spans):.6g}"
     if len(set(spans)) < len(spans):
@@ -111,19 +118,19 @@ def of_epochs(facts: Facts) -> Iterator[str]:
     total = 0.0
     for i, (span, end) in enumerate(zip(spans, ends, strict=True), 1):
         total += span
-        yield from unlike(
+        yield from unless_equal(
             f"train_time_s after epoch {i}", end, "the sum of time.epoch_times_s", total
         )
     if facts.whole and facts("strategy.kind") == "collective":
         own = facts.workers[0]["train_time_s"]
-        yield from unlike(
+        yield from unless_equal(
             "the sum of time.epoch_times_s",
             total,
             f"train_time_s of rank {facts.workers[0]['rank']}",
             own,
         )
     elif facts.status == "ok":
-        yield from unlike(
+        yield from unless_equal(
             "the sum of time.epoch_times_s",
             total,
             "train_time_s",
@@ -133,37 +140,39 @@ def of_epochs(facts: Facts) -> Iterator[str]:
         )
 
 
-def of_starts(facts: Facts) -> Iterator[str]:
+def faults_of_starts(facts: Facts) -> Iterator[str]:
     """How far apart the workers of one node began each epoch."""
     skews, starts = facts("time.start_skew_ms"), [w.get("epoch_starts_s") for w in facts.workers]
-    hosts = {field(worker["provenance"], "host.name") for worker in facts.workers}
+    hosts = {value_at(worker["provenance"], "host.name") for worker in facts.workers}
     if not skews or None in starts or len(hosts) != 1 or not facts.whole:
         return
     for i, (skew_ms, begun) in enumerate(zip(skews, zip(*starts, strict=False), strict=False), 1):
         apart_ms = 1e3 * (max(begun) - min(begun))
-        yield from unlike(
+        yield from unless_equal(
             f"start_skew_ms of epoch {i}", skew_ms, "what epoch_starts_s say", apart_ms, 1e-3, 0.01
         )
 
 
-def of_steps(facts: Facts) -> Iterator[str]:
+def faults_of_steps(facts: Facts) -> Iterator[str]:
     """Percentiles in their order, with mean and spread within."""
     steps = facts("time.step_ms")
     if not steps:
         return
-    yield from rising(f"time.step_ms's {', '.join(ORDER)}", (steps.get(name) for name in ORDER))
+    yield from unless_rising(
+        f"time.step_ms's {', '.join(ORDER)}", (steps.get(name) for name in ORDER)
+    )
     for name in ("mean", "p50"):
-        yield from under(
+        yield from unless_at_least(
             f"time.step_ms.{name}", steps.get(name), "the shortest step", steps.get("min")
         )
-        yield from over(
+        yield from unless_at_most(
             f"time.step_ms.{name}", steps.get(name), "the longest step", steps.get("max")
         )
     if {"std", "min", "max", "mean", "count"} <= set(steps):
         # Bhatia and Davis (2000); n / (n - 1) for the sample's.
         most = (steps["max"] - steps["mean"]) * (steps["mean"] - steps["min"])
         n = max(2, steps["count"])
-        yield from over(
+        yield from unless_at_most(
             "time.step_ms.std squared",
             steps["std"] ** 2,
             "(max - mean)(mean - min)",
@@ -172,7 +181,7 @@ def of_steps(facts: Facts) -> Iterator[str]:
         )
         # A single step as far from the mean as the longest makes at least this spread.
         least = max(steps["max"] - steps["mean"], steps["mean"] - steps["min"]) ** 2 / (n - 1)
-        yield from under(
+        yield from unless_at_least(
             "time.step_ms.std squared",
             steps["std"] ** 2,
             "what the longest step alone makes",
@@ -192,26 +201,26 @@ def of_steps(facts: Facts) -> Iterator[str]:
         )
         low = sum(share * steps[name] for share, name, _ in parts)
         high = sum(share * steps[name] for share, _, name in parts)
-        yield from under(
+        yield from unless_at_least(
             "time.step_ms.mean", steps["mean"], "what its percentiles allow", low, 0.02
         )
-        yield from over(
+        yield from unless_at_most(
             "time.step_ms.mean", steps["mean"], "what its percentiles allow", high, 0.02
         )
 
 
-def of_phases(facts: Facts) -> Iterator[str]:
+def faults_of_phases(facts: Facts) -> Iterator[str]:
     """Phases of a step against its waits."""
     phases, waits = facts("time.breakdown_ms") or {}, facts("communication") or {}
     if "exposed_ms" in waits and phases.get("backward"):
-        yield from unlike(
+        yield from unless_equal(
             "time.breakdown_ms.exposed_communication",
             phases.get("exposed_communication"),
             "communication.exposed_ms",
             waits["exposed_ms"],
         )
     if "server_wait_ms" in waits and phases.get("push"):
-        yield from unlike(
+        yield from unless_equal(
             "time.breakdown_ms.server_wait",
             phases.get("server_wait"),
             "communication.server_wait_ms",
@@ -219,22 +228,22 @@ def of_phases(facts: Facts) -> Iterator[str]:
         )
 
 
-def of_the_whole(facts: Facts) -> Iterator[str]:
+def faults_of_the_whole(facts: Facts) -> Iterator[str]:
     """The cell from its start to its end, and its limit."""
     total_s, limit_s = facts("time.total_s"), facts("time.time_limit_s")
-    parts = {name: facts(f"time.{name}") for name in (*PHASES, "train_time_s")}
+    parts = {name: facts(f"time.{name}") for name in (*PARTS, "train_time_s")}
     known = {name: value for name, value in parts.items() if value is not None}
     for name, value in known.items():
-        yield from over(f"time.{name}", value, "time.total_s", total_s)
+        yield from unless_at_most(f"time.{name}", value, "time.total_s", total_s)
         if facts.status == "ok" and not value > 0:
             yield f"time.{name} is {value}"
-    yield from over(
+    yield from unless_at_most(
         f"the sum of {', '.join(known)}", sum(known.values()), "time.total_s", total_s, 0.1
     )
     started, finished = facts("provenance.started"), facts("provenance.finished")
     if started and finished:
         span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
-        yield from unlike(
+        yield from unless_equal(
             "time.total_s",
             total_s,
             "from provenance.started to finished",
@@ -243,17 +252,21 @@ def of_the_whole(facts: Facts) -> Iterator[str]:
             READINGS_S,
         )
     if facts.status == "ok":
-        yield from over("time.total_s", total_s, "time.time_limit_s", limit_s, 0.05)
+        yield from unless_at_most("time.total_s", total_s, "time.time_limit_s", limit_s, 0.05)
     if facts.status == "timeout":
         if limit_s is None:
             yield "the cell ended at its time limit, but time.time_limit_s is absent"
-        yield from under("time.total_s", total_s, "the time limit at which it ended", limit_s, 0.02)
+        yield from unless_at_least(
+            "time.total_s", total_s, "the time limit at which it ended", limit_s, 0.02
+        )
         if facts.epochs_run:
             last = facts("accuracy.per_epoch")[-1]["train_time_s"]
-            yield from over("train_time_s after the last epoch", last, "time.total_s", total_s)
+            yield from unless_at_most(
+                "train_time_s after the last epoch", last, "time.total_s", total_s
+            )
     threads = {w["provenance"]["host"].get("threads") for w in facts.workers if w["provenance"]}
     for count in threads - {None}:
-        yield from other(
+        yield from unless_same(
             "threads of a worker",
             count,
             "provenance.threads_per_worker",

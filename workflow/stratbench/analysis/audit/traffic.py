@@ -7,8 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.figures import Facts, over, under, unlike
-from stratbench.analysis.audit.rule import Found, Study, of, record_rule, rule
+from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most, unless_equal
+from stratbench.analysis.audit.rule import (
+    Evidence,
+    Found,
+    coordinates_of_row,
+    record_rule,
+    rule,
+)
 from stratbench.cell.record import Record
 
 #: More bytes a second than hardware moves. Collectives: what one GPU sends over NVLink 5. Servers: all
@@ -27,13 +33,14 @@ FIRST_READS = 4
     "The parameters that this strategy has to move in this time exceed what hardware moves, so it "
     "did not move them at every step.",
 )
-def bandwidth_impossible(study: Study) -> Iterator[Found]:
-    for row in study.ok.itertuples():
+def bandwidth_impossible(evidence: Evidence) -> Iterator[Found]:
+    for row in evidence.ok.itertuples():
         implied = implied_bytes_per_s(row)
         most = MOST_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > most:
             yield Found(
-                of(row), f"{implied / 1e9:.0f} GB/s implied, {most / 1e9:.0f} thought possible"
+                coordinates_of_row(row),
+                f"{implied / 1e9:.0f} GB/s implied, {most / 1e9:.0f} thought possible",
             )
 
 
@@ -85,20 +92,22 @@ def contradictory_traffic(record: Record) -> Iterator[str]:
         return
     sent, received = (facts(f"communication.{way}_bytes_per_step") for way in ("sent", "received"))
     if facts("communication.method") == "ring":
-        yield from unlike("communication.sent_bytes_per_step", sent, "what is received", received)
-        yield from of_rings(facts, sent)
+        yield from unless_equal(
+            "communication.sent_bytes_per_step", sent, "what is received", received
+        )
+        yield from faults_of_rings(facts, sent)
     if facts.servers and facts.whole:
-        yield from of_servers(facts, sent, received)
-    yield from of_rates(facts, sent, received)
-    yield from of_waits(facts)
+        yield from faults_of_servers(facts, sent, received)
+    yield from faults_of_rates(facts, sent, received)
+    yield from faults_of_waits(facts)
 
 
-def of_rings(facts: Facts, sent: float) -> Iterator[str]:
+def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     """Collectives: as many copies of the parameters as the strategy says, and the buffers."""
     share = (facts.gpus - 1) / facts.gpus
     copies, size = facts("strategy.traits.ring_copies"), facts.parameter_bytes
     if not share:
-        yield from over(
+        yield from unless_at_most(
             "communication.sent_bytes_per_step", sent, "one worker alone has to send", 0
         )
     if copies is None or size is None or not share:
@@ -109,13 +118,13 @@ def of_rings(facts: Facts, sent: float) -> Iterator[str]:
         "bf16",
     )
     what = f"{copies:g} copies x (W - 1) / W of the parameters"
-    yield from under(
+    yield from unless_at_least(
         "communication.sent_bytes_per_step", sent, what, whole / 2 if halved else whole, 0.01
     )
     # The strategy says what it sends at least; a sharded one may gather once more for backward.
     more = whole / copies if copies and facts("strategy.traits.shards_states") else 0.0
     buffers = facts("memory.model_states.buffers_bytes") or 0
-    yield from over(
+    yield from unless_at_most(
         "communication.sent_bytes_per_step",
         sent,
         f"{what} and the buffers, padded,",
@@ -123,7 +132,7 @@ def of_rings(facts: Facts, sent: float) -> Iterator[str]:
     )
 
 
-def of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
+def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
     """Servers: a model each way at most, and as many bytes as they counted."""
     size, buffers = facts.parameter_bytes, facts("memory.model_states.buffers_bytes") or 0
     steps = sum(worker["steps"] for worker in facts.workers)
@@ -133,18 +142,20 @@ def of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
     pushed = 0.5 if facts("strategy.options.wire") == "bfloat16" else 1.0
     for way, each, least in (("sent", sent, pushed * done), ("received", received, 0.9)):
         what = f"communication.{way}_bytes_per_step"
-        yield from over(
+        yield from unless_at_most(
             what, each, "the parameters and buffers, framed,", 1.1 * (size + buffers) + 65536
         )
-        yield from under(what, each, "what the parameters need", least * size, 0.02)
+        yield from unless_at_least(what, each, "what the parameters need", least * size, 0.02)
     links = [link for server in facts.servers for link in server["workers"]]
     # Warm-up exchanges and first reads are in the servers' sums.
     extra = facts.gpus * ((facts("settings.warmup_steps") or 0) + FIRST_READS)
     for way, each, other_way in (("bytes_in", sent, "sent"), ("bytes_out", received, "received")):
         moved = sum(link[way] for link in links)
         what = f"{way} of all servers"
-        yield from under(what, moved, f"steps x {other_way}_bytes_per_step", steps * each, 0.01)
-        yield from over(
+        yield from unless_at_least(
+            what, moved, f"steps x {other_way}_bytes_per_step", steps * each, 0.01
+        )
+        yield from unless_at_most(
             what,
             moved,
             f"(steps and warm-up) x {other_way}_bytes_per_step",
@@ -153,14 +164,14 @@ def of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
         )
 
 
-def of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]:
+def faults_of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]:
     """Bytes a second, from bytes a step and the training time."""
     train_time_s = facts("time.train_time_s")
     steps = [worker["steps"] for worker in facts.workers]
     if not train_time_s or not facts.finished or None in steps:
         return
     per_s = sum(steps) / len(steps) / train_time_s
-    yield from unlike(
+    yield from unless_equal(
         "communication.implied_bytes_per_s",
         facts("communication.implied_bytes_per_s"),
         "the larger of both ways x steps / train_time_s",
@@ -168,7 +179,7 @@ def of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]:
     )
     if facts.servers:
         moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in facts.servers]
-        yield from unlike(
+        yield from unless_equal(
             "communication.busiest_server_bytes_per_s",
             facts("communication.busiest_server_bytes_per_s"),
             "bytes of the busiest server / train_time_s",
@@ -176,7 +187,7 @@ def of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]:
         )
 
 
-def of_waits(facts: Facts) -> Iterator[str]:
+def faults_of_waits(facts: Facts) -> Iterator[str]:
     """Times of communication within a step."""
     total, hidden, exposed = (
         facts(f"communication.{name}_ms") for name in ("total", "overlapped", "exposed")
@@ -184,18 +195,18 @@ def of_waits(facts: Facts) -> Iterator[str]:
     longest = facts("time.step_ms.max")
     if total is not None and hidden is not None:
         # The difference of means over workers is at least the mean of the differences cut at 0.
-        yield from under(
+        yield from unless_at_least(
             "communication.exposed_ms", exposed, "total_ms - overlapped_ms", total - hidden
         )
-        yield from over("communication.exposed_ms", exposed, "total_ms", total)
-        yield from over("communication.overlapped_ms", hidden, "total_ms", total)
+        yield from unless_at_most("communication.exposed_ms", exposed, "total_ms", total)
+        yield from unless_at_most("communication.overlapped_ms", hidden, "total_ms", total)
     for name, value in (
         ("total_ms", total),
         ("server_wait_ms", facts("communication.server_wait_ms")),
     ):
-        yield from over(f"communication.{name}", value, "the longest step", longest)
+        yield from unless_at_most(f"communication.{name}", value, "the longest step", longest)
     steps = [worker["steps"] for worker in facts.workers if worker["steps"]]
-    yield from over(
+    yield from unless_at_most(
         "communication.timed_steps",
         facts("communication.timed_steps"),
         "a worker's steps",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from stratbench.analysis.columns import field
+from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
 
 #: What rounding explains.
@@ -31,7 +31,7 @@ class Facts:
         self.whole = self.finished and not self.lost and len(self.workers) == self.gpus
 
     def __call__(self, path: str) -> Any:
-        return field(self.record, path)
+        return value_at(self.record, path)
 
     def product(self, *paths: str) -> float | None:
         """The product of some fields; None where one of them is absent."""
@@ -63,7 +63,7 @@ class Facts:
         return None if count is None else count * (8 if wide else 4)
 
 
-def unlike(
+def unless_equal(
     what: str,
     value: float | None,
     formula: str,
@@ -79,7 +79,7 @@ def unlike(
         yield f"{what} is {value:.6g}, but {formula} is {expected:.6g}"
 
 
-def over(
+def unless_at_most(
     what: str, value: float | None, formula: str, most: float | None, slack: float = ROUNDING
 ) -> Iterator[str]:
     """Says so where a figure is more than it can be; nothing where either is absent."""
@@ -87,7 +87,7 @@ def over(
         yield f"{what} is {value:.6g}, more than {formula}, {most:.6g}"
 
 
-def under(
+def unless_at_least(
     what: str, value: float | None, formula: str, least: float | None, slack: float = ROUNDING
 ) -> Iterator[str]:
     """Says so where a figure is less than it can be; nothing where either is absent."""
@@ -95,38 +95,38 @@ def under(
         yield f"{what} is {value:.6g}, less than {formula}, {least:.6g}"
 
 
-def absent(what: str, value: Any, why: str) -> Iterator[str]:
+def unless_given(what: str, value: Any, why: str) -> Iterator[str]:
     """Says so where there is no figure although there must be one."""
     if value is None:
         yield f"{what} is absent, {why}"
 
 
-def present(what: str, value: Any, why: str) -> Iterator[str]:
+def unless_absent(what: str, value: Any, why: str) -> Iterator[str]:
     """Says so where there is a figure although there cannot be one."""
     if value is not None:
         yield f"{what} is {value:.6g}, {why}"
 
 
-def other(what: str, value: Any, formula: str, expected: Any) -> Iterator[str]:
+def unless_same(what: str, value: Any, formula: str, expected: Any) -> Iterator[str]:
     """Says so where two things that are no numbers differ; nothing where either is absent."""
     if value is not None and expected is not None and value != expected:
         yield f"{what} is {value}, but {formula} is {expected}"
 
 
-def rising(what: str, values: Iterable[float]) -> Iterator[str]:
+def unless_rising(what: str, values: Iterable[float]) -> Iterator[str]:
     """Says so where values are not in ascending order."""
     listed = [value for value in values if value is not None]
     if any(not a <= b for a, b in pairwise(listed)):
         yield f"{what} are not in ascending order: {', '.join(f'{v:.6g}' for v in listed)}"
 
 
-def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+def numbers_by_path(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """Every number of a record with its path."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from numbers(inner, f"{path}.{key}" if path else str(key))
+            yield from numbers_by_path(inner, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            yield from numbers(inner, f"{path}[{i}]")
+            yield from numbers_by_path(inner, f"{path}[{i}]")
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield path, value

@@ -1,0 +1,241 @@
+"""Columns of cells.csv that are worked out: each from several fields of a record, or from a timeline.
+
+Every function takes a record and returns the value of a column; None where the record does not say it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.record import Record
+
+#: Throttle reasons of a timeline that mean a GPU too hot or short of power, not a normal limit.
+SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
+
+
+def value_at(value: Any, path: str) -> Any:
+    """The value at a dotted path of nested dicts, or None where any part of it is absent."""
+    for key in path.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def texts_of_workers(record: Record, path: str) -> list[str]:
+    """The distinct values of a field of the workers' provenance, as sorted texts."""
+    values = (value_at(worker["provenance"], path) for worker in record["workers"])
+    return sorted({str(value) for value in values if value is not None})
+
+
+def joined_or_none(texts: list[str]) -> str | None:
+    """`a; b`; None where there is no text."""
+    return "; ".join(texts) or None
+
+
+def device_kind(record: Record) -> str | None:
+    """`cuda` or `cpu`; what the launcher says where no worker lived to tell."""
+    kinds = {device.partition(":")[0] for device in texts_of_workers(record, "device")}
+    return joined_or_none(sorted(kinds)) or value_at(record, "provenance.device")
+
+
+def device_name(record: Record) -> str | None:
+    """Names of the GPUs; without any, of the processors."""
+    return joined_or_none(texts_of_workers(record, "gpu.name")) or cpu_models(record)
+
+
+def hosts(record: Record) -> str | None:
+    """Names of the hosts on which workers ran."""
+    return joined_or_none(texts_of_workers(record, "host.name"))
+
+
+def cpu_models(record: Record) -> str | None:
+    """Processors of the hosts."""
+    return joined_or_none(texts_of_workers(record, "host.cpu_model"))
+
+
+def torch_versions(record: Record) -> str | None:
+    """Versions of PyTorch; more than one only where workers differ."""
+    return joined_or_none(texts_of_workers(record, "software.torch"))
+
+
+def driver_versions(record: Record) -> str | None:
+    """Versions of the GPU driver; more than one only where hosts differ."""
+    return joined_or_none(texts_of_workers(record, "driver.driver_version"))
+
+
+def usable_cores(record: Record) -> float | None:
+    """CPU cores that the workers may use together: of each host, its affinity within its quota."""
+    cores_of: dict[str, tuple[set[int], float]] = {}
+    for worker in record["workers"]:
+        name = value_at(worker["provenance"], "host.name")
+        affinity = set(value_at(worker["provenance"], "host.affinity") or ())
+        quota = value_at(worker["provenance"], "host.cpu_quota_cores") or math.inf
+        cores_of[name] = (cores_of.get(name, (set(), 0.0))[0] | affinity, quota)
+    total = sum(min(len(cores), quota) for cores, quota in cores_of.values())
+    return round(total, 1) or None
+
+
+def other_cpu_cores(record: Record) -> float | None:
+    """Cores that other processes used at the start, on the busiest node."""
+    nodes = (value_at(record, "provenance.busy_at_start") or {}).values()
+    busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
+    return max(busy, default=None)
+
+
+def revision(record: Record) -> str | None:
+    """The first 12 digits of the commit, with `+changes` where files differed from it."""
+    git = value_at(record, "provenance.git") or {}
+    commit = git.get("revision")
+    return commit and commit[:12] + ("+changes" if git.get("dirty") else "")
+
+
+def slowdown(record: Record) -> str | None:
+    """How workers were slowed down on purpose, in words."""
+    setting = value_at(record, "settings.slowdown")
+    if not setting:
+        return None
+    parts = []
+    if setting.get("workers") and setting.get("factor"):
+        ranks = ", ".join(str(rank) for rank in setting["workers"])
+        parts.append(f"rank {ranks} {setting['factor']:g} times slower")
+    if setting.get("sigma"):
+        parts.append(f"random delays (sigma {setting['sigma']:g})")
+    return "; ".join(parts) or None
+
+
+# ---------------------------------------------------------------- memory and time
+
+
+def peak_memory_bytes(record: Record) -> int | None:
+    """Peak of the rank that used most: the one figure that tables, figures and rules go by.
+
+    On a GPU what the allocator had at its peak, model states included. On a CPU what the resident
+    set grew by over its base: the base holds libraries, weights and momentum, which are not in it.
+    """
+    on_cpu = "cpu" in (device_kind(record) or "").split("; ")
+    return value_at(record, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
+
+
+def model_states_bytes(record: Record) -> int | None:
+    """Parameters, gradients, optimizer state and buffers of the rank that holds most."""
+    states = value_at(record, "memory.model_states") or {}
+    kinds = ("parameters", "gradients", "optimizer", "buffers")
+    held = [states.get(f"{kind}_bytes") for kind in kinds]
+    return sum(n_bytes or 0 for n_bytes in held) if any(held) else None
+
+
+def start_skew_ms(record: Record) -> float | None:
+    """The largest start skew of an epoch."""
+    return max(value_at(record, "time.start_skew_ms") or (), default=None)
+
+
+def breakdown_ms(record: Record) -> str | None:
+    """The phases of a mean step in ms, as a JSON object."""
+    phases = value_at(record, "time.breakdown_ms")
+    return json.dumps(phases) if phases else None
+
+
+# ---------------------------------------------------------------- parameter servers
+
+
+def servers_of(record: Record) -> list[dict[str, Any]]:
+    """What each parameter server says; empty where there is none."""
+    return value_at(record, "server.servers") or []
+
+
+def links_of(record: Record) -> Iterator[dict[str, Any]]:
+    """What each server says of each of its workers."""
+    for server in servers_of(record):
+        yield from server.get("workers") or ()
+
+
+def n_servers(record: Record) -> int | None:
+    """How many parameter servers there were."""
+    return len(servers_of(record)) or None
+
+
+def server_bytes(record: Record) -> int | None:
+    """Bytes in and out of all servers."""
+    if not servers_of(record):
+        return None
+    return sum(link["bytes_in"] + link["bytes_out"] for link in links_of(record))
+
+
+def server_wait_s(record: Record) -> float | None:
+    """How long servers held workers back, in s, summed over servers and workers."""
+    if not servers_of(record):
+        return None
+    return sum(link.get("wait_s") or 0.0 for link in links_of(record))
+
+
+def server_lost(record: Record) -> int | None:
+    """How many different workers were lost to a server."""
+    if not servers_of(record):
+        return None
+    return len({str(w) for server in servers_of(record) for w in server.get("lost") or ()})
+
+
+def staleness(record: Record) -> str | None:
+    """Pushes by staleness over all shards and servers, as a JSON list.
+
+    The index is the staleness: how many updates came between a push and the weights that its
+    gradient was computed from.
+    """
+    total: list[int] = []
+    for server in servers_of(record):
+        counts = server.get("staleness_all_shards") or []
+        total += [0] * (len(counts) - len(total))
+        for i, count in enumerate(counts):
+            total[i] += count
+    return json.dumps(total) if total else None
+
+
+# ---------------------------------------------------------------- the timeline
+
+
+def timeline_figures(timeline: Path, device_kind: str | None) -> dict[str, float]:
+    """`throttled_share` and `utilisation_pct` from a cell's timeline; none where it has no samples.
+
+    Throttled: the share of the GPU samples in which heat or power brakes slowed a GPU. Utilisation:
+    the mean over the samples during training of the GPUs', or of the worker processes' on CPUs (of
+    one core each).
+    """
+    kind, column = ("gpu", "gpu_util_pct") if device_kind == "cuda" else ("process", "cpu_pct")
+    samples = slowed = busy = 0
+    busy_pct = 0.0
+    try:
+        if not timeline.is_file():
+            return {}
+        with open(timeline, newline="", encoding="utf-8") as f:
+            rows = csv.reader(f)
+            names = {name: i for i, name in enumerate(next(rows, ()))}
+            kind_at, id_at = names.get("kind"), names.get("id")
+            throttle_at, phase_at, used_at = map(names.get, ("throttle", "phase", column))
+            if kind_at is None:
+                return {}
+            for row in rows:
+                if len(row) < len(names) or row[kind_at] != kind:
+                    continue
+                if kind == "gpu" and throttle_at is not None:
+                    samples += 1
+                    slowed += any(name in row[throttle_at] for name in SLOWED)
+                elif kind == "process" and (id_at is None or not row[id_at].startswith("rank")):
+                    continue
+                in_training = phase_at is not None and row[phase_at] == "train"
+                if in_training and used_at is not None and row[used_at]:
+                    busy, busy_pct = busy + 1, busy_pct + float(row[used_at])
+    except (OSError, ValueError, csv.Error):
+        return {}
+    found: dict[str, float] = {"throttled_share": slowed / samples} if samples else {}
+    return found | (
+        {"utilisation_pct": busy_pct / busy} if math.isfinite(busy_pct) and busy else {}
+    )

@@ -1,0 +1,58 @@
+"""The repeats that a comparison with the paper may go by: those that are ok and that the audit believes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
+
+
+class UsableGroups:
+    """Repeats by (experiment, strategy, model, gpus) that are ok, without what the audit rejects."""
+
+    def __init__(self, cells: pd.DataFrame, findings: Sequence[dict[str, Any]] = ()) -> None:
+        ok = cells[cells["status"] == "ok"]
+        groups = rows_by_group(ok)
+        #: What the audit calls unusable of each group: time, memory, accuracy or all.
+        self.rejected = {
+            key: {f["affects"] for f in found if f["severity"] == "unusable"}
+            for key, found in findings_by_group(findings, groups)
+        }
+        self.groups = groups
+        #: Time limits of groups that reached theirs: they took longer.
+        self.limits: dict[Group, float] = {
+            key: float(rows["time_limit_s"].min())
+            for key, rows in rows_by_group(cells[cells["status"] == "timeout"]).items()
+            if key not in groups and rows["time_limit_s"].notna().any()
+        }
+
+    def values(self, group: Group, column: str, concerns: str) -> pd.Series:
+        """A column by repeat; empty where there is none or the audit rejects it."""
+        if group not in self.groups or self.rejected[group] & {concerns, "all"}:
+            return pd.Series(dtype=float)
+        rows = self.groups[group]
+        values = pd.Series(rows[column].to_numpy(dtype=float), index=rows["repeat"])
+        return values.dropna()
+
+    def common_repeats(
+        self, one: Group, other: Group, column: str, concerns: str
+    ) -> np.ndarray | None:
+        """Values [2, repeats] of two groups for the repeats that both have."""
+        columns = [self.values(key, column, concerns) for key in (one, other)]
+        found = pd.concat(columns, axis=1, join="inner").to_numpy().T
+        return found if found.size else None
+
+    def with_time(self) -> list[Group]:
+        """All groups with a result or a limit that they reached."""
+        return [*self.groups, *self.limits]
+
+    def least_time_s(self, group: Group, beside: Group) -> float | None:
+        """The training time that a group at its limit took at least, going by another's start-up."""
+        if group not in self.limits or beside not in self.groups:
+            return None
+        rest = self.groups[beside][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()
+        return self.limits[group] - float(rest)
