@@ -14,6 +14,7 @@ min_version("9.0")
 configfile: "config.yaml"
 
 
+include: "workflow/rules/package.smk"
 include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/plan.smk"

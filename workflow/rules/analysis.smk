@@ -10,7 +10,9 @@ report: "../report/workflow.rst"
 
 
 onsuccess:
-    if any(job.rule.name == "write_report" for job in workflow.dag.jobs):
+    if any(
+        job.rule.name == rules.write_report.rule.name for job in workflow.dag.jobs
+    ):
         print(*brief.lines(Path(RESULTS, STUDY.name)), sep="\n", flush=True)
 
 
@@ -60,7 +62,7 @@ rule merge_records:
         targets=targets,
         trained=as_trained,
     shell:
-        STAGES["collect"] + " > {log:q} 2>&1"
+        FIND_PACKAGE + STAGES["collect"] + " > {log:q} 2>&1"
 
 
 rule audit_records:
@@ -78,7 +80,7 @@ rule audit_records:
         study=study_dir,
         out=study_dir,
     shell:
-        STAGES["audit"] + " > {log:q} 2>&1"
+        FIND_PACKAGE + STAGES["audit"] + " > {log:q} 2>&1"
 
 
 # The published tables under the same rules; they are the same for every study.
@@ -93,7 +95,7 @@ rule audit_paper:
     params:
         out=study_dir,
     shell:
-        STAGES["paper_audit"] + " > {log:q} 2>&1"
+        FIND_PACKAGE + STAGES["paper_audit"] + " > {log:q} 2>&1"
 
 
 rule make_tables:
@@ -113,7 +115,7 @@ rule make_tables:
         study=study_dir,
         out=study_dir,
     shell:
-        STAGES["tables"] + " > {log:q} 2>&1"
+        FIND_PACKAGE + STAGES["tables"] + " > {log:q} 2>&1"
 
 
 rule make_plots:
@@ -140,7 +142,7 @@ rule make_plots:
         out=study_dir,
         captions={name: plot.caption(name) for name, plot in PLOTS.items()},
     shell:
-        STAGES["plots"] + " > {log:q} 2>&1"
+        FIND_PACKAGE + STAGES["plots"] + " > {log:q} 2>&1"
 
 
 rule make_decision:
@@ -160,7 +162,7 @@ rule make_decision:
         out=study_dir,
         constraints=constraints,
     shell:
-        STAGES["decide"] + " > {log:q} 2>&1"
+        FIND_PACKAGE + STAGES["decide"] + " > {log:q} 2>&1"
 
 
 rule compare_with_paper:
@@ -179,7 +181,7 @@ rule compare_with_paper:
         study=study_dir,
         out=study_dir,
     shell:
-        STAGES["against"] + " > {log:q} 2>&1"
+        FIND_PACKAGE + STAGES["against"] + " > {log:q} 2>&1"
 
 
 rule write_report:
@@ -210,7 +212,7 @@ rule write_report:
         out=study_dir,
         description=description,
     shell:
-        STAGES["report"] + " > {log:q} 2>&1"
+        FIND_PACKAGE + STAGES["report"] + " > {log:q} 2>&1"
 
 
 # Merges what is there and lists what is missing: `snakemake partial`. The records are no inputs, so that
@@ -232,7 +234,8 @@ rule partial:
         description=description,
         constraints=constraints,
     shell:
-        "("
+        FIND_PACKAGE
+        + "("
         + " && ".join(
             STAGES[stage] + (" --partial" if stage in ("collect", "report") else "")
             for stage in STAGES
@@ -258,7 +261,7 @@ rule decide:
         trained=as_trained,
         constraints=constraints,
     shell:
-        "(mkdir -p {params.out:q}"
+        f"{FIND_PACKAGE}(mkdir -p {{params.out:q}}"
         f" && {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
         f" && {STAGES['audit']} && {STAGES['decide']}"
         ") 2>&1 | tee {log:q}"

@@ -1,17 +1,11 @@
 # Helpers of all rules: the validated config, the study's cells, and the resources of a cell.
 import json
 import re
-import shlex
-import sys
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
-
-PACKAGE_ROOT = str(Path(workflow.basedir) / "workflow")
-if PACKAGE_ROOT not in sys.path:
-    sys.path.insert(0, PACKAGE_ROOT)
 
 from stratbench.study import config as stratbench_config
 from stratbench.study import resources as cell_resources
@@ -27,16 +21,17 @@ except stratbench_config.ConfigError as error:
     raise WorkflowError(str(error)) from None
 
 stratbench_config.set_job_environment(CONFIG, PACKAGE_ROOT)
-# With --sdm conda Snakemake takes PYTHONPATH from the jobs; their shells get it again.
-_in_every_shell = (
-    f"set -euo pipefail; export PYTHONPATH={shlex.quote(PACKAGE_ROOT)}"
-    '"${PYTHONPATH:+:$PYTHONPATH}"; '
-)
-shell.prefix(_in_every_shell.replace("{", "{{").replace("}", "}}"))
+# With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
+# no path, since a changed command makes everything again.
+FIND_PACKAGE = 'export PYTHONPATH="$STRATBENCH_PACKAGE${{PYTHONPATH:+:$PYTHONPATH}}"; '
 
 RESULTS = CONFIG["results"]
+if workflow.modifier.path_modifier.replace_prefix(RESULTS) != RESULTS:
+    raise WorkflowError(
+        "stratbench cannot be used as a module with `prefix:`; set `results` in its config instead"
+    )
 CLUSTER = CONFIG["cluster"]
-ENV = str(Path(workflow.basedir) / "envs" / "stratbench.yaml")
+ENV = "../../envs/stratbench.yaml"
 CELL = f"{{study}}/cells/{CELL_PATTERN}"
 LOGS = f"{{study}}/logs/{CELL_PATTERN}"
 

@@ -15,5 +15,6 @@ rule prepare_data:
             else []
         ),
     shell:
+        f"{FIND_PACKAGE}"
         "python -m stratbench.workload.prepare {wildcards.dataset:q} --out {params.out:q}"
         " {params.source:q} ${{STRATBENCH_NO_DOWNLOAD:+--no-download}} > {log:q} 2>&1"

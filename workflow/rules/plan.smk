@@ -14,6 +14,7 @@ rule plan:
         # The profile's, where there is one.
         partition=lambda w, resources: str(resources.get("slurm_partition") or "*"),
     shell:
+        f"{FIND_PACKAGE}"
         "python -m stratbench.plan --config {params.config:q} --partition {params.partition:q}"
         " 2>&1 | tee {log:q}"
 
@@ -39,5 +40,6 @@ rule compare_with_prediction:
             sort_keys=True,
         ),
     shell:
+        f"{FIND_PACKAGE}"
         "python -m stratbench.plan.compare --config {params.config:q} --out {output:q}"
         " > {log:q} 2>&1"

@@ -4,7 +4,11 @@ from stratbench.train import devices, forkserver
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
 onstart:
-    training = [job for job in workflow.dag.jobs if job.rule.name == "train_cell"]
+    training = [
+        job
+        for job in workflow.dag.jobs
+        if job.rule.name == rules.train_cell.rule.name
+    ]
     planned = [job for job in training if workflow.dag.needrun(job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
     requests = [
@@ -59,6 +63,7 @@ rule train_cell:
     # The launcher takes its shell's place, so that no shell can be killed in front of it, and ends with
     # the Snakemake that runs it here: on SLURM that is the job's own, not the one that has submitted it.
     shell:
+        f"{FIND_PACKAGE}"
         "exec python -m stratbench.train.launch --parent $PPID"
         " --cell {params.cell:q} --settings {params.settings:q}"
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
@@ -78,4 +83,5 @@ rule list_cells:
     params:
         matrices=json.dumps([e.matrix for e in STUDY.experiments.values()]),
     shell:
+        f"{FIND_PACKAGE}"
         "python -m stratbench.study.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"

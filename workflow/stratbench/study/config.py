@@ -148,6 +148,7 @@ def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
     ):
         rest = [p for p in os.environ.get(variable, "").split(os.pathsep) if p and p != first]
         os.environ[variable] = os.pathsep.join([first, *rest])
+    os.environ["STRATBENCH_PACKAGE"] = package_root
     # SLURM's plugin takes every SLURM_* variable from its jobs; with this one srun finds its cluster.
     if "SLURM_CONF" in os.environ:
         os.environ["STRATBENCH_SLURM_CONF"] = os.environ["SLURM_CONF"]

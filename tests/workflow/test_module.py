@@ -1,0 +1,125 @@
+"""Another workflow uses this one as a module: from a path, under other names, from a git host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_study import ROOT, tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+#: Has settings of its own, a rule on top of the study's table, and runs the module's handlers.
+SNAKEFILE = """
+configfile: "mine.yaml"
+shell.prefix("MINE=kept; ")
+
+module stratbench:
+    snakefile: {source}
+    config: config["stratbench"]
+    {more}
+
+use rule * from stratbench {names}
+
+onstart:
+    stratbench.onstart()
+
+onsuccess:
+    stratbench.onsuccess()
+
+rule count:
+    default_target: True
+    input: "results/tiny/cells.csv"
+    output: "counted.txt"
+    shell: "echo $MINE $(grep -c ,ok, {{input}}) > {{output}}"
+"""
+
+
+class Project:
+    """A folder with a workflow that uses stratbench."""
+
+    def __init__(self, folder: Path, source: str, names: str = "", more: str = "") -> None:
+        self.folder = folder
+        config = tiny_config()
+        experiments = config["studies"]["tiny"]["experiments"]
+        del experiments["second"]
+        experiments["first"]["gpus"] = [1]  # two cells: single and ddp
+        folder.mkdir()
+        self.snakefile = folder / "Snakefile"
+        self.snakefile.write_text(SNAKEFILE.format(source=source, names=names, more=more))
+        (folder / "mine.yaml").write_text(yaml.safe_dump({"depth": 3, "stratbench": config}))
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run it to its end, started from another folder and without PYTHONPATH."""
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        return subprocess.run(
+            [sys.executable, "-m", "snakemake", "-c2", "-s", self.snakefile, "-d", self.folder, *args],
+            cwd="/",
+            env=kept | {"XDG_CACHE_HOME": str(self.folder.parent / "cache")},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+            check=False,
+        )  # fmt: skip
+
+
+def test_another_workflow_trains_a_study_and_builds_on_its_table(tmp_path):
+    project = Project(tmp_path / "project", repr(str(ROOT / "Snakefile")))
+    done = project.run()
+    assert done.returncode == 0, done.stdout
+    assert (project.folder / "counted.txt").read_text() == "kept 2\n"
+    # Its handlers ran: the cells shared the fork server that onstart makes ready.
+    logs = list(project.folder.glob("results/tiny/logs/first/*/*/*/rep0.log"))
+    assert len(logs) == 2
+    assert all("share a fork server" in log.read_text() for log in logs)
+    assert "Nothing to be done" in project.run("-n").stdout
+
+
+def test_a_config_mistake_is_one_message_in_a_module_too(tmp_path):
+    project = Project(tmp_path / "project", repr(str(ROOT / "Snakefile")))
+    done = project.run("-n", "--config", "stratbench={study: none}")
+    assert done.returncode != 0
+    assert "config: study = 'none': is not a study" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_prefix_of_paths_is_refused(tmp_path):
+    source = repr(str(ROOT / "Snakefile"))
+    done = Project(tmp_path / "project", source, more='prefix: "bench"').run("-n")
+    assert done.returncode != 0
+    assert "set `results` in its config instead" in done.stdout
+
+
+def test_a_module_from_a_git_host_finds_its_package(tmp_path):
+    """Under other names, too. The repository lies where Snakemake keeps what it has fetched."""
+    repository = tmp_path / "repository"
+    for name in ("workflow", "envs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, repository / name, ignore=ignored)
+    shutil.copy(ROOT / "Snakefile", repository)
+    fetched = "cache/snakemake/snakemake/source-cache/snakemake-git-cache/github.com/an/owner"
+    for command in (
+        ("init", "-q"),
+        ("add", "."),
+        ("-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-qm", "all"),
+        ("tag", "v1"),
+        ("clone", "-q", "--bare", ".", tmp_path / fetched),
+    ):
+        subprocess.run(("git", *command), cwd=repository, check=True, timeout=60)
+    source = 'github("an/owner", path="workflow/Snakefile", tag="v1")'
+    project = Project(tmp_path / "project", source, names="as bench_*")
+    done = project.run("results/tiny/cells.json")
+    assert done.returncode == 0, done.stdout
+    cells = json.loads((project.folder / "results/tiny/cells.json").read_text())
+    assert [cell["strategy"] for cell in cells] == ["single", "ddp"]
+    planned = project.run("-n").stdout
+    assert "bench_train_cell" in planned
+    [package] = project.folder.glob(".snakemake/stratbench/*")
+    assert (package / "workflow/stratbench/__init__.py").exists()
