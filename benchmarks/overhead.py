@@ -1,4 +1,4 @@
-"""What our training loop costs with telemetry on, against a bare DDP loop and what users would reach for.
+"""Compares our training loop, telemetry included, with a bare DDP loop and with popular trainers.
 
     python benchmarks/overhead.py [--rounds 60]        writes benchmarks/results/overhead.{csv,md}
 

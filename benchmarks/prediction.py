@@ -1,4 +1,4 @@
-"""How far off the plan's predictions are: trains cells on this host's CPU and compares.
+"""Trains cells on this host's CPU and compares what the plan predicted with what was measured.
 
     PYTHONPATH=workflow python benchmarks/prediction.py                  the whole matrix, about 20 minutes
     PYTHONPATH=workflow python benchmarks/prediction.py --models resnet50 --strategies ddp --workers 2
@@ -29,7 +29,7 @@ WORKFLOW = Path(__file__).parents[1] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
 from stratbench.plan.compare import prediction_rows, write_prediction_csv  # noqa: E402
-from stratbench.plan.schedule import make_plan, read_records  # noqa: E402
+from stratbench.plan.schedule import make_plan, records_by_cell  # noqa: E402
 from stratbench.study import config as configuration  # noqa: E402
 from stratbench.workload.prepare import prepare  # noqa: E402
 
@@ -198,7 +198,7 @@ def main() -> None:
             )
             train(study, config, allocator, args.timeout_s)
             plan = make_plan(config, study)
-            compared = prediction_rows(plan, read_records(study, config["results"]))
+            compared = prediction_rows(plan, records_by_cell(study, config["results"]))
             rows += [{"allocator": allocator} | row for row in compared]
         args.out.mkdir(parents=True, exist_ok=True)
         write_prediction_csv(rows, args.out / "prediction.csv")

@@ -1,4 +1,4 @@
-"""Speed of the parameter server's push + apply + pull, against one made with torch.distributed.rpc.
+"""Compares the speed of our parameter server with one made with torch.distributed.rpc.
 
     python benchmarks/ps_transport.py [--mb 1 100 550] [--workers 1 2 4] [--rounds 5]
 

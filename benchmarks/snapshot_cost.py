@@ -1,4 +1,4 @@
-"""What the servers' snapshots cost inside the timed region.
+"""Measures how much the servers' snapshots slow down an epoch of training.
 
     python benchmarks/snapshot_cost.py [--mb 100] [--workers 2] [--rounds 7]
 

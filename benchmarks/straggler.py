@@ -1,4 +1,4 @@
-"""One slow worker among four, with real processes: does mitigation keep asynchronous training's speed?
+"""Measures how much one slow worker among four slows down each strategy, with real processes.
 
     STRATBENCH_DATA=... PYTHONPATH=workflow python benchmarks/straggler.py --dataset mnist
 

@@ -1,4 +1,4 @@
-"""What telemetry costs: CPU of the sampler process, and of the step clock a step.
+"""Measures what telemetry costs: the CPU time of the sampler process and of the step clock.
 
     PYTHONPATH=workflow python benchmarks/telemetry_cost.py --seconds 30
 
@@ -24,6 +24,8 @@ from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.sampler import Sampler
 from stratbench.telemetry.timeline import read_samples
 
+#: Steps that the clock is timed over, and how often.
+STEPS, ROUNDS = 20_000, 9
 PHASES = ("data", "forward", "backward", "optimizer", "server_wait")
 
 
@@ -61,18 +63,18 @@ def sampler_cost(seconds: float, period_s: float, ranks: int) -> dict[str, float
     }
 
 
-def clock_cost(phase_marks: bool, steps: int = 20_000, rounds: int = 9) -> float:
-    """Median CPU us a step of five marks and a tick."""
+def clock_cost(phase_marks: bool) -> float:
+    """CPU microseconds that the clock takes in a step with five marks and a tick (median)."""
     rounds_us = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         clock = StepClock("cpu", phase_marks=phase_marks)
         clock.begin()
         begun_s = time.process_time()
-        for _ in range(steps):
+        for _ in range(STEPS):
             for phase in PHASES:
                 clock.mark(phase)
             clock.tick()
-        rounds_us.append((time.process_time() - begun_s) / steps * 1e6)
+        rounds_us.append((time.process_time() - begun_s) / STEPS * 1e6)
     return statistics.median(rounds_us)
 
 

@@ -1,4 +1,4 @@
-"""Stage 2: whole cells by the launcher, and whether their records say what they should."""
+"""Stage 2: the launcher trains whole cells, and their records are checked."""
 
 from __future__ import annotations
 

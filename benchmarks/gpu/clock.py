@@ -1,4 +1,4 @@
-"""Stage 7: what the step clock costs, and what a run of very many steps keeps and collects."""
+"""Stage 7: what the step clock costs, and how much memory it takes over very many steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 9: cells that fail: what the launcher makes of them, and what they leave behind."""
+"""Stage 9: cells that fail: how the launcher classifies them, and what they leave on the GPU."""
 
 from __future__ import annotations
 

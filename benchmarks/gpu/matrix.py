@@ -1,4 +1,4 @@
-"""Stage 3: every family, precision and strategy trains as `single` does, in one process of one group."""
+"""Stage 3: checks that every model family, precision and strategy trains as `single` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 5: the memory that training really takes, in fresh processes, beside what the plan says.
+"""Stage 5: compares the memory that training really takes with what the plan predicts.
 
 More workers than one GPU has are ranks of a fake process group on real tensors: rank 0 holds what it
 would hold, and its collectives return at once.
@@ -20,7 +20,7 @@ from stage import Stage, in_child
 from stratbench.cell.settings import Settings
 from stratbench.plan.devices import CONTEXT_BYTES
 from stratbench.plan.fake import replaced
-from stratbench.plan.footprint import Footprint, footprint
+from stratbench.plan.footprint import Footprint, make_footprint
 from stratbench.plan.request import Request, data_bytes
 from stratbench.study.validation import schema
 from stratbench.telemetry.cores import usable_cores
@@ -91,7 +91,7 @@ class planned:
 
     def __enter__(self) -> dict[Case, Any]:
         return {
-            case: self._pool.submit(footprint, request_of(job.settings, self._on_cuda))
+            case: self._pool.submit(make_footprint, request_of(job.settings, self._on_cuda))
             for case, job in self._jobs.items()
         }
 

@@ -1,4 +1,4 @@
-"""Stage 8: the counters of the GPU against each other, and achieved operations against the datasheet."""
+"""Stage 8: checks the GPU's energy and power counters, and the rate of operations it reaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 1: what this machine is, and whether a process can be forked and then use its GPU."""
+"""Stage 1: describes this machine, and checks that a forked process can use its GPU."""
 
 from __future__ import annotations
 

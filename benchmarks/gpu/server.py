@@ -1,4 +1,4 @@
-"""Stage 6: workers of a parameter server: overlap, pinned memory, overflow, both transports."""
+"""Stage 6: checks the workers of a parameter server: overlap, pinned memory, overflow, transports."""
 
 from __future__ import annotations
 

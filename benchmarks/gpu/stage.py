@@ -1,4 +1,4 @@
-"""What the stages share: a list of checks that is on disk at once, and processes with a time limit."""
+"""What the stages share: a list of checks, kept on disk, and processes with a time limit."""
 
 from __future__ import annotations
 

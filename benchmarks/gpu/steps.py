@@ -1,4 +1,4 @@
-"""Stage 4: step times of single, ddp and fsdp in one process, taken in turns."""
+"""Stage 4: compares the step times of single, ddp and fsdp, measured in turns in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stages train: small cells, built by the functions that a worker process calls."""
+"""The small cells that the stages train, built by the functions that a worker process calls."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stratbench.plan import fake, footprint
 from stratbench.plan.footprint import Affine, upper_envelope
 from stratbench.plan.request import Request
-from stratbench.plan.trace import Trace
+from stratbench.plan.trace import OperatorTrace
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.workload import models
 
@@ -45,21 +45,23 @@ def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **c
 
 def peak_of(request: Request, batch: int) -> int:
     """By running one step of that batch, not by the line through two others."""
-    trace, _ = fake.run(request, [batch])
-    return max(trace.live(trace.phases[1].first, trace.phases[4].first))
+    trace, _ = fake.traced_steps(request, [batch])
+    return max(trace.live_bytes(trace.phases[1].first, trace.phases[4].first))
 
 
 @pytest.mark.parametrize("model", ["resnet-compact", "vgg-compact"])
 def test_fake_tensors_allocate_what_real_ones_do(model: str):
     batch = 24
-    predicted = footprint.footprint(request_for("single", model, workers=1)).training_peak(batch)
+    predicted = footprint.make_footprint(request_for("single", model, workers=1)).training_peak(
+        batch
+    )
 
     torch.manual_seed(0)
     net = models.build(model, 10, 3).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for p in net.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-    trace = Trace(on_cpu=True)
+    trace = OperatorTrace(on_cpu=True)
     trace.tag("parameters", net.parameters())
     trace.tag("buffers", net.buffers())
     trace.tag("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
@@ -69,7 +71,7 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str):
         loss = F.cross_entropy(net(x), y)
         loss.backward()
         optimizer.step()
-    measured = max(trace.live(0, len(trace.events)))
+    measured = max(trace.live_bytes(0, len(trace.events)))
     assert predicted.n_bytes == measured
 
 
@@ -87,7 +89,7 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str):
 def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
     workers = 1 if strategy in ("single", "ps-sync") else 2
     request = request_for(strategy, workers=workers, options=options)
-    made = footprint.footprint(request)
+    made = footprint.make_footprint(request)
     for batch in (3, 100):
         assert made.training_peak(batch).n_bytes == peak_of(request, batch)
 
@@ -95,14 +97,14 @@ def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync"])
 def test_the_first_step_is_like_the_next(strategy: str):
     request = request_for(strategy, workers=1 if strategy == "ps-sync" else 4, precision="bf16")
-    trace, _ = fake.run(request, [8, 8])
+    trace, _ = fake.traced_steps(request, [8, 8])
     first, second, end = (trace.phases[i].first for i in (1, 4, 7))
-    assert trace.live(first, second) == trace.live(second, end)
+    assert trace.live_bytes(first, second) == trace.live_bytes(second, end)
 
 
 def test_parts_add_up_to_the_peak_and_states_are_exact():
     request = request_for("fsdp", workers=4)
-    made = footprint.footprint(request)
+    made = footprint.make_footprint(request)
     peak = made.training_peak(10)
     assert sum(peak.parts_bytes.values()) == pytest.approx(peak.n_bytes, abs=len(peak.parts_bytes))
     # Rank 0 holds the first quarter, rounded up, of the first dimension of every parameter.
@@ -115,14 +117,14 @@ def test_parts_add_up_to_the_peak_and_states_are_exact():
 
 
 def test_a_thousand_workers_take_no_longer_than_two_and_hold_less():
-    few, many = (footprint.footprint(request_for("fsdp", workers=n)) for n in (2, 1024))
+    few, many = (footprint.make_footprint(request_for("fsdp", workers=n)) for n in (2, 1024))
     assert many.between_steps_bytes["parameters"] < few.between_steps_bytes["parameters"]
     assert len(many.collectives) == len(few.collectives)
 
 
 def test_keeping_gathered_weights_saves_a_gather_and_costs_memory():
     always, never = (
-        footprint.footprint(
+        footprint.make_footprint(
             request_for("fsdp", "vgg-compact", options={"reshard_after_forward": choice})
         )
         for choice in ("always", "never")
@@ -138,7 +140,7 @@ def test_fsdp_policy_gathers_in_16_bits():
         request = request_for(
             "fsdp", "vgg-compact", precision="bf16", options={"mixed_precision": choice}
         )
-        kinds[choice] = footprint.footprint(request).payload_bytes()
+        kinds[choice] = footprint.make_footprint(request).payload_bytes()
     assert 2 * kinds["policy"]["all_gather"] == kinds["autocast"]["all_gather"]
     assert kinds["policy"]["reduce_scatter"] == kinds["autocast"]["reduce_scatter"]
 
@@ -171,9 +173,9 @@ def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
     class Derived(strategy_class("ddp")):
         pass
 
-    as_ddp = footprint.footprint(request_for("ddp"))
+    as_ddp = footprint.make_footprint(request_for("ddp"))
     monkeypatch.setattr(fake, "strategy_class", lambda name: Derived)
-    assert footprint.footprint(request_for("ddp")) == as_ddp
+    assert footprint.make_footprint(request_for("ddp")) == as_ddp
 
 
 def test_torch_is_as_it_was_after_a_footprint():
@@ -188,7 +190,7 @@ def test_torch_is_as_it_was_after_a_footprint():
 def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
     batch = 24
     request = request_for("ddp", options={"gradient_as_bucket_view": as_view})
-    predicted = footprint.footprint(request).training_peak(batch)
+    predicted = footprint.make_footprint(request).training_peak(batch)
     join_alone()
     net = models.build("vgg-compact", 10, 3).train()
     module = DistributedDataParallel(net, bucket_cap_mb=25, gradient_as_bucket_view=as_view)
@@ -202,7 +204,7 @@ def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
     for _ in range(3):
         optimizer.zero_grad()
         step()
-    trace = Trace(on_cpu=True)
+    trace = OperatorTrace(on_cpu=True)
     trace.tag("parameters", net.parameters())
     trace.tag("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
     if as_view:
@@ -212,20 +214,22 @@ def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
     with trace:
         step()
     # Buckets that the gradients do not lie in are counted from the first copy into them on.
-    assert predicted.n_bytes == pytest.approx(max(trace.live(0, len(trace.events))), rel=0.001)
+    assert predicted.n_bytes == pytest.approx(
+        max(trace.live_bytes(0, len(trace.events))), rel=0.001
+    )
 
 
 def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
     request = request_for("ddp", precision="fp16", on_cuda=True, weight_decay=True)
-    made = footprint.footprint(request)
+    made = footprint.make_footprint(request)
     assert "staging" not in made.training_peak(8).parts_bytes
-    half = footprint.footprint(replace(request, precision="fp32"))
+    half = footprint.make_footprint(replace(request, precision="fp32"))
     assert made.training_peak(256).n_bytes < half.training_peak(256).n_bytes
 
 
 def test_only_sharded_gradients_need_a_verdict_in_common():
     flags = {
-        name: footprint.footprint(request_for(name, precision="fp16")).collectives.count(
+        name: footprint.make_footprint(request_for(name, precision="fp16")).collectives.count(
             ("all_reduce", 4)
         )
         for name in ("ddp", "fsdp")
@@ -243,12 +247,12 @@ def test_what_is_in_no_group_is_gathered_once():
     root_bytes = sum(4 * p.numel() for p in net.parameters() if id(p) not in grouped)
     whole_bytes = sum(4 * p.numel() for p in net.parameters())
     assert root_bytes > 0.1 * whole_bytes
-    gathered = footprint.footprint(request_for("fsdp", model)).payload_bytes()["all_gather"]
+    gathered = footprint.make_footprint(request_for("fsdp", model)).payload_bytes()["all_gather"]
     assert gathered == pytest.approx(2 * whole_bytes - root_bytes, rel=0.002)  # padding
 
 
 def test_the_largest_batch_is_the_last_that_fits():
-    made = footprint.footprint(request_for("single", workers=1))
+    made = footprint.make_footprint(request_for("single", workers=1))
     room = made.needed_bytes(77)
     assert made.largest_batch(room) == 77
     assert made.largest_batch(made.needed_bytes(1) - 1) == 0
@@ -267,7 +271,7 @@ def test_the_envelope_holds_every_line_that_is_highest_somewhere():
 def test_a_footprint_survives_json():
     import json
 
-    made = footprint.footprint(request_for("fsdp"))
+    made = footprint.make_footprint(request_for("fsdp"))
     assert footprint.Footprint.from_dict(json.loads(json.dumps(made.as_dict()))) == made
 
 
@@ -285,5 +289,5 @@ KNOWN_MIB = [
 @pytest.mark.parametrize(("strategy", "options", "workers", "mib"), KNOWN_MIB)
 def test_vgg16_needs_what_torchs_own_tracker_says(strategy, options, workers, mib):
     request = request_for(strategy, "vgg16", workers=workers, options=options, on_cuda=True)
-    peak = footprint.footprint(request).training_peak(128 // workers)
+    peak = footprint.make_footprint(request).training_peak(128 // workers)
     assert peak.n_bytes / 2**20 == pytest.approx(mib, rel=0.002)

@@ -13,9 +13,9 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.plan import __main__ as command
 from stratbench.plan import cache, devices, projection, rows, schedule, servers, traffic
-from stratbench.plan.answers import answers
-from stratbench.plan.footprint import Affine, Footprint, Moment, Peak
-from stratbench.plan.text import summary
+from stratbench.plan.answers import answered_questions
+from stratbench.plan.footprint import Affine, Footprint, MemoryPeak, Moment
+from stratbench.plan.text import plan_text
 from stratbench.ps.options import OPTIONS
 from stratbench.ps.policies import Hyper, make_policy
 from stratbench.strategies import option_defaults
@@ -53,7 +53,7 @@ def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
         "model_states_bytes": {"parameters_bytes": GIB},
         "between_steps_bytes": {"parameters": GIB},
         "moments": [Moment("backward", Affine(fixed_gib * GIB, 1 << 20), parts)],
-        "evaluation": Peak(GIB, "evaluation", {"activations": GIB}),
+        "evaluation": MemoryPeak(GIB, "evaluation", {"activations": GIB}),
         "collectives": [("all_reduce", 400), ("broadcast", 100)],
         "flops_per_sample": 1e9,
         "operations_per_step": 1000,
@@ -71,7 +71,7 @@ def plan_of(tmp_path: Path, monkeypatch):
         config, study = configuration.load(config_of(tmp_path, **kwargs))
         given = footprint or made_up()
         monkeypatch.setattr(
-            schedule, "footprints", lambda wanted, folder: dict.fromkeys(wanted, given)
+            schedule, "footprints_of", lambda wanted, folder: dict.fromkeys(wanted, given)
         )
         return schedule.make_plan(config, study)
 
@@ -116,7 +116,7 @@ def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path, monkeypatch):
     }
     for record in found.values():
         record |= {"time": {"train_time_s": None}, "cell": done.as_dict()}
-    monkeypatch.setattr(schedule, "read_records", lambda study, results: found)
+    monkeypatch.setattr(schedule, "records_by_cell", lambda study, results: found)
     evidence = failed.log_dir(tmp_path) / "failure.json"
     evidence.parent.mkdir(parents=True)
     evidence.write_text(json.dumps({"reason": "rank 1 was lost"}))
@@ -128,7 +128,7 @@ def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path, monkeypatch):
 def test_a_cell_that_cannot_be_predicted_is_told_and_spoils_nothing(plan_of):
     plan = plan_of("NotImplementedError: no such operator")
     assert all(c.state == "to do" and "no such operator" in c.why for c in plan.cells)
-    assert "no such operator" in summary(plan)
+    assert "no such operator" in plan_text(plan)
 
 
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
@@ -167,7 +167,7 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
         schedule.nodes, "offered", lambda: schedule.nodes.parsed("gpu*|n1|16|24000|gpu:4|infinite")
     )
     plan = plan_of()
-    told = [line for line in summary(plan).splitlines() if "no node can hold: " in line]
+    told = [line for line in plan_text(plan).splitlines() if "no node can hold: " in line]
     assert told
     assert (
         "s/e: ddp, resnet50, 2 GPUs, repeat 0 asks for a node with 2 GPUs, 16 CPU cores" in told[1]
@@ -175,7 +175,7 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     assert "the largest node of partition gpu has 4 GPUs, 16 CPU cores, 24,000 MiB" in told[1]
     assert "lower cluster.mem_mib_per_gpu" in told[1]
     monkeypatch.setattr(schedule.nodes, "offered", list)
-    assert "no node can hold" not in summary(plan_of())
+    assert "no node can hold" not in plan_text(plan_of())
 
 
 def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_path: Path):
@@ -209,13 +209,13 @@ def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):
 
 
 def test_cost_is_told_where_a_price_is_known(plan_of):
-    assert ", cost " not in summary(plan_of())
-    assert ", cost " in summary(plan_of(cluster={"price_per_gpu_hour": 3}))
+    assert ", cost " not in plan_text(plan_of())
+    assert ", cost " in plan_text(plan_of(cluster={"price_per_gpu_hour": 3}))
 
 
 def test_the_four_questions_are_answered(plan_of):
     plan = plan_of(models=["resnet50", "vgg16"])
-    found = answers(plan)
+    found = answered_questions(plan)
     assert len(found) == 4
     assert all(sentences for _, sentences in found)
     assert "it fits" in " ".join(found[2][1])
@@ -262,27 +262,30 @@ def test_repeats_of_the_cell_are_the_best_source():
         record_of("ddp", 4, 120, repeat=1),
         record_of("ddp", 2, 150),
     ]
-    span = projection.from_records(TARGET, records)
+    span = projection.span_by_records(TARGET, records)
     assert (span.low_s, span.high_s) == pytest.approx((90, 132))
     assert "2 records" in span.source
 
 
 def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
-    span = projection.from_records(TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)])
+    span = projection.span_by_records(
+        TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)]
+    )
     assert (span.low_s, span.high_s) == pytest.approx((45, 110))
 
 
 def test_records_of_other_experiments_and_failures_do_not_count():
     oom = record_of("ddp", 4, 100) | {"status": "oom"}
     assert (
-        projection.from_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")]) is None
+        projection.span_by_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
+        is None
     )
 
 
 def test_a_records_time_replaces_the_devices(plan_of, monkeypatch):
     monkeypatch.setattr(
         schedule,
-        "read_records",
+        "records_by_cell",
         lambda study, results: {c: record_of("ddp", 2, 777.0) for c in study.cells[:1]},
     )
     verdict = cell(plan_of(), "ddp", 2).verdict
@@ -294,9 +297,9 @@ def test_a_records_time_replaces_the_devices(plan_of, monkeypatch):
 
 
 def test_ring_traffic():
-    assert traffic.Collective("all_reduce", 100).wire_bytes(4) == 150
-    assert traffic.Collective("all_gather", 100).wire_bytes(4) == 75
-    assert traffic.Collective("all_reduce", 100).wire_bytes(1) == 0
+    assert traffic.CollectiveCall("all_reduce", 100).wire_bytes(4) == 150
+    assert traffic.CollectiveCall("all_gather", 100).wire_bytes(4) == 75
+    assert traffic.CollectiveCall("all_reduce", 100).wire_bytes(1) == 0
     mixed = [("all_gather", 100), ("reduce_scatter", 100)]
     assert traffic.wire_bytes(mixed, 2, on_gloo=False) == 100
     assert traffic.wire_bytes(mixed, 2, on_gloo=True) == 150

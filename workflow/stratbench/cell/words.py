@@ -1,9 +1,11 @@
-"""Numbers in words: `1 GPU`, `2 GPUs`, `4 CPU processes`."""
+"""How numbers are written: counts with their nouns (`1 GPU`, `4 CPU processes`), units of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+MIB = 1 << 20
+GIB = 1 << 30
 #: What a worker is called, by the kind of its device.
 WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 

@@ -1,1 +1,1 @@
-"""The wing that plans: what each cell of a study will need and cost, told before anything runs."""
+"""Predicts what each cell of a study will need and cost, before anything runs."""

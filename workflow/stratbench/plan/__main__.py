@@ -1,4 +1,4 @@
-"""Plans a study: predicts, writes plan.csv, plan.html and plan.json, and prints a summary.
+"""Plans a study: writes plan.csv, plan.html and plan.json, and prints a summary.
 
 python -m stratbench.plan --config JSON          as `snakemake plan` calls it
 python -m stratbench.plan --configfile config.yaml --study paper --gpu "A10G 24GB"
@@ -14,12 +14,12 @@ from typing import Any
 
 from stratbench.plan import rows
 from stratbench.plan.schedule import make_plan
-from stratbench.plan.text import summary
+from stratbench.plan.text import plan_text
 from stratbench.study import config as configuration
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse_arguments(argv)
     try:
         config, study = configuration.load(read_config(args))
         plan = make_plan(config, study, args.gpu, args.partition)
@@ -32,12 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     from stratbench.plan.page import write_html
 
     write_html(plan, table, out / "plan.html")
-    print(summary(plan))
+    print(plan_text(plan))
     print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
     return 0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.plan",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""The four questions that people ask before they submit, answered in plain words."""
+"""Answers the four questions that people ask before they submit a study."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from stratbench.cell.words import counted
-from stratbench.plan.figures import gib
+from stratbench.plan.figures import bytes_text
 from stratbench.plan.schedule import Plan, Planned
 
 #: What a part of the memory is called in a sentence.
@@ -26,8 +26,8 @@ PART_NAMES = {
 }
 
 
-def answers(plan: Plan) -> list[tuple[str, list[str]]]:
-    """(question, sentences) for each question."""
+def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Pairs of a question and the sentences that answer it."""
     return [
         ("How large a batch fits?", list(_batches(plan))),
         ("How does the number of workers change the peak?", list(_workers(plan))),
@@ -106,15 +106,16 @@ def _resharding(plan: Plan) -> Iterator[str]:
             "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
         )
         yield (
-            f"{experiment}, {model}, {counted(workers, 'worker')}: keeping them costs {gib(more_bytes)} and "
-            f"saves {gib(gathers[0] - gathers[1])} of gathering a step; {verdict}."
+            f"{experiment}, {model}, {counted(workers, 'worker')}: keeping them costs "
+            f"{bytes_text(more_bytes)} and saves {bytes_text(gathers[0] - gathers[1])} of gathering a "
+            f"step; {verdict}."
         )
 
 
 def _dominant(plan: Plan) -> Iterator[str]:
     for experiment, model, cells in _by_model(_known(plan)):
         workers = max(c.cell.gpus for c in cells)
-        # Strategies that do the same on a worker, as all parameter servers do, are told once.
+        # Strategies that do the same on a worker, as all parameter servers do, are listed once.
         distinct = {c.subject.request: c for c in reversed(cells) if c.cell.gpus == workers}
         for c in reversed(distinct.values()):
             parts = sorted(c.peak.parts_bytes.items(), key=lambda p: -p[1])[:2]

@@ -1,4 +1,4 @@
-"""Footprints kept on disk by everything they depend on, and made in parallel where missing."""
+"""Keeps footprints on disk, and makes the missing ones in parallel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.plan.footprint import BATCHES, Footprint, footprint
+from stratbench.plan.footprint import BATCHES, Footprint, make_footprint
 from stratbench.plan.request import Request
 from stratbench.telemetry.cores import usable_cores
 
@@ -26,10 +26,11 @@ SOURCES = (
 )  # fmt: skip
 
 
-def footprints(requests: Iterable[Request], folder: Path) -> dict[Request, Footprint | str]:
-    """The footprint of each request, or in one line why there is none.
+def footprints_of(requests: Iterable[Request], folder: Path) -> dict[Request, Footprint | str]:
+    """The footprint of each request; where it could not be made, the reason in one line.
 
-    Kept ones are read from `folder`; the others are made, one process a core, and kept.
+    Footprints in `folder` are read. The others are made, with one process for each core, and written
+    there.
     """
     found: dict[Request, Footprint | str] = {}
     missing = []
@@ -59,7 +60,7 @@ def key_parts(request: Request) -> dict[str, object]:
 
 
 def key_of(request: Request) -> str:
-    """The name under which a footprint is kept."""
+    """The name of the file that holds a footprint: a hash of `key_parts`."""
     text = json.dumps(key_parts(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -106,12 +107,12 @@ def _result(done: Future[Footprint | str]) -> Footprint | str:
 
 
 def try_footprint(request: Request) -> Footprint | str:
-    """The footprint, or what went wrong: a model that cannot be planned must not spoil the plan."""
+    """The footprint, or the error in one line: one model that fails must not stop the whole plan."""
     import torch
 
     torch.set_num_threads(1)
     try:
-        return footprint(request)
+        return make_footprint(request)
     except Exception as error:  # whatever a model or strategy raises
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else ''}"

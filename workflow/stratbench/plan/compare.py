@@ -1,4 +1,4 @@
-"""Predictions held against the records that are there: memory, bytes sent, time.
+"""Compares predictions with the records of finished cells: memory, bytes sent, time.
 
 python -m stratbench.plan.compare --config JSON --out prediction.csv
 """
@@ -16,21 +16,23 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import write_atomic
-from stratbench.plan.footprint import Footprint, Peak
-from stratbench.plan.schedule import MIB, Plan, Planned, make_plan, read_records
+from stratbench.cell.words import MIB
+from stratbench.plan.footprint import Footprint, MemoryPeak
+from stratbench.plan.schedule import Plan, Planned, make_plan, records_by_cell
 from stratbench.plan.subject import Subject, sent_bytes
 from stratbench.plan.traffic import wire_bytes
 from stratbench.study import config as configuration
 
 #: How the peak of a record was measured on a CPU.
-ON_CPU = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
+CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
 
 
-def compare(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
-    """One finished cell's row of prediction.csv. Errors are predicted against measured, in percent.
+def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
+    """One finished cell's row of prediction.csv.
 
-    The measured peak is what the worst rank had in use, see `measured_peak_bytes`. Time is compared
-    with what was predicted from the device alone.
+    An error is how far the prediction lies above the measurement, in percent. The measured peak is
+    that of the rank that used most (`measured_peak_bytes`). The predicted time is the one from the
+    device alone, without records.
     """
     s, footprint, predicted = c.subject, c.footprint, c.peak
     base_bytes = between_steps_bytes(footprint, predicted)
@@ -68,33 +70,33 @@ def compare(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
 def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row for every cell that has a record with a measured peak, and a prediction."""
     return [
-        compare(c, records[c.cell])
+        prediction_row(c, records[c.cell])
         for c in plan.cells
         if c.cell in records and c.footprint and records[c.cell]["memory"]["peak_bytes"]
     ]
 
 
-def between_steps_bytes(footprint: Footprint, predicted: Peak) -> int:
-    """What exists between two steps, data set included: the base over which a record's peak is given."""
+def between_steps_bytes(footprint: Footprint, predicted: MemoryPeak) -> int:
+    """Bytes that exist between two steps, data set included. Records count a peak from there."""
     return sum(footprint.between_steps_bytes.values()) + predicted.parts_bytes["data"]
 
 
 def measured_peak_bytes(record: Mapping[str, Any], base_bytes: int) -> int | None:
-    """Peak that training had in use, on the rank that used most.
+    """Peak bytes of training, on the rank that used most.
 
-    On a GPU, what the framework had allocated. On a CPU a process holds its libraries too, more of
-    them as it goes on: there it is what a step added to the resident memory, and `base_bytes`, which
-    model states and data set account for exactly.
+    On a GPU: what the framework had allocated. On a CPU a process also holds its libraries, and more
+    of them over time. There the peak is `base_bytes` (model states and data set, known exactly) plus
+    what a step added to the resident memory.
     """
     memory = record["memory"]
-    if memory["method"] not in ON_CPU:
+    if memory["method"] not in CPU_METHODS:
         return memory["peak_bytes"]
     added_bytes = memory["peak_over_base_bytes"]
     return None if added_bytes is None else base_bytes + added_bytes
 
 
 def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
-    """Resident memory between two steps beyond that before the model, libraries' growth included."""
+    """Resident bytes between two steps, less those before the model was built; None if not recorded."""
     bases = [
         w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
         for w in record["workers"]
@@ -104,9 +106,10 @@ def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
 
 
 def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
-    """Bytes that a worker sends in a step, counted as records do: by the ring, whatever the backend.
+    """Bytes that a worker sends in a step, counted as records count them.
 
-    A step of a server's worker is a push there. The loss scaler's verdict is left out.
+    Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is
+    one push. The loss scaler's flag is left out.
     """
     if s.served:
         return sent_bytes(s, footprint) / s.steps_per_batch
@@ -114,12 +117,12 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
     return wire_bytes(counted, s.cell.gpus, on_gloo=False)
 
 
-#: The loss scaler's verdict is one float.
+#: The loss scaler's flag is one float.
 _FLAG_BYTES = 4
 
 
 def write_prediction_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """prediction.csv, from the rows of finished cells; without any, it has only a header."""
+    """Write the rows of finished cells as prediction.csv; without rows, only a header."""
     text = io.StringIO()
     header = list(rows[0]) if rows else [f.name for f in fields(Cell)]
     writer = csv.DictWriter(text, header, lineterminator="\n")
@@ -151,10 +154,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="one row a finished cell (CSV)")
     args = parser.parse_args()
     config, study = configuration.load(json.loads(args.config))
-    records = read_records(study, config["results"])
+    records = records_by_cell(study, config["results"])
     rows = prediction_rows(make_plan(config, study), records)
     write_prediction_csv(rows, args.out)
-    print(f"{len(rows)} of {len(records)} records held against their prediction")
+    print(f"{len(rows)} of {len(records)} records compared with their prediction")
 
 
 if __name__ == "__main__":

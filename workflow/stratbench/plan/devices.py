@@ -1,4 +1,4 @@
-"""What cells run on: the GPU named in the config or this host's CPU, and what fits there."""
+"""The devices that cells run on: GPUs named in the config, and this host's CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from stratbench.cell.words import GIB, MIB
 from stratbench.study.validation import ConfigError
-from stratbench.telemetry.hardware import Peak, listed, peak_of
+from stratbench.telemetry.hardware import Gpu, all_gpus, peak_of
 
-GIB = 1 << 30
 #: Of the advertised memory, what the driver keeps at most (ECC, reserve).
 DRIVER_SHARE = 0.06
 #: Held outside the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and cuDNN.
@@ -26,11 +26,11 @@ GPU_HOST_PROCESS_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class Device:
-    """One worker's device as the plan sees it; rates None where nothing is known of them.
+    """One worker's device, as the plan sees it.
 
-    `memory_bytes`: what a worker may use, the context taken off. Rates are peaks: floating-point
-    operations, bytes of memory, and bytes in one direction to another worker of the node and of
-    another node, each in a second.
+    `memory_bytes`: what a worker may use, without the CUDA context. The rates are peaks for one second:
+    floating-point operations, bytes of memory, bytes sent to a worker on the same node (link) and on
+    another node (network). A rate is None where it is not known.
     """
 
     name: str
@@ -42,23 +42,23 @@ class Device:
     is_gpu: bool
 
     def link(self, nodes: int) -> float:
-        """Bytes a second, in one direction, of the slowest link of a ring over `nodes`."""
+        """Bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
         if nodes == 1:
             return self.link_bytes_per_s
         return min(self.link_bytes_per_s, self.network_bytes_per_s)
 
 
-def find_gpu(text: str) -> Peak:
-    """The GPU of the table that `text` names, such as `A10G 24GB` or what nvidia-smi prints.
+def find_gpu(text: str) -> Gpu:
+    """The GPU that `text` names, such as `A10G 24GB` or what nvidia-smi prints.
 
-    Where several match, the first of the table. Raises ConfigError for one that is not there.
+    Where several match, the first in the table. Raises ConfigError if none matches.
     """
     if (exact := peak_of(text)) is not None:
         return exact
     size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
     words = re.sub(r"\d+\s*gi?b\b", " ", text, flags=re.IGNORECASE).lower().split()
     words = [w for w in words if w not in ("nvidia", "tesla", "geforce")]
-    for peak in listed():
+    for peak in all_gpus():
         known = peak.name.lower().split()
         if (
             all(w in known for w in words)
@@ -66,18 +66,18 @@ def find_gpu(text: str) -> Peak:
             and (size is None or int(size[1]) == round(peak.memory_gib))
         ):
             return peak
-    names = ", ".join(peak.name for peak in listed())
+    names = ", ".join(peak.name for peak in all_gpus())
     raise ConfigError(f"config: cluster.gpu = {text!r}: is not in the table of GPUs: {names}")
 
 
-def known_gpus(cluster: Mapping[str, Any]) -> list[Peak]:
+def named_gpus(cluster: Mapping[str, Any]) -> list[Gpu]:
     """The GPUs that the config names, the nodes' own first; ConfigError for an unknown one."""
     own = [cluster["gpu"]] if cluster["gpu"] else []
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
 
 
-def gpu_device(peak: Peak, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """A GPU of the cluster; the link is the config's or the datasheet's."""
+def gpu_device(peak: Gpu, precision: str, cluster: Mapping[str, Any]) -> Device:
+    """A GPU of the cluster. The speed of its link is the config's, or else the datasheet's."""
     known = precision in ("fp32", "tf32", "fp16", "bf16")
     tflops = peak.tflops(precision) if known else None
     link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
@@ -96,7 +96,7 @@ def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
     """This host's CPU, shared out among `workers` processes."""
     return Device(
         name="CPU",
-        memory_bytes=cluster["mem_mib_per_gpu"] * (1 << 20) - CPU_PROCESS_BYTES,
+        memory_bytes=cluster["mem_mib_per_gpu"] * MIB - CPU_PROCESS_BYTES,
         flops_per_s=cpu_flops_per_s() / workers,
         memory_bytes_per_s=None,
         link_bytes_per_s=_LOOPBACK_BYTES_PER_S,
@@ -111,7 +111,7 @@ _LOOPBACK_BYTES_PER_S = 2e9
 
 @cache
 def cpu_flops_per_s() -> float:
-    """Multiply-adds (two operations each) that this host's cores do in a second, as measured now."""
+    """Floating-point operations that all cores of this host do in a second, measured now."""
     import numpy as np
 
     a = np.ones((1024, 1024), dtype=np.float32)
@@ -125,5 +125,5 @@ def cpu_flops_per_s() -> float:
 
 
 def fits(needed_bytes: int, device: Device, margin: float) -> bool:
-    """Whether what is needed and a margin for what cannot be predicted fit on the device."""
+    """Whether the bytes needed, plus a margin for what cannot be predicted, fit on the device."""
     return needed_bytes * (1 + margin) <= device.memory_bytes

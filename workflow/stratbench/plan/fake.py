@@ -1,4 +1,4 @@
-"""Runs one worker of a cell on fake tensors: the real model and strategy, without memory or devices.
+"""Runs one worker of a cell on fake tensors: real model and strategy, but no memory and no device.
 
 A fake process group of any size takes the place of the other workers, so that one process on a CPU
 sees what rank 0 of a thousand GPUs would allocate and send.
@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.plan.request import Request
-from stratbench.plan.trace import Trace
+from stratbench.plan.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import base, strategy_class
@@ -37,8 +37,8 @@ from stratbench.workload import models
 CUDA_BLOCK_BYTES = 512
 
 
-def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]:
-    """The trace of rank 0, and its strategy as it is afterwards.
+def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrace, base.Strategy]:
+    """The trace of rank 0, and its strategy after the steps.
 
     A training step for each of `batches` (samples), then an evaluation. The trace's phases are
     `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. No step warms up:
@@ -59,7 +59,7 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
             build=blank,
         )
         strategy = strategy_on_fakes(request)
-        trace = Trace(
+        trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1, on_cpu=not request.on_cuda
         )
         worker = base.Worker(
@@ -84,7 +84,7 @@ def run(request: Request, batches: Iterable[int]) -> tuple[Trace, base.Strategy]
         return trace, strategy
 
 
-def _step(trace: Trace, strategy: base.Strategy, request: Request, batch: int) -> None:
+def _step(trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int) -> None:
     trace.begin("forward")
     x = _images(request, batch)
     y = torch.empty(batch, dtype=torch.int64)
@@ -104,7 +104,7 @@ def _images(request: Request, batch: int) -> Tensor:
     )
 
 
-def _mark(trace: Trace, model: nn.Module, ended: str) -> None:
+def _mark(trace: OperatorTrace, model: nn.Module, ended: str) -> None:
     if ended == "backward":
         trace.tag("gradients", (p.grad for p in model.parameters()))
     if ended in _NEXT:
@@ -114,7 +114,7 @@ def _mark(trace: Trace, model: nn.Module, ended: str) -> None:
 _NEXT = {"forward": "backward", "backward": "optimizer"}
 
 
-def _tag_states(trace: Trace, strategy: base.Strategy, model: nn.Module) -> None:
+def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
     trace.tag("parameters", model.parameters())
     trace.tag("buffers", model.buffers())
     if isinstance(strategy, ParameterServer):

@@ -1,4 +1,4 @@
-"""Sums over the cells of a plan, and how its quantities are written."""
+"""Sums over the cells of a plan, and the texts of its quantities."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from stratbench.cell.words import GIB, MIB
 from stratbench.plan.projection import Span
 from stratbench.plan.schedule import Plan, Planned
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over cells on one device; of time and cost, over those that are still to do."""
+    """Sums over the cells on one device. Time and cost: of the cells that are still to do."""
 
     cells: int
     unfit: int
@@ -26,7 +27,7 @@ class Totals:
 
 
 def totals(plan: Plan, cells: Iterable[Planned], device: str) -> Totals:
-    """The sums for `device`. A cell's time ends at its limit."""
+    """The sums for `device`. No cell counts for longer than its time limit."""
     verdicts = [(c, c.verdicts[device]) for c in cells if device in c.verdicts]
     open_ = [(c, v) for c, v in verdicts if c.state not in ("done", "recorded") and v.fits]
     timed = [(c, v) for c, v in open_ if v.total is not None]
@@ -64,26 +65,26 @@ def _sources(sources: Iterable[str]) -> str:
     return ", ".join(source for source, _ in counted.most_common()) or "nothing left to do"
 
 
-def by_experiment(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
+def cells_by_experiment(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
     """The plan's cells by experiment, in the study's order."""
     for name in dict.fromkeys(c.cell.experiment for c in plan.cells):
         yield name, [c for c in plan.cells if c.cell.experiment == name]
 
 
-def gib(n_bytes: float) -> str:
-    """Bytes in the unit that suits them."""
-    return f"{n_bytes / 2**30:.2f} GiB" if abs(n_bytes) >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
+def bytes_text(n_bytes: float) -> str:
+    """Bytes as text, in GiB or MiB."""
+    return f"{n_bytes / GIB:.2f} GiB" if abs(n_bytes) >= GIB else f"{n_bytes / MIB:.0f} MiB"
 
 
-def hours(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
+def seconds_text(seconds: float) -> str:
+    """Seconds as text, in s, min or h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def span_hours(span: Span) -> str:
-    """A range in one unit: `12-45 min`."""
+def span_text(span: Span) -> str:
+    """A range as text: `12-45 min`."""
     if span.high_s < 100:
         return f"{span.low_s:.0f}-{span.high_s:.0f} s"
     if span.high_s < 6000:

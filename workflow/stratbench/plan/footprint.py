@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench.plan.request import Request
 
 if TYPE_CHECKING:
-    from stratbench.plan.trace import Trace
+    from stratbench.plan.trace import OperatorTrace
     from stratbench.strategies.ps import ParameterServer
 
 #: Samples of the two steps.
@@ -21,7 +21,7 @@ BATCHES = (16, 32)
 
 @dataclass(frozen=True)
 class Affine:
-    """A quantity that grows with the batch: fixed + per_sample * batch."""
+    """A quantity that is a line in the batch: fixed + per_sample * batch."""
 
     fixed: float
     per_sample: float
@@ -31,14 +31,14 @@ class Affine:
 
     @classmethod
     def through(cls, values: tuple[float, float]) -> Affine:
-        """The line through what was seen at BATCHES."""
+        """The line through the two values measured at BATCHES."""
         slope = (values[1] - values[0]) / (BATCHES[1] - BATCHES[0])
         return cls(values[0] - slope * BATCHES[0], slope)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one moment of a step that is the peak for some batch."""
+    """Memory at a moment of a step. For some batch this moment is the peak."""
 
     phase: str
     total_bytes: Affine
@@ -46,8 +46,8 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Peak bytes of one rank, the phase in which it comes, and what they are for."""
+class MemoryPeak:
+    """Peak bytes of one rank: how many, in which phase, and what they are for."""
 
     n_bytes: int
     phase: str
@@ -66,30 +66,30 @@ class Footprint:
     model_states_bytes: dict[str, int]
     between_steps_bytes: dict[str, int]
     moments: list[Moment]
-    evaluation: Peak
+    evaluation: MemoryPeak
     collectives: list[tuple[str, int]]
     flops_per_sample: float
     operations_per_step: int
     touched_bytes: Affine
     flat_bytes: dict[str, int]
 
-    def training_peak(self, batch: int) -> Peak:
+    def training_peak(self, batch: int) -> MemoryPeak:
         """The peak of a training step with `batch` samples on this rank."""
         highest = max(self.moments, key=lambda m: m.total_bytes.at(batch))
         parts = {k: round(v.at(batch)) for k, v in highest.parts_bytes.items()}
-        return Peak(round(highest.total_bytes.at(batch)), highest.phase, parts)
+        return MemoryPeak(round(highest.total_bytes.at(batch)), highest.phase, parts)
 
     def needed_bytes(self, batch: int) -> int:
-        """What a cell needs at most, beside the data set.
+        """The most bytes that a cell needs, without the data set.
 
-        The warm-up trains and evaluates while a copy of weights and buffers waits to be restored.
+        The warm-up trains and evaluates while a copy of weights and buffers is kept.
         """
         copied = ("parameters", "buffers")
         copy_bytes = sum(self.between_steps_bytes.get(part, 0) for part in copied)
         return max(self.training_peak(batch).n_bytes, self.evaluation.n_bytes) + copy_bytes
 
     def largest_batch(self, available_bytes: float) -> int:
-        """The most samples on this rank that `available_bytes` suffice for; 0 if not even one."""
+        """The most samples that fit into `available_bytes` on this rank; 0 if not even one does."""
         if self.needed_bytes(1) > available_bytes:
             return 0
         low, high = 1, 2
@@ -104,7 +104,7 @@ class Footprint:
         return low
 
     def payload_bytes(self) -> dict[str, int]:
-        """Bytes of the tensors that a step's collectives work on, by kind."""
+        """Bytes that the collectives of a step work on, by kind of collective."""
         payload: dict[str, int] = {}
         for kind, n_bytes in self.collectives:
             payload[kind] = payload.get(kind, 0) + n_bytes
@@ -128,18 +128,18 @@ class Footprint:
             **fields
             | {
                 "moments": moments,
-                "evaluation": Peak(**fields["evaluation"]),
+                "evaluation": MemoryPeak(**fields["evaluation"]),
                 "collectives": [(kind, n_bytes) for kind, n_bytes in fields["collectives"]],
                 "touched_bytes": Affine(**fields["touched_bytes"]),
             }
         )
 
 
-def footprint(request: Request) -> Footprint:
-    """The footprint of a request, by running it on fake tensors (seconds)."""
+def make_footprint(request: Request) -> Footprint:
+    """The footprint of a request: runs it on fake tensors, which takes seconds."""
     from stratbench.plan import fake
 
-    trace, strategy = fake.run(request, BATCHES)
+    trace, strategy = fake.traced_steps(request, BATCHES)
     # Phases: setup, twice forward, backward and optimizer, evaluate.
     steps = (trace.phases[1:4], trace.phases[4:7])
     edges = [p.first for p in (steps[0][0], steps[1][0], trace.phases[7])]
@@ -152,7 +152,7 @@ def footprint(request: Request) -> Footprint:
     touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
     return Footprint(
         model_states_bytes=strategy.model_states(),
-        between_steps_bytes=_without_zeros(trace.parts(edges[0])),
+        between_steps_bytes=_without_zeros(trace.parts_bytes(edges[0])),
         moments=_moments(trace, edges),
         evaluation=_evaluation(trace, edges[2]),
         collectives=[(c.kind, c.n_bytes) for c in collectives[1]],
@@ -168,14 +168,14 @@ def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
     return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
 
 
-def _moments(trace: Trace, edges: list[int]) -> list[Moment]:
+def _moments(trace: OperatorTrace, edges: list[int]) -> list[Moment]:
     """The moments of a step that are its peak for some batch of at least one sample."""
     length = edges[1] - edges[0]
-    lives = [trace.live(edge, edge + length) for edge in edges[:2]]
+    lives = [trace.live_bytes(edge, edge + length) for edge in edges[:2]]
     lines = [Affine.through(pair) for pair in zip(*lives, strict=True)]
     moments = []
     for i in upper_envelope(lines):
-        both = [trace.parts(edge + i) for edge in edges[:2]]
+        both = [trace.parts_bytes(edge + i) for edge in edges[:2]]
         parts = {k: Affine.through((both[0][k], both[1][k])) for k in both[0]}
         used = {k: v for k, v in parts.items() if v.fixed or v.per_sample}
         # After i events: the event that led here is number i - 1.
@@ -203,11 +203,11 @@ def upper_envelope(lines: list[Affine]) -> list[int]:
         current, batch = best, best_at
 
 
-def _evaluation(trace: Trace, first: int) -> Peak:
+def _evaluation(trace: OperatorTrace, first: int) -> MemoryPeak:
     stop = len(trace.events)
-    live = trace.live(first, stop)
+    live = trace.live_bytes(first, stop)
     at = max(range(len(live)), key=live.__getitem__)
-    return Peak(live[at], "evaluation", _without_zeros(trace.parts(first + at)))
+    return MemoryPeak(live[at], "evaluation", _without_zeros(trace.parts_bytes(first + at)))
 
 
 def _without_zeros(parts: dict[str, int]) -> dict[str, int]:

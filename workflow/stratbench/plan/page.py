@@ -1,4 +1,4 @@
-"""plan.html: the plan on one page that needs nothing else."""
+"""Writes plan.html: the whole plan on one page without other files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 
 from stratbench.cell.files import write_atomic
-from stratbench.plan.answers import PART_NAMES, answers
-from stratbench.plan.figures import by_experiment, gib, span_hours, totals
+from stratbench.plan.answers import PART_NAMES, answered_questions
+from stratbench.plan.figures import bytes_text, cells_by_experiment, span_text, totals
 from stratbench.plan.schedule import Plan
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -24,12 +24,12 @@ def write_html(plan: Plan, table: list[dict[str, Any]], path: Path) -> None:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"gib": gib, "span": span_hours}
+    environment.filters |= {"gib": bytes_text, "span": span_text}
     page = environment.get_template("plan.html.j2").render(
         plan=plan,
-        experiments=list(by_experiment(plan)),
+        experiments=list(cells_by_experiment(plan)),
         rows=table,
-        answers=answers(plan),
+        answers=answered_questions(plan),
         part_names=PART_NAMES,
         totals={name: totals(plan, plan.cells, name) for name in (plan.device, *plan.others)},
     )

@@ -1,4 +1,4 @@
-"""How long a cell will take: a range, from the study's own records or from what the device can do."""
+"""Predicts how long a cell will take, as a range: from the study's records or from the device's rates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from stratbench.plan.footprint import Footprint
 # A step's fastest and slowest time on a device follow from its datasheet and these. Training of
 # convolutional networks reaches 10 to 50 % of the peak with images of 224 pixels; small images are bound
 # by memory, and small batches by the time that the host takes to launch each operation.
-UTILISATION = (0.5, 0.1)
+GPU_UTILISATION = (0.5, 0.1)
 MEMORY_UTILISATION = (0.8, 0.4)
-LAUNCH_S = (2e-6, 10e-6)
+GPU_LAUNCH_S = (2e-6, 10e-6)
 #: Share of the link's rate that a collective gets. At best it hides behind backward, at worst it does not.
 LINK_UTILISATION = (0.9, 0.4)
 #: Share of a CPU's measured matrix-product rate that training on it gets.
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Work:
-    """What a cell computes and sends, for one worker's step and in all."""
+    """What a cell computes and sends: in one step of a worker, and in the whole training."""
 
     footprint: Footprint
     batch: int  # samples of one push or step on one worker
@@ -66,8 +66,8 @@ class Work:
     slowdown: float = 1.0  # how many times slower the slowest worker is made on purpose
 
 
-def from_device(work: Work, device: Device) -> Span | None:
-    """The time of training by what the device can do; None where its rate is not known."""
+def span_by_device(work: Work, device: Device) -> Span | None:
+    """The time of training, from the rates of the device; None if they are not known."""
     if device.flops_per_s is None:
         return None
     low_s, high_s = (_step_s(work, device, i) for i in (0, 1))
@@ -77,8 +77,8 @@ def from_device(work: Work, device: Device) -> Span | None:
 
 def _step_s(work: Work, device: Device, slow: int) -> float:
     f = work.footprint
-    utilisation = UTILISATION if device.is_gpu else CPU_UTILISATION
-    launch_s = LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
+    utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
+    launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
     # Backward takes twice the operations of forward.
     parts_s = [3 * f.flops_per_sample * work.batch / (device.flops_per_s * utilisation[slow])]
     if device.memory_bytes_per_s:
@@ -97,21 +97,21 @@ def communication_s(work: Work, device: Device, slow: int) -> float:
     return max(link_s, work.server_bytes / SERVER_BYTES_PER_S[slow])
 
 
-def overhead(work: Work, device: Device) -> Span:
-    """Seconds of a cell beside its training: start and the evaluations, without synchronisation."""
+def overhead_span(work: Work, device: Device) -> Span:
+    """Seconds that a cell takes beside its training: start-up and evaluations."""
     flops = work.footprint.flops_per_sample * work.test_samples * work.epochs
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
-    utilisation = UTILISATION if device.is_gpu else CPU_UTILISATION
+    utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     fast_s = flops / work.workers / (device.flops_per_s * utilisation[0])
     slow_s = flops / (device.flops_per_s * utilisation[1])
     return Span(STARTUP_S[0] + fast_s, STARTUP_S[1] + slow_s, "")
 
 
-def from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
-    """The time of training by records of the study, the closest cells first; None without any.
+def span_by_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
+    """The time of training, from the record of the most similar cell; None without any.
 
-    Only records of the same experiment and model help: batch, data and precision are then the same.
+    Only records of the same experiment and model count: they have the same batch, data and precision.
     """
     timed = [
         r

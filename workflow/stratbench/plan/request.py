@@ -1,9 +1,7 @@
-"""What a footprint depends on, and nothing else: cells with equal requests share one."""
+"""All that a footprint depends on. Cells with equal requests share one footprint."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -24,14 +22,14 @@ RESHARDING = "reshard_after_forward"
 
 
 @cache
-def stand_in() -> str:
-    """The strategy that stands for the workers of all parameter-server strategies."""
+def served_stand_in() -> str:
+    """The name of the strategy that is planned in place of every parameter-server strategy."""
     return next(name for name in REGISTRY if strategy_class(name).kind == "server")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's work but for its batch: model, input, strategy with options, what it runs on."""
+    """The work of one rank, without its batch: model, input, strategy with options, device."""
 
     strategy: str
     options: tuple[tuple[str, Any], ...]
@@ -58,7 +56,7 @@ class Request:
         planned = strategy_class(strategy)
         most = s.gpus
         if planned.kind == "server":
-            strategy, most = stand_in(), 1
+            strategy, most = served_stand_in(), 1
             options = option_defaults(strategy)
         elif planned.alike_on_any_count:
             most = 2
@@ -78,21 +76,8 @@ class Request:
             on_cuda=on_cuda,
         )
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Request:
-        """The inverse of `as_dict`, also after JSON."""
-        lists = {
-            "options": tuple((k, v) for k, v in fields["options"]),
-            "input_shape": tuple(fields["input_shape"]),
-        }
-        return cls(**(dict(fields) | lists))
-
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def as_json(self) -> str:
-        """Canonical JSON: equal requests give equal text."""
-        return json.dumps(asdict(self), sort_keys=True)
 
     @property
     def served(self) -> bool:

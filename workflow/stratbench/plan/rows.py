@@ -1,4 +1,4 @@
-"""The plan as files: a row a cell for a spreadsheet, and what the workflow reads."""
+"""Writes the plan as files: plan.csv with a row for each cell, and plan.json for the workflow."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.plan.schedule import Plan, Planned, longest_s
+from stratbench.cell.words import MIB
+from stratbench.plan.schedule import Plan, Planned, longest_time_s
 from stratbench.plan.traffic import PARTS
 from stratbench.study import resources
 
-MIB = 1 << 20
 #: Of a request, what has a column.
 ASKED = ("nodes", "gres", "cpus", "mem_mib", "runtime_min")
 
 
-def row(plan: Plan, c: Planned) -> dict[str, Any]:
-    """One cell's row; empty where nothing is known."""
+def plan_row(plan: Plan, c: Planned) -> dict[str, Any]:
+    """One cell's row of plan.csv; a field is empty where nothing is known."""
     s = c.subject.settings
     main = c.verdict
     fields: dict[str, Any] = c.cell.as_dict() | {
@@ -84,8 +84,8 @@ def _span(name: str, span: tuple[float, float] | None) -> dict[str, Any]:
 
 
 def write_csv(plan: Plan, path: Path) -> list[dict[str, Any]]:
-    """plan.csv; returns its rows."""
-    rows = [row(plan, c) for c in plan.cells]
+    """Write plan.csv, and return its rows."""
+    rows = [plan_row(plan, c) for c in plan.cells]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -95,13 +95,13 @@ def write_csv(plan: Plan, path: Path) -> list[dict[str, Any]]:
 
 
 def write_json(plan: Plan, path: Path) -> None:
-    """plan.json: by a cell's path, what the workflow may want to know of it."""
+    """Write plan.json: what the workflow reads of each cell, by the cell's path."""
     cells = {
         c.cell.path: {
             "settings": resources.sha256_of_text(c.subject.settings.as_json()),
             "infeasible": None if c.state != "infeasible" else c.why,
             "host_mem_mib": -(-c.host_bytes // MIB),
-            "cell_time_high_s": longest_s(c.verdict),
+            "cell_time_high_s": longest_time_s(c.verdict),
         }
         for c in plan.cells
         if c.footprint is not None

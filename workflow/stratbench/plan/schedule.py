@@ -1,4 +1,4 @@
-"""The plan of a study: for each cell its state, what it will need, take and cost, and what is asked for."""
+"""Makes the plan of a study: for each cell its state, memory, time, cost and request to the scheduler."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.words import GIB, MIB
 from stratbench.plan import projection
-from stratbench.plan.cache import footprints
-from stratbench.plan.devices import Device, cpu_device, fits, gpu_device, known_gpus
-from stratbench.plan.footprint import Footprint, Peak
+from stratbench.plan.cache import footprints_of
+from stratbench.plan.devices import Device, cpu_device, fits, gpu_device, named_gpus
+from stratbench.plan.footprint import Footprint, MemoryPeak
 from stratbench.plan.projection import Span, Work
 from stratbench.plan.request import Request
 from stratbench.plan.subject import (
     Subject,
     data_bytes_of,
     host_bytes_of,
+    peak_with_data,
     sent_bytes,
     server_bytes_of,
     snapshot_bytes_of,
     subject_of,
-    with_data,
     work_of,
 )
 from stratbench.study import nodes, resources
 from stratbench.study.config import Study
-from stratbench.telemetry.hardware import Peak as Gpu
-
-MIB = 1 << 20
+from stratbench.telemetry.hardware import Gpu
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a cell would do on one device. `cut_off`: `no`, `possible` or `certain`."""
+    """How a cell would run on one device. `cut_off` by the time limit: `no`, `possible` or `certain`."""
 
     device: str
     fits: bool
@@ -50,13 +49,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell's part of the plan; `footprint` None where it could not be predicted (see `why`)."""
+    """One cell's part of the plan. `footprint` is None if it could not be predicted; `why` says why."""
 
     subject: Subject
     state: str  # done, recorded, failed, infeasible, to do
     why: str
     footprint: Footprint | None
-    peak: Peak | None  # of training, data set included
+    peak: MemoryPeak | None  # of training, data set included
     needed_bytes: int  # with warm-up and evaluation
     wire_bytes: float  # sent by a rank in a step
     collectives: int
@@ -74,7 +73,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """A study's plan. `device`: the one whose verdicts count; `others`: compared beside it."""
+    """The plan of a study for `device`. `others`: devices that it is compared with."""
 
     study: str
     cluster: Mapping[str, Any]
@@ -98,13 +97,14 @@ class Plan:
 def make_plan(
     config: Mapping[str, Any], study: Study, gpu: str | None = None, partition: str | None = "*"
 ) -> Plan:
-    """Plan a study. `gpu` stands in for `cluster.gpu`. Makes missing footprints, which takes minutes.
+    """The plan of a study. Missing footprints are made first, which takes minutes.
 
-    `partition`: of SLURM, where cells will run (several: `a,b`; None: the default one; `*`: any).
+    `gpu` replaces `cluster.gpu`. `partition`: of SLURM, where cells will run (several: `a,b`; None:
+    the default one; `*`: any).
     """
     cluster = config["cluster"]
     named = gpu or cluster["gpu"]
-    gpus = known_gpus({**cluster, "gpu": named})
+    gpus = named_gpus({**cluster, "gpu": named})
     primary = gpus[0] if named else gpus[-1]
     subjects = [subject_of(config, study, cell) for cell in study.cells]
     twins = {
@@ -114,8 +114,8 @@ def make_plan(
         and s.cell.gpus == max(study.experiments[s.cell.experiment].matrix["gpus"])
     }
     wanted = [*(s.request for s in subjects), *twins.values()]
-    made = footprints(wanted, Path(config["results"]) / "plan-cache")
-    records = read_records(study, config["results"])
+    made = footprints_of(wanted, Path(config["results"]) / "plan-cache")
+    records = records_by_cell(study, config["results"])
     planned = [
         _plan_cell(s, made[s.request], records, gpus, primary, cluster, config["results"])
         for s in subjects
@@ -156,7 +156,7 @@ def _others(subjects: list[Subject], gpus: list[Gpu], primary: Gpu) -> list[str]
     return [g.name for g in gpus if g is not primary] + ["CPU"] * on_cpu
 
 
-def read_records(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
+def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
     """The study's valid records by cell."""
     found = {}
     for cell in study.cells:
@@ -183,7 +183,7 @@ def _plan_cell(
     host_bytes, n_nodes = 0, resources.nodes(s.cell, cluster)
     verdicts: dict[str, Verdict] = {}
     if footprint is not None:
-        peak = with_data(footprint.training_peak(s.samples_per_step), s)
+        peak = peak_with_data(footprint.training_peak(s.samples_per_step), s)
         needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes_of(s)
         wire = sent_bytes(s, footprint)
         server_bytes = server_bytes_of(s, footprint, n_nodes)
@@ -194,7 +194,7 @@ def _plan_cell(
             if s.request.on_cuda
             else {"CPU": cpu_device(cluster, s.cell.gpus)}
         )
-        span = projection.from_records(s.cell, records.values())
+        span = projection.span_by_records(s.cell, records.values())
         for name, device in devices.items():
             measured = span if name in (primary.name, "CPU") else None
             verdicts[name] = _verdict(s, footprint, work, device, measured, cluster)
@@ -220,7 +220,7 @@ def _plan_cell(
             cluster,
             s.time_limit_s,
             -(-host_bytes // MIB),
-            longest_s(verdict),
+            longest_time_s(verdict),
         ),
     )
 
@@ -235,9 +235,9 @@ def _verdict(
 ) -> Verdict:
     margin = cluster["memory_margin"]
     needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes_of(s)
-    by_device = projection.from_device(work, device)
+    by_device = projection.span_by_device(work, device)
     train = measured or by_device
-    total = None if train is None else train + projection.overhead(work, device)
+    total = None if train is None else train + projection.overhead_span(work, device)
     cut_off = "no"
     if total is not None and s.time_limit_s is not None and total.high_s > s.time_limit_s:
         cut_off = "certain" if total.low_s > s.time_limit_s else "possible"
@@ -276,12 +276,12 @@ def _state(
     if isinstance(made, str):
         return "to do", f"could not be predicted: {made}"
     if verdict is not None and not verdict.fits:
-        return "infeasible", f"needs {needed_bytes / 2**30:.1f} GiB"
+        return "infeasible", f"needs {needed_bytes / GIB:.1f} GiB"
     return "to do", ""
 
 
-def longest_s(verdict: Verdict | None) -> int | None:
-    """The longest that a cell is expected to take, in whole seconds."""
+def longest_time_s(verdict: Verdict | None) -> int | None:
+    """The longest time that a cell is expected to take, in whole seconds; None if not known."""
     return None if verdict is None or verdict.total is None else round(verdict.total.high_s)
 
 

@@ -1,4 +1,4 @@
-"""What a parameter-server process needs, and what passes between it and its workers."""
+"""Predicts the memory of a parameter-server process, and the bytes between it and its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cell before it is planned, and what follows for it from its footprint: bytes, work, memory."""
+"""A cell before it is planned, and what follows from its footprint: bytes, work, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.plan import servers
 from stratbench.plan.devices import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
-from stratbench.plan.footprint import Footprint, Peak
+from stratbench.plan.footprint import Footprint, MemoryPeak
 from stratbench.plan.projection import Work
 from stratbench.plan.request import Request, data_bytes
 from stratbench.plan.traffic import wire_bytes
@@ -62,7 +62,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 
 
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
-    """Bytes that a rank sends in a step, as it takes one batch."""
+    """Bytes that a rank sends for each global batch."""
     if s.served:
         over_tcp = s.settings.options["transport"] == "tcp"
         sent, _ = servers.worker_traffic_bytes(
@@ -72,10 +72,10 @@ def sent_bytes(s: Subject, footprint: Footprint) -> float:
     return wire_bytes(footprint.collectives, s.cell.gpus, on_gloo=not s.request.on_cuda)
 
 
-def with_data(peak: Peak, s: Subject) -> Peak:
+def peak_with_data(peak: MemoryPeak, s: Subject) -> MemoryPeak:
     """The peak with the data set, which lies on the device."""
     n_bytes = data_bytes_of(s)
-    return Peak(peak.n_bytes + n_bytes, peak.phase, peak.parts_bytes | {"data": n_bytes})
+    return MemoryPeak(peak.n_bytes + n_bytes, peak.phase, peak.parts_bytes | {"data": n_bytes})
 
 
 def data_bytes_of(s: Subject) -> int:
@@ -121,14 +121,14 @@ def server_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> int:
 
 
 def snapshot_bytes_of(s: Subject, footprint: Footprint) -> int:
-    """Disk that the servers' states at the ends of the epochs take until they are evaluated."""
+    """Bytes on disk of the servers' snapshots, one an epoch, until they are evaluated."""
     return s.settings.epochs * sum(footprint.flat_bytes.values()) if s.served else 0
 
 
 def host_bytes_of(
     s: Subject, footprint: Footprint, needed_bytes: int, server_bytes: int, nodes: int
 ) -> int:
-    """Host memory of the processes on the fullest node."""
+    """Bytes of host memory that the cell's processes take on the fullest node."""
     # In the warm-up the optimizer's state waits there, to be restored.
     saved_bytes = footprint.between_steps_bytes.get("optimizer", 0)
     worker_bytes = CPU_PROCESS_BYTES + needed_bytes + saved_bytes

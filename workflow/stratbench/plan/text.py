@@ -1,17 +1,24 @@
-"""The plan as text: numbers and tables that a person reads in a terminal."""
+"""Writes the plan as text for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
-from stratbench.cell.words import counted
-from stratbench.plan.answers import answers
-from stratbench.plan.figures import Totals, by_experiment, gib, hours, span_hours, totals
+from stratbench.cell.words import GIB, MIB, counted
+from stratbench.plan.answers import answered_questions
+from stratbench.plan.figures import (
+    Totals,
+    bytes_text,
+    cells_by_experiment,
+    seconds_text,
+    span_text,
+    totals,
+)
 from stratbench.plan.schedule import Plan, Planned
 
 
-def summary(plan: Plan) -> str:
+def plan_text(plan: Plan) -> str:
     """What `snakemake plan` prints."""
     return "\n".join(_lines(plan))
 
@@ -19,10 +26,10 @@ def summary(plan: Plan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     yield f"Study {plan.study}: {counted(len(plan.cells), 'cell')}, planned for {_device(plan)}"
     yield ""
-    for name, cells in by_experiment(plan):
+    for name, cells in cells_by_experiment(plan):
         yield from _experiment(name, cells)
     yield from _verdicts(plan)
-    for question, sentences in answers(plan):
+    for question, sentences in answered_questions(plan):
         yield question
         yield from (f"  {sentence}" for sentence in sentences)
         yield ""
@@ -49,7 +56,7 @@ def _experiment(name: str, cells: list[Planned]) -> Iterator[str]:
     yield f"   training time, at {header} workers (! cut off by the time limit, ? perhaps)"
     yield from _matrix(cells, workers, _time)
     yield f"   MiB that a worker sends in a step, at {header} workers"
-    yield from _matrix(cells, workers, lambda c: f"{c.wire_bytes / 2**20:.1f}")
+    yield from _matrix(cells, workers, lambda c: f"{c.wire_bytes / MIB:.1f}")
     yield ""
 
 
@@ -83,14 +90,14 @@ def _names(strategies: list[str]) -> str:
 
 
 def _needed(c: Planned) -> str:
-    return f"{c.needed_bytes / 2**30:.3g}" + ("" if c.verdict.fits else "!")
+    return f"{c.needed_bytes / GIB:.3g}" + ("" if c.verdict.fits else "!")
 
 
 def _time(c: Planned) -> str:
     if c.verdict.train is None:
         return "unknown"
     mark = {"no": "", "possible": "?", "certain": "!"}[c.verdict.cut_off]
-    return span_hours(c.verdict.train) + mark
+    return span_text(c.verdict.train) + mark
 
 
 def _verdicts(plan: Plan) -> Iterator[str]:
@@ -110,15 +117,15 @@ def _verdicts(plan: Plan) -> Iterator[str]:
     most = max(plan.cells, key=lambda c: c.snapshot_bytes)
     if most.snapshot_bytes:
         yield (
-            f"   disk: {gib(most.snapshot_bytes)} for the servers' snapshots of {most.cell}, until they are "
-            "evaluated: in the temporary folder of its node, or with the results if it spans several"
+            f"   disk: {bytes_text(most.snapshot_bytes)} for the servers' snapshots of {most.cell}, until "
+            "they are evaluated: in the temporary folder of its node, or with the results if it spans several"
         )
     raised = [c for c in plan.cells if c.asked.gpus and c.asked.planned_mib]
     if raised:
         most = max(raised, key=lambda c: c.host_bytes)
         yield (
             f"   {len(raised)} cells need more of a node's memory than config.yaml says and will ask for "
-            f"it: {most.cell} for {gib(most.host_bytes)}"
+            f"it: {most.cell} for {bytes_text(most.host_bytes)}"
         )
     yield ""
 
@@ -137,7 +144,7 @@ def _on(plan: Plan, name: str) -> Iterator[str]:
     noun = "GPU-hours" if name != "CPU" else "hours of a worker's CPU"
     yield f"      {low:,.1f} to {high:,.1f} {noun} still to do{cost}; from {t.sources}"
     if t.longest is not None:
-        yield f"      the longest: {t.longest.cell}, up to {hours(t.longest_high_s)}"
+        yield f"      the longest: {t.longest.cell}, up to {seconds_text(t.longest_high_s)}"
     if t.cut_off:
         yield f"      the time limit will cut off {counted(t.cut_off, 'cell')} for certain"
     if t.perhaps_cut_off:

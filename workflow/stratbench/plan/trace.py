@@ -1,6 +1,6 @@
-"""Logs what a program allocates and what it sends, as a list of events that can be replayed.
+"""Records what operators allocate, compute and send, as a list of events.
 
-Used on fake tensors (`fake.py`), where nothing is really allocated; works on real ones too.
+Used on fake tensors (`fake.py`), where nothing is really allocated. It works on real ones, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from stratbench.plan.traffic import PARTS, Collective
+from stratbench.plan.traffic import PARTS, CollectiveCall
 from stratbench.telemetry.shards import local_part
 
 #: Scalars weigh nothing, and the loss scaler's come and go at other times in its first step.
@@ -33,10 +33,10 @@ class Phase:
     operations: int = 0  # kernels, about: operations that are not views
     touched_bytes: int = 0  # read and written by them
     flops: int = 0
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[CollectiveCall] = field(default_factory=list)
 
 
-class Trace(TorchDispatchMode):
+class OperatorTrace(TorchDispatchMode):
     """While active, logs each change of a tensor storage's size and each collective.
 
     `events` are (storage number, change in bytes); `tags` says what a storage is for, if that is
@@ -63,14 +63,14 @@ class Trace(TorchDispatchMode):
         self.phases.append(Phase(phase, len(self.events)))
 
     def tag(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Say what the tensors' storages are for; ones not seen yet are counted from now on."""
+        """Say what the tensors' storages are for. New ones are counted from now on."""
         for t in tensors:
             if t is not None:
                 self.tags[self._note(local_part(t))] = part
 
     # --- what is logged ----------------------------------------------------------------------------
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> OperatorTrace:
         # FSDP resizes the storages of its gathered parameters, which no operator sees.
         self._resize = original = torch.UntypedStorage.resize_
 
@@ -112,7 +112,7 @@ class Trace(TorchDispatchMode):
             phase.collectives.append(collective)
         return out
 
-    def _collective(self, op: Any, args: Any, kwargs: Any) -> Collective | None:
+    def _collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
         """The collective that `op` is, with its memory logged; None for any other operation."""
         if op.namespace not in ("c10d", "_c10d_functional"):
             return None
@@ -129,7 +129,7 @@ class Trace(TorchDispatchMode):
             if "gather" in kind or "scatter" in kind
             else sum(map(_n_bytes, tensors))
         )
-        collective = Collective(kind, whole_bytes)
+        collective = CollectiveCall(kind, whole_bytes)
         if kind in ("all_gather", "reduce_scatter"):
             for t in tensors:
                 self.tags.setdefault(self._note(t), "communication")
@@ -182,11 +182,11 @@ class Trace(TorchDispatchMode):
 
     # --- what came of it ---------------------------------------------------------------------------
 
-    def live(self, first: int, stop: int) -> list[int]:
+    def live_bytes(self, first: int, stop: int) -> list[int]:
         """Bytes that existed after `first`, first + 1, ... and `stop` events."""
         return list(accumulate((n for _, n in self.events[:stop]), initial=0))[first:]
 
-    def parts(self, at: int) -> dict[str, int]:
+    def parts_bytes(self, at: int) -> dict[str, int]:
         """Bytes that existed after `at` events, by what they were for."""
         sizes: dict[int, int] = {}
         born: dict[int, int] = {}

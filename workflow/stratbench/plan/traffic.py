@@ -1,6 +1,6 @@
-"""What passes between ranks: collectives, their bytes on the wire, and what gloo makes of them.
+"""Collectives: the bytes that they move between ranks, and the memory that gloo takes for them.
 
-No torch here: a plan whose footprints are all kept is told in seconds.
+No torch here: if all footprints are on disk, a plan takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GLOO_SEGMENTS_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """One collective operation: its kind, and the bytes of the tensor that all ranks share.
 
     `n_bytes` is the whole tensor: what is reduced, broadcast, gathered (output) or scattered (input).
@@ -37,10 +37,10 @@ class Collective:
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * (world_size - 1) / world_size * self.n_bytes
 
-    def on_gloo(self) -> Collective:
+    def on_gloo(self) -> CollectiveCall:
         """What gloo sends in its place: it scatters by all-reducing the whole input."""
         if self.kind == "reduce_scatter":
-            return Collective("all_reduce", self.n_bytes)
+            return CollectiveCall("all_reduce", self.n_bytes)
         return self
 
     def staging_bytes(self) -> int:
@@ -62,5 +62,5 @@ class Collective:
 
 def wire_bytes(collectives: Iterable[tuple[str, int]], world_size: int, on_gloo: bool) -> float:
     """Bytes that a rank sends for a step's collectives, given as (kind, bytes)."""
-    each = (Collective(*c) for c in collectives)
+    each = (CollectiveCall(*c) for c in collectives)
     return sum((c.on_gloo() if on_gloo else c).wire_bytes(world_size) for c in each)
