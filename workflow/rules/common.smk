@@ -10,13 +10,13 @@ from snakemake.exceptions import WorkflowError
 from stratbench.study import config as stratbench_config
 from stratbench.study import resources as cell_resources
 from stratbench.cell.coordinates import CELL_PATTERN
-from stratbench.plan.devices import known_gpus
+from stratbench.plan.devices import named_gpus
 
 try:
     for _file in workflow.configfiles:
         stratbench_config.check_duplicate_keys(_file)
     CONFIG, STUDY = stratbench_config.load(config)
-    known_gpus(CONFIG["cluster"])
+    named_gpus(CONFIG["cluster"])
 except stratbench_config.ConfigError as error:
     raise WorkflowError(str(error)) from None
 
