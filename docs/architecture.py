@@ -2,29 +2,33 @@
 
     PYTHONPATH=workflow python docs/architecture.py > ARCHITECTURE.md
 
-A test keeps the page current, and fails when an import points up, a wing imports another, or modules
-import each other in a circle.
+A test keeps the page current. It fails when an import points up, when a wing imports another, when modules
+import each other in a circle, and when a rule names a module or function that is not there.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "workflow" / "stratbench"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "workflow" / "stratbench"
 #: The floors from top to bottom, each with its parts. A part imports from the floors below its own. The
 #: wings, on the top floor, never import each other; on the ground floor a part imports those before it.
 FLOORS = [
-    ("the wings, one for each thing a user does", ["plan", "train", "analysis"]),
-    ("a config becomes cells", ["study"]),
-    ("ways to train with many workers", ["strategies"]),
-    ("the parameter server", ["ps"]),
-    ("what everything rests on", ["cell", "workload", "telemetry"]),
+    ("The wings, one for each thing a user does", ["plan", "train", "analysis"]),
+    ("A config becomes cells", ["study"]),
+    ("Ways to train with many workers", ["strategies"]),
+    ("The parameter server", ["ps"]),
+    ("What everything rests on", ["cell", "workload", "telemetry"]),
 ]
 #: What no part may import, at the top of a file or inside a function.
 NO_TORCH = ("analysis", "study", "cell")
+#: A module named in a string: to be imported by its name, or started as a command.
+NAMED = re.compile(r"stratbench\.([\w.]+?)(:\w+)?")
 
 
 def modules() -> dict[str, Path]:
@@ -41,7 +45,8 @@ def modules() -> dict[str, Path]:
 def imports(path: Path, known: Iterable[str], package: str = "stratbench.") -> set[str]:
     """Of the modules of a package those that a file imports, wherever in it.
 
-    Imports for type checkers alone do not count.
+    A module named in a string counts, too (a registry's entry, a command to start). Imports for type
+    checkers alone do not count.
     """
     found: set[str] = set()
 
@@ -53,7 +58,11 @@ def imports(path: Path, known: Iterable[str], package: str = "stratbench.") -> s
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise SystemExit(f"{path}:{node.lineno}: write the module's whole name")
             names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module or ""]
+        elif isinstance(node, ast.Constant) and (named := NAMED.fullmatch(str(node.value))):
+            names = [f"stratbench.{named[1]}"]
         else:
             names = []
         for name in names:
@@ -85,7 +94,12 @@ def floor_of(part: str) -> int:
 
 
 def faults() -> list[str]:
-    """Imports that break the rules, in words."""
+    """What breaks the rules, in words."""
+    return [*import_faults(), *rule_faults()]
+
+
+def import_faults() -> list[str]:
+    """Imports that run up, sideways between wings or in a circle, and imports of torch."""
     found = []
     edges = graph()
     for module, targets in edges.items():
@@ -110,6 +124,53 @@ def faults() -> list[str]:
     return found
 
 
+def rules() -> list[Path]:
+    """The files of the workflow that are no modules: Snakefiles and rules."""
+    return sorted([*ROOT.glob("Snakefile"), *(ROOT / "workflow").glob("Snakefile")]) + sorted(
+        (ROOT / "workflow" / "rules").glob("*.smk")
+    )
+
+
+def used_by(path: Path) -> tuple[set[str], set[str]]:
+    """The names that a rules file imports from the package, and the modules it starts as commands."""
+    text = path.read_text(encoding="utf-8")
+    imported = {
+        f"{module}.{name.split(' as ')[0].strip()}"
+        for module, names in re.findall(r"^\s*from stratbench\.?([\w.]*) import (.+)$", text, re.M)
+        for name in names.split(",")
+    }
+    return {name.strip(".") for name in imported}, set(re.findall(r"-m stratbench\.([\w.]+)", text))
+
+
+def rule_faults() -> list[str]:
+    """What the rules import or start, and the package does not have."""
+    known, found = modules(), []
+    for path in rules():
+        imported, commands = used_by(path)
+        for name in sorted(imported - known.keys()):
+            module, _, attribute = name.rpartition(".")
+            if module not in known or attribute not in defined_in(known[module]):
+                found.append(f"{path.name} imports {name}, which is not there")
+        for module in sorted(commands):
+            if module not in known and f"{module}.__main__" not in known:
+                found.append(f"{path.name} starts {module}, which is not there")
+    return found
+
+
+def defined_in(path: Path) -> set[str]:
+    """The names at the top of a module."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {t.id for t in targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
 def imports_torch(path: Path) -> bool:
     """Whether a file imports torch anywhere but for type checkers."""
     return bool(imports(path, {"torch", "torchvision"}, package=""))
@@ -120,49 +181,81 @@ def docstring(path: Path) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def arrows() -> dict[str, set[str]]:
+    """For each part the other parts that it imports."""
+    found: dict[str, set[str]] = {}
+    for module, targets in graph().items():
+        here = part_of(module)
+        found.setdefault(here, set()).update({part_of(target) for target in targets} - {here})
+    return found
+
+
 def page() -> str:
     """The text of ARCHITECTURE.md."""
-    known, edges = modules(), graph()
+    known, between = modules(), arrows()
+    n_arrows = sum(map(len, between.values()))
+    parts = [part for _, parts in FLOORS for part in parts]
     lines = [
         "# Architecture",
         "",
         "<!-- made by docs/architecture.py (make docs) -->",
         "",
-        "Five floors. Imports only ever point down; on the ground floor a part imports those before it. The",
-        "wings never import each other: what passes between them is files, described by `workflow/schemas/`.",
-        f"{', '.join(f'`{part}`' for part in NO_TORCH)} never import torch. `Snakefile` and",
-        "`workflow/rules/` expand the matrix and call the package's modules as commands.",
+        f"{len(parts)} parts on five floors, with {n_arrows} arrows between them. Imports only point down.",
+        "On the ground floor a part imports those before it. The wings never import each other: what passes",
+        "between them is files, described by `workflow/schemas/`.",
+        f"{', '.join(f'`{part}`' for part in NO_TORCH)} never import torch. A test holds all of this.",
         "",
-        "```",
-        *(f"{len(FLOORS) - n}  {'  '.join(parts)}" for n, (_, parts) in enumerate(FLOORS)),
-        "```",
+        "| floor | parts | what for |",
+        "|---|---|---|",
+        *(
+            f"| {len(FLOORS) - n} | {', '.join(f'**{part}**' for part in parts)} | {title} |"
+            for n, (title, parts) in enumerate(FLOORS)
+        ),
+        "",
+        "Who imports whom: the part of the row imports the parts with an x.",
+        "",
+        *_matrix(parts, between),
+        "",
+        "The rules of the workflow import few modules, and start the others as commands:",
+        "",
+        "| file | imports | starts |",
+        "|---|---|---|",
+        *_rule_rows(),
         "",
     ]
-    for title, parts in FLOORS:
-        lines += [
-            f"## {title[0].upper()}{title[1:]}",
-            "",
-            "| part | what it is | imports |",
-            "|---|---|---|",
-        ]
+    for n, (title, parts) in enumerate(FLOORS):
+        lines += [f"## {len(FLOORS) - n}. {title}", ""]
         for part in parts:
             if part not in known:
                 continue
-            targets = {part_of(t) for m, ts in edges.items() if part_of(m) == part for t in ts} - {
-                part
-            }
-            lines.append(
-                f"| `{part}` | {docstring(known[part])} | "
-                f"{', '.join(f'`{t}`' for t in sorted(targets)) or '-'} |"
-            )
-        lines.append("")
-        for part in parts:
+            lines += [f"**`{part}`**: {docstring(known[part])}", ""]
             inner = {m: p for m, p in known.items() if m.startswith(f"{part}.")}
-            if inner:
-                lines += [f"`{part}`:", ""]
-                lines += [f"- `{m.split('.', 1)[1]}`: {docstring(p)}" for m, p in inner.items()]
-                lines.append("")
+            lines += [f"- `{m.split('.', 1)[1]}`: {docstring(p)}" for m, p in inner.items()]
+            lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _matrix(parts: list[str], between: dict[str, set[str]]) -> list[str]:
+    columns = [there for there in parts if any(there in row for row in between.values())]
+    marks = {
+        here: ["x" if there in between.get(here, ()) else "" for there in columns] for here in parts
+    }
+    return [
+        f"| | {' | '.join(columns)} |",
+        "|---|" + ":-:|" * len(columns),
+        *(f"| **{here}** | {' | '.join(row)} |" for here, row in marks.items()),
+    ]
+
+
+def _rule_rows() -> list[str]:
+    known, rows = modules(), []
+    for path in rules():
+        imported, commands = used_by(path)
+        names = {name if name in known else name.rpartition(".")[0] for name in imported}
+        if names or commands:
+            texts = [", ".join(f"`{name}`" for name in sorted(each)) for each in (names, commands)]
+            rows.append(f"| `{path.relative_to(ROOT)}` | {texts[0]} | {texts[1]} |")
+    return rows
 
 
 if __name__ == "__main__":

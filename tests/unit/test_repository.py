@@ -42,6 +42,48 @@ def test_an_import_up_or_sideways_is_found(monkeypatch, module, target, why):
     assert why in fault
 
 
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from stratbench.train import loop", {"train.loop"}),
+        ("def f():\n    import stratbench.train.loop", {"train.loop"}),
+        ("REGISTRY = {'x': 'stratbench.strategies.ddp:DDP'}", {"strategies.ddp"}),
+        ("command = [python, '-m', 'stratbench.train.loop']", {"train.loop"}),
+        ("import_module('stratbench.train.loop')", {"train.loop"}),
+        ("if TYPE_CHECKING:\n    from stratbench.train import loop", set()),
+        ("'see stratbench.train.loop'", set()),
+    ],
+)
+def test_imports_are_found_wherever_they_stand(tmp_path, code, found):
+    path = tmp_path / "some.py"
+    path.write_text(code)
+    assert architecture.imports(path, architecture.modules()) == found
+
+
+def test_a_relative_import_is_refused(tmp_path):
+    path = tmp_path / "some.py"
+    path.write_text("from .loop import train")
+    with pytest.raises(SystemExit, match="whole name"):
+        architecture.imports(path, architecture.modules())
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("from stratbench.plan.devices import Gone", "x.smk imports plan.devices.Gone"),
+        ("from stratbench.study import gone", "x.smk imports study.gone"),
+        ('shell: "python -m stratbench.train.gone --x"', "x.smk starts train.gone"),
+        ("from stratbench.study import config as c\nshell: 'python -m stratbench.plan'", None),
+    ],
+)
+def test_what_a_rule_names_is_there(tmp_path, monkeypatch, text, fault):
+    path = tmp_path / "x.smk"
+    path.write_text(text)
+    monkeypatch.setattr(architecture, "rules", lambda: [path])
+    found = architecture.rule_faults()
+    assert found == ([] if fault is None else [f"{fault}, which is not there"])
+
+
 def test_an_import_of_torch_is_found(tmp_path):
     path = tmp_path / "some.py"
     path.write_text("def f():\n    from torch import nn\n")
