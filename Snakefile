@@ -27,3 +27,5 @@ rule all:
     input:
         record_paths(),  # listed here too: a deleted record is made again although its tables are there
         f"{RESULTS}/{STUDY.name}/report.html",
+    message:
+        f"the study {STUDY.name}: its records and its report"

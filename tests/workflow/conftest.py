@@ -20,6 +20,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
     done = Workflow(tmp_path_factory.mktemp("finished"), tiny_config())
     result = done.run()
     assert result.returncode == 0, result.stdout
+    assert ": train tiny/first: ddp, vgg-compact, workers: 2, repeat 0; log: " in result.stdout
     # The end of a run tells what came of it.
     assert "vgg-compact (first): " in result.stdout
     assert "Start skew of an epoch's workers: " in result.stdout

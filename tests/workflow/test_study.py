@@ -34,6 +34,14 @@ def test_pytorch_was_imported_once_for_all_cells(finished):
         assert "share a fork server" in log.read_text(), log
 
 
+def test_stages_but_no_cells_are_benchmarked(finished):
+    """A cell's processes live under the fork server, where Snakemake does not look."""
+    found = {p.stem for p in (finished.folder / "results/tiny/benchmarks").iterdir()}
+    assert {"merge_records", "make_plots", "write_report"} <= found
+    assert (finished.folder / "results/data/tiny-images.benchmark.tsv").exists()
+    assert not list((finished.folder / "results/tiny/cells").rglob("*.tsv"))
+
+
 def test_a_second_run_makes_nothing(finished):
     assert finished.jobs() == {}
 
@@ -48,8 +56,8 @@ def test_a_changed_learning_rate_retrains_its_experiment_only(finished):
     finally:
         finished.write_config(tiny_config())
     assert jobs["train_cell"] == 1
-    assert "results/tiny/cells/second/single" in output
-    assert "results/tiny/cells/first/ddp/vgg-compact/2gpu/rep0/record.json\n    log" not in output
+    assert "train tiny/second: single, vgg-compact, workers: 1, repeat 0; log: results/" in output
+    assert "train tiny/first" not in output
     # The reason is what changed, and not the rest of the settings.
     assert "before: 'lr=0.05' now: 'lr=0.01'" in output
     assert "momentum" not in output

@@ -52,6 +52,8 @@ rule merge_records:
         epochs=f"{RESULTS}/{{study}}/epochs.csv",
     log:
         f"{RESULTS}/{{study}}/logs/merge_records.log",
+    benchmark:
+        f"{RESULTS}/{{study}}/benchmarks/merge_records.tsv"
     localrule: True
     conda:
         ENV
@@ -61,6 +63,8 @@ rule merge_records:
         skipped=skipped,
         targets=targets,
         trained=as_trained,
+    message:
+        "merge the records of {wildcards.study}"
     shell:
         FIND_PACKAGE + STAGES["collect"] + " > {log:q} 2>&1"
 
@@ -73,12 +77,16 @@ rule audit_records:
         f"{RESULTS}/{{study}}/audit.csv",
     log:
         f"{RESULTS}/{{study}}/logs/audit_records.log",
+    benchmark:
+        f"{RESULTS}/{{study}}/benchmarks/audit_records.tsv"
     localrule: True
     conda:
         ENV
     params:
         study=study_dir,
         out=study_dir,
+    message:
+        "audit the records of {wildcards.study}"
     shell:
         FIND_PACKAGE + STAGES["audit"] + " > {log:q} 2>&1"
 
@@ -94,6 +102,8 @@ rule audit_paper:
         ENV
     params:
         out=study_dir,
+    message:
+        "audit the published tables"
     shell:
         FIND_PACKAGE + STAGES["paper_audit"] + " > {log:q} 2>&1"
 
@@ -108,12 +118,16 @@ rule make_tables:
         tables=directory(TABLES),
     log:
         f"{RESULTS}/{{study}}/logs/make_tables.log",
+    benchmark:
+        f"{RESULTS}/{{study}}/benchmarks/make_tables.tsv"
     localrule: True
     conda:
         ENV
     params:
         study=study_dir,
         out=study_dir,
+    message:
+        "make the tables of {wildcards.study}"
     shell:
         FIND_PACKAGE + STAGES["tables"] + " > {log:q} 2>&1"
 
@@ -134,6 +148,8 @@ rule make_plots:
         ),
     log:
         f"{RESULTS}/{{study}}/logs/make_plots.log",
+    benchmark:
+        f"{RESULTS}/{{study}}/benchmarks/make_plots.tsv"
     localrule: True
     conda:
         ENV
@@ -141,6 +157,8 @@ rule make_plots:
         study=study_dir,
         out=study_dir,
         captions={name: plot.caption(name) for name, plot in PLOTS.items()},
+    message:
+        "draw the figures of {wildcards.study}"
     shell:
         FIND_PACKAGE + STAGES["plots"] + " > {log:q} 2>&1"
 
@@ -154,6 +172,8 @@ rule make_decision:
         f"{RESULTS}/{{study}}/answers.json",
     log:
         f"{RESULTS}/{{study}}/logs/make_decision.log",
+    benchmark:
+        f"{RESULTS}/{{study}}/benchmarks/make_decision.tsv"
     localrule: True
     conda:
         ENV
@@ -161,6 +181,8 @@ rule make_decision:
         study=study_dir,
         out=study_dir,
         constraints=constraints,
+    message:
+        "rank the strategies of {wildcards.study}"
     shell:
         FIND_PACKAGE + STAGES["decide"] + " > {log:q} 2>&1"
 
@@ -174,12 +196,16 @@ rule compare_with_paper:
         claims=f"{RESULTS}/{{study}}/against_claims.csv",
     log:
         f"{RESULTS}/{{study}}/logs/compare_with_paper.log",
+    benchmark:
+        f"{RESULTS}/{{study}}/benchmarks/compare_with_paper.tsv"
     localrule: True
     conda:
         ENV
     params:
         study=study_dir,
         out=study_dir,
+    message:
+        "compare {wildcards.study} with the paper"
     shell:
         FIND_PACKAGE + STAGES["against"] + " > {log:q} 2>&1"
 
@@ -204,6 +230,8 @@ rule write_report:
         ),
     log:
         f"{RESULTS}/{{study}}/logs/write_report.log",
+    benchmark:
+        f"{RESULTS}/{{study}}/benchmarks/write_report.tsv"
     localrule: True
     conda:
         ENV
@@ -211,6 +239,8 @@ rule write_report:
         study=study_dir,
         out=study_dir,
         description=description,
+    message:
+        "write the report of {wildcards.study}"
     shell:
         FIND_PACKAGE + STAGES["report"] + " > {log:q} 2>&1"
 
@@ -233,6 +263,8 @@ rule partial:
         trained=as_trained,
         description=description,
         constraints=constraints,
+    message:
+        f"merge the records of {STUDY.name} that are there"
     shell:
         FIND_PACKAGE
         + "("
@@ -260,6 +292,8 @@ rule decide:
         targets=targets,
         trained=as_trained,
         constraints=constraints,
+    message:
+        f"rank the strategies of {STUDY.name} from the records that are there"
     shell:
         f"{FIND_PACKAGE}(mkdir -p {{params.out:q}}"
         f" && {STAGES['collect']} --partial > {{params.out:q}}/records.txt"

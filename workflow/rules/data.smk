@@ -4,6 +4,8 @@ rule prepare_data:
         meta=f"{RESULTS}/data/{{dataset}}/meta.json",
     log:
         f"{RESULTS}/data/{{dataset}}.log",
+    benchmark:
+        f"{RESULTS}/data/{{dataset}}.benchmark.tsv"
     localrule: True  # compute nodes often cannot download
     conda:
         ENV
@@ -14,6 +16,8 @@ rule prepare_data:
             if w.dataset in CONFIG["datasets"]
             else []
         ),
+    message:
+        "prepare the data set {wildcards.dataset}"
     shell:
         f"{FIND_PACKAGE}"
         "python -m stratbench.workload.prepare {wildcards.dataset:q} --out {params.out:q}"

@@ -13,6 +13,8 @@ rule plan:
         ),
         # The profile's, where there is one.
         partition=lambda w, resources: str(resources.get("slurm_partition") or "*"),
+    message:
+        f"plan the study {STUDY.name}"
     shell:
         f"{FIND_PACKAGE}"
         "python -m stratbench.plan --config {params.config:q} --partition {params.partition:q}"
@@ -27,6 +29,8 @@ rule compare_with_prediction:
         f"{RESULTS}/{{study}}/prediction.csv",
     log:
         f"{RESULTS}/{{study}}/logs/compare_with_prediction.log",
+    benchmark:
+        f"{RESULTS}/{{study}}/benchmarks/compare_with_prediction.tsv"
     localrule: True
     conda:
         ENV
@@ -39,6 +43,8 @@ rule compare_with_prediction:
             | STUDY.as_trained(),
             sort_keys=True,
         ),
+    message:
+        "compare what the plan predicts of {wildcards.study} with what was measured"
     shell:
         f"{FIND_PACKAGE}"
         "python -m stratbench.plan.compare --config {params.config:q} --out {output:q}"

@@ -29,6 +29,8 @@ onstart:
 
 
 # Training: one job a cell. Oom, timeout and divergence are results; anything else fails the job.
+# No `benchmark:`. Snakemake would see the launcher alone, since workers live under the fork server or on
+# other nodes; and reading the memory of processes disturbs what is measured in them.
 rule train_cell:
     input:
         data=lambda w: f"{data_dir(cell_of(w).dataset)}/meta.json",
@@ -60,6 +62,9 @@ rule train_cell:
         settings=lambda w, input: settings_of(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
+    message:
+        "train {wildcards.study}/{wildcards.experiment}: {wildcards.strategy}, {wildcards.model},"
+        " workers: {wildcards.gpus}, repeat {wildcards.repeat}; log: {log}"
     # The launcher takes its shell's place, so that no shell can be killed in front of it, and ends with
     # the Snakemake that runs it here: on SLURM that is the job's own, not the one that has submitted it.
     shell:
@@ -82,6 +87,8 @@ rule list_cells:
         ENV
     params:
         matrices=json.dumps([e.matrix for e in STUDY.experiments.values()]),
+    message:
+        "list the cells of {wildcards.study}"
     shell:
         f"{FIND_PACKAGE}"
         "python -m stratbench.study.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"
