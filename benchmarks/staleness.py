@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 
-from stratbench.ps.options import OPTIONS
-from stratbench.ps.policies import Hyper, make_policy
+from stratbench.ps.policies import POLICIES, make_policy, parse_options
+from stratbench.ps.policy import Hyper
 from stratbench.ps.tickets import Plan, Ticket
 from stratbench.ps.virtual import Timing, Trace, simulate
 
@@ -259,7 +259,7 @@ def markdown(rows: list[dict], arguments: argparse.Namespace) -> str:
                 f"{first['throughput_vs_async']:.2f}",
                 f"{first['staleness_mean']:.2f}",
             ]
-            default = getattr(OPTIONS[name](), "lr_scale", "") == scale and scale
+            default = getattr(parse_options(name), "lr_scale", "") == scale and scale
             shown = f"{scale} (default)" if default else scale or "–"
             lines.append(f"| {name} | {shown} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "## ps-dana as it is by default", "", *verdicts(rows), ""])
@@ -268,7 +268,7 @@ def markdown(rows: list[dict], arguments: argparse.Namespace) -> str:
 def verdicts(rows: list[dict]) -> list[str]:
     """What ps-dana must reach, what it reached, and whether that is enough."""
     find = {(r["strategy"], r["lr_scale"], r["lr"], r["straggler"]): r for r in rows}
-    scale = OPTIONS["ps-dana"]().lr_scale
+    scale = parse_options("ps-dana").lr_scale
     lines = ["| condition | measured | met |", "|---|---|---|"]
 
     def check(condition: str, measured: float, met: bool, unit: str = "") -> None:
@@ -324,13 +324,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="seeds of weights and sample order")
     parser.add_argument("--clocks", type=int, default=2, help="different schedules of each")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--only", nargs="+", choices=OPTIONS, help="keep the other policies' rows")
+    parser.add_argument("--only", nargs="+", choices=POLICIES, help="keep the other policies' rows")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     variants = [
         (name, scale)
-        for name, options in OPTIONS.items()
-        for scale in (("full", "1/N") if hasattr(options(), "lr_scale") else ("",))
+        for name in POLICIES
+        for scale in (("full", "1/N") if hasattr(parse_options(name), "lr_scale") else ("",))
     ]
     keys = [(*v, lr, s) for s in STRAGGLERS for lr in LEARNING_RATES for v in variants]
     kept = kept_rows(arguments.out / "staleness.csv", arguments.only) if arguments.only else {}

@@ -16,8 +16,8 @@ from stratbench.plan import cache, devices, projection, rows, schedule, servers,
 from stratbench.plan.answers import answered_questions
 from stratbench.plan.footprint import Affine, Footprint, MemoryPeak, Moment
 from stratbench.plan.text import plan_text
-from stratbench.ps.options import OPTIONS
-from stratbench.ps.policies import Hyper, make_policy
+from stratbench.ps.policies import POLICIES, make_policy
+from stratbench.ps.policy import Hyper
 from stratbench.strategies import option_defaults
 from stratbench.study import config as configuration
 from stratbench.study import resources
@@ -320,7 +320,7 @@ def tensors_in(value: Any, seen: set[int]) -> int:
     return tensors_in(vars(value), seen) if type(value).__module__.startswith("stratbench") else 0
 
 
-@pytest.mark.parametrize("policy", list(OPTIONS))
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, momentum: float):
     import torch

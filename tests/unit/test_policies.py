@@ -17,8 +17,8 @@ from policy_reference import REFERENCES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratbench.ps import asynchronous, averaging
-from stratbench.ps.options import OPTIONS, parse_options
-from stratbench.ps.policies import POLICIES, Hyper, Outcome, make_policy
+from stratbench.ps.policies import POLICIES, make_policy, parse_options, policy_class
+from stratbench.ps.policy import Hyper, Outcome
 from stratbench.ps.tickets import Plan
 from stratbench.ps.virtual import Timing, simulate
 
@@ -219,8 +219,8 @@ OPTION_VALUES = {
 
 
 def options_for(name):
-    values = {f.name: OPTION_VALUES[f.name] for f in fields(OPTIONS[name])}
-    return st.builds(OPTIONS[name], **values)
+    options = policy_class(name).Options
+    return st.builds(options, **{f.name: OPTION_VALUES[f.name] for f in fields(options)})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -235,7 +235,7 @@ def test_policy_does_what_its_reference_does(name, data):
         moves = st.tuples(times, others, st.sampled_from(["leave", "join"]))
         changes = data.draw(st.lists(moves, max_size=6))
     run_lockstep(
-        POLICIES[name],
+        policy_class(name),
         REFERENCES[name],
         hyper,
         options,
@@ -361,24 +361,26 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("mutant", "given_options", "how"), MUTANTS, ids=lambda x: str(x)[:40])
 def test_a_wrong_policy_is_found_out(mutant, given_options, how):
-    options = parse_options(mutant.name, given_options)
+    right = mutant.__base__
+    name = next(n for n in NAMES if policy_class(n) is right)
+    options = parse_options(name, given_options)
     how = {"slowdown": (3.0,), **how}
     hyper = Hyper(lr=0.05, momentum=0.9, workers=4, nesterov=how.pop("nesterov", False))
     hyper = replace(hyper, lr_scale=options.lr_factor(4))
-    run_lockstep(POLICIES[mutant.name], REFERENCES[mutant.name], hyper, options, **dict(how))
+    run_lockstep(right, REFERENCES[name], hyper, options, **dict(how))
     with pytest.raises(AssertionError):
-        run_lockstep(mutant, REFERENCES[mutant.name], hyper, options, **how)
+        run_lockstep(mutant, REFERENCES[name], hyper, options, **how)
 
 
 def test_dana_that_looks_ahead_along_its_own_momentum_is_not_sgd_at_one_worker():
     weights = {}
-    for policy_class in (asynchronous.DanaPolicy, DanaLooksAheadAlongOwn):
-        policy = policy_class(torch.ones(3), Hyper(lr=0.1, momentum=0.9))
+    for kind in (asynchronous.DanaPolicy, DanaLooksAheadAlongOwn):
+        policy = kind(torch.ones(3), Hyper(lr=0.1, momentum=0.9))
         read = torch.empty(3)
         for _ in range(5):
             version = policy.view(0, read)
             policy.on_push(0, read.clone(), version)
-        weights[policy_class] = policy.weights
+        weights[kind] = policy.weights
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     for _ in range(5):
@@ -520,15 +522,17 @@ def test_optimizer_buffers_says_what_a_policy_keeps(name, workers):
 
 
 def test_options_are_known_without_torch():
-    code = "import sys, stratbench.ps.options; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from stratbench.ps.policies import POLICIES, parse_options;"
+        "list(map(parse_options, POLICIES)); sys.exit('torch' in sys.modules)"
+    )
     package = Path(__file__).parents[2] / "workflow"
     assert subprocess.run([sys.executable, "-c", code], cwd=package, check=False).returncode == 0
 
 
 def test_every_policy_has_options_with_help_and_a_valid_default():
-    assert list(OPTIONS) == NAMES
-    for name, options_class in OPTIONS.items():
-        assert POLICIES[name].options_class is options_class
+    for name in NAMES:
+        options_class = policy_class(name).Options
         for spec in fields(options_class):
             assert spec.metadata["help"]
             assert parse_options(name, {spec.name: spec.default}) == options_class()
@@ -540,13 +544,13 @@ def test_every_policy_has_options_with_help_and_a_valid_default():
         ("ps-nothing", {}, "'ps-nothing' is no parameter-server policy; known: ps-sync"),
         ("ps-sync", {"k": 2}, "unknown option 'k'; options it takes: none"),
         ("ps-ssp", {"bound": 2}, "options it takes: staleness_bound, lr_scale"),
-        ("ps-ssp", {"staleness_bound": -1}, "is -1; expected a whole number, at least 0"),
-        ("ps-ssp", {"staleness_bound": True}, "is True; expected a whole number"),
-        ("ps-ssp", {"staleness_bound": 2.5}, "is 2.5; expected a whole number"),
-        ("ps-dana", {"lr_scale": "half"}, "is 'half'; expected one of full, 1/N"),
-        ("ps-dcasgd", {"dc_decay": 1.0}, "expected a number, at least 0, below 1"),
-        ("ps-dcasgd", {"dc_lambda": float("nan")}, "is nan; expected a number, at least 0"),
-        ("ps-gap-aware", {"step_decay": "slow"}, "is 'slow'; expected a number"),
+        ("ps-ssp", {"staleness_bound": -1}, "staleness_bound = -1: must be at least 0"),
+        ("ps-ssp", {"staleness_bound": True}, "staleness_bound = True: must be a whole number"),
+        ("ps-ssp", {"staleness_bound": 2.5}, "staleness_bound = 2.5: must be a whole number"),
+        ("ps-dana", {"lr_scale": "half"}, "lr_scale = 'half': must be 'full' or '1/N'"),
+        ("ps-dcasgd", {"dc_decay": 1.0}, "dc_decay = 1.0: must be at least 0 and below 1"),
+        ("ps-dcasgd", {"dc_lambda": float("nan")}, "dc_lambda = nan: must be at least 0"),
+        ("ps-gap-aware", {"step_decay": "slow"}, "step_decay = 'slow': must be a number"),
     ],
 )
 def test_wrong_options_are_named(name, options, complaint):

@@ -30,6 +30,7 @@ from ps_harness import (
 )
 
 import stratbench
+from stratbench.ps import asynchronous
 from stratbench.ps.asynchronous import AsyncPolicy
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
@@ -541,7 +542,7 @@ def test_a_policy_that_fails_ends_the_run_with_its_error(tmp_path, monkeypatch, 
                 raise ArithmeticError("out of numbers")
             return getattr(AsyncPolicy, name)(self, *args)
 
-    monkeypatch.setitem(POLICIES, "ps-async", Failing)
+    monkeypatch.setattr(asynchronous, "AsyncPolicy", Failing)
     plan = config(tmp_path)
     server, worker = Served(plan, b"s" * 32), Worked(plan, b"s" * 32, transport=transport)
     with pytest.raises(RunEnded, match="the server failed: ArithmeticError: out of numbers"):

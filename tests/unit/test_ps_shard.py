@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from stratbench.ps.buffers import BufferMean
-from stratbench.ps.policies import Hyper, make_policy
+from stratbench.ps.policies import make_policy
+from stratbench.ps.policy import Hyper
 from stratbench.ps.shard import Shard
 from stratbench.ps.snapshots import SnapshotWriter, drop_snapshot, load_snapshot
 

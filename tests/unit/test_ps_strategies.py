@@ -62,7 +62,7 @@ def mutant_or_real(policy, weights, hyper, options):
 
 
 def make_options():
-    from stratbench.ps.options import parse_options
+    from stratbench.ps.policies import parse_options
 
     return parse_options("ps-sync")
 

@@ -18,8 +18,8 @@ from stratbench.analysis.constraints import Constraints
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import SCHEMA_PATH
 from stratbench.plan.request import Request
-from stratbench.ps.options import OPTIONS, parse_options
-from stratbench.ps.policies import Hyper, make_policy
+from stratbench.ps.policies import POLICIES, make_policy, parse_options
+from stratbench.ps.policy import Hyper
 from stratbench.ps.tickets import Plan
 from stratbench.ps.virtual import Timing, WorkerLost, simulate
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
@@ -102,7 +102,7 @@ def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered
     assert named == {"single", "ddp", "fsdp", "ps-dana"}
 
 
-@pytest.mark.parametrize("name", list(OPTIONS))
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
     """Four workers of which one takes 20 times as long: who waits takes as long as that one."""
     workers, plan = 4, Plan(1, 12, 4 * parse_options(name).pushes_per_ticket)
@@ -125,7 +125,7 @@ def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
         assert len(run(changes=[(2.5, 1, "leave")]).settled) == len(plan)
 
 
-@pytest.mark.parametrize("name", list(OPTIONS))
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
     plan = Plan(1, 12, workers)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratbench.ps import asynchronous, averaging
-from stratbench.ps.options import OPTIONS, parse_options
-from stratbench.ps.policies import POLICIES, Hyper, make_policy
+from stratbench.ps.policies import POLICIES, make_policy, parse_options, policy_class
+from stratbench.ps.policy import Hyper
 from stratbench.ps.tickets import Plan
 from stratbench.ps.virtual import Deadlock, Timing, WorkerLost, simulate
 
@@ -171,7 +171,7 @@ OPTION_VALUES = {
 @given(schedule=schedules(), data=st.data())
 def test_every_run_ends_with_every_ticket_settled_once(name, schedule, data):
     workers, shards, plan, timing, changes = schedule
-    names = [f.name for f in fields(OPTIONS[name]) if f.name in OPTION_VALUES]
+    names = [f.name for f in fields(policy_class(name).Options) if f.name in OPTION_VALUES]
     options = data.draw(st.fixed_dictionaries({key: OPTION_VALUES[key] for key in names}))
     policies = policies_of(name, workers, shards, options)
     if not policies[0].tolerates_loss:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.ps.config import ServerConfig
-from stratbench.strategies.ps import policy_options
+from stratbench.strategies import strategy_class
 
 #: A lane over TCP has a shard's gradient and its reply in memory, and one in the wire's format.
 _STREAM_SHARDS = 3
@@ -28,7 +28,7 @@ class ServerNeeds:
 
 
 def server_needs(
-    policy: str,
+    strategy: str,
     options: dict[str, Any],
     workers: int,
     flat_bytes: dict[str, int],
@@ -43,7 +43,7 @@ def server_needs(
     written. A push that is `scaled` (fp16) may overflow: what came over TCP is held until the worker
     says that it has not. Memory that workers share with the server counts as the workers'.
     """
-    own = policy_options(policy, options)
+    own = strategy_class(strategy).Options(**options)
     part_bytes = -(-flat_bytes["weights"] // options["servers"])
     tensors = own.optimizer_buffers(workers)
     if not momentum:
@@ -61,13 +61,8 @@ def server_needs(
     )
 
 
-def pushes_per_batch(policy: str, options: dict[str, Any]) -> int:
-    """Into how many pushes a worker splits its batch."""
-    return policy_options(policy, options).pushes_per_ticket
-
-
 def worker_traffic_bytes(
-    policy: str, options: dict[str, Any], flat_bytes: dict[str, int], over_tcp: bool
+    strategy: str, options: dict[str, Any], flat_bytes: dict[str, int], over_tcp: bool
 ) -> tuple[int, int]:
     """Bytes that a worker sends and receives for each of its batches.
 
@@ -77,5 +72,5 @@ def worker_traffic_bytes(
     gradients_bytes = flat_bytes["weights"]
     if over_tcp and options["wire"] == "bfloat16":
         gradients_bytes //= 2
-    pushes = pushes_per_batch(policy, options)
+    pushes = strategy_class(strategy).Options(**options).pushes_per_ticket
     return pushes * (gradients_bytes + flat_bytes["buffers"]), pushes * flat_bytes["weights"]

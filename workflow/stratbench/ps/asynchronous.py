@@ -11,32 +11,36 @@ two are the same.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from stratbench.cell.options import option
 from stratbench.ps.options import (
-    AsyncModifiedOptions,
-    AsyncOptions,
-    DanaOptions,
-    DcAsgdOptions,
-    GapAwareOptions,
+    BoundedOptions,
+    EveryPushOptions,
     PolicyOptions,
-    SspOptions,
-    StalenessLrOptions,
+    lr_scale_option,
 )
 from stratbench.ps.policy import Hyper, Momentum, Outcome, Policy
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class AsyncPolicy(Policy):
-    """ps-async: every push is a step; nobody waits.
+    """Every push is a step; nobody waits.
 
     W -= eta * velocity(g), one momentum on the server. Downpour SGD of Dean et al., "Large scale
     distributed deep networks", NIPS 2012; the asynchronous server of the paper this project
     re-implements.
     """
 
-    name = "ps-async"
-    options_class: type[PolicyOptions] = AsyncOptions
+    summary: ClassVar[str] = "parameter server, nobody waits"
+    rule: ClassVar[str] = "W -= eta velocity(g) for each push"
+
+    @dataclass(frozen=True)
+    class Options(EveryPushOptions):
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
@@ -58,7 +62,7 @@ class AsyncPolicy(Policy):
 
 
 class StalenessLrPolicy(AsyncPolicy):
-    """ps-staleness-lr: the older the gradient, the less it weighs.
+    """The older the gradient, the less it weighs.
 
     W -= eta * velocity(g / (1 + tau)). Zhang et al., "Staleness-aware async-SGD for distributed deep
     learning", IJCAI 2016, who divide each gradient's learning rate by its staleness, with 1 + tau for
@@ -66,15 +70,22 @@ class StalenessLrPolicy(AsyncPolicy):
     a stale push does not shorten what earlier ones have still to give.
     """
 
-    name = "ps-staleness-lr"
-    options_class = StalenessLrOptions
+    summary: ClassVar[str] = "parameter server, learning rate by staleness"
+    rule: ClassVar[str] = (
+        "W -= eta velocity(g / (1 + tau)) for each push, tau: updates since W was read"
+    )
+
+    @dataclass(frozen=True)
+    class Options(EveryPushOptions):
+        # 1 / (1 + staleness) already divides by about N
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
 
     def _weight(self, staleness: int) -> float:
         return 1 / (1 + staleness)
 
 
 class SspPolicy(AsyncPolicy):
-    """ps-ssp: asynchronous, but nobody starts a batch more than `s` pushes ahead of the slowest.
+    """Asynchronous, but nobody starts a batch more than `s` pushes ahead of the slowest.
 
     A worker's clock counts its pushes; it waits while clock > min(clocks of live workers) + s. Each
     push is a step, as in ps-async. Ho et al., "More effective distributed ML via a stale
@@ -82,9 +93,15 @@ class SspPolicy(AsyncPolicy):
     clock.
     """
 
-    name = "ps-ssp"
-    options_class: type[PolicyOptions] = SspOptions
-    options: SspOptions
+    summary: ClassVar[str] = "parameter server, bounded staleness"
+    rule: ClassVar[str] = "as ps-async; whoever is more than s pushes ahead of the slowest waits"
+
+    @dataclass(frozen=True)
+    class Options(BoundedOptions):
+        staleness_bound: int = option(
+            3, "pushes a worker may be ahead of the slowest one when it starts a batch", least=0
+        )
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
@@ -108,7 +125,7 @@ class SspPolicy(AsyncPolicy):
 
 
 class AsyncModifiedPolicy(SspPolicy):
-    """ps-async-modified: the paper's "modified asynchronous" server, section 5.3.
+    """The paper's "modified asynchronous" server, section 5.3.
 
     Its three changes to ps-async: more frequent communication (a worker splits each batch in
     `pushes_per_batch` = f sub-batches and pushes and pulls for each), bounded staleness (the rule
@@ -118,9 +135,30 @@ class AsyncModifiedPolicy(SspPolicy):
     the paper's reason: f times the traffic, and waiting at the bound.
     """
 
-    name = "ps-async-modified"
-    options_class = AsyncModifiedOptions
-    options: AsyncModifiedOptions
+    summary: ClassVar[str] = "parameter server, the paper's staleness mitigation"
+    rule: ClassVar[str] = (
+        "W -= eta / f velocity(g / (1 + tau)) for each of f pushes a batch, tau: updates since W was "
+        "read; waits as ps-ssp, counted in sub-batches"
+    )
+
+    @dataclass(frozen=True)
+    class Options(BoundedOptions):
+        staleness_bound: int = option(
+            1, "pushes a worker may be ahead of the slowest one when it starts a sub-batch", least=0
+        )
+        pushes_per_batch: int = option(
+            4, "sub-batches, each pushed by itself, of one batch", least=1
+        )
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+
+        @property
+        def pushes_per_ticket(self) -> int:
+            return self.pushes_per_batch
+
+        @property
+        def synchronous_alone(self) -> bool:
+            """Not with several pushes a batch: each is an update on a smaller batch."""
+            return self.pushes_per_batch == 1
 
     @property
     def _step_lr(self) -> float:
@@ -130,10 +168,20 @@ class AsyncModifiedPolicy(SspPolicy):
         return 1 / (1 + staleness)
 
 
+@dataclass(frozen=True)
+class ViewKeepingOptions(EveryPushOptions):
+    """Base of their options: momentum, mean square, a scratch tensor, and each worker's last view."""
+
+    fixed_buffers: ClassVar[int] = 3
+    buffers_per_worker: ClassVar[int] = 1
+
+
 class ViewKeepingPolicy(Policy):
     """Base of the two policies that compare W with what the worker read."""
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        import torch
+
         super().__init__(weights, hyper, options)
         self._momentum = Momentum(weights, hyper)
         self._mean_square = torch.zeros_like(weights)
@@ -146,7 +194,7 @@ class ViewKeepingPolicy(Policy):
 
 
 class DcAsgdPolicy(ViewKeepingPolicy):
-    """ps-dcasgd: corrects g for the distance the weights have moved since it was read.
+    """Corrects g for the distance the weights have moved since it was read.
 
     ms <- m ms + (1 - m) g*g;  g' = g + lambda / sqrt(ms + 1e-7) * g*g*(W - W_read);
     W -= eta * velocity(g'). DC-ASGD-a of Zheng et al., "Asynchronous stochastic gradient descent
@@ -154,11 +202,23 @@ class DcAsgdPolicy(ViewKeepingPolicy):
     Hessian's diagonal.
     """
 
-    name = "ps-dcasgd"
-    options_class = DcAsgdOptions
-    options: DcAsgdOptions
+    summary: ClassVar[str] = "parameter server, delay-compensated"
+    rule: ClassVar[str] = (
+        "as ps-async with g + lambda / sqrt(ms + 1e-7) g² (W - W_read) in place of g, ms: running "
+        "mean of g²"
+    )
+
+    @dataclass(frozen=True)
+    class Options(ViewKeepingOptions):
+        dc_lambda: float = option(2.0, "strength of the delay compensation", least=0.0)
+        dc_decay: float = option(
+            0.95, "decay of the gradient's running mean square", 0.0, below=1.0
+        )
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        import torch
+
         decay = self.options.dc_decay
         self._mean_square.mul_(decay).addcmul_(grad, grad, value=1 - decay)
         if read_version != self.version:
@@ -173,18 +233,26 @@ class DcAsgdPolicy(ViewKeepingPolicy):
 
 
 class GapAwarePolicy(ViewKeepingPolicy):
-    """ps-gap-aware: divides g, weight by weight, by how many typical steps W has moved since read.
+    """Divides g, weight by weight, by how many typical steps W has moved since read.
 
     g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction
     (with Nesterov g' + mu times the momentum), RMS its bias-corrected running root mean square.
     Barkai et al., "Gap-aware mitigation of gradient staleness", ICLR 2020 (the per-parameter form).
     """
 
-    name = "ps-gap-aware"
-    options_class = GapAwareOptions
-    options: GapAwareOptions
+    summary: ClassVar[str] = "parameter server, gap-aware"
+    rule: ClassVar[str] = (
+        "as ps-async with g / (1 + |W - W_read| / (eta RMS(v))) in place of g, v: the direction of a step"
+    )
+
+    @dataclass(frozen=True)
+    class Options(ViewKeepingOptions):
+        step_decay: float = option(0.999, "decay of the step's running mean square", 0.0, below=1.0)
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        import torch
+
         decay, lr = self.options.step_decay, self.hyper.push_lr
         if read_version != self.version:
             # The kept view is not needed after this push: it holds the gap from here on.
@@ -200,7 +268,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
 
 
 class DanaPolicy(Policy):
-    """ps-dana: a momentum for each worker, and workers read where the others' will carry W.
+    """A momentum for each worker, and workers read where the others' will carry W.
 
     v_i <- mu v_i + g;  W -= eta v_i;  worker i reads W - eta mu sum over j != i of v_j, an estimate
     of the weights its gradient will meet. After DANA-Zero of Hakimi et al., "Taming momentum in a
@@ -213,8 +281,21 @@ class DanaPolicy(Policy):
     its momentum with it.
     """
 
-    name = "ps-dana"
-    options_class = DanaOptions
+    summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
+    rule: ClassVar[str] = (
+        "v_i <- mu v_i + g, W -= eta v_i; worker i reads W - eta mu Σ_{j≠i} v_j (Nesterov: mu² for mu)"
+    )
+    first_choice = "unequal workers"
+
+    @dataclass(frozen=True)
+    class Options(EveryPushOptions):
+        fixed_buffers: ClassVar[int] = 0
+        buffers_per_worker: ClassVar[int] = 1
+
+        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+
+        def momentum_buffers(self, workers: int) -> int:
+            return workers
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)

@@ -6,16 +6,19 @@ An update has the learning rate of a global batch; `lr_scale` plays no part here
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from stratbench.ps.options import BackupOptions, KBatchOptions, PolicyOptions, SyncOptions
+from stratbench.cell.options import option
+from stratbench.ps.options import PolicyOptions
 from stratbench.ps.policy import Hyper, Momentum, Outcome, Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SyncPolicy(Policy):
-    """ps-sync: every live worker pushes, the average makes one step, all go on together.
+    """Every live worker pushes, the average makes one step, all go on together.
 
     W -= lr * velocity(mean of the gradients). Bulk-synchronous SGD as in Li et al., "Scaling
     distributed machine learning with the parameter server", OSDI 2014 (sequential consistency),
@@ -24,10 +27,25 @@ class SyncPolicy(Policy):
     worker that has finished is no longer waited for; one that was lost ends the run.
     """
 
-    name = "ps-sync"
-    options_class: type[PolicyOptions] = SyncOptions
+    summary: ClassVar[str] = "parameter server, every step waits for all workers"
+    rule: ClassVar[str] = "W -= lr velocity(mean of all workers' g)"
+
+    @dataclass(frozen=True)
+    class Options(PolicyOptions):
+        tolerates_loss: ClassVar[bool] = False
+        averages_all: ClassVar[bool] = True
+        synchronous_alone: ClassVar[bool] = True
+
+        def updates_per_step(self, workers: int) -> float:
+            return 1.0
+
+        def optimizer_buffers(self, workers: int) -> int:
+            """Momentum, and the gradients of all workers but the last of a step."""
+            return 1 + (workers - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        import torch
+
         super().__init__(weights, hyper, options)
         self._momentum = Momentum(weights, hyper)
         self._live = set(range(hyper.workers))
@@ -113,7 +131,7 @@ class SyncPolicy(Policy):
 
 
 class BackupPolicy(SyncPolicy):
-    """ps-backup: of N workers the first N - b of a step make its update; late pushes are dropped.
+    """Of N workers the first N - b of a step make its update; late pushes are dropped.
 
     Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late when its weights
     were read before the last update; its sender goes on at once with the new weights. A step is
@@ -121,9 +139,27 @@ class BackupPolicy(SyncPolicy):
     were lost, or (shards decide one by one who was late) the missing ones wait at another shard.
     """
 
-    name = "ps-backup"
-    options_class = BackupOptions
-    options: BackupOptions
+    summary: ClassVar[str] = "parameter server, does not wait for the slowest workers"
+    rule: ClassVar[str] = (
+        "as ps-sync, from the first N - b pushes of a step; later ones are dropped"
+    )
+
+    @dataclass(frozen=True)
+    class Options(PolicyOptions):
+        backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
+
+        synchronous_alone: ClassVar[bool] = True  # whatever `backups` is: one push is waited for
+
+        def waits_for_slowest(self, workers: int) -> bool:
+            return self.quorum(workers) == workers
+
+        def quorum(self, workers: int) -> int:
+            """How many pushes make a step of `workers` workers."""
+            return max(1, workers - self.backups)
+
+        def optimizer_buffers(self, workers: int) -> int:
+            """Momentum, and the gradients of a step but its last."""
+            return 1 + (self.quorum(workers) - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
@@ -159,18 +195,43 @@ class BackupPolicy(SyncPolicy):
 
 
 class KBatchPolicy(Policy):
-    """ps-kbatch: every K pushes, whoever sent them, are averaged into one update; nobody waits.
+    """Every K pushes, whoever sent them, are averaged into one update; nobody waits.
 
     W -= lr * velocity(mean of K gradients). K-batch-async SGD of Dutta et al., "Slow and stale
     gradients can win the race", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. `finish`
     averages and applies the fewer than K that are left.
     """
 
-    name = "ps-kbatch"
-    options_class = KBatchOptions
-    options: KBatchOptions
+    summary: ClassVar[str] = "parameter server, averages any K pushes"
+    rule: ClassVar[str] = "W -= lr velocity(mean of any K pushes)"
+
+    @dataclass(frozen=True)
+    class Options(PolicyOptions):
+        k: int = option(
+            0, "pushes averaged into one update; 0: as many as there are workers", least=0
+        )
+
+        @property
+        def synchronous_alone(self) -> bool:
+            return self.pushes_per_update(1) == 1
+
+        def waits_for_slowest(self, workers: int) -> bool:
+            return False
+
+        def updates_per_step(self, workers: int) -> float:
+            return workers / self.pushes_per_update(workers)
+
+        def pushes_per_update(self, workers: int) -> int:
+            """`k`, or the number of workers where it is 0."""
+            return self.k or workers
+
+        def optimizer_buffers(self, workers: int) -> int:
+            """Momentum, and the running sum where an update takes more than one push."""
+            return 1 + (self.pushes_per_update(workers) > 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        import torch
+
         super().__init__(weights, hyper, options)
         self._momentum = Momentum(weights, hyper)
         self._k = self.options.pushes_per_update(hyper.workers)

@@ -1,58 +1,70 @@
-"""The parameter server's policies by strategy name, and the interface they share.
+"""The parameter server's update policies: each is one line here, and one class that has all its facts.
 
-Adding one: a class in `averaging.py` or `asynchronous.py` (or a file of its own), its options in
-`options.py`, and a line in POLICIES and in OPTIONS.
+The workflow reads names and options on every parse: policies import torch inside functions only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from stratbench.ps.asynchronous import (
-    AsyncModifiedPolicy,
-    AsyncPolicy,
-    DanaPolicy,
-    DcAsgdPolicy,
-    GapAwarePolicy,
-    SspPolicy,
-    StalenessLrPolicy,
-)
-from stratbench.ps.averaging import BackupPolicy, KBatchPolicy, SyncPolicy
-from stratbench.ps.options import parse_options
-from stratbench.ps.policy import Hyper, Outcome, Policy
+    from stratbench.ps.options import PolicyOptions
+    from stratbench.ps.policy import Hyper, Policy
 
-__all__ = ["POLICIES", "Hyper", "Outcome", "Policy", "make_policy"]
-
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        SyncPolicy,
-        AsyncPolicy,
-        AsyncModifiedPolicy,
-        SspPolicy,
-        BackupPolicy,
-        KBatchPolicy,
-        DcAsgdPolicy,
-        GapAwarePolicy,
-        StalenessLrPolicy,
-        DanaPolicy,
-    )
+POLICIES: dict[str, str] = {
+    "ps-sync": "stratbench.ps.averaging:SyncPolicy",
+    "ps-async": "stratbench.ps.asynchronous:AsyncPolicy",
+    "ps-async-modified": "stratbench.ps.asynchronous:AsyncModifiedPolicy",
+    "ps-ssp": "stratbench.ps.asynchronous:SspPolicy",
+    "ps-backup": "stratbench.ps.averaging:BackupPolicy",
+    "ps-kbatch": "stratbench.ps.averaging:KBatchPolicy",
+    "ps-dcasgd": "stratbench.ps.asynchronous:DcAsgdPolicy",
+    "ps-gap-aware": "stratbench.ps.asynchronous:GapAwarePolicy",
+    "ps-staleness-lr": "stratbench.ps.asynchronous:StalenessLrPolicy",
+    "ps-dana": "stratbench.ps.asynchronous:DanaPolicy",
 }
 
 
+def policy_class(name: str) -> type[Policy]:
+    """The policy registered as `name`; ValueError when there is none."""
+    if name not in POLICIES:
+        raise ValueError(f"{name!r} is no parameter-server policy; known: {', '.join(POLICIES)}")
+    module, _, attribute = POLICIES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:
+    """The options of policy `name` from plain values; defaults where a key is missing.
+
+    Raises ValueError, naming the policy, the key and what it takes, for an unknown policy or key or a
+    value of the wrong type or range.
+    """
+    options, given = policy_class(name).Options, given or {}
+    known = [spec.name for spec in fields(options)]
+    for key in given:
+        if key not in known:
+            takes = ", ".join(known) or "none"
+            raise ValueError(f"{name}: unknown option {key!r}; options it takes: {takes}")
+    try:
+        return options(**given)
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}") from None
+
+
 def make_policy(
-    strategy: str, weights: Tensor, hyper: Hyper, options: Mapping[str, Any] | None = None
+    name: str, weights: Tensor, hyper: Hyper, options: Mapping[str, Any] | None = None
 ) -> Policy:
     """A policy for one shard from a config's values.
 
     `weights`: the shard's flat parameters, shape [n], updated in place. `options`: as in the
     config, defaults where a key is missing; `lr_scale` there decides `hyper.lr_scale`. Raises
-    ValueError for an unknown strategy or option.
+    ValueError for an unknown policy or option.
     """
-    parsed = parse_options(strategy, options)
+    parsed = parse_options(name, options)
     hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))
-    return POLICIES[strategy](weights, hyper, parsed)
+    return policy_class(name)(weights, hyper, parsed)

@@ -2,7 +2,7 @@
 
 A policy object owns one shard. The server and the virtual-clock driver use the same objects, so
 what is tested under the clock is what runs. The rules themselves are in `averaging.py` and
-`asynchronous.py`; `policies.py` lists them by name.
+`asynchronous.py`; `policies.py` lists them by name. torch is imported inside functions only.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from stratbench.ps.options import PolicyOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Outcome(Enum):
@@ -52,6 +53,8 @@ class Momentum:
 
     def __init__(self, like: Tensor, hyper: Hyper) -> None:
         """`like`: the shard's weights, shape [n]; nothing is kept when the momentum is 0."""
+        import torch
+
         self.hyper = hyper
         self.value = torch.zeros_like(like) if hyper.momentum else None
         self.started = False  # whether the buffer holds anything yet
@@ -95,7 +98,7 @@ class Momentum:
 
 
 class Policy(ABC):
-    """One shard's rule.
+    """One shard's rule. Subclass, set the class attributes, and add a line to `policies.py`.
 
     The server calls `on_push` for every gradient (`on_skip` for a step that had none), then asks
     `ready(worker)` for each worker that waits for a reply; a ready worker gets `view`. Barriers,
@@ -106,10 +109,15 @@ class Policy(ABC):
     worker has one push under way at a time: it gets a view before it pushes again.
     """
 
-    #: The strategy it is the server's side of.
-    name: str
-    #: The options' class, whose defaults hold where the caller gives none.
-    options_class: type[PolicyOptions] = PolicyOptions
+    #: One line for documentation and reports.
+    summary: ClassVar[str]
+    #: One line for reports: what a push does to the weights W. g: a gradient; velocity: SGD's
+    #: direction from it; lr: the learning rate of a global batch, eta that of a push; N workers.
+    rule: ClassVar[str]
+    #: The situation in which theory chooses it before anything was measured; None: never.
+    first_choice: ClassVar[Literal["equal workers", "unequal workers"] | None] = None
+    #: What it can be told, and what follows from that; the defaults hold where nothing is given.
+    Options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         """`weights`: the shard's flat parameters, shape [n], updated in place.
@@ -119,7 +127,7 @@ class Policy(ABC):
         """
         self.weights = weights
         self.hyper = hyper
-        self.options = options if options is not None else self.options_class()
+        self.options = options if options is not None else self.Options()
         self.version = 0  # updates applied to this shard
 
     @property

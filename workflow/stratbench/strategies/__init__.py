@@ -1,7 +1,7 @@
 """Training strategies: one file a family, one line each in this registry.
 
-Strategy modules import torch inside functions only, so that the workflow can read a strategy's name
-and options in milliseconds.
+Each policy of the parameter server (`ps/policies.py`) is a strategy, too. Strategy modules import
+torch inside functions only, so that the workflow can read a strategy's name and options in milliseconds.
 """
 
 from __future__ import annotations
@@ -12,30 +12,25 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stratbench.ps.policies import POLICIES
+
 if TYPE_CHECKING:
     from stratbench.strategies.base import Strategy, Traits
 
+#: Of each strategy the module and the class, or a function that makes the class of the name.
 REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
     "ddp": "stratbench.strategies.ddp:DDP",
     "fsdp": "stratbench.strategies.fsdp:FSDP",
-    "ps-sync": "stratbench.strategies.ps:Sync",
-    "ps-async": "stratbench.strategies.ps:Async",
-    "ps-async-modified": "stratbench.strategies.ps:AsyncModified",
-    "ps-ssp": "stratbench.strategies.ps:Ssp",
-    "ps-backup": "stratbench.strategies.ps:Backup",
-    "ps-kbatch": "stratbench.strategies.ps:KBatch",
-    "ps-dcasgd": "stratbench.strategies.ps:DcAsgd",
-    "ps-gap-aware": "stratbench.strategies.ps:GapAware",
-    "ps-staleness-lr": "stratbench.strategies.ps:StalenessLr",
-    "ps-dana": "stratbench.strategies.ps:Dana",
+    **dict.fromkeys(POLICIES, "stratbench.strategies.ps:served_by"),
 }
 
 
 def strategy_class(name: str) -> type[Strategy]:
     """The class registered as `name`; KeyError when there is none."""
     module, _, attribute = REGISTRY[name].partition(":")
-    return getattr(import_module(module), attribute)
+    found = getattr(import_module(module), attribute)
+    return found if isinstance(found, type) else found(name)
 
 
 @cache

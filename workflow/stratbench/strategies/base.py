@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stratbench.cell.options import Options
 
 if TYPE_CHECKING:
     import torch
@@ -21,39 +23,6 @@ if TYPE_CHECKING:
     from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState, Stateful
-
-
-@dataclass(frozen=True)
-class Options:
-    """A strategy's options: a dataclass of plain values with defaults, checked against their types."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            if not _fits(value, hint):
-                allowed = (
-                    get_args(hint)
-                    if get_origin(hint) is Literal
-                    else getattr(hint, "__name__", hint)
-                )
-                raise ValueError(f"{field.name} = {value!r}: must be {_spell(allowed)}")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_args(hint):  # a union such as `int | None`
-        return any(_fits(value, h) for h in get_args(hint))
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _spell(allowed: Any) -> str:
-    return " or ".join(repr(a) for a in allowed) if isinstance(allowed, tuple) else str(allowed)
 
 
 @dataclass(frozen=True)
@@ -107,6 +76,8 @@ class Strategy:
 
     #: `collective`: all workers step together; `server`: workers talk to parameter servers.
     kind: ClassVar[Literal["collective", "server"]] = "collective"
+    #: The policy by which its servers update the weights (`ps/policies.py`); None: it has no servers.
+    policy: ClassVar[str | None] = None
     #: One line for documentation and reports.
     summary: ClassVar[str]
     #: One line for reports: how an update of the weights W comes about. g: a gradient; velocity: SGD's

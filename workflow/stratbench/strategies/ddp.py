@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from stratbench.cell.options import option
 from stratbench.strategies import base
 
 if TYPE_CHECKING:
@@ -63,13 +64,8 @@ class DDP(base.Collective):
 
     @dataclass(frozen=True)
     class Options(base.Options):
-        bucket_cap_mb: int = 25  # size of an all-reduce bucket in MiB
-        gradient_as_bucket_view: bool = True  # gradients live in the buckets: one copy less
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.bucket_cap_mb < 1:
-                raise ValueError(f"bucket_cap_mb = {self.bucket_cap_mb}: must be at least 1")
+        bucket_cap_mb: int = option(25, "size of an all-reduce bucket in MiB", least=1)
+        gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
 
     def traits(self, gpus: int) -> base.Traits:
         return base.Traits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from stratbench.cell.options import option
 from stratbench.strategies import base
 from stratbench.strategies.sharded import Sharded
 
@@ -36,10 +37,14 @@ class FSDP(Sharded):
 
     @dataclass(frozen=True)
     class Options(base.Options):
-        reshard_after_forward: Literal["always", "never"] = "always"
-        # autocast: the same arithmetic as every other strategy; policy: FSDP2's own mixed precision,
-        # which also gathers parameters in 16 bits
-        mixed_precision: Literal["autocast", "policy"] = "autocast"
+        reshard_after_forward: Literal["always", "never"] = option(
+            "always", "when the parameters that a forward pass gathers are freed"
+        )
+        mixed_precision: Literal["autocast", "policy"] = option(
+            "autocast",
+            "autocast: the same arithmetic as every other strategy; policy: FSDP2's own mixed "
+            "precision, which also gathers parameters in 16 bits",
+        )
 
     def traits(self, gpus: int) -> base.Traits:
         # By the policy, parameters are rounded to 16 bits where the other strategies keep 32.

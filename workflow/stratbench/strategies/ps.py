@@ -1,19 +1,22 @@
-"""`ps-*`: workers push gradients to parameter servers, which update the weights by a policy.
+"""Workers that push gradients to parameter servers, which update the weights by a policy.
 
-One class a policy; what they share is `ParameterServer`. Workers take batches as tickets, so a slow
-worker does fewer, and a lost one's batch is handed on. The servers keep the optimizer's state.
+Each policy in `ps/policies.py` makes one strategy of the same name (`served_by`). Workers take batches
+as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep the
+optimizer's state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, field, fields, make_dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from stratbench.cell.options import option
 from stratbench.ps.config import ServerConfig
-from stratbench.ps.options import OPTIONS, PolicyOptions, parse_options
-from stratbench.strategies import base
+from stratbench.ps.policies import policy_class
+from stratbench.strategies import base, strategy_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,48 +27,39 @@ if TYPE_CHECKING:
     from stratbench.ps.flat import FlatSpace
     from stratbench.ps.tickets import Ticket
 
-#: Options of every parameter-server strategy, beside its policy's own.
-TRANSPORT_OPTIONS = (
-    ("servers", int, field(default=1, metadata={"help": "server processes, each with a part"})),
-    (
-        "transport",
-        Literal["auto", "shm", "tcp"],
-        field(default="auto", metadata={"help": "auto: shared memory on one host, TCP between"}),
-    ),
-    (
-        "wire",
-        Literal["native", "bfloat16"],
-        field(default="native", metadata={"help": "bfloat16 halves a push of fp32 over TCP"}),
-    ),
-)
 
+@dataclass(frozen=True)
+class ServerOptions(base.Options):
+    """Options of every strategy with parameter servers, beside its policy's own."""
 
-def options_of(policy: str) -> type[base.Options]:
-    """The options class of a policy's strategy: the policy's options and the transport's."""
-    own = [
-        (f.name, f.type, field(default=f.default, metadata=f.metadata))
-        for f in fields(OPTIONS[policy])
-    ]
-
-    def check(self: base.Options) -> None:
-        base.Options.__post_init__(self)
-        policy_options(policy, asdict(self))
-        if self.servers < 1:
-            raise ValueError(f"servers = {self.servers}: must be at least 1")
-
-    return make_dataclass(
-        f"{policy}-options",
-        [*own, *TRANSPORT_OPTIONS],
-        bases=(base.Options,),
-        frozen=True,
-        namespace={"__post_init__": check, "policy": policy},
+    servers: int = option(1, "server processes, each with a part", least=1)
+    transport: Literal["auto", "shm", "tcp"] = option(
+        "auto", "auto: shared memory on one host, TCP between"
+    )
+    wire: Literal["native", "bfloat16"] = option(
+        "native", "bfloat16 halves a push of fp32 over TCP"
     )
 
 
-def policy_options(policy: str, options: dict[str, Any]) -> PolicyOptions:
-    """The policy's part of a strategy's options; ValueError for a value it does not take."""
-    own = {f.name for f in fields(OPTIONS[policy])}
-    return parse_options(policy, {k: v for k, v in options.items() if k in own})
+@cache
+def served_by(policy: str) -> type[ParameterServer]:
+    """The strategy whose servers follow the policy registered as `policy`."""
+    rules = policy_class(policy)
+
+    @dataclass(frozen=True)
+    class Options(ServerOptions, rules.Options):
+        """The policy's options, with what follows from them, and those of the servers."""
+
+    facts = {
+        "policy": policy,
+        "summary": rules.summary,
+        "rule": rules.rule,
+        "first_choice": rules.first_choice,
+        "Options": Options,
+        "__doc__": rules.__doc__,
+        "__module__": __name__,
+    }
+    return type(f"ServedBy{rules.__name__}", (ParameterServer,), facts)
 
 
 def server_configs(
@@ -76,36 +70,37 @@ def server_configs(
     `host`: the name by which other nodes reach this one; None: there are none, and the servers listen
     on loopback only.
     """
-    policy = s.strategy
-    own = policy_options(policy, s.options)
+    strategy = strategy_class(s.strategy)
+    options = strategy.Options(**s.options)
+    own = [spec.name for spec in fields(policy_class(strategy.policy).Options)]
     return [
         ServerConfig(
             rendezvous=str(folder.rendezvous),
             workers=s.gpus,
             epochs=s.epochs,
             steps_per_epoch=train_samples // s.global_batch,
-            slices=s.gpus * own.pushes_per_ticket,
-            policy=policy,
+            slices=s.gpus * options.pushes_per_ticket,
+            policy=strategy.policy,
             hyper={
                 "lr": s.lr,
                 "momentum": s.momentum,
                 "weight_decay": s.weight_decay,
                 "nesterov": s.nesterov,
             },
-            policy_options=asdict(own),
+            policy_options={name: getattr(options, name) for name in own},
             server=k,
-            n_servers=s.options["servers"],
+            n_servers=options.servers,
             bind="127.0.0.1" if host is None else "0.0.0.0",
             advertise=host,
             snapshot_dir=str(folder.snapshots),
             stats_path=str(folder.server_statistics(k)),
         )
-        for k in range(s.options["servers"])
+        for k in range(options.servers)
     ]
 
 
 class ParameterServer(base.Strategy):
-    """A worker of a parameter server. The policy is the strategy's name."""
+    """A worker of parameter servers; `served_by` makes a subclass for each policy."""
 
     kind = "server"
     needs_group = False
@@ -116,8 +111,8 @@ class ParameterServer(base.Strategy):
     )
 
     def traits(self, gpus: int) -> base.Traits:
-        own = policy_options(self.options.policy, asdict(self.options))
-        exact = self.options.wire == "native"
+        own = self.options
+        exact = own.wire == "native"
         alone = exact and own.synchronous_alone
         return base.Traits(
             ends_with_a_worker=not own.tolerates_loss,
@@ -129,7 +124,7 @@ class ParameterServer(base.Strategy):
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
-        pushes = policy_options(name, options).pushes_per_ticket
+        pushes = cls.Options(**options).pushes_per_ticket
         if per_worker_batch % pushes:
             raise ValueError(
                 f"{name} pushes {pushes} times a batch, which {per_worker_batch} samples for each of "
@@ -138,7 +133,7 @@ class ParameterServer(base.Strategy):
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
-        return s.per_worker_batch // policy_options(s.strategy, s.options).pushes_per_ticket
+        return s.per_worker_batch // cls.Options(**s.options).pushes_per_ticket
 
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
         from stratbench.ps.scale import LossScale
@@ -266,12 +261,11 @@ class ParameterServer(base.Strategy):
 
     def report(self) -> dict[str, Any]:
         s = self.worker.settings
-        own = policy_options(s.strategy, s.options)
         return {
             "details": {
                 "transports": self.channel.transports,
                 "skipped_steps": 0 if self.scale is None else self.scale.skipped,
-                "push_lr": s.lr * own.lr_factor(s.gpus),
+                "push_lr": s.lr * self.options.lr_factor(s.gpus),
             }
             | base.effective_dtypes(self.worker),
             "evaluated_on": "the servers' weights with the workers' mean BatchNorm statistics",
@@ -293,98 +287,3 @@ class ParameterServer(base.Strategy):
 
     def close(self) -> None:
         self.channel.close()
-
-
-class Sync(ParameterServer):
-    """All workers' gradients of a step are averaged into one update."""
-
-    summary: ClassVar[str] = "parameter server, every step waits for all workers"
-    rule: ClassVar[str] = "W -= lr velocity(mean of all workers' g)"
-    Options = options_of("ps-sync")
-
-
-class Async(ParameterServer):
-    """Every push is an update of its own."""
-
-    summary: ClassVar[str] = "parameter server, nobody waits"
-    rule: ClassVar[str] = "W -= eta velocity(g) for each push"
-    Options = options_of("ps-async")
-
-
-class AsyncModified(ParameterServer):
-    """The paper's mitigation: bounded staleness, smaller and more frequent pushes, weighted by age."""
-
-    summary: ClassVar[str] = "parameter server, the paper's staleness mitigation"
-    rule: ClassVar[str] = (
-        "W -= eta / f velocity(g / (1 + tau)) for each of f pushes a batch, tau: updates since W was "
-        "read; waits as ps-ssp, counted in sub-batches"
-    )
-    Options = options_of("ps-async-modified")
-
-
-class Ssp(ParameterServer):
-    """Asynchronous, but nobody may be more than a bound ahead of the slowest."""
-
-    summary: ClassVar[str] = "parameter server, bounded staleness"
-    rule: ClassVar[str] = "as ps-async; whoever is more than s pushes ahead of the slowest waits"
-    Options = options_of("ps-ssp")
-
-
-class Backup(ParameterServer):
-    """A step is made of the first workers' gradients; the slowest are dropped."""
-
-    summary: ClassVar[str] = "parameter server, does not wait for the slowest workers"
-    rule: ClassVar[str] = (
-        "as ps-sync, from the first N - b pushes of a step; later ones are dropped"
-    )
-    Options = options_of("ps-backup")
-
-
-class KBatch(ParameterServer):
-    """Any K gradients are averaged into one update."""
-
-    summary: ClassVar[str] = "parameter server, averages any K pushes"
-    rule: ClassVar[str] = "W -= lr velocity(mean of any K pushes)"
-    Options = options_of("ps-kbatch")
-
-
-class DcAsgd(ParameterServer):
-    """Gradients are corrected for the weights' move since they were read."""
-
-    summary: ClassVar[str] = "parameter server, delay-compensated"
-    rule: ClassVar[str] = (
-        "as ps-async with g + lambda / sqrt(ms + 1e-7) g² (W - W_read) in place of g, ms: running "
-        "mean of g²"
-    )
-    Options = options_of("ps-dcasgd")
-
-
-class GapAware(ParameterServer):
-    """Gradients are divided by how far the weights have moved since they were read."""
-
-    summary: ClassVar[str] = "parameter server, gap-aware"
-    rule: ClassVar[str] = (
-        "as ps-async with g / (1 + |W - W_read| / (eta RMS(v))) in place of g, v: the direction of a step"
-    )
-    Options = options_of("ps-gap-aware")
-
-
-class StalenessLr(ParameterServer):
-    """The learning rate of a push falls with its staleness."""
-
-    summary: ClassVar[str] = "parameter server, learning rate by staleness"
-    rule: ClassVar[str] = (
-        "W -= eta velocity(g / (1 + tau)) for each push, tau: updates since W was read"
-    )
-    Options = options_of("ps-staleness-lr")
-
-
-class Dana(ParameterServer):
-    """A momentum for each worker, and a look-ahead over the others': the default mitigation."""
-
-    summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
-    rule: ClassVar[str] = (
-        "v_i <- mu v_i + g, W -= eta v_i; worker i reads W - eta mu Σ_{j≠i} v_j (Nesterov: mu² for mu)"
-    )
-    first_choice = "unequal workers"
-    Options = options_of("ps-dana")

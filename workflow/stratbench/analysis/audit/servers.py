@@ -15,6 +15,7 @@ from stratbench.analysis.audit.checks import (
 )
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.cell.record import Record
+from stratbench.strategies import REGISTRY, strategy_class
 
 #: Shards are padded, and hold the float buffers too.
 PADDING = 0.1
@@ -37,15 +38,15 @@ def contradictory_server(record: Record) -> Iterator[str]:
     yield from unless_equal("the number of servers", len(facts.servers), "the option's", asked)
     yield from faults_of_tickets(facts)
     yield from faults_of_shards(facts)
+    strategy = facts("strategy.name")
+    policy = strategy_class(strategy).policy if strategy in REGISTRY else None
     for i, server in enumerate(facts.servers):
         name = f"server {i}"
         yield from unless_same(f"the number of {name}", server.get("server"), "by its place it", i)
         yield from unless_equal(
             f"n_servers of {name}", server.get("n_servers"), "the option's", asked
         )
-        yield from unless_same(
-            f"policy of {name}", server.get("policy"), "the strategy", facts("strategy.name")
-        )
+        yield from unless_same(f"policy of {name}", server.get("policy"), "the strategy's", policy)
         if facts.status == "ok" and server.get("status") not in (None, "ok"):
             yield f"{name} ended as {server['status']}, although the cell ended well"
         yield from faults_of_pushes(facts, server, name)

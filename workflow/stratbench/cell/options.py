@@ -1,0 +1,71 @@
+"""Options of a strategy or a policy: plain values with defaults, checked against types and limits.
+
+The only check of them: what a study gives, what a strategy takes and what a server is told go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+def option(default: Any, help: str, least: float | None = None, below: float | None = None) -> Any:
+    """A field of `Options` that says what it means (`help`) and between which limits it lies."""
+    return field(default=default, metadata={"help": help, "least": least, "below": below})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of all options: frozen dataclasses whose fields have defaults.
+
+    Types are int, float, bool, str, Literal and unions of these. Making one with another value
+    raises ValueError, which names the field, the value and what it takes.
+    """
+
+    def __post_init__(self) -> None:
+        types = _types(type(self))
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if not _fits(value, types[spec.name]):
+                raise ValueError(f"{spec.name} = {value!r}: must be {_spell(types[spec.name])}")
+            if not _within(value, spec):
+                raise ValueError(f"{spec.name} = {value!r}: must be {' and '.join(_limits(spec))}")
+
+
+_types = cache(get_type_hints)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if get_args(hint):  # a union such as `int | None`
+        return any(_fits(value, part) for part in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _spell(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_args(hint):
+        return " or ".join(map(_spell, get_args(hint)))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return (names | {type(None): "null"}).get(hint, str(hint))
+
+
+def _within(value: Any, spec: Field) -> bool:
+    least, below = spec.metadata.get("least"), spec.metadata.get("below")
+    return (least is None or value >= least) and (below is None or value < below)
+
+
+def _limits(spec: Field) -> Iterator[str]:
+    least, below = spec.metadata.get("least"), spec.metadata.get("below")
+    if least is not None:
+        yield f"at least {least:g}"
+    if below is not None:
+        yield f"below {below:g}"
