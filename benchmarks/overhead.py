@@ -94,7 +94,7 @@ class Setting(NamedTuple):
 
     def batches(self) -> Iterator[Tensor]:
         """As `Collective.batches` hands them out."""
-        order = epoch_order(self.data.train_samples, 0, 0, "cpu")
+        order = epoch_order(self.data.train_samples, 0, 0)
         yield from order.view(self.steps, self.world, BATCH)[:, self.rank]
 
 
@@ -130,7 +130,7 @@ def ours(at: Setting) -> Block:
         momentum=0.9, weight_decay=0.0, nesterov=False, precision="fp32", augment=False,
         warmup_steps=3, device="cpu", threads=1, slowdown=None,
     )  # fmt: skip
-    clock = StepClock("cpu", phase_marks=True)
+    clock = StepClock("cpu")
     worker = Worker(
         s, at.rank, at.world, at.world, torch.device("cpu"), RunFolder(Path()), [], mark=clock.mark
     )

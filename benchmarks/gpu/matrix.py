@@ -96,7 +96,7 @@ def run(stage: Stage) -> None:
 def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     """Warm up, then one epoch of `STEPS` steps; a collective's must not synchronise the device."""
     strategy, data, worker = t.strategy, t.data, t.worker
-    order = epoch_order(data.train_samples, worker.settings.seed, 0, worker.device)
+    order = epoch_order(data.train_samples, worker.settings.seed, 0).to(worker.device)
     loop.warm_up(strategy, data, worker)
     before = weights_of(strategy)
     layouts = count_layouts(strategy)

@@ -212,7 +212,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         measured = dict(seen)
         made.setup(net, worker)
         loop.warm_up(made, data, worker)
-        clock = StepClock(DEVICE, phase_marks=True)
+        clock = StepClock(DEVICE)
         worker.mark = clock.mark
         if made.kind == "collective":
             losses = loop.train_epoch(made, data, worker, clock, mock.create_autospec(PhaseLog), 0)

@@ -194,7 +194,6 @@ def work(config: ServerConfig, secret: bytes, worker: int, log: Path, habits: Ha
                 secret,
                 habits.transport,
                 deadline_s=20,
-                on_lost=lambda reason: note(lost=reason),
             )
             ticket = channel.first()
             begun = 0

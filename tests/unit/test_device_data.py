@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratbench.workload import prepared
-from stratbench.workload.data import DeviceData, epoch_order, fit, packed_bytes
+from stratbench.workload.data import Augmentation, DeviceData, epoch_order, fit, packed_bytes
 from stratbench.workload.datasets import DATASETS, describe
 from stratbench.workload.prepare import prepare
 from stratbench.workload.sources import DataError
@@ -47,9 +47,13 @@ def test_a_batch_is_normalised_with_the_training_sets_statistics(coloured: Path)
     torch.testing.assert_close(single.double(), images[7:8], rtol=0, atol=1e-5)
 
 
+def drawn(data: DeviceData, seed: int, epoch: int) -> Augmentation | None:
+    return data.tables(seed, epoch, augment=True).augmentation
+
+
 def test_augmentation_is_a_crop_from_zero_padding_and_a_flip(coloured: Path) -> None:
     data = DeviceData.load(coloured, dtype=torch.float64)
-    tables = data.augmentation(seed=1, epoch=2)
+    tables = drawn(data, 1, 2)
     mean, std = (
         torch.tensor(data.meta[key], dtype=torch.float64)[:, None, None] for key in ("mean", "std")
     )
@@ -67,7 +71,7 @@ def test_augmentation_is_a_crop_from_zero_padding_and_a_flip(coloured: Path) -> 
 
 def test_augmentation_uses_all_positions_evenly_and_flips_half(coloured: Path) -> None:
     data = DeviceData.load(coloured)
-    epochs = [data.augmentation(0, epoch) for epoch in range(30)]
+    epochs = [drawn(data, 0, epoch) for epoch in range(30)]
     for position in ("top", "left"):
         share = torch.cat([getattr(epoch, position) for epoch in epochs]).bincount() / 9000
         assert share.tolist() == pytest.approx([1 / 9] * 9, abs=0.02)
@@ -79,12 +83,12 @@ def test_augmentation_uses_all_positions_evenly_and_flips_half(coloured: Path) -
 def test_augmentation_does_not_depend_on_how_samples_are_split(coloured: Path) -> None:
     whole = DeviceData.load(coloured)
     order = epoch_order(whole.train_samples, seed=3, epoch=1)[:64]
-    expected, _ = whole.batch(order, whole.augmentation(3, 1))
+    expected, _ = whole.batch(order, drawn(whole, 3, 1))
     for workers in (2, 4):
         for rank in range(workers):
             worker = DeviceData.load(coloured)
             torch.rand(rank + 1)
-            found, _ = worker.batch(order[rank::workers], worker.augmentation(3, 1))
+            found, _ = worker.batch(order[rank::workers], drawn(worker, 3, 1))
             assert torch.equal(found, expected[rank::workers])
 
 
@@ -94,14 +98,14 @@ def test_each_epoch_and_seed_has_its_own_order_and_augmentation(coloured: Path) 
     assert torch.equal(epoch_order(300, 0, 0), epoch_order(300, 0, 0))
     for seed, epoch in ((0, 1), (1, 0), (1, 1)):
         assert not torch.equal(epoch_order(300, 0, 0), epoch_order(300, seed, epoch))
-        assert not torch.equal(data.augmentation(0, 0).top, data.augmentation(seed, epoch).top)
+        assert not torch.equal(drawn(data, 0, 0).top, drawn(data, seed, epoch).top)
     assert not torch.equal(epoch_order(300, 0, 1), epoch_order(300, 1, 0))
 
 
 def test_drawing_an_epoch_leaves_the_global_generator_alone(coloured: Path) -> None:
     data = DeviceData.load(coloured)
     state = torch.get_rng_state()
-    data.augmentation(0, 0)
+    drawn(data, 0, 0)
     epoch_order(300, 0, 0)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -147,12 +151,12 @@ def test_test_batches_are_normalised_in_order_and_end_with_the_test_set(digits_d
 
 def test_a_data_set_without_augmentation_has_no_tables(tmp_path: Path) -> None:
     prepare("mine", tmp_path / "a", spec=SPEC)
-    assert DeviceData.load(tmp_path / "a").augmentation(0, 0) is None
+    assert drawn(DeviceData.load(tmp_path / "a"), 0, 0) is None
 
 
 def test_digits_and_mnist_are_never_mirrored(digits_dir: Path) -> None:
     assert not DATASETS["mnist"].flip
-    assert DeviceData.load(digits_dir).augmentation(0, 0).flip.sum() == 0
+    assert drawn(DeviceData.load(digits_dir), 0, 0).flip.sum() == 0
 
 
 def test_the_prepared_files_are_not_changed_by_training_on_them(digits_dir: Path) -> None:
@@ -174,9 +178,9 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, digits_dir: Path)
 
 def test_packed_tables_are_the_same_tables(digits_dir):
     data = DeviceData.load(digits_dir)
-    drawn = data.tables(seed=1, epoch=2, augment=True)
-    assert torch.equal(drawn.order, epoch_order(data.train_samples, 1, 2))
-    packed = drawn.packed()
+    tables = data.tables(seed=1, epoch=2, augment=True)
+    assert torch.equal(tables.order, epoch_order(data.train_samples, 1, 2))
+    packed = tables.packed()
     facts = describe("digits")
     kept_bytes = sum(t.nbytes for t in (packed.order, *packed.augmentation))
     assert kept_bytes == packed_bytes(facts, augment=True) == 7 * data.train_samples
@@ -184,7 +188,7 @@ def test_packed_tables_are_the_same_tables(digits_dir):
     assert plain.order.nbytes == packed_bytes(facts, augment=False)
     back = packed.on(torch.device("cpu"))
     for mine, theirs in zip(
-        (back.order, *back.augmentation), (drawn.order, *data.augmentation(1, 2)), strict=True
+        (back.order, *back.augmentation), (tables.order, *tables.augmentation), strict=True
     ):
         assert torch.equal(mine, theirs)
         assert mine.dtype == theirs.dtype

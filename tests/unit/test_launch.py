@@ -535,7 +535,6 @@ def joined(folder: Path, rank: int) -> None:
     log = PhaseLog(RunFolder(folder).phases(rank), rank, time.monotonic())
     for event in ("start", "end"):
         log.write("build", event)
-    log.close()
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_a_failure_while_sending_is_raised_by_the_push():
             fails.clear()
             raise Closed("gone")
 
-    staging = Staging(flat, [(0, flat.layout.numel)], lambda: None, push, lambda overflowed: None)
+    staging = Staging(flat, [(0, flat.layout.numel)], lambda: None, push, lambda _: None, None)
     with pytest.raises(Closed, match="gone"):
         staging.finish_push()
     staging.finish_push()

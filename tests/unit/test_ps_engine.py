@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +25,6 @@ from ps_harness import (
     small_model,
 )
 
-import stratbench
 from stratbench.ps import asynchronous
 from stratbench.ps.asynchronous import AsyncPolicy
 from stratbench.ps.client import Channel, RunEnded
@@ -40,7 +35,6 @@ from stratbench.ps.link import Link
 from stratbench.ps.member import Member
 from stratbench.ps.policies import POLICIES, make_policy
 from stratbench.ps.run import Run
-from stratbench.ps.server import ServerConfig
 from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.tickets import Plan, Ticket
 from stratbench.ps.transport import Closed, Connection, Listeners
@@ -584,28 +578,10 @@ def test_a_worker_on_another_host_takes_tcp(tmp_path):
     assert server.result()["status"] == "ok"
 
 
-def test_a_server_runs_as_a_command_with_its_secret_in_the_environment(tmp_path):
-    plan = config(tmp_path, stats_path=str(tmp_path / "stats.json"))
-    (tmp_path / "config.json").write_text(json.dumps(asdict(plan)))
-    assert ServerConfig(**json.loads((tmp_path / "config.json").read_text())) == plan
-    command = [sys.executable, "-m", "stratbench.ps.server", str(tmp_path / "config.json")]
-    secret = b"e" * 32
-    package = Path(stratbench.__path__[0]).parent
-    env = os.environ | {"PYTHONPATH": str(package), "STRATBENCH_PS_SECRET": secret.hex()}
-    server = subprocess.Popen(command, env=env)
-    try:
-        worker = Worked(plan, secret).join(50)
-        assert server.wait(30) == 0
-    finally:
-        server.kill()
-    assert equal_parameters(worker.model, single_run(plan))
-    assert json.loads((tmp_path / "stats.json").read_text())["tickets_settled"] == 4
-
-
 def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent():
     """Else the shards would bring an idle worker back, and their weights come when it is at work."""
     said, hold = [], threading.Event()
-    channel = Channel(None, 0, "native", None, None)
+    channel = Channel(None, 0, "native", None)
     for server in range(2):
         connection = SimpleNamespace(
             send=lambda frame, payload=b"", s=server: said.append((s, frame.kind))

@@ -612,22 +612,25 @@ def test_a_header_is_good_once_in_order_and_on_its_own_connection():
 # --- the secret ----------------------------------------------------------------------------------
 
 
-def test_the_secret_travels_in_a_file_that_others_cannot_read(tmp_path, monkeypatch):
+def test_the_secret_travels_in_a_file_that_others_cannot_read(tmp_path):
     path = tmp_path / "secret"
     write_secret(path, SECRET)
     assert path.stat().st_mode & 0o777 == 0o600
     assert load_secret(path) == SECRET
     with pytest.raises(FileExistsError):
         write_secret(path, SECRET)
-    monkeypatch.setenv("STRATBENCH_PS_SECRET_FILE", str(path))
-    assert load_secret() == SECRET
-    path.chmod(0o644)
-    with pytest.raises(ValueError, match="mode 0644 lets others read the secret; chmod 600"):
-        load_secret()
+    for mode in (0o644, 0o640, 0o601):
+        path.chmod(mode)
+        with pytest.raises(
+            ValueError, match=f"mode 0{mode:o} lets others read the secret; chmod 600"
+        ):
+            load_secret(path)
 
 
 @pytest.mark.parametrize("text", ["", "zz", "abcd"])
-def test_a_secret_that_is_none_is_not_accepted(monkeypatch, text):
-    monkeypatch.setenv("STRATBENCH_PS_SECRET", text)
+def test_a_secret_that_is_none_is_not_accepted(tmp_path, text):
+    path = tmp_path / "file"
+    path.write_text(text)
+    path.chmod(0o600)
     with pytest.raises(ValueError, match="secret"):
-        load_secret()
+        load_secret(path)

@@ -58,7 +58,7 @@ def test_a_lost_gpu_answers_nothing_and_raises_nothing():
     assert gpu.counters() == {}
     assert gpu.static() == {"index": 0}
     assert gpu.process_ids() == []
-    assert gpu.process_used_bytes(4242) is None
+    assert gpu.process_used_bytes() is None
 
 
 def test_free_clocks_are_an_empty_text_and_an_unknown_state_is_absent():
@@ -124,11 +124,12 @@ def test_gpu_of_finds_by_uuid_and_only_by_it():
     assert nvml.gpu_of(None) is None
 
 
-def test_memory_of_a_process():
+def test_memory_of_this_process(monkeypatch):
     gpu = Nvml(FakeNvml()).gpus()[0]
     assert gpu.process_ids() == [4242]
-    assert gpu.process_used_bytes(4242) == 1 << 30
-    assert gpu.process_used_bytes(1) is None
+    assert gpu.process_used_bytes() is None
+    monkeypatch.setattr("os.getpid", lambda: 4242)
+    assert gpu.process_used_bytes() == 1 << 30
 
 
 def test_memory_info_falls_back_to_its_first_version():

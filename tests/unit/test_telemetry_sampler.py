@@ -289,8 +289,6 @@ def test_busy_check_tells_our_processes_from_others():
         ours = busy_check(window_s=0.6, nvml=Nvml(FakeNvml()))
         assert child.pid not in {p["pid"] for p in ours["other_processes"]}
     assert ours["other_gpu_processes"] == {0: [4242]}
-    mine = busy_check(own_pids={4242}, window_s=0.05, nvml=Nvml(FakeNvml()))
-    assert "other_gpu_processes" not in mine
 
 
 def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
@@ -300,13 +298,14 @@ def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
         now.s += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
-    us, watched, stranger = os.getpid(), 10**9, 10**9 + 1
-    by_process = iter([{us: 5.0, watched: 1.0}, {us: 6.0, watched: 1.5, stranger: 0.4}])
+    us, worker, stranger = os.getpid(), 10**9, 10**9 + 1
+    by_process = iter([{us: 5.0, worker: 1.0}, {us: 6.0, worker: 1.5, stranger: 0.4}])
+    monkeypatch.setattr(sampler_module, "_family", lambda: {us, worker})
     busy_s = iter([100.0, 102.5])
     monkeypatch.setattr(sampler_module, "time", clock)
     monkeypatch.setattr(sampler_module, "_cpu_times", lambda: next(by_process))
     monkeypatch.setattr(sampler_module, "_busy_s", lambda: next(busy_s))
-    facts = busy_check(own_pids={watched}, window_s=2.0)
+    facts = busy_check(window_s=2.0)
     # 2.5 s busy, of which 1.5 s ours: the rest counts although only 0.4 s of it is visible.
     assert facts["other_cpu_cores"] == 0.5
     assert facts["other_processes"] == [{"pid": stranger, "name": "?", "cores": 0.2}]

@@ -13,7 +13,7 @@ import pytest
 from stratbench.telemetry.timeline import (
     COLUMNS,
     PhaseLog,
-    energy_joules,
+    energy_within,
     merge_timeline,
     read_phases,
     read_samples,
@@ -47,7 +47,6 @@ def test_phase_log_counts_from_the_origin_and_appends(tmp_path):
         log.write(phase, "start")
         time.sleep(0.02)
         log.write(phase, "end")
-        log.close()
     setup, evaluation = read_phases([path])
     assert (setup.rank, setup.phase, evaluation.phase) == (1, "setup", "eval")
     assert 100 <= setup.start_s < setup.end_s <= evaluation.start_s < 130
@@ -124,32 +123,37 @@ def test_a_row_cut_short_is_left_out(tmp_path):
     assert [row["t_s"] for row in read_samples(samples)] == [1, 2]
 
 
+def joules(timeline: Path, t0_s: float, t1_s: float, *gpus: tuple[str, str]) -> float | None:
+    """Energy of `gpus` (node, id), by default the first of node n0, between two times."""
+    return energy_within([timeline], {gpu: [(t0_s, t1_s)] for gpu in gpus or [("n0", "0")]})
+
+
 def test_energy_from_a_counter_is_interpolated_at_both_ends(tmp_path):
     # 100 W: the counter grows by 50 J every half second.
     rows = [{"t_s": i / 2, "energy_j": 7000 + 50 * i, "power_w": 999} for i in range(21)]
     timeline = write_samples(tmp_path / "t.csv", rows)
-    assert energy_joules(timeline, 1.25, 6.5) == {("n0", "0"): pytest.approx(525)}
-    assert energy_joules(timeline, 0, 10) == {("n0", "0"): pytest.approx(1000)}
-    assert energy_joules(timeline, 3.1, 3.1) == {("n0", "0"): pytest.approx(0)}
+    assert joules(timeline, 1.25, 6.5) == pytest.approx(525)
+    assert joules(timeline, 0, 10) == pytest.approx(1000)
+    assert joules(timeline, 3.1, 3.1) == pytest.approx(0)
 
 
 def test_energy_from_power_is_its_integral(tmp_path):
     # P(t) = 20 t: exactly 10 (t1^2 - t0^2), which the trapezoidal rule gives for a line.
     rows = [{"t_s": t / 4, "power_w": 5 * t} for t in range(41)]
     timeline = write_samples(tmp_path / "t.csv", rows)
-    assert energy_joules(timeline, 1.1, 8.3)[("n0", "0")] == pytest.approx(10 * (8.3**2 - 1.1**2))
+    assert joules(timeline, 1.1, 8.3) == pytest.approx(10 * (8.3**2 - 1.1**2))
 
 
 def test_energy_of_uneven_samples_weighs_by_time(tmp_path):
     points = ((0, 100), (1, 100), (9, 300), (10, 300))
     timeline = write_samples(tmp_path / "t.csv", [{"t_s": t, "power_w": p} for t, p in points])
-    assert energy_joules(timeline, 0, 10)[("n0", "0")] == pytest.approx(100 + 8 * 200 + 300)
+    assert joules(timeline, 0, 10) == pytest.approx(100 + 8 * 200 + 300)
 
 
 def test_a_counter_that_was_reset_gives_way_to_the_power(tmp_path):
     rows = [{"t_s": t, "energy_j": e, "power_w": 10} for t, e in ((0, 500), (1, 600), (2, 5))]
     timeline = write_samples(tmp_path / "t.csv", rows)
-    assert energy_joules(timeline, 0, 2) == {("n0", "0"): pytest.approx(20)}
+    assert joules(timeline, 0, 2) == pytest.approx(20)
 
 
 def test_energy_is_by_gpu_and_absent_where_samples_do_not_reach(tmp_path):
@@ -158,11 +162,9 @@ def test_energy_is_by_gpu_and_absent_where_samples_do_not_reach(tmp_path):
     rows += [{"t_s": t, "id": 2} for t in range(5)]
     rows += [{"t_s": t, "id": 0, "node": "n1", "power_w": 30} for t in range(5)]
     timeline = write_samples(tmp_path / "t.csv", rows)
-    assert energy_joules(timeline, 0, 4) == {
-        ("n0", "0"): pytest.approx(40),
-        ("n1", "0"): pytest.approx(120),
-    }
-    assert energy_joules(timeline, 2, 4).keys() == {("n0", "0"), ("n0", "1"), ("n1", "0")}
-    assert energy_joules(timeline, 2, 5) == {}
-    with pytest.raises(ValueError, match="ascending"):
-        energy_joules(timeline, 4, 2)
+    assert joules(timeline, 0, 4, ("n0", "0"), ("n1", "0")) == pytest.approx(40 + 120)
+    assert joules(timeline, 2, 4, ("n0", "0"), ("n0", "1")) == pytest.approx(20 + 20)
+    assert joules(timeline, 0, 4, ("n0", "0"), ("n0", "1")) is None  # GPU 1 is seen from 2 s on
+    assert joules(timeline, 2, 4, ("n0", "2")) is None
+    assert joules(timeline, 2, 5) is None
+    assert energy_within([timeline], {}) is None

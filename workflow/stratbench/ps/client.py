@@ -53,7 +53,6 @@ class Channel:
         worker: int,
         wire: str,
         scale: LossScale | None,
-        on_lost: Callable[[str], None] | None,
     ) -> None:
         """Use `connect`."""
         self.worker, self.flat, self.scale = worker, flat, scale
@@ -62,7 +61,7 @@ class Channel:
         self.version = 0  # updates in the weights now held, as the shard that came last counts them
         self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
         self.bytes_out = self.bytes_in = 0
-        self._wire, self._on_lost = wire, on_lost
+        self._wire = wire
         self._links: list[Link] = []
         self._ticket = NO_TICKET
         self._rehearsing = True
@@ -85,7 +84,6 @@ class Channel:
         wire: str = "native",
         deadline_s: float = 60.0,
         scale: LossScale | None = None,
-        on_lost: Callable[[str], None] | None = None,
     ) -> Channel:
         """Join the run whose servers publish `<rendezvous>.<server>`, as worker number `worker`.
 
@@ -93,8 +91,7 @@ class Channel:
         `wire`: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in
         which nothing moves, is always native. `scale`: what the loss of each backward is multiplied
         by; a push undoes it, is dropped as a whole where a gradient overflowed, and updates the
-        scale. `on_lost(reason)` is called from another thread at the moment when the run is over for
-        this worker; without it the next call raises.
+        scale. When the run is over for this worker, the next call raises.
 
         Raises ConnectionError (Refused with the server's reason) when that fails by `deadline_s`.
         """
@@ -102,7 +99,7 @@ class Channel:
             raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
         if flat.host.descriptor is None and transport == "auto":
             transport = "tcp"
-        channel = cls(flat, worker, wire, scale, on_lost)
+        channel = cls(flat, worker, wire, scale)
         deadline = time.monotonic() + deadline_s
         n_servers = 1
         try:
@@ -160,7 +157,6 @@ class Channel:
     def _begin(self) -> None:
         """Start the threads and find out how shards are cut."""
         self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
-        self._link_of = {k: link for link in self._links for k in link.shards}
         self._staging = Staging.make(
             self.flat,
             self._bounds,
@@ -477,8 +473,6 @@ class Channel:
                     link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
             link.connection.close()
         self._told.set()
-        if self._on_lost is not None and not self._closing.is_set():
-            self._on_lost(str(error))
 
     def _keep_heartbeat(self) -> None:
         interval_s = min(1.0, min(link.deadline_s for link in self._links) / 4)

@@ -71,7 +71,7 @@ class Staging:
         push_buffers: Callable[[], None],
         push_shards: Callable[[int, int], None],
         end_push: Callable[[bool], None],
-        scale: LossScale | None = None,
+        scale: LossScale | None,
     ) -> Staging | None:
         """A staging for a CUDA model; None for one on the CPU, which needs none."""
         if flat.device.type != "cuda":
@@ -85,7 +85,7 @@ class Staging:
         push_buffers: Callable[[], None],
         push_shards: Callable[[int, int], None],
         end_push: Callable[[bool], None],
-        scale: LossScale | None = None,
+        scale: LossScale | None,
     ) -> None:
         """`push_buffers()` and `push_shards(first, stop)` send what has arrived on the host.
 

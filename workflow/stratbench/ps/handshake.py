@@ -18,8 +18,6 @@ from typing import Any
 from stratbench.ps.frames import Frame, Kind, ProtocolError
 from stratbench.ps.transport import Connection
 
-SECRET_ENV = "STRATBENCH_PS_SECRET"
-SECRET_FILE_ENV = "STRATBENCH_PS_SECRET_FILE"
 NONCE_BYTES = 32
 DIGEST_BYTES = 32
 #: Most bytes of a HELLO or WELCOME; nothing longer is read from a peer that is not yet trusted.
@@ -43,25 +41,21 @@ def write_secret(path: str | Path, secret: bytes) -> None:
         file.write(secret.hex())
 
 
-def load_secret(path: str | Path | None = None) -> bytes:
-    """The job's secret, from `path`, or the file or the hex text that the environment names.
+def load_secret(path: str | Path) -> bytes:
+    """The job's secret, from the file `path` that `write_secret` made.
 
-    Raises ValueError when there is none, when others may read the file, or when it is too short.
+    Raises ValueError when others may read the file, or when it holds no secret or too short a one;
+    OSError when the file cannot be read.
     """
-    path = path or os.environ.get(SECRET_FILE_ENV)
-    if path:
-        mode = stat.S_IMODE(os.stat(path).st_mode)
-        if mode & 0o077:
-            raise ValueError(f"{path}: mode {mode:04o} lets others read the secret; chmod 600 it")
-        text, source = Path(path).read_text(encoding="utf-8"), str(path)
-    else:
-        text, source = os.environ.get(SECRET_ENV, ""), f"${SECRET_ENV}"
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & 0o077:
+        raise ValueError(f"{path}: mode {mode:04o} lets others read the secret; chmod 600 it")
     try:
-        secret = bytes.fromhex(text.strip())
+        secret = bytes.fromhex(Path(path).read_text(encoding="utf-8").strip())
     except ValueError:
-        raise ValueError(f"{source}: the secret is not hexadecimal") from None
+        raise ValueError(f"{path}: the secret is not hexadecimal") from None
     if len(secret) < 16:
-        raise ValueError(f"{source}: a secret of at least 16 bytes is needed, got {len(secret)}")
+        raise ValueError(f"{path}: a secret of at least 16 bytes is needed, got {len(secret)}")
     return secret
 
 

@@ -6,12 +6,8 @@ interpreter lock meanwhile), one a worker sends, one writes snapshots; the calle
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +15,6 @@ import torch
 from stratbench.cell.files import write_atomic
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.gate import Gate
-from stratbench.ps.handshake import load_secret
 from stratbench.ps.policies import make_policy
 from stratbench.ps.run import Run
 from stratbench.ps.store import MakePolicy
@@ -52,17 +47,3 @@ def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -
     if config.stats_path:
         write_atomic(config.stats_path, json.dumps(statistics, indent=1))
     return statistics
-
-
-def main() -> int:
-    """`python -m stratbench.ps.server config.json`; the secret comes through the environment."""
-    parser = argparse.ArgumentParser(description="Run one parameter-server process.")
-    parser.add_argument("config", type=Path, help="JSON file with the fields of ServerConfig")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    config = ServerConfig(**json.loads(arguments.config.read_text(encoding="utf-8")))
-    return 0 if serve(config, load_secret())["status"] == "ok" else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

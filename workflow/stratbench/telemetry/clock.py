@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
+
+from stratbench.telemetry.timeline import PhaseLog
 
 #: Events kept unread on CUDA, at least; beyond that, each tick reads one step that is through.
 _UNREAD_EVENTS = 4096
@@ -26,25 +27,6 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def summarise_ms(values_ms: Sequence[float]) -> dict[str, float | int]:
-    """count, mean, std, min, p10, p50, p90, p99 and max of `values_ms`, in ms.
-
-    `std` is the sample standard deviation (n - 1). A figure that the values cannot give is
-    absent: all but `count` without a value, `std` with a single one. Percentiles interpolate
-    linearly.
-    """
-    figures: dict[str, float | int] = {"count": len(values_ms)}
-    if not figures["count"]:
-        return figures
-    x = np.asarray(values_ms, dtype=np.float64)
-    figures["mean"] = float(x.mean())
-    if x.size > 1:
-        figures["std"] = float(x.std(ddof=1))
-    quantiles = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-    found = np.percentile(x, list(quantiles.values()))
-    return figures | dict(zip(quantiles, found.tolist(), strict=True))
-
-
 class StepClock:
     """Times training epochs on one device: `begin()`, a `tick()` after each step, `end()`.
 
@@ -52,20 +34,18 @@ class StepClock:
     on CUDA it records an event in the current stream, which `end` reads: a step's time is then
     the time between two events on the device, waiting for the host included.
 
-    With `phase_marks`, `mark(name)` says that the phase `name` of the current step ends here:
-    the time since the mark or tick before it belongs to that phase. What lies between a step's
-    last mark and its tick is `other`. On CUDA these are spans of the current stream: a
-    collective that runs on a stream of its own counts only as far as the current stream waited
-    for it. Without `phase_marks`, `mark` does nothing.
+    `mark(name)` says that the phase `name` of the current step ends here: the time since the mark
+    or tick before it belongs to that phase. What lies between a step's last mark and its tick is
+    `other`. On CUDA these are spans of the current stream: a collective that runs on a stream of
+    its own counts only as far as the current stream waited for it.
     """
 
-    def __init__(self, device: torch.device | str, *, phase_marks: bool = False) -> None:
+    def __init__(self, device: torch.device | str) -> None:
         """Raise ValueError for a device other than a CPU or a CUDA device."""
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"StepClock: device {str(device)!r}, expected 'cpu' or 'cuda'")
         self._on_cuda = self.device.type == "cuda"
-        self._phase_marks = phase_marks
         self._running = False
         self._begun_ns = 0
         self._stamps: Any = [] if self._on_cuda else array("q")
@@ -75,7 +55,7 @@ class StepClock:
         self._epoch_starts_s: list[float] = []
         self._epoch_times_s: list[float] = []
         self._step_ms = array("d")
-        self._phase_ms: dict[str, array[float]] = {}
+        self._phases: dict[str, tuple[int, float]] = {}  # steps that have it, and ms in all
 
     def begin(self) -> None:
         """Start an epoch: wait for the device, then start the clock."""
@@ -94,9 +74,7 @@ class StepClock:
             self._collect_oldest()
 
     def mark(self, phase: str) -> None:
-        """Mark the end of `phase` within the current step (a no-op without `phase_marks`)."""
-        if not self._phase_marks:
-            return
+        """Mark the end of `phase` within the current step."""
         self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(self._label_of.get(phase) or self._new_label(phase))
 
@@ -138,13 +116,10 @@ class StepClock:
         """Time of every step of the ended epochs, in order."""
         return self._step_ms.tolist()
 
-    def summary(self) -> dict[str, float | int]:
-        """`summarise_ms` of the step times."""
-        return summarise_ms(self._step_ms)
-
-    def phase_summary(self) -> dict[str, dict[str, float | int]]:
-        """`summarise_ms` of each phase's time a step, over the steps in which it was marked."""
-        return {phase: summarise_ms(values) for phase, values in self._phase_ms.items()}
+    @property
+    def phase_means_ms(self) -> dict[str, float]:
+        """Mean time of each phase in a step, over the steps in which it was marked."""
+        return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
 
     def _event(self) -> torch.cuda.Event:
         event = (
@@ -186,29 +161,24 @@ class StepClock:
             step_start = stamp
             if in_step:
                 in_step["other"] = in_step.get("other", 0.0) + span_ms
-            for phase, total_ms in in_step.items():
-                self._phase_ms.setdefault(phase, array("d")).append(total_ms)
+            for phase, phase_ms in in_step.items():
+                steps, total_ms = self._phases.get(phase, (0, 0.0))
+                self._phases[phase] = steps + 1, total_ms + phase_ms
             in_step = {}
         if self._on_cuda:
             self._spare_events.extend(self._stamps[:length])
         del self._stamps[:length], self._labels[:length]
 
 
-class PhaseSink(Protocol):
-    """Where `Phases` reports the start and end of a phase (`timeline.PhaseLog` is one)."""
-
-    def write(self, phase: str, event: str) -> None: ...
-
-
 class Phases:
     """Wall clock of named phases outside the timed training: `with phases("setup"): ...`.
 
     The device is synchronised at both ends, so a phase's time holds the work it queued. A
-    phase that happens several times is summed. With `log`, each start and end is written there; a
-    phase that ends by an exception has no end.
+    phase that happens several times is summed. Each start and end is written to `log`; a phase that
+    ends by an exception has no end.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", log: PhaseSink | None = None) -> None:
+    def __init__(self, device: torch.device | str, log: PhaseLog) -> None:
         self.device = torch.device(device)
         self._log = log
         self._total_ns: dict[str, int] = {}
@@ -216,18 +186,14 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         synchronise(self.device)
-        self._write(name, "start")
+        self._log.write(name, "start")
         begun_ns = time.perf_counter_ns()
         yield
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - begun_ns
         self._total_ns[name] = self._total_ns.get(name, 0) + elapsed_ns
-        self._write(name, "end")
+        self._log.write(name, "end")
 
     def as_dict(self) -> dict[str, float]:
         """Seconds of each phase so far, `setup` under the key `setup_s`."""
         return {f"{name}_s": ns / 1e9 for name, ns in self._total_ns.items()}
-
-    def _write(self, name: str, event: str) -> None:
-        if self._log is not None:
-            self._log.write(name, event)

@@ -167,12 +167,12 @@ class Gpu:
         """Memory in use on the whole device, by anyone."""
         return getattr(self._memory_info(), "used", None)
 
-    def process_used_bytes(self, pid: int | None = None) -> int | None:
-        """Memory that process `pid` (default: this one) uses on the GPU.
+    def process_used_bytes(self) -> int | None:
+        """Memory that this process uses on the GPU, in bytes.
 
         None in a container with process ids of its own, which NVML does not know.
         """
-        wanted = os.getpid() if pid is None else pid
+        wanted = os.getpid()
         for process in self._ask("nvmlDeviceGetComputeRunningProcesses") or ():
             if process.pid == wanted:
                 return process.usedGpuMemory

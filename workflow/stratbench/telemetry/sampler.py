@@ -275,18 +275,16 @@ def sample_until(
         wake.clear()
 
 
-def busy_check(
-    own_pids: set[int] | None = None, window_s: float = 0.5, nvml: Nvml | None = None
-) -> dict[str, Any]:
+def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
     """What else uses this machine: call it before a cell starts. Takes `window_s`.
 
-    `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process, its
-    ancestors and descendants, nor `own_pids`), those of other containers included;
+    `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process nor its
+    ancestors and descendants), those of other containers included;
     `load_1m`; `other_processes`: the visible ones above a tenth of a core, busiest first, at
     most five; `other_gpu_processes` per GPU that has some (a process in a container is not
     recognised as ours, NVML knows it by another number).
     """
-    ours = _family() | (own_pids or set())
+    ours = _family()
     before, total_before = _cpu_times(), _busy_s()
     begun_s = time.monotonic()
     time.sleep(window_s)

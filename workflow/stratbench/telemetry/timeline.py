@@ -61,7 +61,7 @@ class PhaseLog:
 
     def __init__(self, path: str | os.PathLike[str], rank: int, origin_s: float) -> None:
         """`origin_s`: this node's `time.monotonic()` when the cell began; all ranks count from then."""
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until the process ends
         self._rank = rank
         self._origin_s = origin_s
 
@@ -71,9 +71,6 @@ class PhaseLog:
         line = {"t_s": t_s, "rank": self._rank, "phase": phase, "event": event}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Interval(NamedTuple):
@@ -152,33 +149,16 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             yield row | {"t_s": t_s}
 
 
-def energy_joules(
-    timeline: str | os.PathLike[str], t0_s: float, t1_s: float
-) -> dict[tuple[str, str], float]:
-    """Energy of each GPU, by (node, id), between two times of a timeline.
-
-    From the energy counter, interpolated at both ends, where the GPU has one that only grows;
-    otherwise from the power by the trapezoidal rule. A GPU whose samples do not reach from
-    `t0_s` to `t1_s` is absent: nothing is extrapolated. Raises ValueError if t1_s < t0_s.
-    """
-    if t1_s < t0_s:
-        raise ValueError(f"energy_joules: from {t0_s} s to {t1_s} s, expected ascending times")
-    found = {}
-    for gpu, series in sorted(_energy_series([timeline]).items()):
-        joules = series.joules(t0_s, t1_s)
-        if joules is not None:
-            found[gpu] = joules
-    return found
-
-
 def energy_within(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:
-    """Joules of some GPUs, each within its own intervals of time, all together.
+    """Joules of some GPUs together, each within its own intervals of time.
 
-    `intervals`: (start_s, end_s) by (node, id), as `energy_joules` names GPUs and by its method.
-    None if the samples cannot tell it for any of the intervals, or there are none.
+    `intervals`: (start_s, end_s), ascending, by (node, id) of the GPU. From the energy counter,
+    interpolated at both ends, where the GPU has one that only grows; otherwise from the power by the
+    trapezoidal rule. None if there are no intervals, or the samples of a GPU do not reach from the
+    start to the end of one: nothing is extrapolated.
     """
     of_gpu = _energy_series(sample_csvs)
     parts = [

@@ -76,7 +76,7 @@ def train(
     with phases("warmup"):
         warm_up(strategy, data, worker)
     memory.start()
-    clock = StepClock(worker.device, phase_marks=True)
+    clock = StepClock(worker.device)
     worker.mark = clock.mark
     status, reason = "ok", None
     steps = 0
@@ -133,7 +133,7 @@ def train_with_server(
         return drawn[epoch].on(worker.device)
 
     memory.start()
-    clock = StepClock(worker.device, phase_marks=True)
+    clock = StepClock(worker.device)
     worker.mark = clock.mark
     losses: dict[int, list[torch.Tensor]] = {}
     samples = 0
@@ -228,7 +228,7 @@ def practice_batches(
     s = worker.settings
     samples = strategy.samples_per_step(s)
     indices = torch.arange(samples, device=worker.device) % data.train_samples
-    augmentation = data.augmentation(s.seed, 0) if s.augment else None
+    _, augmentation = data.tables(s.seed, 0, s.augment).on(worker.device)
     return lambda: data.batch(indices, augmentation)
 
 

@@ -235,7 +235,7 @@ def as_dict(result: loop.Result, strategy: Strategy, phases: Phases, rank: int) 
         "epoch_starts_s": clock.epoch_starts_s,
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
-        "breakdown_ms": {name: f["mean"] for name, f in clock.phase_summary().items()},
+        "breakdown_ms": clock.phase_means_ms,
         "phases_s": times,
         "per_epoch": result.progress.per_epoch,
         "losses": result.losses,

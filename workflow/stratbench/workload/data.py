@@ -65,13 +65,11 @@ def _generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def epoch_order(
-    samples: int, seed: int, epoch: int, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """The order in which the epoch visits the samples: a permutation [samples], int64."""
     import torch
 
-    return torch.randperm(samples, generator=_generator("order", seed, epoch)).to(device)
+    return torch.randperm(samples, generator=_generator("order", seed, epoch))
 
 
 def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -113,7 +111,7 @@ class DeviceData:
         arrays: Mapping[str, torch.Tensor],
         shape: tuple[int, int, int],
         dtype: torch.dtype,
-        memory_format: torch.memory_format | None = None,
+        memory_format: torch.memory_format,
     ) -> None:
         import torch
 
@@ -126,7 +124,7 @@ class DeviceData:
         self.train_images = fit(arrays["train_images"], height, width)
         self.test_images = fit(arrays["test_images"], height, width)
         self.train_labels, self.test_labels = arrays["train_labels"], arrays["test_labels"]
-        self._memory_format = memory_format or torch.contiguous_format
+        self._memory_format = memory_format
         self._padding = meta["crop_padding"]
         self._flip = meta["flip"]
         device = self.train_images.device
@@ -161,6 +159,7 @@ class DeviceData:
             name: torch.from_numpy(array).to(device, copy=True) for name, array in arrays.items()
         }
         shape = shape or tuple(meta["shape"])
+        memory_format = memory_format or torch.contiguous_format
         return cls(meta, on_device, shape, dtype or torch.float32, memory_format)
 
     @property
@@ -172,19 +171,14 @@ class DeviceData:
         return len(self.test_labels)
 
     def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
-        """The epoch's order and, with `augment`, its augmentation, in the host's memory."""
+        """The epoch's order and, with `augment`, its crops and flips, in the host's memory.
+
+        No augmentation where the data set has none. It is drawn for every sample by its number: a
+        sample is augmented alike whichever worker, batch or strategy it falls to, so strategies
+        differ in nothing but themselves.
+        """
         drawn = self._draw_augmentation(seed, epoch) if augment else None
         return EpochTables(epoch_order(self.train_samples, seed, epoch), drawn)
-
-    def augmentation(self, seed: int, epoch: int) -> Augmentation | None:
-        """The epoch's crops and flips for all training samples; None if the data set has none.
-
-        Drawn for every sample by its number: a sample is augmented alike whichever worker, batch
-        or strategy it falls to, so strategies differ in nothing but themselves.
-        """
-        drawn = self._draw_augmentation(seed, epoch)
-        device = self.train_images.device
-        return None if drawn is None else Augmentation(*(table.to(device) for table in drawn))
 
     def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
         import torch
