@@ -23,8 +23,8 @@ from stratbench.workload.models import (
 )
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
-COMPACT = [name for name, model in MODELS.items() if model.compact]
-FULL = [name for name, model in MODELS.items() if not model.compact]
+COMPACT = [name for name, model in MODELS.items() if model.builder]
+FULL = [name for name, model in MODELS.items() if not model.builder]
 
 
 @pytest.fixture(autouse=True, scope="module")

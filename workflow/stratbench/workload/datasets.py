@@ -1,12 +1,15 @@
-"""What is known of a data set before it is read: shapes, counts, classes, augmentation. No torch."""
+"""The data sets: for each, what is known before it is read, and the function that opens it. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from stratbench.workload.sources import DataError
+from stratbench.workload import sources
+from stratbench.workload.sources import DataError, Source
 
 SYNTHETIC_DEFAULTS: dict[str, int] = {
     "train_samples": 2048,
@@ -24,7 +27,8 @@ class Dataset:
 
     `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift
     a training image by in each direction (random crop after zero padding); `flip` is whether it may
-    mirror it: digits may not.
+    mirror it: digits may not. `open_source` gives its images and labels, from the folder of the
+    source files (None: none is named) and a folder for downloads (None forbids them).
     """
 
     classes: int
@@ -33,6 +37,7 @@ class Dataset:
     width: int
     train_samples: int
     test_samples: int
+    open_source: Callable[[Path | None, Path | None], Source] = field(compare=False, repr=False)
     crop_padding: int = 0
     flip: bool = False
 
@@ -65,7 +70,12 @@ def _synthetic_facts(values: Mapping[str, int]) -> Dataset:
         width=values["size"],
         train_samples=values["train_samples"],
         test_samples=values["test_samples"],
+        open_source=partial(_open_synthetic, values),
     )
+
+
+def _open_synthetic(values: Mapping[str, int], root: Path | None, downloads: Path | None) -> Source:
+    return sources.synthetic(**values)
 
 
 def synthetic_values(name: str, spec: Mapping[str, Any]) -> dict[str, int]:
@@ -87,8 +97,8 @@ def synthetic_values(name: str, spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 DATASETS: dict[str, Dataset] = {
-    "digits": Dataset(10, 1, 8, 8, 1437, 360, crop_padding=1),
-    "mnist": Dataset(10, 1, 28, 28, 60_000, 10_000, crop_padding=2),
-    "cifar10": Dataset(10, 3, 32, 32, 50_000, 10_000, crop_padding=4, flip=True),
+    "digits": Dataset(10, 1, 8, 8, 1437, 360, sources.digits, crop_padding=1),
+    "mnist": Dataset(10, 1, 28, 28, 60_000, 10_000, sources.mnist, crop_padding=2),
+    "cifar10": Dataset(10, 3, 32, 32, 50_000, 10_000, sources.cifar10, crop_padding=4, flip=True),
     "synthetic": _synthetic_facts(SYNTHETIC_DEFAULTS),
 }

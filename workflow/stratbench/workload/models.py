@@ -1,12 +1,14 @@
-"""The networks of the study: torchvision's five, a compact relative of each, and what is known
-of them without torch (the Snakefile imports this, so torch is imported inside functions).
+"""The networks: torchvision's five, a compact relative of each, and what is known of them without torch.
+
+The Snakefile imports this, so torch is imported inside functions only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -14,38 +16,79 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Family:
+    """What the networks of a family share.
+
+    `batchnorm`: whether it normalises over the batch, which a batch of one sample cannot bear.
+    `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
+    """
+
+    batchnorm: bool
+    blocks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Model:
     """What is known of a network before it is built.
 
     `parameters` is the number at 1000 classes and three channels: the published one for the five
-    full-size networks. `min_size` is the smallest image side in pixels that we give it. The
-    full-size networks keep their three input channels, so that their size stays the published one
-    (greyscale is repeated); the compact ones take the data's.
+    full-size networks. `min_size` is the smallest image side in pixels that we give it. `builder` is
+    a function of (classes, channels), as `module:function`, and the network takes the data's
+    channels. Without one it is torchvision's network of the same name; it keeps its three input
+    channels, so that its size stays the published one (greyscale is repeated).
     """
 
     family: str
-    compact: bool
     parameters: int
     min_size: int
+    builder: str | None = None
 
     @property
     def batchnorm(self) -> bool:
-        """Whether the family normalises over the batch, which a batch of one sample cannot bear."""
-        return self.family in ("efficientnet", "resnet", "densenet")
+        """Whether it normalises over the batch."""
+        return FAMILIES[self.family].batchnorm
 
+
+FAMILIES: dict[str, Family] = {
+    "vgg": Family(batchnorm=False),  # its groups are made in `_vgg_groups`
+    "efficientnet": Family(
+        batchnorm=True,
+        blocks=(
+            "torchvision.models.efficientnet:MBConv",
+            "torchvision.models.efficientnet:FusedMBConv",
+        ),
+    ),
+    "convnext": Family(batchnorm=False, blocks=("torchvision.models.convnext:CNBlock",)),
+    "resnet": Family(batchnorm=True, blocks=("torchvision.models.resnet:Bottleneck",)),
+    "densenet": Family(
+        batchnorm=True,
+        blocks=(
+            "torchvision.models.densenet:_DenseBlock",
+            "torchvision.models.densenet:_Transition",
+        ),
+    ),
+}
 
 MODELS: dict[str, Model] = {
-    "vgg16": Model("vgg", False, 138_357_544, 32),
-    "efficientnet_v2_l": Model("efficientnet", False, 118_515_272, 32),
-    "convnext_large": Model("convnext", False, 197_767_336, 32),
-    "resnet50": Model("resnet", False, 25_557_032, 32),
-    "densenet121": Model("densenet", False, 7_978_856, 32),
-    "vgg-compact": Model("vgg", True, 645_704, 16),
-    "efficientnet-compact": Model("efficientnet", True, 393_792, 16),
-    "convnext-compact": Model("convnext", True, 306_688, 16),
-    "resnet-compact": Model("resnet", True, 882_744, 16),
-    "densenet-compact": Model("densenet", True, 276_384, 16),
+    "vgg16": Model("vgg", 138_357_544, 32),
+    "efficientnet_v2_l": Model("efficientnet", 118_515_272, 32),
+    "convnext_large": Model("convnext", 197_767_336, 32),
+    "resnet50": Model("resnet", 25_557_032, 32),
+    "densenet121": Model("densenet", 7_978_856, 32),
+    "vgg-compact": Model("vgg", 645_704, 16, "stratbench.workload.compact:vgg"),
+    "efficientnet-compact": Model(
+        "efficientnet", 393_792, 16, "stratbench.workload.compact:efficientnet"
+    ),
+    "convnext-compact": Model("convnext", 306_688, 16, "stratbench.workload.compact:convnext"),
+    "resnet-compact": Model("resnet", 882_744, 16, "stratbench.workload.compact:resnet"),
+    "densenet-compact": Model("densenet", 276_384, 16, "stratbench.workload.compact:densenet"),
 }
+
+
+def _named(path: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _known(name: str) -> Model:
@@ -58,12 +101,12 @@ def input_shape(name: str, shape: tuple[int, int, int]) -> tuple[int, int, int]:
     """The (channels, height, width) the data's images of `shape` become for this model."""
     model = _known(name)
     channels, height, width = shape
-    if not model.compact and channels not in (1, 3):
+    if model.builder is None and channels not in (1, 3):
         raise ValueError(
             f"{name} takes images of 3 channels (1 is repeated); these have {channels}"
         )
     return (
-        channels if model.compact else 3,
+        channels if model.builder else 3,
         max(height, model.min_size),
         max(width, model.min_size),
     )
@@ -73,14 +116,12 @@ def build(name: str, classes: int, channels: int = 3) -> nn.Module:
     """The network, untrained, for `classes` classes and images of `channels` channels.
 
     Weights come from torch's global generator: seed it before. `channels` is what `input_shape`
-    gives, so 3 for a full-size network.
+    gives, so 3 for torchvision's own.
     """
     model = _known(name)
     import_torchvision()
-    if model.compact:
-        from stratbench.workload import compact
-
-        return getattr(compact, model.family)(classes, channels)
+    if model.builder:
+        return _named(model.builder)(classes, channels)
     if channels != 3:
         raise ValueError(f"{name} takes 3 channels, not {channels}: repeat a single one")
     from torchvision import models
@@ -120,20 +161,13 @@ def for_training(
 def wrap_groups(name: str, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     """What FSDP gathers together: (label, modules) in forward order, no module twice.
 
-    The families' own blocks. VGG has none: there, the convolutions between two poolings are one
-    group, and each linear layer is one. What is in no group (stem, head) belongs to the root.
+    The family's blocks. VGG has none: there, the convolutions between two poolings are one group, and
+    each linear layer is one. What is in no group (stem, head) belongs to the root.
     """
     family = _known(name).family
     if family == "vgg":
         return _vgg_groups(model)
-    from torchvision.models import convnext, densenet, efficientnet, resnet
-
-    blocks = {
-        "efficientnet": (efficientnet.MBConv, efficientnet.FusedMBConv),
-        "convnext": (convnext.CNBlock,),
-        "resnet": (resnet.Bottleneck,),
-        "densenet": (densenet._DenseBlock, densenet._Transition),
-    }[family]
+    blocks = tuple(_named(path) for path in FAMILIES[family].blocks)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 

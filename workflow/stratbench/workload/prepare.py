@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.workload import prepared, sources
-from stratbench.workload.datasets import DATASETS, describe, synthetic_values
+from stratbench.workload.datasets import DATASETS, describe
 from stratbench.workload.sources import DataError
 
 
@@ -54,26 +54,11 @@ def prepare(
         built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
         built.mkdir()
         downloads.mkdir()
-        source = _open_source(
-            name, spec, Path(root).expanduser() if root else None, downloads if download else None
+        source = facts.open_source(
+            Path(root).expanduser() if root else None, downloads if download else None
         )
         prepared.write(built, request, source, facts.shape)
         return prepared.install(built, out_dir, request)
-
-
-def _open_source(
-    name: str, spec: Mapping[str, Any] | None, root: Path | None, downloads: Path | None
-) -> sources.Source:
-    if spec is not None or name == "synthetic":
-        return sources.synthetic(**synthetic_values(name, spec or {"source": "synthetic"}))
-    match name:
-        case "digits":
-            return sources.digits()
-        case "mnist":
-            return sources.mnist(root, downloads)
-        case "cifar10":
-            return sources.cifar10(root, downloads)
-    raise DataError(f"data set {name!r} has no source")
 
 
 def _spec(text: str) -> dict[str, Any]:

@@ -323,8 +323,11 @@ def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndar
 # ---------------------------------------------------------------- computed here
 
 
-def digits() -> Source:
-    """scikit-learn's embedded 8x8 digits, 0..16 scaled to 0..255, in a fixed stratified split."""
+def digits(root: Path | None = None, scratch: Path | None = None) -> Source:
+    """scikit-learn's embedded 8x8 digits, 0..16 scaled to 0..255, in a fixed stratified split.
+
+    They come with scikit-learn: neither folder is looked at.
+    """
     import numpy as np
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
