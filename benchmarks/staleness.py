@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 
 from stratbench.ps.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policy import Hyper
-from stratbench.ps.tickets import Plan, Ticket
+from stratbench.ps.tickets import Ticket, TicketPlan
 from stratbench.ps.virtual import Timing, Trace, simulate
 
 WORKERS = 4
@@ -100,7 +100,7 @@ class Digits:
         self.test_images, self.test_labels = images[test], labels[test]
         self.model, self.seeds = compact_cnn(), seeds
         self.shapes = [(n, p.shape, p.numel()) for n, p in self.model.named_parameters()]
-        self.plan = Plan(epochs, TRAIN_SAMPLES // GLOBAL_BATCH, WORKERS)
+        self.plan = TicketPlan(epochs, TRAIN_SAMPLES // GLOBAL_BATCH, WORKERS)
         self.order = [[self._shuffled(s, e) for s in range(seeds)] for e in range(epochs)]
         self._gradients = vmap(grad(self._loss))
 

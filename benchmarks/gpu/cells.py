@@ -10,7 +10,7 @@ from typing import Any
 from stage import Stage, median
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
-from stratbench.telemetry.hardware import peak_of
+from stratbench.telemetry.hardware import datasheet_of
 from stratbench.train.forkserver import shared_servers
 from stratbench.workload.prepare import prepare
 from stratbench.workload.sources import DataError
@@ -125,7 +125,7 @@ def of_the_gpu(
         stage.check(f"{name}: energy of the training", bool(joules), f"{joules} J")
     else:
         stage.skip(f"{name}: UUID and energy", "NVML does not answer (nvidia-ml-py)")
-    peak = peak_of(gpu.get("name", ""))
+    peak = datasheet_of(gpu.get("name", ""))
     if peak is None or peak.tflops(precision) is None:
         stage.skip(f"{name}: MFU", f"no datasheet peak of {gpu.get('name')} in {precision}")
     else:

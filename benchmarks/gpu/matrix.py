@@ -117,7 +117,7 @@ def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     kernels = None
     if profiled:
         trace = job.folder.profile_trace
-        loop.profile(strategy, data, worker, trace)
+        loop.record_profile(strategy, data, worker, trace)
         kernels = sum(bool(TRANSPOSES.search(k["name"])) for k in trace_events(trace, "kernel"))
     strategy.close()
     return Trained([float(x) for x in losses], before, after, counted, kernels)

@@ -122,7 +122,7 @@ def measured(job: Job, case: Case) -> dict[str, Any]:
         stack.enter_context(replaced(worker_process, "configure_torch", configure_torch))
         if case.world > 1:
             stack.enter_context(replaced(worker_process, "join_group", join_fake_group))
-        result = worker_process.run(job, 0, 0)
+        result = worker_process.train_as_worker(job, 0, 0)
     found = {key: result[key] for key in ("memory", "model_states", "status", "steps")}
     return found | {"cublas_bytes": cublas_bytes() if job.use_cuda else 0}
 

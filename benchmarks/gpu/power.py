@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stage import Stage, in_child
-from stratbench.telemetry.hardware import peak_of
+from stratbench.telemetry.hardware import datasheet_of
 from stratbench.telemetry.memory import cuda_uuid
 from stratbench.telemetry.nvml import Gpu, Nvml
 from stratbench.train import efficiency
@@ -63,10 +63,10 @@ def run(stage: Stage) -> None:
 
 def achieved(job: Job) -> dict[str, Any]:
     """Operations a second of a run as its record would have them, and by our own count."""
-    result = worker_process.run(job, 0, 0)
+    result = worker_process.train_as_worker(job, 0, 0)
     run = {"samples_seen": result["samples"], "samples_applied": result["samples"]}
     run["train_time_s"] = result["train_time_s"]
-    found = efficiency.compute(job, [result], run) or {}
+    found = efficiency.compute_figures(job, [result], run) or {}
     shape = models.input_shape(job.settings.model, job.data_shape)
     model = models.build(job.settings.model, result["model"]["classes"], shape[0]).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -109,7 +109,7 @@ def loaded() -> dict[str, Any]:
     done.set()
     sampler.join()
     tflops = 2 * PRODUCT**3 * products / seconds / 1e12
-    peak = peak_of(name)
+    peak = datasheet_of(name)
     datasheet = peak.tflops("bf16") if peak else None
     return {
         "gpu": name,

@@ -254,5 +254,7 @@ def transports(stage: Stage, data_dir: Path) -> None:
 def runs(stage: Stage, job: Job) -> list[dict[str, Any]]:
     """What each worker of the job returns; all of them use the first device."""
     with served(job):
-        workers = [Child(worker_process.run, job, rank, 0) for rank in range(job.world_size)]
+        workers = [
+            Child(worker_process.train_as_worker, job, rank, 0) for rank in range(job.world_size)
+        ]
         return [worker.result(stage.left_s - 1) for worker in workers]

@@ -116,7 +116,7 @@ def set_up(
     data: DeviceData | None = None,
     build: Callable[..., torch.nn.Module] = models.build,
 ) -> Trainee:
-    """A worker's steps up to its warm-up, in this process: `worker.run` without the training.
+    """A worker's steps up to its warm-up, in this process: `worker.train_as_worker` without the training.
 
     A strategy that needs a process group must find one (`worker.join_group`).
     """

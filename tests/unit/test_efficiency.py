@@ -43,7 +43,7 @@ def worker(rank: int, gpu: str | None = "NVIDIA A100-SXM4-80GB", **more: Any) ->
 @pytest.mark.parametrize(("precision", "peak"), [("fp16", 312e12), ("fp32", 19.5e12)])
 def test_share_of_the_peak(tmp_path, precision, peak):
     workers = [worker(0, forward_flops_per_sample=10**9), worker(1)]
-    found = efficiency.compute(job(tmp_path, precision=precision), workers, RUN)
+    found = efficiency.compute_figures(job(tmp_path, precision=precision), workers, RUN)
     assert found == {
         "forward_flops_per_sample": 10**9,
         "achieved_flops_per_s": 3 * 10**9 * 500,
@@ -64,14 +64,14 @@ def test_share_of_the_peak(tmp_path, precision, peak):
 def test_no_share_of_an_unknown_peak(tmp_path, second, precision):
     """An unlisted GPU, a CPU, a precision without a figure, a worker that was lost."""
     workers = [w for w in (worker(0, forward_flops_per_sample=10**9), second) if w]
-    found = efficiency.compute(job(tmp_path, precision=precision), workers, RUN)
+    found = efficiency.compute_figures(job(tmp_path, precision=precision), workers, RUN)
     assert set(found) == {"forward_flops_per_sample", "achieved_flops_per_s"}
 
 
 def test_operations_of_a_run_that_did_not_finish(tmp_path):
-    assert efficiency.compute(job(tmp_path), [], {}) is None
+    assert efficiency.compute_figures(job(tmp_path), [], {}) is None
     workers = [worker(0, forward_flops_per_sample=7)]
-    assert efficiency.compute(job(tmp_path), workers, {}) == {"forward_flops_per_sample": 7}
+    assert efficiency.compute_figures(job(tmp_path), workers, {}) == {"forward_flops_per_sample": 7}
 
 
 # ---------------------------------------------------------------- communication and breakdown
@@ -88,7 +88,7 @@ def test_a_workers_bytes_are_weighted_by_its_steps():
         worker(1, communication=sends(500, "measured")) | {"steps": 10},
     ]
     servers = [{"workers": [{"bytes_in": 3000, "bytes_out": 1}] * 2}, {"workers": []}]
-    found = efficiency.communication(workers, servers, RUN)
+    found = efficiency.communication_figures(workers, servers, RUN)
     assert found["sent_bytes_per_step"] == 200
     # Both together receive 400 bytes 40 times in 2 s: half of it on each link.
     assert found["implied_bytes_per_s"] == 400 * 40 / 2 / 2
@@ -96,8 +96,8 @@ def test_a_workers_bytes_are_weighted_by_its_steps():
 
 
 def test_strategies_that_do_not_say():
-    assert efficiency.communication([worker(0, communication=None)], [], RUN) is None
-    assert efficiency.communication([], [], {}) is None
+    assert efficiency.communication_figures([worker(0, communication=None)], [], RUN) is None
+    assert efficiency.communication_figures([], [], {}) is None
 
 
 def test_exposed_communication_comes_out_of_backward():
@@ -106,22 +106,22 @@ def test_exposed_communication_comes_out_of_backward():
         worker(r, breakdown_ms=marked, communication=sends(1, exposed_ms=2.0 + 2 * r))
         for r in (0, 1)
     ]
-    found = efficiency.communication(workers, [], RUN)
-    split = efficiency.breakdown(workers, found)
+    found = efficiency.communication_figures(workers, [], RUN)
+    split = efficiency.mean_phases_ms(workers, found)
     assert split == {
         "data": 1.0, "forward": 2.0, "backward": 2.0, "exposed_communication": 3.0, "optimizer": 0.5,
     }  # fmt: skip
     assert list(split)[2:4] == ["backward", "exposed_communication"]
-    more = efficiency.breakdown(workers, found | {"exposed_ms": 99.0})
+    more = efficiency.mean_phases_ms(workers, found | {"exposed_ms": 99.0})
     assert (more["backward"], more["exposed_communication"]) == (0.0, 5.0)
-    assert efficiency.breakdown(workers, None)["backward"] == 5.0
-    assert efficiency.breakdown([], None) is None
+    assert efficiency.mean_phases_ms(workers, None)["backward"] == 5.0
+    assert efficiency.mean_phases_ms([], None) is None
 
 
 def test_the_wait_comes_out_of_the_exchange():
     marked = {"forward": 2.0, "backward": 5.0, "server": 4.0, "other": 0.1}
     workers = [worker(0, breakdown_ms=marked, communication=sends(1, server_wait_ms=3.0))]
-    split = efficiency.breakdown(workers, efficiency.communication(workers, [], RUN))
+    split = efficiency.mean_phases_ms(workers, efficiency.communication_figures(workers, [], RUN))
     assert split == {"forward": 2.0, "backward": 5.0, "push": 1.0, "server_wait": 3.0, "other": 0.1}
 
 
@@ -154,7 +154,7 @@ def test_energy_of_the_cells_own_gpus_while_they_train(tmp_path):
     leave_samples(tmp_path, {0: 1000.0, 4: 100.0, 5: 200.0})
     leave_phases(tmp_path, 0, (1, 3), (4, 5.5))
     leave_phases(tmp_path, 1, (1, 2))
-    found = efficiency.energy(job(tmp_path), [worker(0), worker(1)], RUN)
+    found = efficiency.energy_figures(job(tmp_path), [worker(0), worker(1)], RUN)
     assert found["train_joules"] == pytest.approx(3.5 * 100 + 200)
     assert found["joules_per_sample"] == pytest.approx(0.55)
 
@@ -172,7 +172,7 @@ def test_no_energy_where_samples_lack(tmp_path, sampled, end_s, gpu):
     leave_samples(tmp_path, sampled)
     leave_phases(tmp_path, 0, (1, end_s))
     leave_phases(tmp_path, 1, (1, 2))
-    assert efficiency.energy(job(tmp_path), [worker(0), worker(1, gpu)], RUN) is None
+    assert efficiency.energy_figures(job(tmp_path), [worker(0), worker(1, gpu)], RUN) is None
 
 
 # ---------------------------------------------------------------- profile
@@ -182,9 +182,9 @@ def test_the_trace_is_named_where_it_is(tmp_path):
     folder = RunFolder.of_logs(tmp_path)
     folder.create()
     one = replace(job(tmp_path), folder=folder)
-    assert efficiency.profile(one) is None
+    assert efficiency.profile_entry(one) is None
     folder.profile_trace.touch()
-    found = efficiency.profile(one)
+    found = efficiency.profile_entry(one)
     assert found["note"] is None
     assert tmp_path / found["trace"] == folder.profile_trace
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_worker import BARE
 
-from stratbench.telemetry.hardware import all_gpus
+from stratbench.telemetry.hardware import all_datasheets
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 pytestmark = pytest.mark.timeout(300)
@@ -199,4 +199,4 @@ def test_a_batch_too_large_is_so_for_want_of_memory(part):
             module.register_forward_hook(lambda m, x, out: sizes.append(out.numel() // len(out)))
     net(torch.empty(2, 3, 32, 32, device="meta"))
     assert max(sizes) * failures.TOO_LARGE < 2**31
-    assert 4 * sum(sizes) * failures.TOO_LARGE > max(p.memory_gib for p in all_gpus()) * 2**30
+    assert 4 * sum(sizes) * failures.TOO_LARGE > max(p.memory_gib for p in all_datasheets()) * 2**30

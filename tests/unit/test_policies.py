@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stratbench.ps import asynchronous, averaging
 from stratbench.ps.policies import POLICIES, make_policy, parse_options, policy_class
 from stratbench.ps.policy import Hyper, Outcome
-from stratbench.ps.tickets import Plan
+from stratbench.ps.tickets import TicketPlan
 from stratbench.ps.virtual import Timing, simulate
 
 pytestmark = pytest.mark.timeout(120)
@@ -193,7 +193,7 @@ def run_lockstep(policy_class, reference_class, hyper, options, shards=1, slices
     ]
     gradient = noisy_quadratic(n, how.pop("skip_every", 0))
     timing = Timing(1.0, 0.1, 0.1, 0.02, 0.5, 0.5, how.pop("slowdown", ()), how.pop("seed", 0))
-    trace = simulate(pairs, Plan(1, 12, slices), gradient, timing, **how)
+    trace = simulate(pairs, TicketPlan(1, 12, slices), gradient, timing, **how)
     assert sorted(trace.settled) == list(range(12 * slices))
 
 

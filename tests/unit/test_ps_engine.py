@@ -36,7 +36,7 @@ from stratbench.ps.member import Member
 from stratbench.ps.policies import POLICIES, make_policy
 from stratbench.ps.run import Run
 from stratbench.ps.snapshots import load_snapshot
-from stratbench.ps.tickets import Plan, Ticket
+from stratbench.ps.tickets import Ticket, TicketPlan
 from stratbench.ps.transport import Closed, Connection, Listeners
 
 pytestmark = pytest.mark.timeout(60)
@@ -119,7 +119,7 @@ def averaged_by_hand(plan):
     replicas = [small_model() for _ in range(plan.slices)]
     leader = replicas[0]
     optimizer = torch.optim.SGD(leader.parameters(), **plan.hyper)
-    tickets = Plan(plan.epochs, plan.steps_per_epoch, plan.slices)
+    tickets = TicketPlan(plan.epochs, plan.steps_per_epoch, plan.slices)
     for step in range(plan.epochs * plan.steps_per_epoch):
         for slice_, replica in enumerate(replicas):
             replica.zero_grad()

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratbench.ps.store import EpochLog
-from stratbench.ps.tickets import Once, Plan, Ticket, Tickets
+from stratbench.ps.tickets import Once, Ticket, TicketPlan, Tickets
 
 
 def test_a_plan_numbers_its_batches_by_epoch_step_and_slice():
-    plan = Plan(2, 3, 4)
+    plan = TicketPlan(2, 3, 4)
     tickets = [plan.ticket(n) for n in range(len(plan))]
     assert tickets[0] == Ticket(0, 0, 0, 0)
     assert tickets[5] == Ticket(5, 0, 1, 1)
@@ -25,12 +25,12 @@ def test_a_plan_numbers_its_batches_by_epoch_step_and_slice():
 @pytest.mark.parametrize("number", [-1, 24])
 def test_a_ticket_outside_the_plan_is_an_error(number):
     with pytest.raises(IndexError, match=r"outside the plan's 0\.\.23"):
-        Plan(2, 3, 4).ticket(number)
+        TicketPlan(2, 3, 4).ticket(number)
 
 
 def test_an_empty_plan_is_an_error():
     with pytest.raises(ValueError, match=">= 1"):
-        Plan(1, 0, 4)
+        TicketPlan(1, 0, 4)
 
 
 @given(st.lists(st.integers(0, 40)))
@@ -44,14 +44,14 @@ def test_once_is_a_set(numbers):
 
 
 def test_a_worker_gets_its_own_slice_while_that_is_free():
-    tickets = Tickets(Plan(1, 2, 3))
+    tickets = Tickets(TicketPlan(1, 2, 3))
     assert [tickets.take(w).slice for w in (2, 0, 1)] == [2, 0, 1]
     assert tickets.take(1)[2:] == (1, 1)
     assert tickets.take(1)[2:] == (1, 0)  # the lowest of what is left
 
 
 def test_only_the_holder_can_settle_and_only_once():
-    tickets = Tickets(Plan(1, 1, 2))
+    tickets = Tickets(TicketPlan(1, 1, 2))
     ticket = tickets.take(0)
     with pytest.raises(KeyError, match="worker 1 does not hold ticket 0"):
         tickets.settle(1, ticket.number)
@@ -62,7 +62,7 @@ def test_only_the_holder_can_settle_and_only_once():
 
 @given(st.data())
 def test_every_ticket_is_settled_once_under_any_schedule_of_losses(data):
-    plan = Plan(
+    plan = TicketPlan(
         data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     )
     n_workers = data.draw(st.integers(1, 4))
@@ -104,7 +104,7 @@ def test_epochs_end_in_order_whenever_their_last_ticket_comes():
     finished = []
     shards = {0: SimpleNamespace(finish=lambda: finished.append(True))}
     store, writer = SimpleNamespace(shards=shards, buffers=None), Taken()
-    log = EpochLog(Plan(epochs=4, steps_per_epoch=2, slices=1), writer)
+    log = EpochLog(TicketPlan(epochs=4, steps_per_epoch=2, slices=1), writer)
     for second, number in enumerate((0, 2, 3, 4, 5, 1, 1, 6, 7)):
         log.count(number, float(second), store)
     assert log.ends == [

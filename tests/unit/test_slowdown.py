@@ -88,7 +88,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
     result = run(
         strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)
     )
-    loop.profile(strategy, data, worker, None)
+    loop.record_profile(strategy, data, worker, None)
     strategy.close()
     if server is not None:
         server.result()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stratbench.telemetry import hardware
-from stratbench.telemetry.hardware import peak_of
+from stratbench.telemetry.hardware import datasheet_of
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from stratbench.telemetry.hardware import peak_of
     ],
 )
 def test_reported_names_are_found(device_name, bf16_tflops, memory_gib):
-    peak = peak_of(device_name)
+    peak = datasheet_of(device_name)
     assert peak.tflops("bf16") == bf16_tflops
     assert peak.memory_gib == memory_gib
 
@@ -55,7 +55,7 @@ def test_reported_names_are_found(device_name, bf16_tflops, memory_gib):
     ],
 )
 def test_other_devices_with_similar_names_are_not(device_name):
-    assert peak_of(device_name) is None
+    assert datasheet_of(device_name) is None
 
 
 def test_figures_are_consistent():
@@ -70,7 +70,7 @@ def test_figures_are_consistent():
 
 def test_an_unknown_precision_is_refused():
     with pytest.raises(ValueError, match="int8"):
-        peak_of("NVIDIA L4").tflops("int8")
+        datasheet_of("NVIDIA L4").tflops("int8")
 
 
 def test_modules_that_must_not_import_torch_do_not():

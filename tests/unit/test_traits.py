@@ -20,7 +20,7 @@ from stratbench.cell.record import SCHEMA_PATH
 from stratbench.plan.request import Request
 from stratbench.ps.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policy import Hyper
-from stratbench.ps.tickets import Plan
+from stratbench.ps.tickets import TicketPlan
 from stratbench.ps.virtual import Timing, WorkerLost, simulate
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Collective, Traits
@@ -105,7 +105,7 @@ def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
     """Four workers of which one takes 20 times as long: who waits takes as long as that one."""
-    workers, plan = 4, Plan(1, 12, 4 * parse_options(name).pushes_per_ticket)
+    workers, plan = 4, TicketPlan(1, 12, 4 * parse_options(name).pushes_per_ticket)
 
     def run(**how):
         policies = [
@@ -128,7 +128,7 @@ def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
-    plan = Plan(1, 12, workers)
+    plan = TicketPlan(1, 12, workers)
     policy = make_policy(name, torch.zeros(2), Hyper(lr=0.01, workers=workers))
     simulate([policy], plan, lambda t, p, w: torch.ones_like(w), Timing(1.0, compute_spread=0.3))
     said = traits_of(name, option_defaults(name), workers).updates_per_step

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stratbench.ps import asynchronous, averaging
 from stratbench.ps.policies import POLICIES, make_policy, parse_options, policy_class
 from stratbench.ps.policy import Hyper
-from stratbench.ps.tickets import Plan
+from stratbench.ps.tickets import TicketPlan
 from stratbench.ps.virtual import Deadlock, Timing, WorkerLost, simulate
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,7 +37,7 @@ def run(name, workers, plan, timing, options=None, **how):
 
 def test_sync_takes_the_slowest_worker_and_the_server_in_turn():
     timing = Timing(1.0, push_s=0.25, pull_s=0.125, apply_s=0.0625, slowdown=(1.0, 2.0))
-    trace = run("ps-sync", 2, Plan(1, 3, 2), timing)
+    trace = run("ps-sync", 2, TicketPlan(1, 3, 2), timing)
     assert trace.time_s == pytest.approx(3 * (0.125 + 2.0 + 0.25 + 0.0625))
     assert trace.pushes == [3, 3]
     assert trace.waits_s == pytest.approx([3 * 1.0, 0.0])
@@ -45,13 +45,13 @@ def test_sync_takes_the_slowest_worker_and_the_server_in_turn():
 
 
 def test_the_server_applies_one_push_at_a_time():
-    trace = run("ps-async", 3, Plan(1, 1, 3), Timing(1.0, apply_s=0.5))
+    trace = run("ps-async", 3, TicketPlan(1, 1, 3), Timing(1.0, apply_s=0.5))
     assert trace.time_s == pytest.approx(1.0 + 3 * 0.5)
     assert trace.staleness[0] == {0: 1, 1: 1, 2: 1}
 
 
 def test_fast_workers_take_more_tickets_and_nobody_waits_in_async():
-    trace = run("ps-async", 2, Plan(1, 8, 1), Timing(1.0, slowdown=(1.0, 3.0)))
+    trace = run("ps-async", 2, TicketPlan(1, 8, 1), Timing(1.0, slowdown=(1.0, 3.0)))
     assert trace.pushes == [6, 2]
     assert trace.time_s == pytest.approx(6.0)
     assert trace.waits_s == [0.0, 0.0]
@@ -59,7 +59,7 @@ def test_fast_workers_take_more_tickets_and_nobody_waits_in_async():
 
 def test_ssp_waits_for_a_persistent_straggler():
     timing = Timing(1.0, slowdown=(1.0, 3.0))
-    trace = run("ps-ssp", 2, Plan(1, 40, 1), timing, {"staleness_bound": 2})
+    trace = run("ps-ssp", 2, TicketPlan(1, 40, 1), timing, {"staleness_bound": 2})
     assert trace.pushes[0] - trace.pushes[1] <= 3
     assert trace.waits_s[0] > 30
 
@@ -67,7 +67,9 @@ def test_ssp_waits_for_a_persistent_straggler():
 def test_sub_batches_cost_transfers_and_not_compute():
     timing = Timing(1.0, push_s=0.25, pull_s=0.25)
     for parts in (1, 4):
-        trace = run("ps-async-modified", 1, Plan(1, 5, 1), timing, {"pushes_per_batch": parts})
+        trace = run(
+            "ps-async-modified", 1, TicketPlan(1, 5, 1), timing, {"pushes_per_batch": parts}
+        )
         assert trace.time_s == pytest.approx(5 * (1.0 + parts * 0.5))
         assert trace.pushes == [5 * parts]
         assert trace.settled == list(range(5))
@@ -75,7 +77,7 @@ def test_sub_batches_cost_transfers_and_not_compute():
 
 def test_the_same_seed_is_the_same_run_and_another_is_not():
     times = [
-        run("ps-async", 3, Plan(1, 20, 3), Timing(1.0, compute_spread=0.3, seed=s)).time_s
+        run("ps-async", 3, TicketPlan(1, 20, 3), Timing(1.0, compute_spread=0.3, seed=s)).time_s
         for s in (1, 1, 2)
     ]
     assert times[0] == times[1] != times[2]
@@ -85,7 +87,9 @@ def test_shards_do_not_change_an_equal_run():
     whole = policies_of("ps-dana", 3)
     split = [make_policy("ps-dana", torch.zeros(1), whole[0].hyper) for _ in range(2)]
     for policies in (whole, split):
-        simulate(policies, Plan(1, 9, 3), lambda t, p, w: w + t.number, Timing(1.0, apply_s=0.1))
+        simulate(
+            policies, TicketPlan(1, 9, 3), lambda t, p, w: w + t.number, Timing(1.0, apply_s=0.1)
+        )
     assert torch.equal(whole[0].weights, torch.cat([p.weights for p in split]))
 
 
@@ -94,17 +98,17 @@ def test_shards_do_not_change_an_equal_run():
 
 def test_a_lost_worker_ends_a_synchronous_run():
     with pytest.raises(WorkerLost, match=r"^step 2: worker 1 was lost$"):
-        run("ps-sync", 2, Plan(1, 5, 2), Timing(1.0), changes=[(2.5, 1, "leave")])
+        run("ps-sync", 2, TicketPlan(1, 5, 2), Timing(1.0), changes=[(2.5, 1, "leave")])
 
 
 def test_the_last_worker_lost_ends_any_run():
     with pytest.raises(WorkerLost, match="all workers were lost with 3 tickets left"):
-        run("ps-async", 1, Plan(1, 5, 1), Timing(1.0), changes=[(2.5, 0, "leave")])
+        run("ps-async", 1, TicketPlan(1, 5, 1), Timing(1.0), changes=[(2.5, 0, "leave")])
 
 
 def test_a_lost_workers_ticket_is_handed_on_even_to_an_idle_one():
     timing = Timing(1.0, slowdown=(1.0, 10.0))
-    trace = run("ps-async", 2, Plan(1, 4, 1), timing, changes=[(5.0, 1, "leave")])
+    trace = run("ps-async", 2, TicketPlan(1, 4, 1), timing, changes=[(5.0, 1, "leave")])
     assert sorted(trace.settled) == [0, 1, 2, 3]
     assert (trace.pushes, trace.reassigned) == ([4, 0], 1)
     assert trace.time_s == pytest.approx(6.0)
@@ -128,10 +132,10 @@ def test_a_policy_that_blocks_for_ever_is_found_out(policy_class):
     timing = Timing(1.0, slowdown=(1.0, 3.0))
     changes = [(2.0, 1, "leave")]
     good = averaging.BackupPolicy(torch.zeros(2), Hyper(lr=0.1, workers=2), options)
-    simulate([good], Plan(1, 3, 2), ones, timing, changes)
+    simulate([good], TicketPlan(1, 3, 2), ones, timing, changes)
     bad = policy_class(torch.zeros(2), Hyper(lr=0.1, workers=2), options)
     with pytest.raises(Deadlock, match=r"tickets are left; workers that wait for ever: \[0"):
-        simulate([bad], Plan(1, 3, 2), ones, timing, changes)
+        simulate([bad], TicketPlan(1, 3, 2), ones, timing, changes)
 
 
 # ---- properties over random schedules
@@ -154,7 +158,7 @@ def schedules(draw):
         slowdown=draw(st.lists(st.sampled_from([1.0, 3.0]), max_size=n)),
         seed=draw(st.integers(0, 9999)),
     )
-    plan = Plan(1, draw(st.integers(1, 8)), draw(st.integers(1, 5)))
+    plan = TicketPlan(1, draw(st.integers(1, 8)), draw(st.integers(1, 5)))
     return n, draw(st.integers(1, 3)), plan, timing, draw(st.lists(move, max_size=8))
 
 

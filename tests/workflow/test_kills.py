@@ -70,16 +70,16 @@ def finished(record):
 '''
 IN_WORKER = """
 from stratbench import witness
-_main, _run = main, run
+_main, _train = main, train_as_worker
 
 def main(job_json, *ranks):
     job = Job.from_json(job_json)
     witness.started(job.folder.logs, job.origin_s)
     _main(job_json, *ranks)
 
-def run(job, *ranks):
+def train_as_worker(job, *ranks):
     witness.wait(job.folder.logs)
-    return _run(job, *ranks)
+    return _train(job, *ranks)
 """
 IN_RECORD = """
 from stratbench import witness

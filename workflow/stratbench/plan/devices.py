@@ -11,7 +11,7 @@ from typing import Any
 
 from stratbench.cell.words import GIB, MIB
 from stratbench.study.validation import ConfigError
-from stratbench.telemetry.hardware import Gpu, all_gpus, peak_of
+from stratbench.telemetry.hardware import Datasheet, all_datasheets, datasheet_of
 
 #: Of the advertised memory, what the driver keeps at most (ECC, reserve).
 DRIVER_SHARE = 0.06
@@ -48,17 +48,17 @@ class Device:
         return min(self.link_bytes_per_s, self.network_bytes_per_s)
 
 
-def find_gpu(text: str) -> Gpu:
+def find_gpu(text: str) -> Datasheet:
     """The GPU that `text` names, such as `A10G 24GB` or what nvidia-smi prints.
 
     Where several match, the first in the table. Raises ConfigError if none matches.
     """
-    if (exact := peak_of(text)) is not None:
+    if (exact := datasheet_of(text)) is not None:
         return exact
     size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
     words = re.sub(r"\d+\s*gi?b\b", " ", text, flags=re.IGNORECASE).lower().split()
     words = [w for w in words if w not in ("nvidia", "tesla", "geforce")]
-    for peak in all_gpus():
+    for peak in all_datasheets():
         known = peak.name.lower().split()
         if (
             all(w in known for w in words)
@@ -66,17 +66,17 @@ def find_gpu(text: str) -> Gpu:
             and (size is None or int(size[1]) == round(peak.memory_gib))
         ):
             return peak
-    names = ", ".join(peak.name for peak in all_gpus())
+    names = ", ".join(peak.name for peak in all_datasheets())
     raise ConfigError(f"config: cluster.gpu = {text!r}: is not in the table of GPUs: {names}")
 
 
-def named_gpus(cluster: Mapping[str, Any]) -> list[Gpu]:
+def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
     """The GPUs that the config names, the nodes' own first; ConfigError for an unknown one."""
     own = [cluster["gpu"]] if cluster["gpu"] else []
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
 
 
-def gpu_device(peak: Gpu, precision: str, cluster: Mapping[str, Any]) -> Device:
+def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
     """A GPU of the cluster. The speed of its link is the config's, or else the datasheet's."""
     known = precision in ("fp32", "tf32", "fp16", "bf16")
     tflops = peak.tflops(precision) if known else None

@@ -30,7 +30,7 @@ from stratbench.plan.subject import (
 )
 from stratbench.study import nodes, resources
 from stratbench.study.config import Study
-from stratbench.telemetry.hardware import Gpu
+from stratbench.telemetry.hardware import Datasheet
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _unheld(planned: list[Planned], offered: list[nodes.Node]) -> list[str]:
     return nodes.told(refusals)
 
 
-def _others(subjects: list[Subject], gpus: list[Gpu], primary: Gpu) -> list[str]:
+def _others(subjects: list[Subject], gpus: list[Datasheet], primary: Datasheet) -> list[str]:
     """The devices beside the plan's that some cell is judged on."""
     if not any(s.request.on_cuda for s in subjects):
         return []
@@ -173,8 +173,8 @@ def _plan_cell(
     s: Subject,
     made: Footprint | str,
     records: Mapping[Cell, Mapping[str, Any]],
-    gpus: list[Gpu],
-    primary: Gpu,
+    gpus: list[Datasheet],
+    primary: Datasheet,
     cluster: Mapping[str, Any],
     results: str,
 ) -> Planned:

@@ -28,7 +28,7 @@ from stratbench.ps.member import Member, parse_hello
 from stratbench.ps.policy import Hyper
 from stratbench.ps.snapshots import SnapshotWriter
 from stratbench.ps.store import EpochLog, MakePolicy, Store, check_length
-from stratbench.ps.tickets import Plan, Tickets
+from stratbench.ps.tickets import TicketPlan, Tickets
 from stratbench.ps.transport import Closed, Connection, Silent
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Run:
         self.error: str | None = None
         self.done = False  # every ticket is settled
         self.lost: list[dict[str, Any]] = []
-        self.plan = Plan(config.epochs, config.steps_per_epoch, config.slices)
+        self.plan = TicketPlan(config.epochs, config.steps_per_epoch, config.slices)
         self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands them out
         self._writer: SnapshotWriter | None = None
         if config.snapshot_dir:

@@ -18,7 +18,7 @@ from stratbench.ps.policy import Hyper, Policy
 from stratbench.ps.shard import Shard
 from stratbench.ps.shm import DTYPES, Layout
 from stratbench.ps.snapshots import SnapshotWriter
-from stratbench.ps.tickets import Once, Plan
+from stratbench.ps.tickets import Once, TicketPlan
 
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
 
@@ -191,7 +191,7 @@ class EpochLog:
     was lost is handed on late, while others are epochs ahead.
     """
 
-    def __init__(self, plan: Plan, writer: SnapshotWriter | None) -> None:
+    def __init__(self, plan: TicketPlan, writer: SnapshotWriter | None) -> None:
         self.ends: list[dict[str, float]] = []
         self._plan, self._writer = plan, writer
         self._seen = Once()

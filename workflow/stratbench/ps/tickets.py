@@ -18,7 +18,7 @@ class Ticket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TicketPlan:
     """Every batch of a run: `epochs` x `steps_per_epoch` global batches x `slices` of each."""
 
     epochs: int
@@ -76,7 +76,7 @@ class Tickets:
     so that runs in lockstep give every worker the same slice each time; otherwise the lowest.
     """
 
-    def __init__(self, plan: Plan, n_servers: int = 1) -> None:
+    def __init__(self, plan: TicketPlan, n_servers: int = 1) -> None:
         """`n_servers`: how many must have all of a ticket's gradients before it is settled."""
         self.plan = plan
         self.settled_by = array("i", [-1]) * len(plan)

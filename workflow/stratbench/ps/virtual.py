@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stratbench.ps.policy import Outcome, Policy
-from stratbench.ps.tickets import Once, Plan, Ticket, Tickets
+from stratbench.ps.tickets import Once, Ticket, TicketPlan, Tickets
 
 #: (ticket, part of the ticket, weights [n]) -> gradient [n], or None where it overflowed.
 Gradient = Callable[[Ticket, int, Tensor], Tensor | None]
@@ -107,7 +107,7 @@ class _Worker:
 
 def simulate(
     policies: Sequence[Policy],
-    plan: Plan,
+    plan: TicketPlan,
     gradient: Gradient,
     timing: Timing,
     changes: Iterable[tuple[float, int, str]] = (),
@@ -127,7 +127,7 @@ class _Run:
     def __init__(
         self,
         policies: Sequence[Policy],
-        plan: Plan,
+        plan: TicketPlan,
         gradient: Gradient,
         timing: Timing,
         changes: Iterable[tuple[float, int, str]],

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Operations of a training step in those of its forward: backward computes two gradients for each of
+#: forward's products.
+TRAINING_FLOPS = 3
 
 
 def forward_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> int:
@@ -17,6 +21,9 @@ def forward_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     pooling are not (torch.utils.flop_counter). The model is built on the meta device: neither
     memory nor time is spent on weights, and no random number is drawn.
     """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
     with torch.device("meta"):
         model = build().eval()  # in training, BatchNorm refuses a single sample
         x = torch.empty(1, *input_shape)

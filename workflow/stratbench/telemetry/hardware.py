@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Datasheet:
     """Datasheet peaks of one GPU; None where it has no such unit.
 
     `memory_gib` is the advertised size; the driver offers up to 6 % less (ECC, reserve).
@@ -47,40 +47,40 @@ _NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5 = (
 
 # Pattern of the name that torch and NVML report (vendor prefixes taken off, whole name) and the
 # peak. A name with more to it (a MIG slice, a laptop part, a Ti) must not match: it differs.
-_TABLE: tuple[tuple[str, Gpu], ...] = (
+_TABLE: tuple[tuple[str, Datasheet], ...] = (
     # NVIDIA T4 datasheet.
-    (r"T4", Gpu("T4", 8.1, None, 65, None, 16, 320, *_GEN3)),
+    (r"T4", Datasheet("T4", 8.1, None, 65, None, 16, 320, *_GEN3)),
     # NVIDIA V100 datasheet.
-    (r"V100-SXM2-16GB", Gpu("V100 SXM2 16 GB", 15.7, None, 125, None, 16, 900, *_NVLINK2)),
-    (r"V100-SXM[23]-32GB", Gpu("V100 SXM 32 GB", 15.7, None, 125, None, 32, 900, *_NVLINK2)),
-    (r"V100-PCIE-16GB", Gpu("V100 PCIe 16 GB", 14, None, 112, None, 16, 900, *_GEN3)),
-    (r"V100-PCIE-32GB", Gpu("V100 PCIe 32 GB", 14, None, 112, None, 32, 900, *_GEN3)),
+    (r"V100-SXM2-16GB", Datasheet("V100 SXM2 16 GB", 15.7, None, 125, None, 16, 900, *_NVLINK2)),
+    (r"V100-SXM[23]-32GB", Datasheet("V100 SXM 32 GB", 15.7, None, 125, None, 32, 900, *_NVLINK2)),
+    (r"V100-PCIE-16GB", Datasheet("V100 PCIe 16 GB", 14, None, 112, None, 16, 900, *_GEN3)),
+    (r"V100-PCIE-32GB", Datasheet("V100 PCIe 32 GB", 14, None, 112, None, 32, 900, *_GEN3)),
     # A10G datasheet (the variant of the A10 in AWS G5).
-    (r"A10G", Gpu("A10G", 35, 35, 70, 70, 24, 600, *_GEN4)),
+    (r"A10G", Datasheet("A10G", 35, 35, 70, 70, 24, 600, *_GEN4)),
     # NVIDIA A100 datasheet.
-    (r"A100-SXM4-40GB", Gpu("A100 SXM 40 GB", 19.5, 156, 312, 312, 40, 1555, *_NVLINK3)),
-    (r"A100-SXM4-80GB", Gpu("A100 SXM 80 GB", 19.5, 156, 312, 312, 80, 2039, *_NVLINK3)),
-    (r"A100-PCIE-40GB", Gpu("A100 PCIe 40 GB", 19.5, 156, 312, 312, 40, 1555, *_GEN4)),
-    (r"A100 80GB PCIe", Gpu("A100 PCIe 80 GB", 19.5, 156, 312, 312, 80, 1935, *_GEN4)),
+    (r"A100-SXM4-40GB", Datasheet("A100 SXM 40 GB", 19.5, 156, 312, 312, 40, 1555, *_NVLINK3)),
+    (r"A100-SXM4-80GB", Datasheet("A100 SXM 80 GB", 19.5, 156, 312, 312, 80, 2039, *_NVLINK3)),
+    (r"A100-PCIE-40GB", Datasheet("A100 PCIe 40 GB", 19.5, 156, 312, 312, 40, 1555, *_GEN4)),
+    (r"A100 80GB PCIe", Datasheet("A100 PCIe 80 GB", 19.5, 156, 312, 312, 80, 1935, *_GEN4)),
     # NVIDIA H100 datasheet.
-    (r"H100 80GB HBM3", Gpu("H100 SXM", 67, 494.7, 989.4, 989.4, 80, 3350, *_NVLINK4)),
-    (r"H100 PCIe", Gpu("H100 PCIe", 51, 378, 756, 756, 80, 2000, *_GEN5)),
-    (r"H100 NVL", Gpu("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, *_GEN5)),
+    (r"H100 80GB HBM3", Datasheet("H100 SXM", 67, 494.7, 989.4, 989.4, 80, 3350, *_NVLINK4)),
+    (r"H100 PCIe", Datasheet("H100 PCIe", 51, 378, 756, 756, 80, 2000, *_GEN5)),
+    (r"H100 NVL", Datasheet("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, *_GEN5)),
     # NVIDIA H200 datasheet.
-    (r"H200", Gpu("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NVLINK4)),
-    (r"H200 NVL", Gpu("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, *_GEN5)),
+    (r"H200", Datasheet("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NVLINK4)),
+    (r"H200 NVL", Datasheet("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, *_GEN5)),
     # NVIDIA Blackwell architecture brief, HGX B200.
-    (r"B200", Gpu("B200", 80, 1100, 2250, 2250, 180, 8000, *_NVLINK5)),
+    (r"B200", Datasheet("B200", 80, 1100, 2250, 2250, 180, 8000, *_NVLINK5)),
     # NVIDIA L4 and L40S datasheets.
-    (r"L4", Gpu("L4", 30.3, 60, 121, 121, 24, 300, *_GEN4)),
-    (r"L40S", Gpu("L40S", 91.6, 183, 362, 362, 48, 864, *_GEN4)),
+    (r"L4", Datasheet("L4", 30.3, 60, 121, 121, 24, 300, *_GEN4)),
+    (r"L40S", Datasheet("L40S", 91.6, 183, 362, 362, 48, 864, *_GEN4)),
     # GA102 and AD102 architecture whitepapers, tensor cores with fp32 accumulation.
-    (r"RTX 3090", Gpu("RTX 3090", 35.6, 35.6, 71, 71, 24, 936, *_GEN4)),
-    (r"RTX 4090", Gpu("RTX 4090", 82.6, 82.6, 165.2, 165.2, 24, 1008, *_GEN4)),
+    (r"RTX 3090", Datasheet("RTX 3090", 35.6, 35.6, 71, 71, 24, 936, *_GEN4)),
+    (r"RTX 4090", Datasheet("RTX 4090", 82.6, 82.6, 165.2, 165.2, 24, 1008, *_GEN4)),
 )
 
 
-def peak_of(device_name: str) -> Gpu | None:
+def datasheet_of(device_name: str) -> Datasheet | None:
     """The peaks of the GPU that torch or NVML calls `device_name`, None if it is not listed.
 
     PCIe boards are listed with their PCIe link; a bridge between two of them is faster.
@@ -92,6 +92,6 @@ def peak_of(device_name: str) -> Gpu | None:
     return None
 
 
-def all_gpus() -> list[Gpu]:
+def all_datasheets() -> list[Datasheet]:
     """Every GPU of the table, in its order."""
     return [peak for _, peak in _TABLE]

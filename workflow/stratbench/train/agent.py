@@ -160,13 +160,13 @@ def stuck(
         return any(code != 0 for code in ended.values())
     failed = {p.name for p in (*servers, *workers) if ended.get(p.name) not in (0, None)}
     if any(p.name in failed for p in servers) or any(
-        not joined(job, rank_of(name)) for name in failed
+        not has_joined(job, rank_of(name)) for name in failed
     ):
         return True
     return job.n_nodes == 1 and all(p.name in ended for p in workers)
 
 
-def joined(job: Job, rank: int) -> bool:
+def has_joined(job: Job, rank: int) -> bool:
     """Whether the servers knew a worker that has ended; for one that they do not, they wait."""
     phases = read_phases([job.folder.phases(rank)])
     return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)
@@ -237,7 +237,7 @@ def main() -> None:
     failed = [p.name for p in exits.processes if p.exit_code != 0]
     if job.has_servers:
         ranks = {name: rank_of(name) for name in failed}
-        failed = [name for name, rank in ranks.items() if rank is None or not joined(job, rank)]
+        failed = [name for name, rank in ranks.items() if rank is None or not has_joined(job, rank)]
     sys.exit(1 if exits.timed_out or failed else 0)
 
 

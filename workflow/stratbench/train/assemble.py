@@ -40,7 +40,7 @@ def make_record(job: Job, ending: Ending) -> Record:
     per_epoch = run.get("per_epoch") or job.folder.read_epochs()
     accuracies = [e["accuracy"] for e in per_epoch]
     reported = first.get("strategy", {})
-    communication = efficiency.communication(whole, servers, run)
+    communication = efficiency.communication_figures(whole, servers, run)
     return {
         "schema_version": 1,
         "cell": job.cell.as_dict(),
@@ -77,19 +77,19 @@ def make_record(job: Job, ending: Ending) -> Record:
             "epoch_times_s": run.get("epoch_times_s", []),
             "start_skew_ms": start_skew_ms(whole),
             "step_ms": step_distribution([t for w in whole for t in w["step_ms"]]),
-            "breakdown_ms": efficiency.breakdown(whole, communication),
+            "breakdown_ms": efficiency.mean_phases_ms(whole, communication),
             "breakdown_note": cls.breakdown_note,
             "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
             "setup_s": setup_s(first),
-            "data_s": phase_s(whole, "data_s"),
-            "warmup_s": phase_s(whole, "warmup_s"),
-            "eval_s": phase_s(whole, "eval_s"),
+            "data_s": longest_phase_s(whole, "data_s"),
+            "warmup_s": longest_phase_s(whole, "warmup_s"),
+            "eval_s": longest_phase_s(whole, "eval_s"),
             "total_s": job.elapsed_s,
             "time_limit_s": job.time_limit_s,
         },
-        "compute": efficiency.compute(job, whole, run),
+        "compute": efficiency.compute_figures(job, whole, run),
         "communication": communication,
-        "energy": efficiency.energy(job, whole, run),
+        "energy": efficiency.energy_figures(job, whole, run),
         "memory": worst_memory(whole),
         "accuracy": {
             "final": accuracies[-1] if accuracies and ending.status == "ok" else None,
@@ -110,8 +110,8 @@ def make_record(job: Job, ending: Ending) -> Record:
             }
             for w in whole
         ],
-        "profile": efficiency.profile(job),
-        "provenance": provenance(job),
+        "profile": efficiency.profile_entry(job),
+        "provenance": launcher_provenance(job),
     }
 
 
@@ -208,7 +208,7 @@ def setup_s(worker: dict[str, Any]) -> float | None:
     return worker["started_s"] + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 
-def phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
+def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
     """The longest time that a worker spent in a phase."""
     return max((w["phases_s"].get(key, 0.0) for w in workers), default=None)
 
@@ -232,7 +232,7 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def provenance(job: Job) -> dict[str, Any]:
+def launcher_provenance(job: Job) -> dict[str, Any]:
     """What the launcher knows about the run."""
     return {
         "stratbench": __version__,

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratbench.telemetry.hardware import peak_of
+from stratbench.telemetry.flops import TRAINING_FLOPS
+from stratbench.telemetry.hardware import datasheet_of
 from stratbench.telemetry.timeline import energy_within, read_phases
 from stratbench.train.job import Job
 
-#: Operations of a training step in those of its forward: backward computes two gradients.
-TRAINING_FLOPS = 3
 _RATES = ("sent_bytes_per_step", "received_bytes_per_step")
 _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_steps")
 
 
-def compute(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any] | None:
+def compute_figures(
+    job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
+) -> dict[str, Any] | None:
     """Operations a second of all workers together, and their share of the devices' peak (MFU).
 
     Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B.
@@ -42,12 +43,12 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
     """Datasheet peak of all workers' GPUs in the cell's precision; None if any is unknown."""
     if job.settings.precision == "fp64" or len(workers) < job.world_size:
         return None
-    peaks = [peak_of(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
+    peaks = [datasheet_of(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
     tflops = [peak and peak.tflops(job.settings.precision) for peak in peaks]
     return None if None in tflops else 1e12 * sum(tflops)
 
 
-def communication(
+def communication_figures(
     workers: list[dict[str, Any]], servers: list[dict[str, Any]], run: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Bytes a step of a worker, the bandwidth that these imply, and times where they are known."""
@@ -70,7 +71,9 @@ def communication(
     return found
 
 
-def breakdown(workers: list[dict[str, Any]], found: dict[str, Any] | None) -> dict[str, Any] | None:
+def mean_phases_ms(
+    workers: list[dict[str, Any]], found: dict[str, Any] | None
+) -> dict[str, Any] | None:
     """Mean ms a step of each phase, over all workers; `found`: the cell's communication.
 
     Exposed communication is taken out of backward, the wait out of the exchange with the server.
@@ -96,7 +99,9 @@ def breakdown(workers: list[dict[str, Any]], found: dict[str, Any] | None) -> di
     return phases or None
 
 
-def energy(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, float] | None:
+def energy_figures(
+    job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
+) -> dict[str, float] | None:
     """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
 
     The processors, the memory and the rest of the machine are not in it.
@@ -118,7 +123,7 @@ def energy(job: Job, workers: list[dict[str, Any]], run: dict[str, Any]) -> dict
     return {"train_joules": joules, "joules_per_sample": joules / run["samples_applied"]}
 
 
-def profile(job: Job) -> dict[str, Any] | None:
+def profile_entry(job: Job) -> dict[str, Any] | None:
     """Where the profiler's trace is, below the cell's log folder; None where there is none."""
     trace = job.folder.profile_trace
     if not trace.exists():

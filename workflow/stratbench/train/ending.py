@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stratbench.cell.run_folder import rank_of
-from stratbench.train.agent import Exits, joined
+from stratbench.train.agent import Exits, has_joined
 from stratbench.train.job import Job
 
 
@@ -68,7 +68,7 @@ def classify_served(job: Job, exits: Exits) -> Ending:
         return Ending("error", lost)
     # The servers do not begin before every worker has joined.
     for rank, worker in workers.items():
-        if worker["status"] == "error" and not joined(job, rank):
+        if worker["status"] == "error" and not has_joined(job, rank):
             return Ending("error", worker["reason"])
     if exits.timed_out:
         return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")

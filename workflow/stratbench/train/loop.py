@@ -236,7 +236,9 @@ def practice_batches(
 PROFILE_WARM_UP, PROFILED_STEPS = 2, 3
 
 
-def profile(strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None) -> None:
+def record_profile(
+    strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None
+) -> None:
     """A few steps after everything has been measured, recorded by torch's profiler in `trace`.
 
     Every worker of a collective must call it; those without `trace` step along. The training state is

@@ -55,7 +55,7 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         leave(EXIT_ERROR)  # the agent knows that the time is up
     try:
-        result = run(job, rank, local_rank)
+        result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
         status = "oom" if is_out_of_memory(e) else "error"
@@ -95,7 +95,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
+def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     """Train the cell as worker `rank`; returns the worker's part of the record."""
     s = job.settings
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
@@ -159,13 +159,13 @@ def run(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     progress = loop.Progress(job.folder if keeps else None)
     train = loop.train_with_server if strategy.kind == "server" else loop.train
     result = train(strategy, data, worker, phases, log, memory, progress)
-    measured = as_dict(result, strategy, phases, rank)
+    measured = worker_result(result, strategy, phases, rank)
     # Of a server's workers, the one that has evaluated; the others are through, or lost.
     chosen = bool(result.progress.per_epoch) if strategy.kind == "server" else rank == 0
     if s.profile and result.status == "ok" and (chosen or strategy.kind == "collective"):
         with phases("profile"):
             trace = job.folder.profile_trace if chosen else None
-            loop.profile(strategy, data, worker, trace)
+            loop.record_profile(strategy, data, worker, trace)
     if chosen:
         build = partial(models.build, s.model, data.meta["classes"], shape[0])
         measured["forward_flops_per_sample"] = forward_flops(build, shape)
@@ -222,7 +222,9 @@ def tcp_store(job: Job, rank: int) -> dist.TCPStore:
     return dist.TCPStore(*endpoint, job.world_size, wait_for_workers=False)
 
 
-def as_dict(result: loop.Result, strategy: Strategy, phases: Phases, rank: int) -> dict[str, Any]:
+def worker_result(
+    result: loop.Result, strategy: Strategy, phases: Phases, rank: int
+) -> dict[str, Any]:
     clock = result.clock
     times = phases.as_dict()
     return {

@@ -8,10 +8,9 @@ from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_m
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
-from stratbench.telemetry.hardware import peak_of
+from stratbench.telemetry.flops import TRAINING_FLOPS
+from stratbench.telemetry.hardware import datasheet_of
 
-#: Backward computes two gradients for each of forward's products.
-TRAINING_FLOPS = 3
 #: More and less than any GPU draws while it trains, in watts; where it says its limit, that counts.
 MOST_W, LEAST_W = 2000.0, 5.0
 #: By how much a GPU may be over its limit for moments.
@@ -56,7 +55,7 @@ def contradictory_efficiency(record: Record) -> Iterator[str]:
     precision = facts("settings.precision")
     names = [value_at(worker["provenance"], "gpu.name") for worker in facts.workers]
     if facts.whole and None not in names and precision not in (None, "fp64"):
-        peaks = [peak and peak.tflops(precision) for peak in map(peak_of, names)]
+        peaks = [peak and peak.tflops(precision) for peak in map(datasheet_of, names)]
         if None not in peaks:
             yield from unless_equal(
                 "compute.peak_flops_per_s",
