@@ -41,11 +41,14 @@ demo: $(RUN_STAMP)
 	$(BIN)/snakemake --profile profiles/local --config study=demo
 	@echo "report: results/demo/report.html"
 
+# Side by side as tests/conftest.py says; `pytest tests/unit/test_x.py` runs one file in one process.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-quick: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m "not slow and not slurm"
+	$(PYTEST) -m "not slow and not slurm"
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -1,11 +1,13 @@
-"""Shared by the tests: a tiny data set, and cells trained by the real launcher on it."""
+"""Shared by the tests: how they run side by side, a tiny data set, cells trained by the real launcher."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +18,63 @@ import pytest
 from launching import TINY, WORKFLOW, LaunchedCell
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
+from stratbench.telemetry.cores import usable_cores
 from stratbench.workload.prepare import prepare
+
+# Tests run side by side; PyTorch, not yet imported, would give each of them all the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Two to a core: much of what the tests do is waiting for processes."""
+    return 2 * len(usable_cores())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests run one after the other in one process, and so share its fixtures.
+
+    Those that are to run alone are together, whatever file they are from.
+    """
+    from xdist.scheduler import LoadGroupScheduling
+
+    class FileByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return FileByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Side by side, what takes longest starts first, and what is to run alone comes last."""
+    if not hasattr(config, "workerinput"):
+        return
+    weight = Counter(
+        item.path
+        for item in items
+        for mark in item.iter_markers()
+        if mark.name in ("slow", "slurm")
+    )
+    for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.xdist_group("alone"))
+    items.sort(key=lambda i: (i.get_closest_marker("alone") is not None, -weight[i.path]))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """No other test runs beside one that is to run alone; waiting for that is not its time."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        try:
+            return (yield)
+        finally:  # a process forked in the test holds the file open, too
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 @pytest.fixture(scope="session")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults
+from stratbench.train import forkserver
 
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 FOREVER = 1_000_000  # epochs
@@ -90,3 +93,15 @@ def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> N
     _, alive = psutil.wait_procs(processes, timeout=within_s)
     alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not alive, [(p.pid, p.cmdline()) for p in alive]
+
+
+@contextmanager
+def sharing() -> Iterator[psutil.Process]:
+    """Have launchers share a server for cells of one thread a worker; yields its process."""
+    me = psutil.Process()
+    before = me.children()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(WORKFLOW))
+        with forkserver.shared_servers([1, 1]):
+            (server,) = set(me.children()) - set(before)
+            yield server

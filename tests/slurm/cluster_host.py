@@ -6,6 +6,7 @@ Whether a cluster may be started here, SLURM's Debian packages, free ports, runn
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pwd
 import random
@@ -129,6 +130,12 @@ def install(accounting: bool = False) -> None:
     Raises:
         Unavailable: they are missing and cannot be installed here.
     """
+    with open(__file__) as lock:  # tests that run side by side install them once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _install(accounting)
+
+
+def _install(accounting: bool) -> None:
     programs = PROGRAMS + (ACCOUNTING_PROGRAMS if accounting else ())
     missing = [program for program in programs if which(program) is None]
     if not missing:

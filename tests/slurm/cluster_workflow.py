@@ -22,6 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 from tiny_study import Workflow, tiny_config
 
 Found = TypeVar("Found")
+#: A cell that trains until it is stopped, and sleeps most of the time: other tests need the cores.
+ENDLESS = {
+    "epochs": 1000000,
+    "warmup_steps": 1,
+    "slowdown": {"workers": [0], "factor": 8},
+}
 
 
 def study(experiments: dict[str, dict[str, Any]], **cluster: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from cluster_host import Unavailable, cluster_processes, install, listening, ref
 
 CLUSTER = Path(__file__).with_name("cluster.py")
 pytest_plugins = ["cluster_fixtures"]
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]  # packages may have to be installed
 
 
 @pytest.fixture
@@ -29,13 +29,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def eventually(condition: Callable[[], bool], limit_s: float) -> bool:
+def eventually(condition: Callable[[], object], limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if condition():
             return True
         time.sleep(0.2)
-    return condition()
+    return bool(condition())
 
 
 def finished(cluster: SlurmCluster, job: str, limit_s: float = 30) -> str:
@@ -98,7 +98,6 @@ def test_a_lost_node_fails_its_jobs_and_comes_back(slurm: SlurmCluster, tmp_path
     assert slurm.node_states()["node2"] == "idle"
 
 
-@pytest.mark.timeout(240)
 def test_accounting_knows_a_finished_job(slurm_accounting: SlurmCluster, tmp_path: Path) -> None:
     job = batch(slurm_accounting, tmp_path / "out", "true")
 
@@ -197,6 +196,7 @@ def test_a_foreign_slurm_conf_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.alone  # the clusters of other tests would be refused, too
 @pytest.mark.parametrize("daemon", ["slurmctld", "slurmd"])
 def test_a_host_running_slurm_is_refused(tmp_path: Path, daemon: str) -> None:
     program = tmp_path / daemon
@@ -204,6 +204,8 @@ def test_a_host_running_slurm_is_refused(tmp_path: Path, daemon: str) -> None:
     environ = {key: value for key, value in os.environ.items() if key != cluster_host.MARK}
     pretender = subprocess.Popen([program, "60"], env=environ)
     try:
+        # Just after its start a program has no environment yet, as one that ends.
+        assert eventually(Path(f"/proc/{pretender.pid}/environ").read_bytes, 10)
         reason = refusal(tmp_path / "own", environ={}, host_configuration=[])
         assert reason == f"this host runs a SLURM of its own: {daemon}, process {pretender.pid}"
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import ACCOUNT, SlurmCluster
-from cluster_workflow import ClusterWorkflow, study, wait_for
+from cluster_workflow import ENDLESS, ClusterWorkflow, study, wait_for
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -55,6 +55,7 @@ def birth_s(path: Path) -> float:
     return float(shown.stdout)
 
 
+@pytest.mark.alone
 def test_slurm_adds_less_than_20_s_to_a_cell(slurm: SlurmCluster, tmp_path: Path) -> None:
     workflow = ClusterWorkflow(tmp_path, study({"alone": {}}), slurm)
     run = workflow.start("--slurm-keep-successful-logs")
@@ -84,7 +85,7 @@ def test_slurm_adds_less_than_20_s_to_a_cell(slurm: SlurmCluster, tmp_path: Path
 def test_a_cluster_with_accounting_needs_one_line_in_the_profile(
     slurm_accounting: SlurmCluster, tmp_path: Path
 ) -> None:
-    experiments = {"good": {}, "cancelled": {"epochs": 100000}}
+    experiments = {"good": {}, "cancelled": ENDLESS}
     workflow = ClusterWorkflow(tmp_path, study(experiments), slurm_accounting)
     workflow.uncomment("  # slurm_account: my_project", f"  slurm_account: {ACCOUNT}")
     run = workflow.start("--retries", "0")

@@ -11,15 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from launching import FOREVER, WORKFLOW, assert_gone, settings, train_one_epoch, until
-from stratbench.train import forkserver
+from launching import FOREVER, WORKFLOW, assert_gone, settings, sharing, train_one_epoch, until
 from stratbench.train.forkserver import Process
 
 LIGHT = Path(__file__).with_name("light_forkserver.py")
@@ -198,18 +196,6 @@ def test_a_failed_fork_is_its_launchers_error_alone(light):
 
 
 # ---------------------------------------------------------------- cells that share a server
-
-
-@contextmanager
-def sharing() -> Iterator[psutil.Process]:
-    """Have launchers share a server for cells of one thread a worker; yields its process."""
-    me = psutil.Process()
-    before = me.children()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(WORKFLOW))
-        with forkserver.shared_servers([1, 1]):
-            (server,) = set(me.children()) - set(before)
-            yield server
 
 
 @pytest.fixture(scope="module")

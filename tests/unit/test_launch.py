@@ -17,18 +17,28 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from launching import FOREVER, LIMIT_S, LaunchedCell, assert_gone, settings, train_one_epoch, until
+from launching import (
+    FOREVER,
+    LIMIT_S,
+    LaunchedCell,
+    assert_gone,
+    settings,
+    sharing,
+    train_one_epoch,
+    until,
+)
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import agent, ending, launch, loop
+from stratbench.train import agent, ending, forkserver, launch, loop
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
 
@@ -36,8 +46,16 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def family(launched: LaunchedCell) -> list[psutil.Process]:
-    """The launcher's descendants: fork server, workers, sampler."""
+    """The launcher's descendants: its fork server, workers, sampler."""
     return psutil.Process(launched.process.pid).children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[dict[str, str]]:
+    """An environment in which launchers share a fork server: where its own is not what is tested."""
+    with sharing():
+        folder = os.environ.pop(forkserver.FOLDER_VARIABLE)
+        yield os.environ | {forkserver.FOLDER_VARIABLE: folder}
 
 
 def worker_pids(launched: LaunchedCell) -> dict[str, int]:
@@ -81,9 +99,9 @@ def test_a_cell_that_finishes(start_cell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
-def test_a_profiled_cell(start_cell, strategy):
+def test_a_profiled_cell(start_cell, warm, strategy):
     """The trace is beside the logs and in no figure; the rest of the record has its context."""
-    launched = start_cell(settings(strategy, epochs=2, profile=True))
+    launched = start_cell(settings(strategy, epochs=2, profile=True), env=warm)
     launched.record.parent.mkdir(parents=True)
     code, output = launched.finish()
     assert code == 0, output
@@ -112,11 +130,11 @@ def test_a_profiled_cell(start_cell, strategy):
 
 
 @pytest.mark.slow
-def test_a_straggler_slows_every_step(start_cell):
+def test_a_straggler_slows_every_step(start_cell, warm):
     """Factor 3 on one of two synchronous workers: each step takes three times that worker's own."""
     slow = {"workers": [1], "factor": 3}
     launched = start_cell(
-        settings("ddp", global_batch=64, per_worker_batch=32, epochs=20, slowdown=slow)
+        settings("ddp", global_batch=64, per_worker_batch=32, epochs=20, slowdown=slow), env=warm
     )
     code, output = launched.finish()
     assert code == 0, output
@@ -130,19 +148,19 @@ def test_a_straggler_slows_every_step(start_cell):
 
 
 @pytest.mark.slow
-def test_time_limit(start_cell):
-    launched = start_cell(settings("fsdp", epochs=FOREVER, lr=1e-6), time_limit_s=20)
+def test_time_limit(start_cell, warm):
+    launched = start_cell(settings("fsdp", epochs=FOREVER, lr=1e-6), time_limit_s=10, env=warm)
     train_one_epoch(launched)
-    processes = family(launched)
+    processes = [*family(launched), *map(psutil.Process, worker_pids(launched).values())]
     code, output = launched.finish()
     assert code == 0, output
     assert_gone(processes)
     found = record.read(launched.record)
     assert found["status"] == "timeout"
-    assert "20 s" in found["reason"]
+    assert "10 s" in found["reason"]
     assert found["time"]["train_time_s"] is None
-    assert found["time"]["time_limit_s"] == 20
-    assert 20 <= found["time"]["total_s"] < 20 + LIMIT_S
+    assert found["time"]["time_limit_s"] == 10
+    assert 10 <= found["time"]["total_s"] < 10 + LIMIT_S
     epochs = found["accuracy"]["per_epoch"]
     assert len(epochs) >= 1
     assert epochs[0]["epoch"] == 1
@@ -163,8 +181,8 @@ def test_time_limit_before_training_has_begun(start_cell):
 
 
 @pytest.mark.slow
-def test_divergence(start_cell):
-    launched = start_cell(settings("ddp", lr=1e6, epochs=50))
+def test_divergence(start_cell, warm):
+    launched = start_cell(settings("ddp", lr=1e6, epochs=50), env=warm)
     code, output = launched.finish()
     assert code == 0, output
     found = record.read(launched.record)
@@ -198,10 +216,10 @@ def test_out_of_memory(start_cell):
 
 
 @pytest.mark.slow
-def test_a_killed_worker(start_cell):
-    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+def test_a_killed_worker(start_cell, warm):
+    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6), env=warm)
     train_one_epoch(launched)
-    processes = family(launched)
+    processes = [*family(launched), *map(psutil.Process, worker_pids(launched).values())]
     psutil.Process(worker_pids(launched)["rank1"]).kill()
     code, output = launched.finish()
     assert code == 1
@@ -221,8 +239,8 @@ def test_a_killed_worker(start_cell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ps-sync", "ps-async"])
-def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, strategy):
-    launched = start_cell(settings(strategy, epochs=FOREVER))
+def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, warm, strategy):
+    launched = start_cell(settings(strategy, epochs=FOREVER), env=warm)
     pids = launched.folder.pids(0)
     until(lambda: pids.exists() and "rank1 " in pids.read_text())
     psutil.Process(worker_pids(launched)["rank1"]).kill()
@@ -233,9 +251,9 @@ def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell
 
 
 @pytest.mark.slow
-def test_a_worker_that_raises(start_cell):
+def test_a_worker_that_raises(start_cell, warm):
     """An error in Python: the traceback's end is in the evidence."""
-    launched = start_cell(settings("ddp", model="no-such-model"))
+    launched = start_cell(settings("ddp", model="no-such-model"), env=warm)
     code, output = launched.finish()
     assert code == 1
     assert not launched.record.exists()
@@ -339,10 +357,12 @@ def test_a_locale_without_umlauts_stops_nothing(start_cell, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(start_cell):
+def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(start_cell, warm):
     """Worker 1 lives and waits with the servers for worker 0, whose slowdown makes no sense."""
     broken = {"workers": [0], "factor": "three"}
-    launched = start_cell(settings("ps-sync", slowdown=broken, epochs=1000), time_limit_s=100)
+    launched = start_cell(
+        settings("ps-sync", slowdown=broken, epochs=1000), time_limit_s=100, env=warm
+    )
     begun = time.monotonic()
     code, output = launched.finish()
     assert code == 1, output
@@ -353,10 +373,10 @@ def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(st
 
 
 @pytest.mark.slow
-def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell):
-    first = start_cell(settings("ps-async"))
+def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell, warm):
+    first = start_cell(settings("ps-async"), env=warm)
     until(lambda: first.folder.secret.exists())
-    second = start_cell(settings("ps-async"))
+    second = start_cell(settings("ps-async"), env=warm)
     code, output = second.finish()
     assert code == 0, output
     assert "waiting: another launcher trains this cell" in output

@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -326,13 +327,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     tables = (args.cells, args.epochs, args.summary, args.study_dir)
     clear(args.out_dir)
-    found = load(*tables).items()
-    names = [(name, plot) for name, rows in found for plot in PLOTS if has_data(plot, rows)]
-    context = multiprocessing.get_context("spawn")
+    found = load(*tables)
+    names = [(name, plot) for name, rows in found.items() for plot in PLOTS if has_data(plot, rows)]
+    stems = [args.out_dir / name / plot for name, plot in names]
     n_processes = min(len(usable_cores()), 1 + len(names) // FIGURES_A_PROCESS)
-    with ProcessPoolExecutor(n_processes, context, initializer=begin, initargs=tables) as pool:
-        stems = [args.out_dir / name / plot for name, plot in names]
-        for stem, _ in zip(stems, pool.map(write, names, stems), strict=True):
+    with ExitStack() as stack:
+        drawing = map
+        if n_processes > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(n_processes, context, initializer=begin, initargs=tables)
+            drawing = stack.enter_context(pool).map
+        else:
+            _loaded.update(found)
+        for stem, _ in zip(stems, drawing(write, names, stems), strict=True):
             print(stem.with_suffix(".svg"), flush=True)
     return 0
 
