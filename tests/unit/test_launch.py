@@ -15,6 +15,7 @@ import os
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -123,10 +124,12 @@ def test_a_profiled_cell(start_cell, warm, strategy):
     # Of two workers a ring and a server ask the same; the flat gradients are aligned.
     assert communication["sent_bytes_per_step"] == pytest.approx(parameters_bytes, rel=1e-3)
     assert communication["received_bytes_per_step"] == pytest.approx(parameters_bytes, rel=0.15)
+    # Workers of servers take steps of their own, a quick one more of them: each counts the same.
+    steps_ms = [launched.folder.read_worker(rank)["step_ms"] for rank in (0, 1)]
+    step_ms = statistics.mean(map(statistics.mean, steps_ms))
     part = "exposed_communication" if strategy == "ddp" else "server_wait"
-    assert 0 < found["time"]["breakdown_ms"][part] < found["time"]["step_ms"]["mean"]
-    whole = sum(found["time"]["breakdown_ms"].values())
-    assert whole == pytest.approx(found["time"]["step_ms"]["mean"], rel=0.05)
+    assert 0 < found["time"]["breakdown_ms"][part] < step_ms
+    assert sum(found["time"]["breakdown_ms"].values()) == pytest.approx(step_ms, rel=0.05)
 
 
 @pytest.mark.slow
