@@ -193,7 +193,7 @@ def main() -> None:
         rows = []
         for model, precision, allocator in product(args.models, args.precisions, args.allocators):
             results = (args.results or Path(scratch)) / f"{model}-{precision}-{allocator}"
-            config, study = configuration.load(
+            config, study = configuration.load_config(
                 study_config(model, args.strategies, args.workers, precision, results)
             )
             train(study, config, allocator, args.timeout_s)

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from stratbench.cell.coordinates import Cell
-from stratbench.study.config import load
+from stratbench.study.config import load_config
 from stratbench.workload.prepare import prepare
 
 STRATEGIES = ("ps-sync", "ps-async", "ps-dana")
@@ -74,7 +74,7 @@ def main() -> None:
         "--out", type=Path, default=Path(__file__).parent / "results", help="folder"
     )
     args = parser.parse_args()
-    _, chosen = load(study(args))
+    _, chosen = load_config(study(args))
     rows = []
     with tempfile.TemporaryDirectory(prefix="straggler-") as temporary:
         folder = Path(temporary)

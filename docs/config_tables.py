@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
-from stratbench.study.validation import TYPE_NAMES, resolved, schema
+from stratbench.study.schema import TYPE_NAMES, resolved, schema
 
 #: Lines of docs/configuration.md that the generated tables stand between.
 TABLE_BEGIN, TABLE_END = "<!-- begin: generated -->", "<!-- end: generated -->"

@@ -22,7 +22,7 @@ from stratbench.plan.devices import CONTEXT_BYTES
 from stratbench.plan.fake import replaced
 from stratbench.plan.footprint import Footprint, make_footprint
 from stratbench.plan.request import Request, data_bytes
-from stratbench.study.validation import schema
+from stratbench.study.schema import schema
 from stratbench.telemetry.cores import usable_cores
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job

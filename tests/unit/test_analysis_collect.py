@@ -188,7 +188,7 @@ def study_of(lr: float) -> config.Study:
     }  # fmt: skip
     experiments = {"main": block}
     raw = {"study": "constructed", "studies": {"constructed": {"experiments": experiments}}}
-    return config.load(raw)[1]
+    return config.load_config(raw)[1]
 
 
 def test_a_record_trained_with_other_settings_is_refused_and_told(tmp_path):

@@ -289,7 +289,7 @@ PAPER_STATUSES = {
 def test_the_whole_paper_study_renders(tmp_path):
     """The matrix of config.yaml's `paper` on up to 4 GPUs, one repeat, of constructed records."""
     raw = yaml.safe_load((ROOT / "config.yaml").read_text()) | {"study": "paper"}
-    cells = [c for c in config.load(raw)[1].cells if c.repeat == 0 and c.gpus <= 4]
+    cells = [c for c in config.load_config(raw)[1].cells if c.repeat == 0 and c.gpus <= 4]
     path = write_page(tmp_path, cells, PAPER_STATUSES, timelines=True)
     page = Page(path.read_text())
     experiments = list(dict.fromkeys(c.experiment for c in cells))

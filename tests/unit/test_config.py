@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from stratbench.cell.settings import Settings
-from stratbench.study import config, validation
-from stratbench.study.config import ConfigError
+from stratbench.study import config, schema, validation, yaml_traps
+from stratbench.study.messages import ConfigError
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = "studies.demo.experiments.first"
@@ -42,7 +42,7 @@ REMOVED = object()
 
 def refusal(config_: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        config.validate(config_)
+        validation.validate(config_)
     return str(refused.value)
 
 
@@ -282,7 +282,7 @@ def test_keys_given_twice(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("study: a\nstudies:\n  a: {seed: 1}\n  b: {}\n  a: {seed: 2}\n")
     with pytest.raises(ConfigError) as refused:
-        config.check_duplicate_keys(path)
+        yaml_traps.check_duplicate_keys(path)
     assert f"{path}: studies.a is given twice, in lines 3 and 5" in str(refused.value)
 
 
@@ -292,14 +292,14 @@ def test_keys_given_twice(tmp_path):
 def test_keys_given_once(tmp_path, text):
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    config.check_duplicate_keys(path)
+    yaml_traps.check_duplicate_keys(path)
 
 
 # ---------------------------------------------------------------- studies and settings
 
 
 def study(**changes: Any) -> config.Study:
-    return config.load(raw(**changes))[1]
+    return config.load_config(raw(**changes))[1]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def study(**changes: Any) -> config.Study:
 )  # fmt: skip
 def test_the_results_folder_is_written_as_rules_write_it(monkeypatch, given, found):
     monkeypatch.setenv("HOME", "/home/me")
-    assert config.validate(changed("results", given))["results"] == found
+    assert validation.validate(changed("results", given))["results"] == found
 
 
 def as_text(value: Any) -> Any:
@@ -327,28 +327,28 @@ def test_a_config_of_text_alone_is_the_same_config():
         "v": {"strategy": "ddp", "bucket_cap_mb": 5, "gradient_as_bucket_view": False}
     }
     given["datasets"] = {"mine": {"source": "synthetic", "size": 8}}
-    assert config.validate(as_text(given)) == config.validate(given)
+    assert validation.validate(as_text(given)) == validation.validate(given)
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("0.02", 0.02), ("1e-3", 0.001), ("1E+0", 1.0), (".5", 0.5), ("1", 1)]
 )
 def test_a_number_given_as_text_is_the_number(text, number):
-    first = config.validate(raw(lr=text))["studies"]["demo"]["experiments"]["first"]
+    first = validation.validate(raw(lr=text))["studies"]["demo"]["experiments"]["first"]
     assert first["lr"] == number
     assert type(first["lr"]) is type(number)
 
 
 def test_a_description_may_hold_braces_and_lines():
     text = "compare {ddp, fsdp}\nby $(time) 'and' \"space\" – größer\n"
-    found = config.load(changed("studies demo description", text))[1]
+    found = config.load_config(changed("studies demo description", text))[1]
     assert found.description == text
 
 
 def test_validation_leaves_its_argument_alone():
     given = raw()
     before = copy.deepcopy(given)
-    config.validate(given)
+    validation.validate(given)
     assert given == before
 
 
@@ -367,7 +367,7 @@ def test_an_experiments_repeats_win_over_the_studys():
     found["studies"]["demo"]["experiments"]["second"] = raw()["studies"]["demo"]["experiments"][
         "first"
     ]
-    cells = config.load(found)[1].cells
+    cells = config.load_config(found)[1].cells
     repeats = {e: {c.repeat for c in cells if c.experiment == e} for e in ("first", "second")}
     assert repeats == {"first": {0, 1}, "second": {0, 1, 2, 3, 4}}
 
@@ -385,7 +385,7 @@ def test_settings_are_resolved():
         "studies demo variants z2", {"strategy": "fsdp", "reshard_after_forward": "never"}
     )
     found["studies"]["demo"]["experiments"]["first"]["strategies"] = ["z2"]
-    (s,) = settings_of(config.load(found)[1], model="vgg-compact", gpus=4)
+    (s,) = settings_of(config.load_config(found)[1], model="vgg-compact", gpus=4)
     assert s.strategy == "fsdp"
     assert s.options == {"reshard_after_forward": "never", "mixed_precision": "autocast"}
     assert (s.global_batch, s.per_worker_batch) == (64, 16)
@@ -446,18 +446,18 @@ def test_a_change_of_one_experiment_leaves_the_others_settings():
     found = raw()
     experiments = found["studies"]["demo"]["experiments"]
     experiments["second"] = dict(experiments["first"])
-    before = config.load(found)[1]
+    before = config.load_config(found)[1]
     experiments["second"]["lr"] = 0.5
-    after = config.load(found)[1]
+    after = config.load_config(found)[1]
     for c in before.cells:
         assert (before.settings(c) == after.settings(c)) == (c.experiment == "first")
 
 
 def test_the_projects_own_config_is_valid():
-    config.check_duplicate_keys(ROOT / "config.yaml")
+    yaml_traps.check_duplicate_keys(ROOT / "config.yaml")
     given = yaml.safe_load((ROOT / "config.yaml").read_text())
     for name in given["studies"]:
-        _, found = config.load(given | {"study": name})
+        _, found = config.load_config(given | {"study": name})
         assert found.cells
 
 
@@ -474,28 +474,28 @@ def test_every_key_is_described():
             walk(inner, f"{where}.{key}")
         walk(rule.get("additionalProperties"), f"{where}.*")
 
-    schema = validation.schema()
-    walk(schema, "")
-    for name, rule in schema["$defs"].items():
+    whole = schema.schema()
+    walk(whole, "")
+    for name, rule in whole["$defs"].items():
         assert rule["description"]
         walk(rule, name)
 
 
 def test_defaults_of_the_schema_are_valid():
-    found = config.validate(raw())
-    assert config.validate(json.loads(json.dumps(found))) == found
+    found = validation.validate(raw())
+    assert validation.validate(json.loads(json.dumps(found))) == found
 
 
 def test_the_example_on_the_page_is_valid():
     page = (ROOT / "docs/configuration.md").read_text()
     example = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1]
-    assert config.load(yaml.safe_load(example))[1].cells
+    assert config.load_config(yaml.safe_load(example))[1].cells
 
 
 def test_a_config_is_read_without_torch():
     code = (
         "import sys, yaml; from stratbench.study import config;"
-        "config.load(yaml.safe_load(open('config.yaml', encoding='utf-8')));"
+        "config.load_config(yaml.safe_load(open('config.yaml', encoding='utf-8')));"
         "print([m for m in ('torch', 'numpy', 'pandas') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -513,6 +513,6 @@ def test_a_config_is_read_without_torch():
 def test_constraints_from_the_command_line_are_numbers_again():
     raw = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
     raw["decide"] = {"gpus": "2", "homogeneous": "false", "deadline_s": "null", "model": "vgg16"}
-    decide = config.validate(raw)["decide"]
+    decide = validation.validate(raw)["decide"]
     assert (decide["gpus"], decide["homogeneous"], decide["deadline_s"]) == (2, False, None)
     assert (decide["model"], decide["accuracy_tolerance"]) == ("vgg16", 1.0)

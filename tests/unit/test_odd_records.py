@@ -21,7 +21,7 @@ import pytest
 from stratbench.analysis import against, audit, collect, decide, paper_audit, plots, report, tables
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
-from stratbench.study import resources
+from stratbench.study import plan_file
 
 SEED = 20261122
 REPEATS = 6
@@ -196,7 +196,7 @@ def test_every_later_stage_goes_through(odd: Odd) -> None:
 def test_a_plan_that_cannot_be_read_is_no_plan(tmp_path: Path, odd_file: bytes | str) -> None:
     place_file(tmp_path / "plan.json", odd_file)
     cell = fixture.expand()[0]
-    plan = resources.StudyPlan(tmp_path / "plan.json")
+    plan = plan_file.PlanFile(tmp_path / "plan.json")
     assert plan.host_mem_mib(cell) == 0
     assert plan.longest_s(cell) is None
 
@@ -207,6 +207,6 @@ def test_a_plan_with_odd_figures_is_no_plan(tmp_path: Path, value: str) -> None:
     planned = f'{{"settings": "", "host_mem_mib": {value}, "cell_time_high_s": {value}}}'
     path = tmp_path / "plan.json"
     path.write_text(f'{{"gpu": null, "memory_margin": 0, "cells": {{"{cell.path}": {planned}}}}}')
-    plan = resources.StudyPlan(path)
+    plan = plan_file.PlanFile(path)
     assert plan.host_mem_mib(cell) == 0
     assert plan.longest_s(cell) is None

@@ -26,7 +26,7 @@ old|o1|n/a|n/a|(null)|n/a
 
 
 def test_what_sinfo_prints_is_read():
-    found = nodes.parsed(LARGER)
+    found = nodes.parse_sinfo(LARGER)
     assert [(n.partition, n.name, n.cpus, n.mem_mib, n.gpus, n.limit_min) for n in found] == [
         ("cpu", "c1", 64, 256000, 0, 1440),
         ("cpu", "c2", 64, 256000, 0, 1440),
@@ -34,10 +34,10 @@ def test_what_sinfo_prints_is_read():
         ("gpu", "g2", 48, 500000, 4, 3600),
         ("short", "g1", 48, 500000, 4, 30),
     ]
-    assert [n.limit_min for n in nodes.parsed(TESTS)] == [None, None]
-    assert nodes.parsed("sinfo: error\n\n|||||\n") == []
+    assert [n.limit_min for n in nodes.parse_sinfo(TESTS)] == [None, None]
+    assert nodes.parse_sinfo("sinfo: error\n\n|||||\n") == []
     # A node that cannot be read may be the one that holds a cell: then no cell is refused.
-    assert nodes.parsed(TESTS + "gpu*|big|1K|2000000|gpu:8|infinite\n") == []
+    assert nodes.parse_sinfo(TESTS + "gpu*|big|1K|2000000|gpu:8|infinite\n") == []
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,10 @@ def test_what_sinfo_prints_is_read():
     [(None, ["c1", "c2"]), ("gpu", ["g1", "g2"]), ("short,gpu", ["g1", "g2", "g1"]), ("none", [])],
 )
 def test_a_job_runs_in_the_partition_named_or_in_the_default_one(partition, expected):
-    assert [n.name for n in nodes.candidates(nodes.parsed(LARGER), partition)] == expected
-    assert len(nodes.candidates(nodes.parsed(LARGER), "*")) == 5
+    assert [
+        n.name for n in nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), partition)
+    ] == expected
+    assert len(nodes.nodes_of_partition(nodes.parse_sinfo(LARGER), "*")) == 5
 
 
 def study_of(device: str = "cpu", cluster: dict | None = None, **changes):
@@ -60,7 +62,7 @@ def study_of(device: str = "cpu", cluster: dict | None = None, **changes):
         "cluster": cluster or {},
         "studies": {"s": {"experiments": {"e": block | changes}}},
     }
-    return config.load(raw)
+    return config.load_config(raw)
 
 
 def request(strategy: str, gpus: int, planned_mib: int = 0, **given):
@@ -68,7 +70,7 @@ def request(strategy: str, gpus: int, planned_mib: int = 0, **given):
     configuration, study = study_of(**given)
     cell = Cell("s", "e", strategy, "vgg-compact", "digits", gpus, 0)
     settings = study.settings(cell)
-    asked = resources.asked(
+    asked = resources.job_request(
         cell, settings, configuration["cluster"], study.time_limit_s(cell), planned_mib
     )
     return cell, settings, asked
@@ -97,11 +99,13 @@ def test_the_demo_fits_on_small_nodes():
     import yaml
 
     raw = yaml.safe_load((Path(__file__).parents[2] / "config.yaml").read_text())
-    configuration, study = config.load(raw | {"study": "demo"})
+    configuration, study = config.load_config(raw | {"study": "demo"})
     for cell in study.cells:
         settings = study.settings(cell)
-        asked = resources.asked(cell, settings, configuration["cluster"], study.time_limit_s(cell))
-        assert nodes.refusal(cell, settings, asked, nodes.parsed(TESTS)) is None
+        asked = resources.job_request(
+            cell, settings, configuration["cluster"], study.time_limit_s(cell)
+        )
+        assert nodes.refusal(cell, settings, asked, nodes.parse_sinfo(TESTS)) is None
         assert asked.cpus <= 5
 
 
@@ -131,7 +135,7 @@ def test_the_demo_fits_on_small_nodes():
 )  # fmt: skip
 def test_what_no_node_can_hold_is_one_sentence_with_the_key_to_change(strategy, gpus, given, parts):
     cell, settings, asked = request(strategy, gpus, **given)
-    sentence = nodes.refusal(cell, settings, asked, nodes.parsed(TESTS))
+    sentence = nodes.refusal(cell, settings, asked, nodes.parse_sinfo(TESTS))
     assert sentence is not None
     assert "\n" not in sentence
     for part in parts:
@@ -140,25 +144,27 @@ def test_what_no_node_can_hold_is_one_sentence_with_the_key_to_change(strategy, 
 
 def test_the_time_limit_of_a_partition_counts():
     cell, settings, asked = request("ddp", 4, device="auto", time_limit_s=4 * 3600)
-    larger = nodes.parsed(LARGER)
-    assert nodes.refusal(cell, settings, asked, nodes.candidates(larger, "gpu")) is None
-    sentence = nodes.refusal(cell, settings, asked, nodes.candidates(larger, "short"))
+    larger = nodes.parse_sinfo(LARGER)
+    assert nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "gpu")) is None
+    sentence = nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "short"))
     assert "and 250 minutes, but the largest node of partition short has" in sentence
     assert "and 30 minutes: set a lower studies.s.experiments.e.time_limit_s" in sentence
     # One partition that can hold it is enough.
-    assert nodes.refusal(cell, settings, asked, nodes.candidates(larger, "short,gpu")) is None
-    on_cpus = nodes.refusal(cell, settings, asked, nodes.candidates(larger, None))
+    assert (
+        nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, "short,gpu")) is None
+    )
+    on_cpus = nodes.refusal(cell, settings, asked, nodes.nodes_of_partition(larger, None))
     assert "set cluster.request_gpus to false, or studies.s.experiments.e.device to cpu" in on_cpus
     assert nodes.refusal(cell, settings, asked, []) is None  # nothing is known
 
 
 def test_cells_with_the_same_reason_are_told_once():
     cell, settings, asked = request("ddp", 4, threads=8)
-    sentence = nodes.refusal(cell, settings, asked, nodes.parsed(TESTS))
+    sentence = nodes.refusal(cell, settings, asked, nodes.parse_sinfo(TESTS))
     cells = [replace(cell, repeat=i) for i in range(3)]
-    told = nodes.told({c: sentence.replace(str(cell), str(c)) for c in cells})
+    told = nodes.lines_of_refusals({c: sentence.replace(str(cell), str(c)) for c in cells})
     assert told == [sentence + " (and 2 more cells)"]
-    assert nodes.told({}) == []
+    assert nodes.lines_of_refusals({}) == []
 
 
 def snakemake_job(cell: Cell, **given) -> SimpleNamespace:
@@ -168,7 +174,7 @@ def snakemake_job(cell: Cell, **given) -> SimpleNamespace:
 def test_what_the_profile_asks_for_is_judged_and_named():
     cell, settings, asked = request("ddp", 4)
     same = {"nodes": 1, "gres": "", "cpus_per_task": 4, "mem_mb": asked.mem_mib, "runtime": 60}
-    offered = nodes.parsed(LARGER)
+    offered = nodes.parse_sinfo(LARGER)
 
     def refusal(**given):
         job = snakemake_job(cell, **(same | given))
@@ -292,4 +298,4 @@ def test_a_silent_slurm_stops_nothing(tmp_path, monkeypatch):
     assert pending.look({}, {}, tmp_path, 0.0) == []
     monkeypatch.setattr(nodes.subprocess, "run", fail)
     monkeypatch.setattr(nodes.shutil, "which", lambda name: name)
-    assert nodes.offered() == []
+    assert nodes.cluster_nodes() == []

@@ -20,8 +20,8 @@ from stratbench.ps.policies import POLICIES, make_policy
 from stratbench.ps.policy import Hyper
 from stratbench.strategies import option_defaults
 from stratbench.study import config as configuration
-from stratbench.study import resources
-from stratbench.study.validation import ConfigError
+from stratbench.study import plan_file, resources
+from stratbench.study.messages import ConfigError
 
 pytestmark = pytest.mark.timeout(60)
 GIB = 1 << 30
@@ -68,7 +68,7 @@ def plan_of(tmp_path: Path, monkeypatch):
     """A function that plans with a footprint for every request."""
 
     def make(footprint: Footprint | str | None = None, **kwargs: Any) -> schedule.Plan:
-        config, study = configuration.load(config_of(tmp_path, **kwargs))
+        config, study = configuration.load_config(config_of(tmp_path, **kwargs))
         given = footprint or made_up()
         monkeypatch.setattr(
             schedule, "footprints_of", lambda wanted, folder: dict.fromkeys(wanted, given)
@@ -147,12 +147,12 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     assert planned.asked.mem_mib == -(-planned.host_bytes // (1 << 20))
     assert planned.asked.planned_mib
     rows.write_json(plan, tmp_path / "plan.json")
-    kept = resources.StudyPlan(tmp_path / "plan.json")
+    kept = plan_file.PlanFile(tmp_path / "plan.json")
     assert kept.host_mem_mib(planned.cell) == planned.asked.mem_mib
     assert kept.longest_s(planned.cell) == round(planned.verdict.total.high_s)
-    without = resources.asked(planned.cell, planned.subject.settings, plan.cluster, None)
+    without = resources.job_request(planned.cell, planned.subject.settings, plan.cluster, None)
     assert without.mem_mib < planned.asked.mem_mib
-    assert resources.StudyPlan(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
+    assert plan_file.PlanFile(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
 
 
 def test_the_workers_of_servers_hold_all_epochs_tables(plan_of):
@@ -164,7 +164,9 @@ def test_the_workers_of_servers_hold_all_epochs_tables(plan_of):
 
 def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     monkeypatch.setattr(
-        schedule.nodes, "offered", lambda: schedule.nodes.parsed("gpu*|n1|16|24000|gpu:4|infinite")
+        schedule.nodes,
+        "cluster_nodes",
+        lambda: schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite"),
     )
     plan = plan_of()
     told = [line for line in plan_text(plan).splitlines() if "no node can hold: " in line]
@@ -174,7 +176,7 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     )
     assert "the largest node of partition gpu has 4 GPUs, 16 CPU cores, 24,000 MiB" in told[1]
     assert "lower cluster.mem_mib_per_gpu" in told[1]
-    monkeypatch.setattr(schedule.nodes, "offered", list)
+    monkeypatch.setattr(schedule.nodes, "cluster_nodes", list)
     assert "no node can hold" not in plan_text(plan_of())
 
 
@@ -182,14 +184,14 @@ def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_p
     plan = plan_of(made_up(500))
     planned = cell(plan, "ddp", 8)
     rows.write_json(plan, tmp_path / "plan.json")
-    kept = resources.StudyPlan(tmp_path / "plan.json")
+    kept = plan_file.PlanFile(tmp_path / "plan.json")
     settings = planned.subject.settings.as_json()
     assert plan.gpu is not None
-    assert kept.infeasible(planned.cell, settings, plan.cluster) == planned.why
+    assert kept.why_infeasible(planned.cell, settings, plan.cluster) == planned.why
     other = replace(planned.subject.settings, lr=0.5).as_json()
-    assert kept.infeasible(planned.cell, other, plan.cluster) is None
+    assert kept.why_infeasible(planned.cell, other, plan.cluster) is None
     for change in ({"gpu": "H100"}, {"memory_margin": 0.0}):
-        assert kept.infeasible(planned.cell, settings, plan.cluster | change) is None
+        assert kept.why_infeasible(planned.cell, settings, plan.cluster | change) is None
 
 
 def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says():
@@ -383,7 +385,7 @@ def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
 
 
 def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
-    config, study = configuration.load(config_of(tmp_path))
+    config, study = configuration.load_config(config_of(tmp_path))
     request = schedule.subject_of(config, study, study.cells[0]).request
     before = cache.key_of(request)
     monkeypatch.setattr(cache, "source_sha256", lambda: "changed")

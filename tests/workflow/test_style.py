@@ -43,7 +43,7 @@ def test_importing_what_the_snakefile_imports_brings_nothing_heavy():
     heavy = ("torch", "pandas", "numpy", "matplotlib")
     code = (
         "import sys; import stratbench.study.config as c, yaml;"
-        "c.load(yaml.safe_load(open('config.yaml')));"
+        "c.load_config(yaml.safe_load(open('config.yaml')));"
         f"print([m for m in {heavy} if m in sys.modules])"
     )
     done = subprocess.run(

@@ -46,7 +46,7 @@ STAGES = {
 rule merge_records:
     input:
         cells=f"{RESULTS}/{{study}}/cells.json",
-        records=record_paths(),
+        records=JOBS.record_paths(),
     output:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         epochs=f"{RESULTS}/{{study}}/epochs.csv",
@@ -72,7 +72,7 @@ rule merge_records:
 rule audit_records:
     input:
         cells=f"{RESULTS}/{{study}}/cells.csv",
-        records=record_paths(),
+        records=JOBS.record_paths(),
     output:
         f"{RESULTS}/{{study}}/audit.csv",
     log:

@@ -1,26 +1,27 @@
-# Helpers of all rules: the validated config, the study's cells, and the resources of a cell.
+# Helpers of all rules: the validated config, and what rules ask of the study's cells.
 import json
 import re
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from stratbench.study import config as stratbench_config
-from stratbench.study import resources as cell_resources
 from stratbench.cell.coordinates import CELL_PATTERN
+from stratbench.cell.settings import Settings
 from stratbench.plan.devices import named_gpus
+from stratbench.study.config import load_config
+from stratbench.study.job_environment import set_job_environment
+from stratbench.study.jobs import Jobs
+from stratbench.study.messages import ConfigError
 
 try:
-    for _file in workflow.configfiles:
-        stratbench_config.check_duplicate_keys(_file)
-    CONFIG, STUDY = stratbench_config.load(config)
+    CONFIG, STUDY = load_config(config, workflow.configfiles)
     named_gpus(CONFIG["cluster"])
-except stratbench_config.ConfigError as error:
+except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
-stratbench_config.set_job_environment(CONFIG, PACKAGE_ROOT)
+JOBS = Jobs(CONFIG, STUDY)
+set_job_environment(CONFIG, PACKAGE_ROOT)
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.
 FIND_PACKAGE = 'export PYTHONPATH="$STRATBENCH_PACKAGE${{PYTHONPATH:+:$PYTHONPATH}}"; '
@@ -46,47 +47,12 @@ wildcard_constraints:
     repeat=r"\d+",
 
 
-PLAN = cell_resources.StudyPlan(f"{RESULTS}/{STUDY.name}/plan.json")
-
-
-def skipped_cells():
-    """Why cells are not trained, by path: the plan says so, and the config lets it."""
-    if not CLUSTER["skip_infeasible"]:
-        return {}
-    found = {
-        cell.path: PLAN.infeasible(cell, STUDY.settings(cell).as_json(), CLUSTER)
-        for cell in STUDY.cells
-    }
-    return {path: why for path, why in found.items() if why}
-
-
-SKIPPED = skipped_cells()
-
-
-def record_paths():
-    """The record of every cell of the study that is not skipped."""
-    return [
-        str(cell.record_path(RESULTS))
-        for cell in STUDY.cells
-        if cell.path not in SKIPPED
-    ]
-
-
-CELLS = {cell.path: cell for cell in STUDY.cells}
-
-
 def cell_of(wildcards):
     """The cell that a training job's wildcards name."""
-    path = CELL_PATTERN.format(**wildcards)
-    if path not in CELLS:
-        raise WorkflowError(f"{path} is not a cell of the study {STUDY.name!r}")
-    return CELLS[path]
-
-
-@cache
-def settings_of(cell):
-    """What a cell is trained with."""
-    return STUDY.settings(cell)
+    try:
+        return JOBS.cell_of(wildcards)
+    except ConfigError as error:
+        raise WorkflowError(str(error)) from None
 
 
 def setting_parameters():
@@ -97,17 +63,14 @@ def setting_parameters():
     """
 
     def parameter(key):
-        return lambda w: settings_of(cell_of(w)).as_parameter(key)
+        return lambda w: JOBS.settings_of(cell_of(w)).as_parameter(key)
 
-    return {
-        field.name: parameter(field.name)
-        for field in fields(stratbench_config.Settings)
-    }
+    return {field.name: parameter(field.name) for field in fields(Settings)}
 
 
 def skipped(wildcards):
     """Why cells are not trained, for `collect`."""
-    return json.dumps(SKIPPED)
+    return json.dumps(JOBS.skipped)
 
 
 def targets(wildcards):
@@ -140,16 +103,3 @@ def study_dir(wildcards):
 
 def data_dir(dataset):
     return f"{RESULTS}/data/{dataset}"
-
-
-@cache
-def asked_of(cell):
-    """What a cell asks a scheduler for."""
-    return cell_resources.asked(
-        cell,
-        settings_of(cell),
-        CLUSTER,
-        STUDY.time_limit_s(cell),
-        PLAN.host_mem_mib(cell),
-        PLAN.longest_s(cell),
-    )

@@ -12,7 +12,8 @@ onstart:
     planned = [job for job in training if workflow.dag.needrun(job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
     requests = [
-        (job, cell, settings_of(cell), asked_of(cell)) for cell, job in cells
+        (job, cell, JOBS.settings_of(cell), JOBS.request_of(cell))
+        for cell, job in cells
     ]
     if unheld := pending.before_submission(workflow, requests):
         raise WorkflowError("\n".join(unheld))
@@ -43,23 +44,23 @@ rule train_cell:
         ENV
     resources:
         # Not parameters: asking for other nodes or more time does not retrain what has finished.
-        nodes=lambda w: asked_of(cell_of(w)).nodes,
-        gres=lambda w: asked_of(cell_of(w)).gres,
+        nodes=lambda w: JOBS.request_of(cell_of(w)).nodes,
+        gres=lambda w: JOBS.request_of(cell_of(w)).gres,
         # One task a node, which the launcher starts itself: SLURM's plugin must neither derive tasks
         # from GPUs nor wrap the job in an srun of its own, which it does where `mpi` is not set.
-        tasks=lambda w: asked_of(cell_of(w)).nodes,
+        tasks=lambda w: JOBS.request_of(cell_of(w)).nodes,
         tasks_per_gpu=0,
-        mpi=lambda w: "srun" if asked_of(cell_of(w)).nodes > 1 else "",
-        cpus_per_task=lambda w: asked_of(cell_of(w)).cpus,
-        mem_mb=lambda w: asked_of(cell_of(w)).mem_mib,
-        runtime=lambda w: asked_of(cell_of(w)).runtime_min,
+        mpi=lambda w: "srun" if JOBS.request_of(cell_of(w)).nodes > 1 else "",
+        cpus_per_task=lambda w: JOBS.request_of(cell_of(w)).cpus,
+        mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
+        runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
         gpu_slots=1,
     params:
         **setting_parameters(),
         cell=lambda w: json.dumps(cell_of(w).as_dict()),
         # What depends on `input` is no reason to run again: the parameters above are, one by one.
-        settings=lambda w, input: settings_of(cell_of(w)).as_json(),
+        settings=lambda w, input: JOBS.settings_of(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
         logs=lambda w: str(cell_of(w).log_dir(RESULTS)),
     message:

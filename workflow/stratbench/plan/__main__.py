@@ -15,15 +15,17 @@ from typing import Any
 from stratbench.plan import rows
 from stratbench.plan.schedule import make_plan
 from stratbench.plan.text import plan_text
-from stratbench.study import config as configuration
+from stratbench.study.config import load_config
+from stratbench.study.messages import ConfigError
+from stratbench.study.yaml_traps import check_duplicate_keys
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        config, study = configuration.load(read_config(args))
+        config, study = load_config(read_config(args))
         plan = make_plan(config, study, args.gpu, args.partition)
-    except configuration.ConfigError as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     out = Path(config["results"]) / study.name
@@ -61,7 +63,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     else:
         import yaml
 
-        configuration.check_duplicate_keys(args.configfile)
+        check_duplicate_keys(args.configfile)
         config = yaml.safe_load(args.configfile.read_text(encoding="utf-8"))
     return config | ({"study": args.study} if args.study else {})
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from stratbench.cell.words import GIB, MIB
-from stratbench.study.validation import ConfigError
+from stratbench.study.messages import ConfigError
 from stratbench.telemetry.hardware import Datasheet, all_datasheets, datasheet_of
 
 #: Of the advertised memory, what the driver keeps at most (ECC, reserve).

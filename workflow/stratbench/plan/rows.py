@@ -12,7 +12,7 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.words import MIB
 from stratbench.plan.schedule import Plan, Planned, longest_time_s
 from stratbench.plan.traffic import PARTS
-from stratbench.study import resources
+from stratbench.study import plan_file
 
 #: Of a request, what has a column.
 ASKED = ("nodes", "gres", "cpus", "mem_mib", "runtime_min")
@@ -98,7 +98,7 @@ def write_json(plan: Plan, path: Path) -> None:
     """Write plan.json: what the workflow reads of each cell, by the cell's path."""
     cells = {
         c.cell.path: {
-            "settings": resources.sha256_of_text(c.subject.settings.as_json()),
+            "settings": plan_file.digest_of_settings(c.subject.settings.as_json()),
             "infeasible": None if c.state != "infeasible" else c.why,
             "host_mem_mib": -(-c.host_bytes // MIB),
             "cell_time_high_s": longest_time_s(c.verdict),

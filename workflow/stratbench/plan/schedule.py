@@ -64,7 +64,7 @@ class Planned:
     snapshot_bytes: int  # disk, until they are evaluated
     verdict: Verdict | None  # on the plan's device, or the CPU for a cell that trains there
     verdicts: dict[str, Verdict]  # by device
-    asked: resources.Asked
+    asked: resources.JobRequest
 
     @property
     def cell(self) -> Cell:
@@ -132,7 +132,7 @@ def make_plan(
             gpu_device(primary, "fp32", cluster) if on_gpu else cpu_device(cluster, 1)
         ).memory_bytes
         / (1 + cluster["memory_margin"]),
-        unheld=_unheld(planned, nodes.candidates(nodes.offered(), partition)),
+        unheld=_unheld(planned, nodes.nodes_of_partition(nodes.cluster_nodes(), partition)),
         resharding=_resharding(subjects, twins, made),
     )
 
@@ -145,7 +145,7 @@ def _unheld(planned: list[Planned], offered: list[nodes.Node]) -> list[str]:
         if c.state not in ("done", "recorded")
         and (refusal := nodes.refusal(c.cell, c.subject.settings, c.asked, offered))
     }
-    return nodes.told(refusals)
+    return nodes.lines_of_refusals(refusals)
 
 
 def _others(subjects: list[Subject], gpus: list[Datasheet], primary: Datasheet) -> list[str]:
@@ -180,7 +180,7 @@ def _plan_cell(
 ) -> Planned:
     footprint = made if isinstance(made, Footprint) else None
     peak, needed_bytes, wire, server_bytes = None, 0, 0.0, 0
-    host_bytes, n_nodes = 0, resources.nodes(s.cell, cluster)
+    host_bytes, n_nodes = 0, resources.node_count(s.cell, cluster)
     verdicts: dict[str, Verdict] = {}
     if footprint is not None:
         peak = peak_with_data(footprint.training_peak(s.samples_per_step), s)
@@ -214,7 +214,7 @@ def _plan_cell(
         snapshot_bytes=snapshot_bytes_of(s, footprint) if footprint is not None else 0,
         verdict=verdict,
         verdicts=verdicts,
-        asked=resources.asked(
+        asked=resources.job_request(
             s.cell,
             s.settings,
             cluster,

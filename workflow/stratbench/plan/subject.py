@@ -56,7 +56,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
             settings,
             data,
             on_cuda=settings.device != "cpu",
-            local_world=-(-cell.gpus // resources.nodes(cell, config["cluster"])),
+            local_world=-(-cell.gpus // resources.node_count(cell, config["cluster"])),
         ),
     )
 

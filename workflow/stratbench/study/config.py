@@ -6,9 +6,7 @@ Imported on every parse of the Snakefile, so nothing heavy is imported here.
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,8 @@ from typing import Any
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
-from stratbench.study.validation import (
-    ConfigError,
-    check_duplicate_keys,
-    validate,
-)
-
-__all__ = ["ConfigError", "Study", "check_duplicate_keys", "load", "validate"]
+from stratbench.study.validation import validate
+from stratbench.study.yaml_traps import check_duplicate_keys
 
 
 @dataclass(frozen=True)
@@ -129,31 +122,14 @@ def cell_seed(study_seed: int, model: str, repeat: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def load(raw: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:
-    """Validate a config (as read from YAML) and build its chosen study."""
+def load_config(
+    raw: Mapping[str, Any], files: Iterable[str | Path] = ()
+) -> tuple[dict[str, Any], Study]:
+    """The validated config and its chosen study. `raw` is as read from YAML, out of `files`.
+
+    ConfigError on the first mistake.
+    """
+    for file in files:
+        check_duplicate_keys(file)
     config = validate(raw)
     return config, Study(config, config["study"])
-
-
-def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
-    """Give this process and its jobs what they need that is not part of a result.
-
-    The package and this interpreter are found whichever way Snakemake was started (a conda environment
-    that a rule activates comes before it), and data files where the config says: as a rule's parameter
-    their folder would make everything again when it moves.
-    """
-    for variable, first in (
-        ("PYTHONPATH", package_root),
-        ("PATH", str(Path(sys.executable).parent)),
-    ):
-        rest = [p for p in os.environ.get(variable, "").split(os.pathsep) if p and p != first]
-        os.environ[variable] = os.pathsep.join([first, *rest])
-    os.environ["STRATBENCH_PACKAGE"] = package_root
-    # SLURM's plugin takes every SLURM_* variable from its jobs; with this one srun finds its cluster.
-    if "SLURM_CONF" in os.environ:
-        os.environ["STRATBENCH_SLURM_CONF"] = os.environ["SLURM_CONF"]
-    data = config["data"]
-    if data["root"]:
-        os.environ["STRATBENCH_DATA"] = str(Path(data["root"]).expanduser().resolve())
-    if not data["download"]:
-        os.environ["STRATBENCH_NO_DOWNLOAD"] = "1"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.cell.words import counted
-from stratbench.study.resources import Asked
+from stratbench.study.resources import JobRequest
 
 #: One line a node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"
@@ -34,7 +34,7 @@ class Node:
     gpus: int
     limit_min: int | None
 
-    def lacks(self, asked: Asked) -> list[str]:
+    def lacks(self, asked: JobRequest) -> list[str]:
         """Of what the node has too little for the request: cpus, memory, gpus, time."""
         short = {
             "gpus": self.gpus < asked.gpus,
@@ -45,7 +45,7 @@ class Node:
         return [what for what, is_short in short.items() if is_short]
 
 
-def offered() -> list[Node]:
+def cluster_nodes() -> list[Node]:
     """What the cluster's nodes offer; empty without SLURM, or where it does not answer."""
     if shutil.which("sinfo") is None:
         return []
@@ -54,10 +54,10 @@ def offered() -> list[Node]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return parsed(done.stdout) if done.returncode == 0 else []
+    return parse_sinfo(done.stdout) if done.returncode == 0 else []
 
 
-def parsed(text: str) -> list[Node]:
+def parse_sinfo(text: str) -> list[Node]:
     """The nodes in sinfo's output; none where a node's line is of another form.
 
     A node that cannot be read may be the one that holds a cell. Lines without figures (`n/a`) are left out.
@@ -77,14 +77,14 @@ def parsed(text: str) -> list[Node]:
                 name=name,
                 cpus=int(cpus.rstrip("+")),
                 mem_mib=int(mem_mib.rstrip("+")),
-                gpus=gpus_in(gres),
+                gpus=count_gpus(gres),
                 limit_min=_minutes(limit),
             )
         )
     return found
 
 
-def gpus_in(gres: str) -> int:
+def count_gpus(gres: str) -> int:
     """GPUs in what SLURM calls generic resources: `gpu:4`, `gpu:a100:2(S:0-1),gpu:v100:2`."""
     return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
@@ -98,7 +98,7 @@ def _minutes(limit: str) -> int | None:
     return (24 * days + hours) * 60 + minutes
 
 
-def candidates(nodes: Iterable[Node], partition: str | None) -> list[Node]:
+def nodes_of_partition(nodes: Iterable[Node], partition: str | None) -> list[Node]:
     """The nodes of the partitions named (`a,b`), else of the default one; `*`: of all."""
     nodes = list(nodes)
     if partition == "*":
@@ -111,7 +111,7 @@ def candidates(nodes: Iterable[Node], partition: str | None) -> list[Node]:
 def refusal(
     cell: Cell,
     settings: Settings,
-    asked: Asked,
+    asked: JobRequest,
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
@@ -141,17 +141,17 @@ def refusal(
         remedy = "lower it in the profile (set-resources, default-resources)"
     else:
         remedy = "; ".join(_remedies(lacks, cell, settings, asked, largest))
-    return f"{request(cell, asked)}, but {has}: {remedy}"
+    return f"{describe_request(cell, asked)}, but {has}: {remedy}"
 
 
-def request(cell: Cell, asked: Asked) -> str:
+def describe_request(cell: Cell, asked: JobRequest) -> str:
     """What a cell asks for, in words."""
     count = "a node" if asked.nodes == 1 else f"{asked.nodes} nodes, each"
     quantities = _quantities(asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min, asked)
     return f"{cell} asks for {count} with {quantities}"
 
 
-def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: Asked) -> str:
+def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: JobRequest) -> str:
     parts = [counted(gpus, "GPU")] if asked.gpus else []
     parts += [counted(cpus, "CPU core"), f"{mem_mib:,} MiB"]
     time = "no time limit" if minutes is None else f"{minutes:,} minutes"
@@ -159,7 +159,7 @@ def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: 
 
 
 def _remedies(
-    lacks: Iterable[str], cell: Cell, settings: Settings, asked: Asked, largest: Node
+    lacks: Iterable[str], cell: Cell, settings: Settings, asked: JobRequest, largest: Node
 ) -> Iterator[str]:
     """Which key to change, for each thing that is lacking."""
     block = f"studies.{cell.study}.experiments.{cell.experiment}"
@@ -186,7 +186,7 @@ def _remedies(
             yield f"raise cluster.gpus_per_node, or take {cell.gpus} out of {block}.gpus"
 
 
-def told(refusals: Mapping[Cell, str]) -> list[str]:
+def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
     """The sentences for a person: the first cell of each reason, and how many cells share it."""
     by_reason: dict[str, list[Cell]] = {}
     for cell, sentence in refusals.items():

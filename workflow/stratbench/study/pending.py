@@ -17,7 +17,7 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.study import nodes
-from stratbench.study.resources import Asked
+from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import comment_of, tell
 
 #: Between two looks at the pending jobs, and how long one must have waited for a reason, in seconds.
@@ -43,11 +43,11 @@ FOR_EVER = {
 SHARED_LIMITS = r"(QOS|Assoc|Max)\w+"
 
 
-def request_of(resources: Any) -> Asked:
+def request_of(resources: Any) -> JobRequest:
     """What a job of Snakemake's will ask SLURM for, the profile's changes included."""
-    return Asked(
+    return JobRequest(
         nodes=int(resources.get("nodes") or 1),
-        gpus=nodes.gpus_in(str(resources.get("gres") or "")),
+        gpus=nodes.count_gpus(str(resources.get("gres") or "")),
         cpus=int(resources.get("cpus_per_task") or 1),
         mem_mib=int(resources.get("mem_mb") or 0),
         runtime_min=int(resources.get("runtime") or 0),
@@ -55,7 +55,7 @@ def request_of(resources: Any) -> Asked:
 
 
 #: Snakemake's job, its cell and settings, and what the config asks for it.
-Submission = tuple[Any, Cell, Settings, Asked]
+Submission = tuple[Any, Cell, Settings, JobRequest]
 
 
 def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
@@ -67,11 +67,11 @@ def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
         return []
     # The plugin chooses among the partitions of such a file, which is not read here.
     anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
-    refused_cells = refusals(jobs, nodes.offered(), anywhere)
+    refused_cells = refusals(jobs, nodes.cluster_nodes(), anywhere)
     if not refused_cells:
         explain_refusals(
             {
-                str(job.output[0]): nodes.request(cell, request_of(job.resources))
+                str(job.output[0]): nodes.describe_request(cell, request_of(job.resources))
                 for job, cell, _, _ in jobs
             }
         )
@@ -82,7 +82,7 @@ def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
             },
             Path.cwd(),
         )
-    return nodes.told(refused_cells)
+    return nodes.lines_of_refusals(refused_cells)
 
 
 def refusals(
@@ -98,7 +98,7 @@ def refusals(
             cell,
             settings,
             asked if in_profile else from_config,
-            nodes.candidates(offered, partition),
+            nodes.nodes_of_partition(offered, partition),
             in_profile,
         )
         if sentence:
@@ -106,7 +106,7 @@ def refusals(
     return found
 
 
-def _plain(asked: Asked) -> tuple[int, ...]:
+def _plain(asked: JobRequest) -> tuple[int, ...]:
     return asked.nodes, asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min
 
 

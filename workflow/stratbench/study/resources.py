@@ -5,17 +5,14 @@ Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is co
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import read_json
 from stratbench.cell.settings import Settings
 
-#: Asked for where neither a limit of the cell's own nor a plan says how long it takes, in minutes.
+#: JobRequest for where neither a limit of the cell's own nor a plan says how long it takes, in minutes.
 UNLIMITED_MIN = 24 * 60
 #: What a job holds beside the processes that are planned, in MiB: two snakemakes, the launcher, the
 #: fork server, the sampler.
@@ -23,7 +20,7 @@ JOB_MIB = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class JobRequest:
     """A cell's request: nodes, and on each of them GPUs, CPU cores and memory; and for how long.
 
     `planned_mib`: whether the memory is what a plan says, and not what the config says.
@@ -51,20 +48,20 @@ class Asked:
         )
 
 
-def asked(
+def job_request(
     cell: Cell,
     settings: Settings,
     cluster: Mapping[str, Any],
     time_limit_s: float | None,
     host_mem_mib: int = 0,
     longest_s: float | None = None,
-) -> Asked:
+) -> JobRequest:
     """What a cell asks for. `host_mem_mib` and `longest_s` are the plan's; 0 and None without one.
 
     A cell on GPUs asks for its GPUs' shares of a node, and for more memory where the plan says so; a
     cell on CPUs for its threads, and for the plan's memory or a small default.
     """
-    n_nodes = nodes(cell, cluster)
+    n_nodes = node_count(cell, cluster)
     workers = -(-cell.gpus // n_nodes)  # the last node may have fewer
     servers = -(-settings.options.get("servers", 0) // n_nodes)
     on_gpus = cluster["request_gpus"] and settings.device != "cpu"
@@ -80,7 +77,7 @@ def asked(
         mem_mib = (workers + servers) * cluster["mem_mib_per_cpu_worker"]
         if planned_mib:
             mem_mib = -int(-host_mem_mib * (1 + cluster["memory_margin"]) // 1) + JOB_MIB
-    return Asked(
+    return JobRequest(
         nodes=n_nodes,
         gpus=workers if on_gpus else 0,
         cpus=cpus,
@@ -90,62 +87,9 @@ def asked(
     )
 
 
-def nodes(cell: Cell, cluster: Mapping[str, Any]) -> int:
+def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:
     """Nodes that the cell spans."""
     return -(-cell.gpus // cluster["gpus_per_node"])
-
-
-class StudyPlan:
-    """What a study's plan.json says of its cells: nothing where there is none that can be read."""
-
-    def __init__(self, path: str | Path) -> None:
-        try:
-            plan = read_json(path)
-            self.gpu = plan["gpu"]
-            self.memory_margin = plan["memory_margin"]
-            self.cells = {cell: _planned(planned) for cell, planned in plan["cells"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self.gpu, self.memory_margin, self.cells = None, None, {}
-
-    def host_mem_mib(self, cell: Cell) -> int:
-        """Host memory that the cell needs on a node; 0 where that is not known."""
-        return self.cells.get(cell.path, {}).get("host_mem_mib") or 0
-
-    def longest_s(self, cell: Cell) -> float | None:
-        """The longest that the cell is expected to take, in seconds; None where that is not known."""
-        return self.cells.get(cell.path, {}).get("cell_time_high_s")
-
-    def infeasible(self, cell: Cell, settings_json: str, cluster: Mapping[str, Any]) -> str | None:
-        """Why the cell cannot run, in words; None too where it was planned for anything else."""
-        planned = self.cells.get(cell.path, {})
-        same = (
-            self.gpu == cluster["gpu"]
-            and self.memory_margin == cluster["memory_margin"]
-            and planned.get("settings") == sha256_of_text(settings_json)
-        )
-        return planned.get("infeasible") if same else None
-
-
-#: What is read of a planned cell.
-_PLANNED = {"settings": str, "infeasible": str, "host_mem_mib": int, "cell_time_high_s": int}
-
-
-def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """What plan.json says of a cell; TypeError where it is of another kind."""
-    for key, kind in _PLANNED.items():
-        value = planned.get(key)
-        if (
-            not isinstance(value, kind | None)
-            or value is True
-            or (kind is int and (value or 0) < 0)
-        ):
-            raise TypeError(f"{key} is {value!r}")
-    return dict(planned)
-
-
-def sha256_of_text(text: str) -> str:
-    """To see whether settings are those that were planned."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def runtime_min(

@@ -1,0 +1,87 @@
+"""What the rules ask of a study: which cells are trained, with what, and in which environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratbench.study.config import load_config
+from stratbench.study.job_environment import set_job_environment
+from stratbench.study.jobs import Jobs
+from stratbench.study.messages import ConfigError
+from stratbench.study.plan_file import digest_of_settings
+
+
+def jobs_of(results: Path, **cluster) -> Jobs:
+    block = {
+        "dataset": "digits", "strategies": ["single", "ddp"], "models": ["vgg-compact"],
+        "gpus": [1, 2], "epochs": 1, "global_batch": 64, "lr": 0.1, "time_limit_s": 600,
+    }  # fmt: skip
+    raw = {
+        "study": "s",
+        "results": str(results),
+        "cluster": cluster,
+        "studies": {"s": {"experiments": {"e": block}}},
+    }
+    return Jobs(*load_config(raw))
+
+
+def wildcards(strategy: str, gpus: int) -> dict[str, str]:
+    return {"experiment": "e", "strategy": strategy, "model": "vgg-compact", "gpus": str(gpus),
+            "repeat": "0", "study": "s"}  # fmt: skip
+
+
+def test_wildcards_name_a_cell_of_the_study(tmp_path):
+    jobs = jobs_of(tmp_path)
+    cell = jobs.cell_of(wildcards("ddp", 2))
+    assert (cell.strategy, cell.gpus, cell.dataset) == ("ddp", 2, "digits")
+    assert jobs.settings_of(cell).per_worker_batch == 32
+    assert jobs.request_of(cell).gpus == 2
+    with pytest.raises(
+        ConfigError, match="e/single/vgg-compact/2gpu/rep0 is not a cell of the study"
+    ):
+        jobs.cell_of(wildcards("single", 2))
+
+
+def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_path):
+    first = jobs_of(tmp_path)
+    cell = first.cell_of(wildcards("ddp", 2))
+    plan = {
+        "gpu": "A10G 24GB",
+        "memory_margin": 0.1,
+        "cells": {
+            cell.path: {
+                "settings": digest_of_settings(first.settings_of(cell).as_json()),
+                "infeasible": "needs more",
+                "host_mem_mib": 5_000_000,
+            }
+        },
+    }
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/plan.json").write_text(json.dumps(plan))
+    cluster = {"gpu": "A10G 24GB", "memory_margin": 0.1}
+    kept = jobs_of(tmp_path, **cluster)
+    assert kept.skipped == {}
+    assert len(kept.record_paths()) == 3
+    assert kept.request_of(cell).mem_mib == 5_000_000
+    skipping = jobs_of(tmp_path, **cluster, skip_infeasible=True)
+    assert skipping.skipped == {cell.path: "needs more"}
+    assert str(cell.record_path(tmp_path)) not in skipping.record_paths()
+    assert len(skipping.record_paths()) == 2
+
+
+def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PATH": "/bin", "PYTHONPATH": "/mine", "SLURM_CONF": "/c"})
+    config = {"data": {"root": str(tmp_path), "download": False}}
+    for _ in range(2):  # a Snakefile is parsed in every job
+        set_job_environment(config, "/package")
+    assert os.environ["PYTHONPATH"] == "/package:/mine"
+    assert os.environ["PATH"] == f"{Path(sys.executable).parent}:/bin"
+    assert os.environ["STRATBENCH_PACKAGE"] == "/package"
+    assert os.environ["STRATBENCH_SLURM_CONF"] == "/c"
+    assert os.environ["STRATBENCH_DATA"] == str(tmp_path)
+    assert os.environ["STRATBENCH_NO_DOWNLOAD"] == "1"

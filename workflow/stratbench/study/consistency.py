@@ -1,0 +1,150 @@
+"""What the keys of a study mean for one another: options of strategies, batches, models, stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from itertools import chain
+from typing import Any, get_type_hints
+
+from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.study.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
+from stratbench.study.schema import read_as
+from stratbench.workload import models
+from stratbench.workload.datasets import DATASETS, Dataset, describe
+
+_JSON_TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"]}
+
+
+def check_variants(study: str, values: Mapping[str, Any]) -> None:
+    """ConfigError for a variant of another strategy, or with an option that its strategy has not."""
+    for name, variant in values["variants"].items():
+        where = f"studies.{study}.variants.{name}"
+        if name in REGISTRY:
+            raise ConfigError(f"config: {where}: {name!r} is a strategy; choose another name")
+        base = variant["strategy"]
+        if base not in REGISTRY:
+            raise ConfigError(
+                wrong_value_message(f"{where}.strategy", base, "is not a strategy", REGISTRY)
+            )
+        options = strategy_class(base).Options
+        allowed = [field.name for field in fields(options)]
+        kinds = get_type_hints(options)
+        for key in variant.keys() & set(allowed):
+            if isinstance(variant[key], str):
+                variant[key] = read_as(variant[key], _JSON_TYPES.get(kinds[key], ["string"]))
+        given = {k: v for k, v in variant.items() if k != "strategy"}
+        for key in given:
+            if key not in allowed:
+                raise ConfigError(
+                    f"config: {where}.{key} = {repr_of(given[key])}: {key!r} is not an option of "
+                    f"{base}.{did_you_mean(key, allowed)} Allowed: {', '.join(allowed) or 'none'}."
+                )
+        try:
+            options(**given)
+        except ValueError as e:
+            raise ConfigError(f"config: {where}.{e}") from e
+
+
+def check_experiment(
+    where: str, block: Mapping[str, Any], study: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """ConfigError for the first value of an experiment that contradicts another, or names nothing."""
+    dataset_names = [*DATASETS, *config["datasets"]]
+    for key, what, known in (
+        ("dataset", "data set", dataset_names),
+        ("strategies", "strategy or variant", [*REGISTRY, *study["variants"]]),
+        ("models", "model", list(models.MODELS)),
+    ):
+        for value in block[key] if isinstance(block[key], list) else [block[key]]:
+            if value not in known:
+                raise ConfigError(
+                    wrong_value_message(f"{where}.{key}", value, f"is not a {what}", known)
+                )
+    dataset = describe(block["dataset"], config["datasets"].get(block["dataset"]))
+    faults = chain(  # lazy: each may rely on those before it having found nothing
+        _batch_faults(block, dataset),
+        _strategy_faults(block, study),
+        _model_faults(block, dataset),
+        _slowdown_faults(block),
+    )
+    for fault in faults:
+        raise ConfigError(f"config: {where}{fault}")
+
+
+def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+    batch, weak = block.get("global_batch"), block.get("per_worker_batch")
+    if (batch is None) == (weak is None):
+        yield (
+            ": give either global_batch (split over the workers) or per_worker_batch, and not both; "
+            f"given: global_batch = {batch}, per_worker_batch = {weak}"
+        )
+        return
+    key, value = ("global_batch", batch) if batch else ("per_worker_batch", weak)
+    for n in block["gpus"]:
+        if batch and batch % n:
+            yield (
+                f".global_batch = {batch}: cannot be split evenly over {n} workers "
+                f"(gpus = {block['gpus']}); use a multiple of every worker count"
+            )
+        together = batch or weak * n
+        if together > dataset.train_samples:
+            yield (
+                f".{key} = {value}: a step of {n} workers would take {together} samples, but "
+                f"{block['dataset']} has {dataset.train_samples} to train on; use a smaller batch"
+            )
+        normalising = [m for m in block["models"] if models.MODELS[m].batchnorm]
+        if together == n and normalising:
+            yield (
+                f".{key} = {value}: a batch of one sample on each of {n} workers, but "
+                f"{normalising[0]} normalises over the batch; use a larger batch or fewer workers"
+            )
+
+
+def _strategy_faults(block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
+    for name in block["strategies"]:
+        given = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
+        base = given.pop("strategy")
+        strategy = strategy_class(base)
+        most = strategy.max_workers
+        if most is not None and min(block["gpus"]) > most:
+            yield (
+                f".gpus = {block['gpus']}: {name} uses at most {most}, so it would train nothing; "
+                f"add {most}, or remove {name} from strategies"
+            )
+        options = asdict(strategy.Options(**given))
+        for n in block["gpus"]:
+            if most is None or n <= most:
+                batch = block.get("per_worker_batch") or block["global_batch"] // n
+                try:
+                    strategy.check(base, options, n, batch)
+                except ValueError as e:
+                    yield f".strategies = {name!r}: {e}"
+
+
+def _model_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+    for name in block["models"]:
+        try:
+            models.input_shape(name, dataset.shape)
+        except ValueError as e:
+            yield f".dataset = {block['dataset']!r}: {e}"
+    if block["nesterov"] and not block["momentum"]:
+        yield ".nesterov = true: needs momentum > 0"
+    if block["augment"] and not (dataset.crop_padding or dataset.flip):
+        yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
+
+
+def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
+    slowdown = block["slowdown"]
+    if slowdown is None:
+        return
+    if ("workers" in slowdown) != ("factor" in slowdown):
+        yield f".slowdown = {slowdown}: workers and factor belong together"
+    elif not slowdown or slowdown.get("workers") == []:
+        yield f".slowdown = {slowdown}: slows nobody; give workers and factor, or sigma"
+    for rank in slowdown.get("workers", []):
+        if rank >= max(block["gpus"]):
+            yield (
+                f".slowdown.workers = {slowdown['workers']}: no cell has a rank {rank} "
+                f"(gpus = {block['gpus']}); ranks count from 0"
+            )

@@ -1,0 +1,73 @@
+"""The cells of a study as the rules train them: which ones, with what settings, on what resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from stratbench.cell.coordinates import CELL_PATTERN, Cell
+from stratbench.cell.settings import Settings
+from stratbench.study.config import Study
+from stratbench.study.messages import ConfigError
+from stratbench.study.plan_file import PlanFile
+from stratbench.study.resources import JobRequest, job_request
+
+
+class Jobs:
+    """The training jobs of a study. Each answer is worked out once, since Snakemake asks often."""
+
+    def __init__(self, config: Mapping[str, Any], study: Study) -> None:
+        """`config`: validated, and `study` one of its studies."""
+        self.results: str = config["results"]
+        self._study = study
+        self._cluster = config["cluster"]
+        self._plan = PlanFile(f"{self.results}/{study.name}/plan.json")
+        self._cells = {cell.path: cell for cell in study.cells}
+        self._settings: dict[Cell, Settings] = {}
+        self._requests: dict[Cell, JobRequest] = {}
+
+    @cached_property
+    def skipped(self) -> dict[str, str]:
+        """Why cells are not trained, by path: the plan says so, and the config lets it."""
+        if not self._cluster["skip_infeasible"]:
+            return {}
+        reasons = {
+            path: self._plan.why_infeasible(cell, self.settings_of(cell).as_json(), self._cluster)
+            for path, cell in self._cells.items()
+        }
+        return {path: reason for path, reason in reasons.items() if reason}
+
+    def record_paths(self) -> list[str]:
+        """The record of every cell that is not skipped, in the order of the config."""
+        return [
+            str(cell.record_path(self.results))
+            for path, cell in self._cells.items()
+            if path not in self.skipped
+        ]
+
+    def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
+        """The cell that a training job's wildcards name; ConfigError where it is none of the study's."""
+        path = CELL_PATTERN.format(**wildcards)
+        if path not in self._cells:
+            raise ConfigError(f"{path} is not a cell of the study {self._study.name!r}")
+        return self._cells[path]
+
+    def settings_of(self, cell: Cell) -> Settings:
+        """What a cell is trained with."""
+        if cell not in self._settings:
+            self._settings[cell] = self._study.settings(cell)
+        return self._settings[cell]
+
+    def request_of(self, cell: Cell) -> JobRequest:
+        """What a cell asks a scheduler for."""
+        if cell not in self._requests:
+            self._requests[cell] = job_request(
+                cell,
+                self.settings_of(cell),
+                self._cluster,
+                self._study.time_limit_s(cell),
+                self._plan.host_mem_mib(cell),
+                self._plan.longest_s(cell),
+            )
+        return self._requests[cell]

@@ -1,0 +1,37 @@
+"""How a mistake in config.yaml is told: one line with the place, the value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+_LONGEST_SHOWN = 80  # characters of a wrong value in a message
+
+
+class ConfigError(ValueError):
+    """A mistake in config.yaml, told in one message a person can act on."""
+
+
+def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
+    """The message for a value that is not one of `allowed`."""
+    allowed = list(allowed)
+    listed = f"Allowed: {', '.join(allowed) or 'none'}."
+    return f"config: {where} = {repr_of(value)}: {what}.{did_you_mean(value, allowed)} {listed}"
+
+
+def place_of(path: Iterable[str | int]) -> str:
+    """A path through the config as a person writes it: `studies.demo.experiments.digits.gpus[1]`."""
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+
+
+def repr_of(value: Any) -> str:
+    """A wrong value as a message shows it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
+def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
+    """The closest of `allowed`, as a question with a blank before it; empty where none is close."""
+    close = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
