@@ -482,6 +482,11 @@ def job_with(
     )  # fmt: skip
 
 
+def test_a_worker_knows_how_many_are_on_its_node(tmp_path):
+    job = replace(job_with(tmp_path, [None] * 5), n_nodes=2, workers_per_node=3)
+    assert [job.workers_beside(rank) for rank in range(5)] == [3, 3, 3, 2, 2]
+
+
 OK = {"status": "ok", "reason": None}
 OOM = {"status": "oom", "reason": "OutOfMemoryError: CUDA out of memory"}
 LOST = {"status": "error", "reason": "RuntimeError: Connection closed by peer"}

@@ -384,6 +384,17 @@ def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
         command.main(["--config", json.dumps(config)])
 
 
+def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
+    """As far as its ranks differ: of a server's workers one stands for all, of DDP's ranks two."""
+    config, study = configuration.load(config_of(tmp_path, strategies=["fsdp", "ddp", "ps-async"]))
+    found = {
+        (cell.strategy, cell.gpus): schedule.subject_of(config, study, cell).request.local_world
+        for cell in study.cells
+    }
+    assert [found["fsdp", gpus] for gpus in (1, 2, 8)] == [1, 2, 4]
+    assert (found["ddp", 8], found["ps-async", 8]) == (2, 1)
+
+
 def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
     config, study = configuration.load_config(config_of(tmp_path))
     request = schedule.subject_of(config, study, study.cells[0]).request

@@ -22,7 +22,7 @@ REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
     "ddp": "stratbench.strategies.ddp:DDP",
     "fsdp": "stratbench.strategies.fsdp:FSDP",
-    **dict.fromkeys(POLICIES, "stratbench.strategies.ps:served_by"),
+    **dict.fromkeys(POLICIES, "stratbench.strategies.ps:class_of_policy"),
 }
 
 

@@ -1,6 +1,6 @@
 """Workers that push gradients to parameter servers, which update the weights by a policy.
 
-Each policy in `ps/policies.py` makes one strategy of the same name (`served_by`). Workers take batches
+Each policy in `ps/policies.py` makes one strategy of the same name (`class_of_policy`). Workers take batches
 as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep the
 optimizer's state.
 """
@@ -42,7 +42,7 @@ class ServerOptions(base.Options):
 
 
 @cache
-def served_by(policy: str) -> type[ParameterServer]:
+def class_of_policy(policy: str) -> type[ParameterServer]:
     """The strategy whose servers follow the policy registered as `policy`."""
     rules = policy_class(policy)
 
@@ -100,7 +100,7 @@ def server_configs(
 
 
 class ParameterServer(base.Strategy):
-    """A worker of parameter servers; `served_by` makes a subclass for each policy."""
+    """A worker of parameter servers; `class_of_policy` makes a subclass for each policy."""
 
     kind = "server"
     needs_group = False
@@ -224,12 +224,15 @@ class ParameterServer(base.Strategy):
         return loss.detach()
 
     @property
-    def evaluates(self) -> bool:
-        """After the last ticket: whether this worker evaluates for all."""
+    def is_evaluator(self) -> bool:
+        """Whether this worker evaluates for all; known after the last ticket."""
         return self.channel.evaluator == self.worker.rank
 
     def load_epoch(self, epoch: int) -> float:
-        """Put the servers' state after `epoch` (from 0) into the model; seconds from the first ticket."""
+        """Put the servers' state after `epoch` (from 0) into the model.
+
+        Returns the seconds from the first ticket to the end of that epoch.
+        """
         from stratbench.ps.snapshots import load_snapshot
 
         seconds, weights, buffers = load_snapshot(self.channel.snapshot_dir, epoch, wait_s=120.0)

@@ -1,4 +1,4 @@
-"""What strategies share whose parameters are DTensors: each worker holds, and updates, a part of each."""
+"""The base of strategies that shard the model: each worker holds and updates a part of every parameter."""
 
 from __future__ import annotations
 

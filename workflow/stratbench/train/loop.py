@@ -160,7 +160,7 @@ def train_with_server(
     used = memory.read()
     sums = {e: (float(torch.stack(v).double().sum()), len(v)) for e, v in losses.items()}
     diverged = [f"training loss of epoch {e + 1}" for e, (x, _) in sums.items() if not isfinite(x)]
-    if strategy.evaluates:
+    if strategy.is_evaluator:
         with phases("eval"):
             diverged += evaluate_epochs(strategy, data, worker, progress)
     status = "diverged" if diverged else "ok"
