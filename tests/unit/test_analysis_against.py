@@ -12,12 +12,12 @@ from stratbench.analysis.groups import GROUP
 from stratbench.analysis.metrics import METRICS, ClaimFigure
 from stratbench.analysis.stats import ratio_intervals
 
-NOTHING = pd.DataFrame(columns=list(audit.COLUMNS))
+NOTHING = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
 
 
 @pytest.fixture(scope="module")
 def v2():
-    return paper.as_cells("v2")
+    return paper.cells_of_version("v2")
 
 
 def verdicts(cells, findings=NOTHING):
@@ -60,7 +60,7 @@ def test_only_the_papers_models_on_gpus_are_evidence(v2):
 def test_what_the_audit_calls_unusable_is_no_evidence(v2):
     before = judge_claims(v2, NOTHING).set_index("id").loc["modified-slower-v2"]
     assert "0.98 (densenet121)" in before["figures"]
-    found = pd.DataFrame(audit.audit(v2), columns=list(audit.COLUMNS))
+    found = pd.DataFrame(audit.audit(v2), columns=list(audit.AUDIT_COLUMNS))
     after = judge_claims(v2, found).set_index("id").loc["modified-slower-v2"]
     # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
     assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"
@@ -180,11 +180,13 @@ def test_ratios_of_ratios_cancel_what_hardware_changes_and_show_what_strategies_
 
 
 def test_without_a_counterpart_the_section_says_so(tmp_path):
-    cells = paper.as_cells("v2").assign(dataset="digits", device_kind="cpu", model="vgg-compact")
+    cells = paper.cells_of_version("v2").assign(
+        dataset="digits", device_kind="cpu", model="vgg-compact"
+    )
     cells = cells.drop_duplicates(GROUP)
     against.published_cells(cells, NOTHING).to_csv(tmp_path / "against_cells.csv", index=False)
     judge_claims(cells, NOTHING).to_csv(tmp_path / "against_claims.csv", index=False)
-    section = sections.against_paper(tmp_path)
+    section = sections.paper_section(tmp_path)
     assert section["with_counterpart"] == 0
     assert all(not table["rows"] for table in section["tables"])
     assert sum(table["total"] for table in section["tables"]) == section["total"] == 102

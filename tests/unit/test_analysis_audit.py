@@ -263,7 +263,7 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
         ("ddp", 2, "accuracy")
     ]
-    table = tables.wide(rows, summary, MEASURES["accuracy"]).set_index("strategy")
+    table = tables.wide_table(rows, summary, MEASURES["accuracy"]).set_index("strategy")
     assert table.loc["ddp", "2 GPUs"] == "20.00 †"
     assert "†" not in table.loc["ddp", "4 GPUs"]
 
@@ -273,7 +273,7 @@ def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none
     study_dir = fixture.write_study(tmp_path, cells)
     collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     rows = read_cells(study_dir / "cells.csv")
-    blank = dict.fromkeys(audit.COLUMNS)
+    blank = dict.fromkeys(audit.AUDIT_COLUMNS)
     found = pd.DataFrame(
         [
             blank | {"rule": "a", "severity": "unusable", "affects": "time", "model": "vgg16"},

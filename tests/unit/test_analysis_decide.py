@@ -43,14 +43,14 @@ def repeats(strategy, times, **other):
 
 
 def finding(rule="some-rule", severity="unusable", affects="time", **where):
-    blank = dict.fromkeys(audit.COLUMNS)
+    blank = dict.fromkeys(audit.AUDIT_COLUMNS)
     return blank | {"rule": rule, "severity": severity, "affects": affects, "figures": "f"} | where
 
 
 def decided(rows, findings=(), **constraints):
     """The decision on one experiment and model."""
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    found = pd.DataFrame(list(findings), columns=list(audit.COLUMNS))
+    found = pd.DataFrame(list(findings), columns=list(audit.AUDIT_COLUMNS))
     (decision,) = decide.decisions(frame, found, Constraints(**constraints))
     return decision
 
@@ -411,7 +411,7 @@ def test_without_records_theory_answers_and_says_so():
 
 def test_rules_from_theory():
     def choice(model="convnext_large", **given):
-        return theory.choice(model, Constraints(**given))[0]
+        return theory.choice_by_theory(model, Constraints(**given))[0]
 
     assert choice() == "ddp"
     assert choice(gpus=1) == "single"
@@ -427,8 +427,10 @@ def test_rules_from_theory():
 
 
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
-    cells = paper.as_cells("v2")
-    findings = pd.DataFrame(audit.audit(cells, floors=paper.floors()), columns=list(audit.COLUMNS))
+    cells = paper.cells_of_version("v2")
+    findings = pd.DataFrame(
+        audit.audit(cells, floors=paper.accuracy_floors()), columns=list(audit.AUDIT_COLUMNS)
+    )
     found = {(d.experiment, d.model): d for d in decide.decisions(cells, findings, Constraints())}
     assert len(found) == 6
     for (experiment, _), decision in found.items():
@@ -443,12 +445,12 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
         decision = found["server", model]
         assert decision.choice is None
         assert "async-alone-unlike-sync" in dict(decision.excluded)["ps-async"]
-    (note,) = decide.across(findings)
+    (note,) = decide.notes_on_the_study(findings)
     assert "cannot rank one against the other" in note
 
 
 def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
-    cells = paper.as_cells("v2")
+    cells = paper.cells_of_version("v2")
     cells.to_csv(tmp_path / "cells.csv", index=False)
     audited = ["--cells", str(tmp_path / "cells.csv"), "--out", str(tmp_path / "audit.csv")]
     assert audit.main(audited) == 0
@@ -462,7 +464,7 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
         in said
     )
     matrix = pd.read_csv(tmp_path / "d.csv")
-    assert tuple(matrix.columns) == decide.MATRIX
+    assert tuple(matrix.columns) == decide.MATRIX_COLUMNS
     assert len(matrix) == len(cells)
     assert set(matrix.loc[matrix["gpus"] == 4, "verdict"]) >= {"needs more GPUs"}
     told = json.loads((tmp_path / "answers.json").read_text())

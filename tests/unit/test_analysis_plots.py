@@ -14,7 +14,7 @@ from stratbench.analysis.columns import read_cells
 from stratbench.analysis.measures import PLOTS
 from stratbench.analysis.summary import read_summary
 from stratbench.analysis.timelines import COLOURS
-from stratbench.analysis.tradeoffs import OTHER_PHASES, PHASES
+from stratbench.analysis.tradeoffs import OTHER_PHASE_LOOKS, PHASE_LOOKS
 
 
 def analysed(root, cells, statuses=None, device="cuda"):
@@ -26,7 +26,7 @@ def analysed(root, cells, statuses=None, device="cuda"):
     audit.main(["--cells", cells_csv, "--out", str(study_dir / "audit.csv")])
     out += ["--audit", str(study_dir / "audit.csv")]
     tables.main(["--cells", str(study_dir / "cells.csv"), *out])
-    found = plots.experiments(
+    found = plots.figure_data_by_experiment(
         read_cells(study_dir / "cells.csv"),
         pd.read_csv(study_dir / "epochs.csv"),
         read_summary(study_dir / "summary.csv"),
@@ -40,7 +40,7 @@ def draw():
 
     def of(experiment, name):
         with plt.rc_context(style.RC):
-            figures.append(plots.draw(name, experiment))
+            figures.append(plots.draw_figure(name, experiment))
         return figures[-1]
 
     yield of
@@ -201,29 +201,29 @@ def test_phases_and_workers_have_none_of_the_strategies_colours():
     def distance(a, b):
         return sum((x - y) ** 2 for x, y in zip(to_rgb(a), to_rgb(b), strict=True)) ** 0.5
 
-    of_strategies = {known.colour for known in style.KNOWN.values()}
-    others = {*(c for c, _ in (*PHASES.values(), *OTHER_PHASES)), *COLOURS}
+    of_strategies = {known.colour for known in style.KNOWN_STYLES.values()}
+    others = {*(c for c, _ in (*PHASE_LOOKS.values(), *OTHER_PHASE_LOOKS)), *COLOURS}
     assert min(distance(a, b) for a in others for b in of_strategies) > 0.15
 
 
 def test_no_two_known_strategies_look_alike():
-    looks = [(s.colour, s.marker, s.hatch) for s in style.KNOWN.values()]
+    looks = [(s.colour, s.marker, s.hatch) for s in style.KNOWN_STYLES.values()]
     assert len(set(looks)) == len(looks)
-    assert len({s.marker for s in style.KNOWN.values()}) == len(looks)
+    assert len({s.marker for s in style.KNOWN_STYLES.values()}) == len(looks)
 
 
 def test_a_known_strategy_looks_the_same_whatever_else_the_study_has():
-    alone = style.styles([("ddp", "ddp")])
-    among = style.styles([("a", "ddp"), ("ddp", "ddp"), ("fsdp", "fsdp"), ("b", None)])
-    assert alone["ddp"] == among["ddp"] == style.KNOWN["ddp"]
+    alone = style.styles_by_strategy([("ddp", "ddp")])
+    among = style.styles_by_strategy([("a", "ddp"), ("ddp", "ddp"), ("fsdp", "fsdp"), ("b", None)])
+    assert alone["ddp"] == among["ddp"] == style.KNOWN_STYLES["ddp"]
 
 
 def test_variants_take_the_colour_of_their_strategy_and_differ_among_themselves():
     names = [(f"fsdp-{i}", "fsdp") for i in range(6)]
-    found = style.styles(names)
-    assert style.styles(reversed(names)) == found
+    found = style.styles_by_strategy(names)
+    assert style.styles_by_strategy(reversed(names)) == found
     assert len({(s.colour, s.marker, s.hatch) for s in found.values()}) == 6
-    red, green, blue = to_rgb(style.KNOWN["fsdp"].colour)
+    red, green, blue = to_rgb(style.KNOWN_STYLES["fsdp"].colour)
     for variant in found.values():
         r, g, b = to_rgb(variant.colour)
         assert r >= red
@@ -235,7 +235,7 @@ def test_variants_take_the_colour_of_their_strategy_and_differ_among_themselves(
 def test_a_legend_fits_its_figure():
     from stratbench.analysis.panels import legend_columns
 
-    names = list(style.KNOWN)
+    names = list(style.KNOWN_STYLES)
     for width_in in (4.2, 6.6, 9.9):
         columns = legend_columns(names, width_in)
         widest = max(0.68 + 0.073 * len(name) for name in names)

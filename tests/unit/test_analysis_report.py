@@ -76,7 +76,7 @@ def write_page(
         log.write_text("constructed\n")
     out = study_dir / "partial" if "--partial" in options else study_dir
     out.mkdir(exist_ok=True)
-    asked = collect.Asked(targets={cell.experiment: 0.6 for cell in cells})
+    asked = collect.Expected(targets={cell.experiment: 0.6 for cell in cells})
     collect.collect(cells, study_dir, out / "cells.csv", out / "epochs.csv", asked)
     common = ["--cells", str(out / "cells.csv")]
     records = ["--study-dir", str(study_dir)]
@@ -236,7 +236,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path):
         "e,ddp,101,100,1.0,8,8,0.0,5,,,True\ne,ddp,92.5,100,-7.5,8,8,0.0,5,,,False\n"
         "e,ddp,102,100,2.0,8,8,0.0,5,,,\ne,fsdp,3,,,100001,100000,0.0,103,100,3.0,\n"
     )
-    first, second = sections.predictions(path)
+    first, second = sections.prediction_lines(path)
     assert (first["cells"], first["peak_mib"]) == (3, "2.0 %, worst -7.5 %")
     assert (first["states_bytes"], first["sent_bytes"], first["time"]) == ("exact", "", "1 of 2")
     assert (second["peak_mib"], second["sent_bytes"]) == ("", "3.0 %, worst +3.0 %")
@@ -251,7 +251,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path):
     assert page.wrong == []
     assert "2.0 %, worst -7.5 %" in " ".join(page.text)
     path.write_text("study,experiment,strategy\n")  # no cell was predicted
-    assert sections.predictions(path) == []
+    assert sections.prediction_lines(path) == []
 
 
 def test_a_glyphs_scale_is_not_cut(tmp_path):
@@ -332,7 +332,7 @@ def test_a_variant_without_a_record_is_told_as_one():
         {"strategy": "mine", "strategy_base": None},
         {"strategy": "fsdp-policy", "strategy_base": "fsdp"},
     ]
-    ddp, mine, policy = sections.strategies(pd.DataFrame(rows))
+    ddp, mine, policy = sections.strategy_lines(pd.DataFrame(rows))
     assert not ddp["summary"].startswith("a variant")
     assert mine["summary"] == "a variant, of which there is no record."
     assert policy["summary"].startswith("a variant of fsdp: ")

@@ -24,7 +24,7 @@ def test_moderated_t_of_the_worked_example():
     prior = stats.variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
     assert np.isinf(prior.dof)
     assert prior.variance == pytest.approx(5.1245e-4, rel=1e-4)
-    variance, dof = stats.moderated(found, np.zeros(10, dtype=bool))
+    variance, dof = stats.moderated_variances(found, np.zeros(10, dtype=bool))
     assert dof[0] == 10
     assert variance[0] == pytest.approx(4.1996e-4, rel=1e-4)
     assert scipy_stats.t.isf(stats.tail_of(14), 10) == pytest.approx(4.2896, abs=5e-5)
@@ -45,16 +45,16 @@ def test_variances_that_scatter_more_than_chance_are_drawn_together_less():
 @pytest.mark.parametrize(("count", "dof"), [(5, 2.0), (9, 4.0), (10, 10.0)])
 def test_few_variances_lend_little(count, dof):
     found = stats.Differences(np.zeros(count), VARIANCES[:count], np.full(count, 3))
-    assert stats.moderated(found, np.zeros(count, dtype=bool))[1][0] == dof
+    assert stats.moderated_variances(found, np.zeros(count, dtype=bool))[1][0] == dof
 
 
 def test_servers_scatter_by_themselves_where_there_are_enough_of_them():
     variances = np.concatenate([np.full(12, 1e-4), np.full(12, 9e-4), np.full(3, 9e-4)])
     found = stats.Differences(np.zeros(27), variances, np.full(27, 3))
     served = np.repeat([False, True], [12, 15])
-    apart, _ = stats.moderated(found, served)
+    apart, _ = stats.moderated_variances(found, served)
     assert apart[12] > 5 * apart[0]
-    few, _ = stats.moderated(
+    few, _ = stats.moderated_variances(
         stats.Differences(*(part[:15] for part in found)), np.repeat([False, True], [12, 3])
     )
     assert few[12] < apart[12]  # three servers borrow from all

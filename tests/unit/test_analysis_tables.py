@@ -11,7 +11,7 @@ import pytest
 from stratbench.analysis import audit, candidates, collect, tables
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.measures import MEASURES, number
+from stratbench.analysis.measures import MEASURES, format_number
 from stratbench.analysis.metrics import MEMORY_RATIO, METRICS
 from stratbench.analysis.summary import read_summary, summarise
 from stratbench.analysis.usable import UsableGroups
@@ -102,7 +102,7 @@ def test_a_cell_without_a_result_is_printed_as_such_in_every_table(tmp_path, sta
     assert pick(summary, "speedup", "ddp", 4) == f"n/a (1 worker: {printed})"
     assert pick(summary, "efficiency", "ddp", 2) == f"n/a (1 worker: {printed})"
     assert pd.notna(pick(summary, "speedup_vs_single", "ddp", 4, "value"))
-    table = tables.wide(cells, summary, MEASURES["training_time"])
+    table = tables.wide_table(cells, summary, MEASURES["training_time"])
     assert table.loc[table["strategy"] == "ddp", "1 GPU"].item() == printed
 
 
@@ -172,7 +172,7 @@ def test_every_caption_says_what_a_worker_is(tmp_path):
     assert "different devices" in mixed
     assert "one GPU" in mixed
     assert "CPU process" in mixed
-    assert "4 CPU processes" in tables.wide(cpu, summary, MEASURES["memory"]).columns
+    assert "4 CPU processes" in tables.wide_table(cpu, summary, MEASURES["memory"]).columns
 
 
 def test_a_study_whose_only_cell_timed_out_says_what_it_knows(tmp_path):
@@ -215,7 +215,7 @@ def test_tables_decision_and_claims_go_by_the_same_peak(tmp_path, device, taken)
     ddp, fsdp = (fixture.make_record(cell, "ok", device)["memory"][taken] for cell in cells)
     assert pick(summary, "memory", "ddp", 4, "value") == pytest.approx(ddp / 2**20)
     assert pick(summary, "memory_reduction", "fsdp", 4, "value") == pytest.approx(ddp / fsdp)
-    of_ddp = candidates.measured(found[found["strategy"] == "ddp"], Constraints())
+    of_ddp = candidates.measured_candidate(found[found["strategy"] == "ddp"], Constraints())
     assert of_ddp.memory_bytes == ddp
     (ratio,) = METRICS[MEMORY_RATIO](UsableGroups(found))
     assert ratio.value == pytest.approx(ddp / fsdp)
@@ -232,4 +232,4 @@ def test_latex_special_characters_are_escaped():
     ("value", "text"), [(1490.43, "1490"), (57.94, "57.9"), (2.345, "2.35"), (0.0123, "0.012")]
 )
 def test_numbers_keep_three_digits(value, text):
-    assert number(value, None) == text
+    assert format_number(value, None) == text

@@ -65,16 +65,19 @@ def judged(true: np.ndarray, logs: np.ndarray, preference: np.ndarray) -> dict[s
     """Of each decision, shape [studies, models]: whether it is false, clear, and all intervals hold."""
     candidates = true.shape[-1]
     means = logs.mean(-1)
-    chosen = ranking.choose(means, preference.astype(float), MARGIN)
-    found = ranking.against(logs, chosen)
+    chosen = ranking.index_of_choice(means, preference.astype(float), MARGIN)
+    found = ranking.differences_from_chosen(logs, chosen)
     served = np.arange(candidates) >= candidates // 2
     served = served | np.take_along_axis(np.broadcast_to(served, true.shape), chosen[..., None], -1)
     # A study's models are moderated together.
     joined = stats.Differences(*(part.reshape(STUDIES, -1) for part in found))
     variance, dof = (
-        part.reshape(true.shape) for part in stats.moderated(joined, served.reshape(STUDIES, -1))
+        part.reshape(true.shape)
+        for part in stats.moderated_variances(joined, served.reshape(STUDIES, -1))
     )
-    stood = ranking.standings(found, chosen, means, variance, dof, candidates - 1, MARGIN)
+    stood = ranking.standings_against_chosen(
+        found, chosen, means, variance, dof, candidates - 1, MARGIN
+    )
     gaps = true - np.take_along_axis(true, chosen[..., None], -1)
     others = np.arange(candidates) != chosen[..., None]
     false_slower = (stood.slower & (gaps <= 1e-12)).any(-1)

@@ -176,12 +176,12 @@ def test_every_later_stage_goes_through(odd: Odd) -> None:
     both = ["--cells", cells, "--audit", findings]
     assert audit.main(["--cells", cells, "--out", findings]) == 0
     assert tables.main([*both, "--summary-out", summary, "--out-dir", str(here / "tables")]) == 0
-    for name, experiment in plots.load(
+    for name, experiment in plots.read_figure_data(
         Path(cells), here / "epochs.csv", Path(summary), here
     ).items():
         for plot in plots.PLOTS:
             with plots.plt.rc_context(plots.RC):
-                plots.save(plots.draw(plot, experiment), here / "plots" / name / plot)
+                plots.save_figure(plots.draw_figure(plot, experiment), here / "plots" / name / plot)
     outs = ["--out", str(here / "decision.csv"), "--answers-out", str(here / "answers.json")]
     assert decide.main([*both, *outs]) == 0
     outs = ["--cells-out", str(here / "against_cells.csv")]

@@ -12,7 +12,7 @@ SERVED = ("vgg16", "resnet50", "densenet121")
 
 @pytest.fixture(scope="module")
 def found():
-    return paper_audit.findings()
+    return paper_audit.findings_on_paper()
 
 
 def figures(found, rule, version, **where):
@@ -119,5 +119,5 @@ def test_nothing_else_is_found_and_the_file_has_everything(found, tmp_path):
     }
     assert {f["rule"] for f in found} == rules
     assert paper_audit.main(["--out", str(tmp_path / "paper_audit.csv")]) == 0
-    read = paper_audit.read(tmp_path / "paper_audit.csv")
+    read = paper_audit.read_paper_audit(tmp_path / "paper_audit.csv")
     assert list(read["figures"]) == [f["figures"] for f in found]

@@ -71,7 +71,7 @@ def rows(times: dict[str, float], gpus: int = 4) -> pd.DataFrame:
 
 def decided(times: dict[str, float], **constraints) -> decide.Decision:
     (found,) = decide.decisions(
-        rows(times), pd.DataFrame(columns=list(audit.COLUMNS)), Constraints(**constraints)
+        rows(times), pd.DataFrame(columns=list(audit.AUDIT_COLUMNS)), Constraints(**constraints)
     )
     return found
 
@@ -98,7 +98,7 @@ def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered
     assert not request.may_reshard
     assert not strategy_class("silent").alike_on_any_count
     situations = [{"gpus": 1}, {}, {"homogeneous": False}, {"gpu_memory_gib": 0.5}]
-    named = {theory.choice("convnext_large", Constraints(**s))[0] for s in situations}
+    named = {theory.choice_by_theory("convnext_large", Constraints(**s))[0] for s in situations}
     assert named == {"single", "ddp", "fsdp", "ps-dana"}
 
 

@@ -13,7 +13,7 @@ onsuccess:
     if any(
         job.rule.name == rules.write_report.rule.name for job in workflow.dag.jobs
     ):
-        print(*brief.lines(Path(RESULTS, STUDY.name)), sep="\n", flush=True)
+        print(*brief.answer_lines(Path(RESULTS, STUDY.name)), sep="\n", flush=True)
 
 
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
@@ -156,7 +156,7 @@ rule make_plots:
     params:
         study=study_dir,
         out=study_dir,
-        captions={name: plot.caption(name) for name, plot in PLOTS.items()},
+        captions={name: plot.caption for name, plot in PLOTS.items()},
     message:
         "draw the figures of {wildcards.study}"
     shell:
@@ -221,6 +221,7 @@ rule write_report:
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
         paper=f"{RESULTS}/{{study}}/paper_audit.csv",
         plots=FIGURES,
+        tables=TABLES,
     output:
         report(
             f"{RESULTS}/{{study}}/report.html",

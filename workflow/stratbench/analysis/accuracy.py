@@ -39,7 +39,7 @@ def judge_accuracy(found: Sequence[Candidate], tolerance: float) -> None:
     names = [" and ".join(f"{c.strategy} on {c.gpus}" for c in members[:2]) for members in classes]
     series = [pd.concat([c.accuracies for c in m], axis=1).mean(axis=1) for m in classes]
     best = max(range(len(classes)), key=lambda i: series[i].mean())
-    widths = uncertainties(series, series[best])
+    widths = loss_uncertainties(series, series[best])
     for members, own, width in zip(classes, series, widths, strict=True):
         lost = float(series[best].mean() - own.mean())
         if own is series[best]:
@@ -89,17 +89,17 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
     return result
 
 
-def uncertainties(series: Sequence[pd.Series], best: pd.Series) -> np.ndarray:
+def loss_uncertainties(series: Sequence[pd.Series], best: pd.Series) -> np.ndarray:
     """How far each class's mean loss may be from its true one (95 %, one side), by the repeats.
 
     In points, by moderated t on differences paired by repeat; infinite without two repeats.
     """
     repeats = sorted(set(best.index).union(*(s.index for s in series)))
     values = np.array([s.reindex(repeats).to_numpy(dtype=float) for s in series])
-    found = stats.differences(values, best.reindex(repeats).to_numpy(dtype=float))
+    found = stats.paired_differences(values, best.reindex(repeats).to_numpy(dtype=float))
     itself = np.array([s is best for s in series])
     found = found._replace(repeats=np.where(itself, 0, found.repeats))
-    variance, dof = stats.moderated(found, np.zeros(len(series), dtype=bool))
+    variance, dof = stats.moderated_variances(found, np.zeros(len(series), dtype=bool))
     return stats.half_widths(variance, dof, found.repeats, stats.ALPHA)
 
 

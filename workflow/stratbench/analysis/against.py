@@ -57,11 +57,12 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
         for r in tables.itertuples()
     }
     return pd.DataFrame(
-        [compare_cell(row, theirs, ours) for row in tables.itertuples()], columns=list(CELL_COLUMNS)
+        [compared_cell(row, theirs, ours) for row in tables.itertuples()],
+        columns=list(CELL_COLUMNS),
     )
 
 
-def compare_cell(
+def compared_cell(
     row: Any, theirs: dict[Any, float], ours: dict[Any, tuple[float, str]]
 ) -> dict[str, Any]:
     """One published cell, ours, and both against the reference strategy and the fewest GPUs."""
@@ -73,7 +74,9 @@ def compare_cell(
     kind = "difference" if row.measure == "accuracy_percent" else "ratio"
     found = {name: getattr(row, name) for name in CELL_COLUMNS[:8]}
     found |= {"published": row.value, "ours": mine, "experiment": experiment, "kind": kind}
-    fewest = next((n for n in sorted(counts) if n < row.gpus and has_number(theirs, row, n)), None)
+    fewest = next(
+        (n for n in sorted(counts) if n < row.gpus and is_published(theirs, row, n)), None
+    )
     for name, against in (
         ("strategy", (REFERENCES.get(row.strategy), row.gpus)),
         ("gpus", (row.strategy, fewest)),
@@ -92,7 +95,7 @@ def compare_cell(
     return found
 
 
-def has_number(theirs: dict[Any, float], row: Any, gpus: int) -> bool:
+def is_published(theirs: dict[Any, float], row: Any, gpus: int) -> bool:
     """Whether the same row of the table has a number at `gpus`."""
     key = (row.version, row.table, row.measure, row.dataset, row.model, row.strategy, gpus)
     return not np.isnan(theirs.get(key, np.nan))

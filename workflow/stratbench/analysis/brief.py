@@ -12,15 +12,15 @@ from pathlib import Path
 from stratbench.cell.words import counted
 
 
-def lines(folder: Path) -> Iterator[str]:
+def answer_lines(folder: Path) -> Iterator[str]:
     """From answers.json, audit.csv and cells.csv in `folder`; pandas would take longer than all of it."""
     for d in json.loads((folder / "answers.json").read_text(encoding="utf-8"))["answers"]:
         where = f"{d['model']} ({d['experiment']})" if d["experiment"] else d["model"]
         yield f"{where}: {d['headline']} Confidence: {d['confidence']}."
-    found = Counter(row["severity"] for row in rows(folder / "audit.csv"))
+    found = Counter(row["severity"] for row in read_rows(folder / "audit.csv"))
     tally = [f"{found[severity]} {severity}" for severity in ("unusable", "doubtful")]
     yield f"Audit: {', '.join(tally)}, {found['note']} to note."
-    skews_ms = [float(row["start_skew_ms"] or "nan") for row in rows(folder / "cells.csv")]
+    skews_ms = [float(row["start_skew_ms"] or "nan") for row in read_rows(folder / "cells.csv")]
     known_ms = sorted(skew for skew in skews_ms if skew == skew)
     if known_ms:
         yield (
@@ -29,7 +29,7 @@ def lines(folder: Path) -> Iterator[str]:
         )
 
 
-def rows(path: Path) -> Iterator[dict[str, str]]:
+def read_rows(path: Path) -> Iterator[dict[str, str]]:
     """The rows of a CSV file, by column."""
     with path.open(newline="", encoding="utf-8") as f:
         yield from csv.DictReader(f)

@@ -11,9 +11,9 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from stratbench.analysis.accuracy import judge_accuracy
-from stratbench.analysis.constraints import GIB, Constraints
+from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.groups import findings_by_group, rows_by_group
-from stratbench.analysis.measures import MIB
+from stratbench.analysis.measures import GIB, MIB
 from stratbench.strategies.base import Traits
 
 #: Up to how many times the largest measured count a time is extrapolated: public series of training
@@ -73,24 +73,24 @@ class Candidate:
             self.kind, self.why = kind, why
 
 
-def candidates(
+def candidates_among(
     rows: pd.DataFrame, findings: list[dict[str, Any]], constraints: Constraints
 ) -> list[Candidate]:
     """All of one experiment and model (rows of cells.csv), measured ones and then extrapolated."""
     groups = rows_by_group(rows)
     found = []
     for key, on_it in findings_by_group(findings, groups):
-        candidate = measured(groups[key], constraints)
-        judge(candidate, groups[key], on_it, constraints)
+        candidate = measured_candidate(groups[key], constraints)
+        exclude_by_records(candidate, groups[key], on_it, constraints)
         found.append(candidate)
-    found += extrapolated(found, constraints)
+    found += extrapolated_candidates(found, constraints)
     for candidate in found:
-        constrain(candidate, constraints)
+        exclude_by_constraints(candidate, constraints)
     judge_accuracy(found, constraints.accuracy_tolerance)
     return found
 
 
-def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
+def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
     """A group of repeats as a candidate."""
     ok = frame[frame["status"] == "ok"]
     times = pd.Series(ok["train_time_s"].to_numpy(dtype=float), index=ok["repeat"]).dropna()
@@ -105,7 +105,7 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
     return Candidate(
         strategy=str(first["strategy"]),
         gpus=int(first["gpus"]),
-        traits=traits_in(frame),
+        traits=traits_of_group(frame),
         times=times,
         time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
         accuracies=100 * accuracies.dropna(),
@@ -121,13 +121,13 @@ def measured(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
     )
 
 
-def traits_in(frame: pd.DataFrame) -> Traits:
+def traits_of_group(frame: pd.DataFrame) -> Traits:
     """What the records of a group say of their strategy; careful defaults where they are silent."""
     said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in said.items() if len(values)})
 
 
-def judge(
+def exclude_by_records(
     candidate: Candidate,
     frame: pd.DataFrame,
     findings: Iterable[dict[str, Any]],
@@ -165,12 +165,12 @@ def judge(
             candidate.doubts.append(finding["rule"])
 
 
-def constrain(candidate: Candidate, given: Constraints) -> None:
+def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
     """Exclude what the constraints rule out."""
     if given.gpus is not None and candidate.gpus > given.gpus:
         candidate.exclude("needs more GPUs", f"{candidate.gpus}, and {given.gpus} are at hand")
     if given.gpu_memory_gib is not None:
-        check_memory(candidate, given.gpu_memory_gib * GIB, given.memory_margin)
+        exclude_by_memory(candidate, given.gpu_memory_gib * GIB, given.memory_margin)
     time_s = candidate.time_s
     if given.deadline_s is not None and time_s is not None and time_s > given.deadline_s:
         why = f"{time_s:.4g} s, and {given.deadline_s:g} s are given"
@@ -180,7 +180,7 @@ def constrain(candidate: Candidate, given: Constraints) -> None:
         candidate.exclude("needs all workers", "the job stops when a worker is lost")
 
 
-def check_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
+def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
     """Exclude what takes more with the reserve on top; what cannot be known is a doubt.
 
     The reserve is the plan's: a peak leaves out what the driver, the libraries and a fragmented
@@ -197,7 +197,7 @@ def check_memory(candidate: Candidate, limit_bytes: float, margin: float) -> Non
         candidate.doubts.append(f"whether it fits is not known: {why}")
 
 
-def extrapolated(found: list[Candidate], given: Constraints) -> Iterator[Candidate]:
+def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Iterator[Candidate]:
     """Each strategy on the GPUs at hand where that count was not measured.
 
     Time = a + b/N with a, b >= 0 (least squares over the measured counts): the share that does not

@@ -108,7 +108,7 @@ def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:
 @cache
 def published_groups(version: str) -> tuple[UsableGroups, UsableGroups]:
     """The paper's own cells, as printed and without the times that the audit calls copies."""
-    cells = paper.as_cells(version)
+    cells = paper.cells_of_version(version)
     copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
     return UsableGroups(cells), UsableGroups(
         cells, [dict.fromkeys(GROUP) | finding for finding in copied]

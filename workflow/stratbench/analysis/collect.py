@@ -36,7 +36,7 @@ WITHOUT_RECORD = ("missing", "error")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Expected:
     """What the config says beside the cells.
 
     Why some are skipped (by path), accuracies to reach (by experiment), and the study, by whose
@@ -55,7 +55,7 @@ def time_to_accuracy_s(per_epoch: list[Row], target: float | None) -> float | No
     return next((e["train_time_s"] for e in per_epoch if e["accuracy"] >= target), None)
 
 
-def other_settings(rec: record.Record, settings: Settings) -> str | None:
+def describe_other_settings(rec: record.Record, settings: Settings) -> str | None:
     """In words, how a record's settings differ from those that the config gives its cell."""
     wanted = json.loads(settings.as_json())
     differing = [key for key in wanted if rec["settings"].get(key) != wanted[key]]
@@ -65,7 +65,7 @@ def other_settings(rec: record.Record, settings: Settings) -> str | None:
     return f"was trained with {', '.join(told)}; delete it to train its cell again"
 
 
-def failure(log_dir: Path) -> Row:
+def status_without_record(log_dir: Path) -> Row:
     """Status and reason of a cell without a record: `error` where a failure left evidence."""
     reason = record.failure_reason(log_dir)
     if reason is None:
@@ -73,7 +73,7 @@ def failure(log_dir: Path) -> Row:
     return {"status": "error", "reason": on_one_line(reason)}
 
 
-def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]]:
+def rows_of_cell(cell: Cell, study_dir: Path, asked: Expected) -> tuple[Row, list[Row]]:
     """The row of a cell and its epochs' rows; faults of the record become status `error`.
 
     A skipped cell without a record is `infeasible`.
@@ -86,7 +86,9 @@ def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]
     row["log_path"] = str(log.relative_to(study_dir))
     if not os.path.lexists(path):
         why = asked.skipped.get(cell.path)
-        return row | ({"status": "infeasible", "reason": why} if why else failure(log_dir)), []
+        return row | (
+            {"status": "infeasible", "reason": why} if why else status_without_record(log_dir)
+        ), []
     row["record_path"] = str(path.relative_to(study_dir))
     try:
         rec = record.read(path)
@@ -94,7 +96,9 @@ def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]
             raise record.RecordError(
                 f"{path} holds the record of another cell: {record.cell_of(rec)}"
             )
-        if asked.study is not None and (other := other_settings(rec, asked.study.settings(cell))):
+        if asked.study is not None and (
+            other := describe_other_settings(rec, asked.study.settings(cell))
+        ):
             raise record.RecordError(f"{path} {other}")
         found = row_of_record(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
@@ -109,16 +113,16 @@ def read_cell(cell: Cell, study_dir: Path, asked: Asked) -> tuple[Row, list[Row]
     return row, epochs
 
 
-def read_cells(
-    cells: Sequence[Cell], study_dir: Path, asked: Asked
+def rows_of_cells(
+    cells: Sequence[Cell], study_dir: Path, asked: Expected
 ) -> Iterator[tuple[Row, list[Row]]]:
-    """`read_cell` of each, with a progress line every few seconds."""
+    """`rows_of_cell` of each, with a progress line every few seconds."""
     next_line_s = time.monotonic() + 3
     for done, cell in enumerate(cells):
         if time.monotonic() > next_line_s:
             print(f"read {done} of {len(cells)} records", file=sys.stderr, flush=True)
             next_line_s += 3
-        yield read_cell(cell, study_dir, asked)
+        yield rows_of_cell(cell, study_dir, asked)
 
 
 def read_expected(path: Path) -> list[Cell]:
@@ -134,7 +138,7 @@ def collect(
     study_dir: Path,
     out: Path,
     epochs_out: Path,
-    asked: Asked | None = None,
+    asked: Expected | None = None,
 ) -> list[Row]:
     """Write both files; returns the rows of cells that should have a usable record and have none."""
     without: list[Row] = []
@@ -147,7 +151,7 @@ def collect(
         epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
         cells_csv.writeheader()
         epochs_csv.writeheader()
-        for row, epochs in read_cells(cells, study_dir, asked or Asked()):
+        for row, epochs in rows_of_cells(cells, study_dir, asked or Expected()):
             cells_csv.writerow(row)
             epochs_csv.writerows(epochs)
             if row["status"] in WITHOUT_RECORD:
@@ -155,7 +159,7 @@ def collect(
     return without
 
 
-def listed(without: Sequence[Row], total: int) -> str:
+def describe_missing(without: Sequence[Row], total: int) -> str:
     """A message that names every cell without a usable record."""
     lines = [f"{len(without)} of {total} cells have no usable record:"]
     for row in without:
@@ -181,10 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = read_expected(args.expected)
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
-    asked = Asked(json.loads(args.skipped), json.loads(args.targets), study)
+    asked = Expected(json.loads(args.skipped), json.loads(args.targets), study)
     without = collect(cells, args.records_root.parent, args.out, args.epochs_out, asked)
     if without:
-        print(listed(without, len(cells)), file=sys.stdout if args.partial else sys.stderr)
+        print(
+            describe_missing(without, len(cells)), file=sys.stdout if args.partial else sys.stderr
+        )
     else:
         print(counted(len(cells), "record"))
     return 1 if without and not args.partial else 0

@@ -108,7 +108,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Three times the operations of the forward pass (backward computes two gradients) for "
            "every sample, divided by the training time; all workers together."),
     Column("mfu", "number", "share", "compute.mfu",
-           "The achieved arithmetic rate in percent of the datasheet peak of all workers' GPUs in the "
+           "The achieved arithmetic rate as a share of the datasheet peak of all workers' GPUs in the "
            "precision of the training."),
     Column("sent_bytes_per_step", "number", "bytes", "communication.sent_bytes_per_step",
            "Counted, not measured on a wire. Collectives: of every tensor that is reduced, gathered "

@@ -13,7 +13,7 @@ from stratbench.analysis.ranking import ROUGH, Ranking
 from stratbench.cell.words import counted
 
 
-def confidence(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tuple[str, str]:
+def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tuple[str, str]:
     """`high`, `medium` or `low`, and the sentences that say why; docs/decision.md has the rules."""
     first, rivals = ranking.first, [c.rival for c in ranking.compared]
     told = [f"{first.basis[0].upper()}{first.basis[1:]}."]
@@ -22,7 +22,7 @@ def confidence(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tupl
             f"Nothing is known of {counted(given.gpus, 'worker')}: too few counts were measured, or too far "
             "from it, or more workers did not help."
         )
-    level, claim = claimed(ranking)
+    level, claim = level_and_claim(ranking)
     told.append(claim)
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     alone = min(len(c.hosts) for c in (first, *rivals)) < 2
@@ -30,10 +30,10 @@ def confidence(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tupl
         level = min(level, 1)
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         told.append(f"All repeats ran on {on}: others may order them differently." if hosts else "")
-    told += accuracy_told(first, given)
+    told += accuracy_caveats(first, given)
     if first.may_lose is None or first.may_lose > given.accuracy_tolerance:
         level = min(level, 1)
-    for c in (first, *nearest(ranking)):
+    for c in (first, *nearest_rivals(ranking)):
         others = [doubt for doubt in c.doubts if c is first or doubt not in first.doubts]
         if others:
             level = min(level, 1)
@@ -54,7 +54,7 @@ def confidence(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tupl
     return ("low", "medium", "high")[level], " ".join(filter(None, told))
 
 
-def nearest(ranking: Ranking) -> list[Candidate]:
+def nearest_rivals(ranking: Ranking) -> list[Candidate]:
     """Of each other strategy the best, and of all the next, where they are not clearly slower."""
     close = [c.rival for c in ranking.compared if c.stand != "slower"]
     best = {c.strategy: c for c in reversed(close) if c.strategy != ranking.first.strategy}
@@ -62,7 +62,7 @@ def nearest(ranking: Ranking) -> list[Candidate]:
     return [*following, *(c for c in close if best.get(c.strategy) is c)]
 
 
-def claimed(ranking: Ranking) -> tuple[int, str]:
+def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     """The highest level of confidence that the repeats allow, and the claim that they make."""
     first, repeats = ranking.first, ranking.repeats
     if first.basis != "measured":
@@ -86,7 +86,7 @@ def claimed(ranking: Ranking) -> tuple[int, str]:
     return (1 if ranking.at_most <= ROUGH else 0), told
 
 
-def accuracy_told(first: Candidate, given: Constraints) -> Iterator[str]:
+def accuracy_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
     """What is not known of the chosen one's accuracy."""
     if first.may_lose is None:
         yield "Nothing is known of the accuracy that it loses."

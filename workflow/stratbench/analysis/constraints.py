@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from stratbench.cell.words import counted
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Constraints:

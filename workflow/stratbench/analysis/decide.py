@@ -19,16 +19,16 @@ import pandas as pd
 
 from stratbench.analysis import theory
 from stratbench.analysis.audit import read_audit
-from stratbench.analysis.candidates import Candidate, candidates
+from stratbench.analysis.candidates import Candidate, candidates_among
 from stratbench.analysis.columns import read_cells
-from stratbench.analysis.confidence import confidence
+from stratbench.analysis.confidence import confidence_in
 from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.measures import MIB, number
-from stratbench.analysis.ranking import Comparison, Ranking, rank
+from stratbench.analysis.measures import MIB, format_number
+from stratbench.analysis.ranking import Comparison, Ranking, rankings_of_bouts
 from stratbench.cell.files import write_atomic
 from stratbench.cell.words import counted, worker_noun
 
-MATRIX = (
+MATRIX_COLUMNS = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
     *("repeats", "time_s", "cost", "memory_mib", "accuracy_percent"),
     *("ratio_to_first", "low", "high", "may_lose_points", "doubts"),
@@ -62,19 +62,21 @@ def decisions(
     """One for each experiment and model, in the order of the config."""
     listed = findings.to_dict("records")
     studied = [
-        (rows, candidates(rows, listed, constraints))
+        (rows, candidates_among(rows, listed, constraints))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     left = [[c for c in found if not c.kind] for _, found in studied]
     # All models are ranked together, the wanted one too: variances of all of them say more.
-    rankings = iter(rank([bout for bout in left if bout], constraints.equivalence_margin))
+    rankings = iter(
+        rankings_of_bouts([bout for bout in left if bout], constraints.equivalence_margin)
+    )
     made = [
         decide(rows, found, next(rankings) if bout else None, constraints)
         for (rows, found), bout in zip(studied, left, strict=True)
     ]
     if constraints.model is not None:
         made = [decision for decision in made if decision.model == constraints.model]
-        return made or [from_theory("", "", constraints.model, constraints, [])]
+        return made or [decision_by_theory("", "", constraints.model, constraints, [])]
     return made
 
 
@@ -87,11 +89,11 @@ def decide(
     """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
     if all(c.kind in ("not measured", "failed") for c in found):
-        return from_theory(experiment, dataset, model, given, found)
+        return decision_by_theory(experiment, dataset, model, given, found)
     ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.compared)]
     common = {"experiment": experiment, "dataset": dataset, "model": model, "source": "records"}
     common["matrix"] = matrix_rows((experiment, dataset, model), found, ranking)
-    common["excluded"] = tuple(excluded(found, {c.strategy for c in ranked}))
+    common["excluded"] = tuple(excluded_strategies(found, {c.strategy for c in ranked}))
     if ranking is None:
         return Decision(
             **common,
@@ -100,22 +102,22 @@ def decide(
             reason=f"All {len({c.strategy for c in found})} are excluded; see why below.",
             confidence="none",
             confidence_why="Nothing is left to rank.",
-            changes=tuple(lifted(found, None)),
+            changes=tuple(sentences_on_constraints(found, None)),
         )
     noun = worker_noun(rows["device_kind"])
-    level, why = confidence(rows, ranking, given)
+    level, why = confidence_in(rows, ranking, given)
     return Decision(
         **common,
         choice=ranking.first,
-        headline=headline(ranking, noun, given),
-        reason=reason(ranking, noun),
+        headline=headline_of(ranking, noun, given),
+        reason=reason_for(ranking, noun),
         confidence=level,
         confidence_why=why,
-        changes=tuple(changes(found, ranking, given)),
+        changes=tuple(sentences_on_changes(found, ranking, given)),
     )
 
 
-def headline(ranking: Ranking, noun: str, given: Constraints) -> str:
+def headline_of(ranking: Ranking, noun: str, given: Constraints) -> str:
     """The answer in one sentence, as modest as its records."""
     first = ranking.first
     text = f"{first.strategy} on {counted(first.gpus, noun)}"
@@ -135,12 +137,12 @@ def headline(ranking: Ranking, noun: str, given: Constraints) -> str:
     return text + "."
 
 
-def reason(ranking: Ranking, noun: str) -> str:
+def reason_for(ranking: Ranking, noun: str) -> str:
     """One sentence with the numbers that decided."""
     first, price = ranking.first, "the time"
     if first.price_per_gpu_hour is not None:
         price = "the cost"
-    text = f"It trains in {amount(first)}"
+    text = f"It trains in {describe_amount(first)}"
     if not ranking.compared:
         text += ", and nothing else is left to compare with"
     else:
@@ -149,14 +151,15 @@ def reason(ranking: Ranking, noun: str) -> str:
         if found.ratio == 1:
             text += f", exactly as {other} does"
         else:
-            text += f"; {other} takes {times(found)} times {price} ({amount(found.rival)})"
+            paid = describe_amount(found.rival)
+            text += f"; {other} takes {describe_ratio(found)} times {price} ({paid})"
         if found.ratio < 1:
             text += ", which counts as equal, and of equals fewer GPUs and less memory come first"
         different = (c for c in ranking.compared if c.rival.strategy != first.strategy)
         other = next(different, found)
         if other is not found:
-            on = counted(other.rival.gpus, noun)
-            text += f", {other.rival.strategy} on {on} {times(other)} times ({amount(other.rival)})"
+            on, paid = counted(other.rival.gpus, noun), describe_amount(other.rival)
+            text += f", {other.rival.strategy} on {on} {describe_ratio(other)} times ({paid})"
     if first.accuracy_percent is not None:
         text += f"; it reaches {first.accuracy_percent:.2f} % accuracy"
     if first.memory_bytes is not None:
@@ -165,19 +168,21 @@ def reason(ranking: Ranking, noun: str) -> str:
     return text + "."
 
 
-def times(found: Comparison) -> str:
+def describe_ratio(found: Comparison) -> str:
     """The ratio with its interval, where it has one."""
     interval = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return f"{number(found.ratio, 2)}{interval}"
+    return f"{format_number(found.ratio, 2)}{interval}"
 
 
-def amount(candidate: Candidate) -> str:
+def describe_amount(candidate: Candidate) -> str:
     """Its training time, and its cost where there is a price."""
-    seconds = f"{number(candidate.time_s or 0.0, None)} s"
+    seconds = f"{format_number(candidate.time_s or 0.0, None)} s"
     return seconds if candidate.cost is None else f"{seconds} at a cost of {candidate.cost:.3g}"
 
 
-def changes(found: list[Candidate], ranking: Ranking, given: Constraints) -> Iterator[str]:
+def sentences_on_changes(
+    found: list[Candidate], ranking: Ranking, given: Constraints
+) -> Iterator[str]:
     """What would lead to another answer, from the nearest alternatives."""
     first, compared = ranking.first, ranking.compared
     ranked = [first, *(c.rival for c in compared)]
@@ -185,14 +190,14 @@ def changes(found: list[Candidate], ranking: Ranking, given: Constraints) -> Ite
         yield f"Cells on {first.gpus} workers: train them, and they replace the extrapolated times."
     elif ranking.chance or not ranking.is_clear:
         yield "More repeats: they would say whether this order holds."
-    yield from lifted(found, first)
+    yield from sentences_on_constraints(found, first)
     tolerance = given.accuracy_tolerance
     if first.may_lose is not None and first.may_lose > tolerance:
         sure = [c for c in ranked if c.may_lose is not None and c.may_lose <= tolerance]
         if sure:
             yield (
                 f"An accuracy that is certain: then {sure[0].strategy} on {sure[0].gpus} "
-                f"({amount(sure[0])})."
+                f"({describe_amount(sure[0])})."
             )
     smaller = [c for c in ranked if smaller_than(c, first)]
     if smaller and first.memory_bytes:
@@ -201,7 +206,7 @@ def changes(found: list[Candidate], ranking: Ranking, given: Constraints) -> Ite
             f"{smaller[0].strategy} on {smaller[0].gpus} ({smaller[0].memory_bytes / MIB:.0f} MiB)."
         )
     if first.traits.waits_for_slowest and given.price_per_gpu_hour is None:
-        yield from break_even(first, ranked)
+        yield from sentences_on_slow_workers(first, ranked)
 
 
 def smaller_than(candidate: Candidate, first: Candidate) -> bool:
@@ -210,7 +215,7 @@ def smaller_than(candidate: Candidate, first: Candidate) -> bool:
     return both and not first.on_cpu and candidate.memory_bytes < 0.95 * first.memory_bytes
 
 
-def lifted(found: list[Candidate], first: Candidate | None) -> Iterator[str]:
+def sentences_on_constraints(found: list[Candidate], first: Candidate | None) -> Iterator[str]:
     """For each constraint the best that it keeps out, where that is better than the first."""
     lift = {
         "does not fit": "More memory",
@@ -223,10 +228,10 @@ def lifted(found: list[Candidate], first: Candidate | None) -> Iterator[str]:
         kept_out = [c for c in found if c.kind == kind and c.time_s is not None]
         best = min(kept_out, key=lambda c: (c.objective, c.gpus), default=None)
         if best and (first is None or best.objective < first.objective):
-            yield f"{words}: then {best.strategy} on {best.gpus} ({amount(best)}; {best.why})."
+            yield f"{words}: then {best.strategy} on {best.gpus} ({describe_amount(best)}; {best.why})."
 
 
-def break_even(first: Candidate, ranked: list[Candidate]) -> Iterator[str]:
+def sentences_on_slow_workers(first: Candidate, ranked: list[Candidate]) -> Iterator[str]:
     """From how slow a worker on the next strategy that does not wait wins, by theory.
 
     With one of N workers f times slower a strategy that waits takes f times as long, one that does
@@ -243,7 +248,7 @@ def break_even(first: Candidate, ranked: list[Candidate]) -> Iterator[str]:
             )
 
 
-def excluded(found: list[Candidate], usable: set[str]) -> Iterator[tuple[str, str]]:
+def excluded_strategies(found: list[Candidate], usable: set[str]) -> Iterator[tuple[str, str]]:
     """Each strategy that no worker count of is left, with why at the largest count."""
     for name in dict.fromkeys(c.strategy for c in found):
         if name not in usable:
@@ -270,7 +275,7 @@ def matrix_rows(
             verdict = "tied" if against.stand == "tied" else "possible"
         values = (*where, c.strategy, c.gpus, verdict, place, c.why, c.basis)
         rows.append(
-            dict(zip(MATRIX, values, strict=False))
+            dict(zip(MATRIX_COLUMNS, values, strict=False))
             | {
                 "repeats": len(c.times),
                 "time_s": c.time_s,
@@ -287,11 +292,11 @@ def matrix_rows(
     return tuple(rows)
 
 
-def from_theory(
+def decision_by_theory(
     experiment: str, dataset: str, model: str, given: Constraints, found: list[Candidate]
 ) -> Decision:
     """The decision where nothing was measured."""
-    name, reasons = theory.choice(model, given)
+    name, reasons = theory.choice_by_theory(model, given)
     return Decision(
         experiment=experiment,
         dataset=dataset,
@@ -303,19 +308,19 @@ def from_theory(
         confidence="none",
         confidence_why="These are rules from theory; no record of this model is usable.",
         changes=("Records: train the study's cells of this model, and decide again.",),
-        excluded=tuple(excluded(found, set())),
+        excluded=tuple(excluded_strategies(found, set())),
         matrix=matrix_rows((experiment, dataset, model), found, None),
     )
 
 
-def across(findings: pd.DataFrame) -> list[str]:
+def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
     """What the audit says of the study as a whole that no decision can go beyond."""
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
     whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] == "unusable")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
 
 
-def as_text(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> str:
+def describe_decisions(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> str:
     """The decisions for a terminal."""
     lines = [f"Constraints: {'; '.join(given.sentences())}.", *notes, ""]
     for d in found:
@@ -328,7 +333,9 @@ def as_text(found: Sequence[Decision], notes: Sequence[str], given: Constraints)
     return "\n".join(lines)
 
 
-def answers(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> dict[str, Any]:
+def answers_as_json(
+    found: Sequence[Decision], notes: Sequence[str], given: Constraints
+) -> dict[str, Any]:
     """What answers.json holds: the decisions in words, and under which constraints."""
     words = ("experiment", "dataset", "model", "source", "headline", "reason")
     words += ("confidence", "confidence_why", "changes", "excluded")
@@ -354,10 +361,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = decisions(read_cells(args.cells), findings, given)
     rows = [row for decision in found for row in decision.matrix]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows, columns=list(MATRIX)).to_csv(args.out, index=False)
-    notes = across(findings)
-    write_atomic(args.answers_out, json.dumps(answers(found, notes, given), indent=1) + "\n")
-    print(as_text(found, notes, given))
+    pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(args.out, index=False)
+    notes = notes_on_the_study(findings)
+    write_atomic(
+        args.answers_out, json.dumps(answers_as_json(found, notes, given), indent=1) + "\n"
+    )
+    print(describe_decisions(found, notes, given))
     return 0
 
 

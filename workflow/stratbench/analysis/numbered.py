@@ -6,19 +6,19 @@ measurements, and names the cells that each is from.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.measures import DOUBT, MEASURES, number
-
-#: What stands in table 8 where no cell says anything.
-SILENT = "–"
+from stratbench.analysis.measures import DOUBT, MEASURES, NO_CELL, format_number
 
 
 @dataclass(frozen=True)
-class Numbered:
+class NumberedTable:
     """One of tables 3 to 7: the strategies (and their variants) and the measures it sets side by side."""
 
     name: str
@@ -32,28 +32,28 @@ class Numbered:
 TABLES = {
     t.name: t
     for t in (
-        Numbered(
+        NumberedTable(
             "table_3", "Training time of DDP and FSDP (s)", ("ddp", "fsdp"), ("training_time",)
         ),
-        Numbered(
+        NumberedTable(
             "table_4",
             "Accuracy of the synchronous and the asynchronous server (%)",
             ("ps-sync", "ps-async"),
             ("accuracy",),
         ),
-        Numbered(
+        NumberedTable(
             "table_5",
             "Training time of the synchronous and the asynchronous server (s)",
             ("ps-sync", "ps-async"),
             ("training_time",),
         ),
-        Numbered(
+        NumberedTable(
             "table_6",
             "Training time of the synchronous and the modified asynchronous server (s)",
             ("ps-sync", "ps-async-modified"),
             ("training_time",),
         ),
-        Numbered(
+        NumberedTable(
             "table_7",
             "Standard, modified and staleness-mitigated asynchronous server",
             ("ps-async", "ps-async-modified", "ps-dana"),
@@ -62,6 +62,12 @@ TABLES = {
         ),
     )
 }
+#: Titles by name, table 8's too.
+TITLES = {name: table.title for name, table in TABLES.items()} | {
+    "table_8": "The strategies compared, each on the most workers of its experiment (range over models)"
+}
+#: What an empty table holds instead of rows.
+NO_STRATEGIES = "The study has no such strategies."
 #: Columns of table 8: the measure, and how a strategy's figures over models are told.
 QUALITIES = {
     "speedup_vs_single": "speedup over single",
@@ -73,7 +79,9 @@ QUALITIES = {
 }
 
 
-def numbered(summary: pd.DataFrame, bases: dict[str, str], table: Numbered) -> pd.DataFrame:
+def numbered_table(
+    summary: pd.DataFrame, bases: dict[str, str], table: NumberedTable
+) -> pd.DataFrame:
     """One of tables 3 to 7 from the rows of summary.csv; `bases` maps a strategy to what it is one of.
 
     Columns: experiment, strategy, model, measure, and one for each worker count; empty where the
@@ -87,15 +95,15 @@ def numbered(summary: pd.DataFrame, bases: dict[str, str], table: Numbered) -> p
     found = []
     keys = ["experiment", "strategy", "model", "measure"]
     for key, line in rows.groupby(keys, sort=False):
-        by_count = {row.gpus: told(row) for row in line.itertuples()}
-        cells = {f"{n} workers": by_count.get(n, SILENT) for n in counts}
+        by_count = {row.gpus: marked_text(row) for row in line.itertuples()}
+        cells = {f"{n} workers": by_count.get(n, NO_CELL) for n in counts}
         place = dict(zip(keys, key, strict=True)) | {"measure": MEASURES[key[3]].heading}
         found.append(place | cells)
     columns = [*keys, *(f"{n} workers" for n in counts)]
     return pd.DataFrame(found, columns=columns)
 
 
-def told(row: object) -> str:
+def marked_text(row: object) -> str:
     """A summary row's text; a time limit as the paper prints it (`>3000`), and the audit's mark."""
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
     return f"{text} {DOUBT}" if row.flags else text
@@ -123,7 +131,7 @@ def qualities(summary: pd.DataFrame) -> pd.DataFrame:
                     "strategy": strategy,
                     "workers": workers,
                     "property": quality,
-                    "text": over_models(known, MEASURES[measure].decimals),
+                    "text": describe_range(known, MEASURES[measure].decimals),
                     "models": len(known),
                     "records": " ".join(of.format(model) for model in known["model"]),
                     "outcomes": "; ".join(
@@ -135,11 +143,11 @@ def qualities(summary: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def over_models(known: pd.DataFrame, decimals: int | None) -> str:
+def describe_range(known: pd.DataFrame, decimals: int | None) -> str:
     """The range of the medians over models, as one number where there is one model."""
     if known.empty:
-        return SILENT
-    ends = [number(end, decimals) for end in (known["value"].min(), known["value"].max())]
+        return NO_CELL
+    ends = [format_number(end, decimals) for end in (known["value"].min(), known["value"].max())]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
@@ -153,17 +161,25 @@ def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
         }
         first = rows.iloc[0]
         place = {"experiment": experiment, "strategy": strategy, "workers": str(first["workers"])}
-        lines.append(place | texts | {"not finished": first["outcomes"] or SILENT})
+        lines.append(place | texts | {"not finished": first["outcomes"] or NO_CELL})
     return pd.DataFrame(lines)
 
 
-def titled(cells: pd.DataFrame, summary: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Name, title and table of each of tables 3 to 8."""
+def paper_tables(
+    cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Name and texts of each of tables 3 to 8, the last from `qualities`; empty ones too."""
     known = cells.dropna(subset=["strategy_base"])
     bases = dict(zip(known["strategy"], known["strategy_base"], strict=True))
     for table in TABLES.values():
-        yield table.name, table.title, numbered(summary, bases, table)
-    title = (
-        "The strategies compared, each on the most workers of its experiment (range over models)"
-    )
-    yield "table_8", title, qualities_wide(qualities(summary))
+        yield table.name, numbered_table(summary, bases, table)
+    yield "table_8", qualities_wide(table_8)
+
+
+def read_paper_tables(folder: Path) -> Iterator[dict[str, Any]]:
+    """The tables that `tables` wrote into `folder`, without empty ones: id, title, columns, rows of texts."""
+    for name, title in TITLES.items():
+        with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as f:
+            columns, *rows = csv.reader(f)
+        if rows != [[NO_STRATEGIES]]:
+            yield {"id": name, "title": title, "columns": columns, "rows": rows}

@@ -29,7 +29,9 @@ INK = "#222222"
 MOST_NOTES = 7
 
 
-def panels(titles: Sequence[str], columns: int = MOST_COLUMNS) -> tuple[Figure, list[Axes]]:
+def figure_with_panels(
+    titles: Sequence[str], columns: int = MOST_COLUMNS
+) -> tuple[Figure, list[Axes]]:
     """A figure with one titled panel for each of `titles`."""
     columns = min(columns, len(titles))
     rows = -(-len(titles) // columns)
@@ -43,12 +45,12 @@ def panels(titles: Sequence[str], columns: int = MOST_COLUMNS) -> tuple[Figure, 
     return figure, axes[: len(titles)]
 
 
-def finish(figure: Figure, handles: Iterable[Line2D | Patch], note: str) -> None:
+def add_legend_and_note(figure: Figure, handles: Iterable[Line2D | Patch], note: str) -> None:
     """Add the legend and the line that says what was measured on what."""
     handles = list(handles)
     if handles:
         add_legend(figure, handles)
-    figure.supxlabel(wrapped(note, figure), fontsize=6.5, color="#555555")
+    figure.supxlabel(wrapped_text(note, figure), fontsize=6.5, color="#555555")
 
 
 def add_legend(figure: Figure, handles: list[Line2D | Patch]) -> None:
@@ -71,7 +73,7 @@ def legend_columns(labels: Sequence[str], width_in: float) -> int:
     return 1
 
 
-def wrapped(text: str, figure: Figure, size_pt: float = 6.5) -> str:
+def wrapped_text(text: str, figure: Figure, size_pt: float = 6.5) -> str:
     """`text` broken into lines that fit the figure's width at `size_pt`."""
     return textwrap.fill(text, width=int(figure.get_figwidth() * 72 / (size_pt * 0.56)))
 

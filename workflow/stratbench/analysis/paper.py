@@ -39,13 +39,13 @@ def explanations() -> pd.DataFrame:
     return pd.read_csv(REFERENCE / "explanations.csv", keep_default_na=False)
 
 
-def floors() -> dict[str, float]:
+def accuracy_floors() -> dict[str, float]:
     """Accuracies by data set that the simplest trained models reach, with their sources in floors.csv."""
     known = pd.read_csv(REFERENCE / "floors.csv")
     return dict(zip(known["dataset"], known["accuracy_percent"] / 100, strict=True))
 
 
-def as_cells(version: str) -> pd.DataFrame:
+def cells_of_version(version: str) -> pd.DataFrame:
     """One version's tables as rows of cells.csv; what the paper does not state is absent.
 
     A value that is printed in two tables is one cell; ValueError where the two disagree.

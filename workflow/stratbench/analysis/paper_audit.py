@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis import paper
-from stratbench.analysis.audit import COLUMNS as AUDIT_COLUMNS
-from stratbench.analysis.audit import RULES, SEVERITIES, audit, read_audit
+from stratbench.analysis.audit import AUDIT_COLUMNS, RULES, SEVERITIES, audit, read_audit
 from stratbench.analysis.metrics import MEMORY_RATIO, SIZES
 
 VERSIONS = ("v1", "v2")
@@ -25,18 +24,21 @@ COLUMNS = ("version", *AUDIT_COLUMNS)
 SAME_SIZE = 0.05
 
 
-def findings() -> list[dict[str, Any]]:
+def findings_on_paper() -> list[dict[str, Any]]:
     """Everything that is found, the most severe first; keys are COLUMNS."""
     found: list[dict[str, Any]] = []
     for version in VERSIONS:
-        cells = paper.as_cells(version)
-        found += [{"version": version} | finding for finding in audit(cells, floors=paper.floors())]
-        found += [{"version": version} | finding for finding in of_claims(version, cells)]
-    found += list(between_versions())
+        cells = paper.cells_of_version(version)
+        found += [
+            {"version": version} | finding
+            for finding in audit(cells, floors=paper.accuracy_floors())
+        ]
+        found += [{"version": version} | finding for finding in findings_on_claims(version, cells)]
+    found += list(findings_between_versions())
     return sorted(found, key=lambda finding: SEVERITIES.index(finding["severity"]))
 
 
-def of_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
+def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Claims of the text that no hardware and no model can bear out."""
     claims = paper.published_claims()
     claims = claims[claims["version"] == version]
@@ -55,7 +57,7 @@ def of_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 "affects": bound.affects,
                 "explanation": bound.explanation,
                 "strategy": "fsdp",
-                "figures": f"{claim.claim}: {stated} times, more than N on {listed(beyond)} GPUs",
+                "figures": f"{claim.claim}: {stated} times, more than N on {joined_with_and(beyond)} GPUs",
             }
     for claim in claims[claims["metric"].isin(SIZES)].itertuples():
         stated, scale = claim.low, SIZES[claim.metric]
@@ -72,11 +74,12 @@ def of_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 "affects": "memory",
                 "model": claim.model,
                 "explanation": "The size that is stated is not that of the model.",
-                "figures": f"{claim.claim}: it is {real:.0f}; {stated:g} fits {listed(others) or 'none'}",
+                "figures": f"{claim.claim}: it is {real:.0f}; {stated:g} fits "
+                f"{joined_with_and(others) or 'none'}",
             }
 
 
-def between_versions() -> Iterator[dict[str, Any]]:
+def findings_between_versions() -> Iterator[dict[str, Any]]:
     """Cells of one label that the two versions give different values, and nothing says why."""
     tables = paper.published_tables()
     place = ["strategy", "model", "dataset", "gpus", "measure"]
@@ -100,13 +103,13 @@ def between_versions() -> Iterator[dict[str, Any]]:
         }
 
 
-def listed(values: Sequence[Any]) -> str:
+def joined_with_and(values: Sequence[Any]) -> str:
     """`1, 2 and 4`"""
     texts = [str(value) for value in values]
     return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
-def read(path: Path) -> pd.DataFrame:
+def read_paper_audit(path: Path) -> pd.DataFrame:
     """paper_audit.csv."""
     return read_audit(path)
 
@@ -116,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="stratbench.analysis.paper_audit", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the findings (CSV)")
     args = parser.parse_args(argv)
-    found = findings()
+    found = findings_on_paper()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(found, columns=list(COLUMNS)).to_csv(args.out, index=False)
     print(

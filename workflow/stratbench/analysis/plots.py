@@ -24,65 +24,70 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from stratbench.analysis.columns import read_cells, read_epochs
-from stratbench.analysis.experiment import Experiment, experiments, used_styles
+from stratbench.analysis.figure_data import FigureData, figure_data_by_experiment, styles_in_order
 from stratbench.analysis.measures import MEASURES, PLOTS, Measure
 from stratbench.analysis.panels import (
     INK,
+    add_legend_and_note,
     annotate,
     counts_axis,
     cross,
     error_bar,
-    finish,
+    figure_with_panels,
     first_of_each_row,
     line_handle,
     mark_doubt,
     mark_failures,
-    panels,
     share_rows,
 )
 from stratbench.analysis.style import GREY, RC, Style
 from stratbench.analysis.summary import read_summary
-from stratbench.analysis.timelines import memory_timelines, utilisation_timelines
-from stratbench.analysis.tradeoffs import accuracy_over_time, breakdown, staleness, tradeoff
+from stratbench.analysis.timelines import memory_figure, utilisation_figure
+from stratbench.analysis.tradeoffs import (
+    accuracy_over_time_figure,
+    breakdown_figure,
+    staleness_figure,
+    tradeoff_figure,
+)
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.telemetry.cores import usable_cores
 
 
-def bars(experiment: Experiment, measure: Measure) -> Figure:
+def bar_figure(data: FigureData, measure: Measure) -> Figure:
     """Bars grouped by worker count; on GPUs, model states are a tick across the memory bars."""
-    figure, axes = panels(experiment.models)
-    noun = worker_noun(experiment.cells["device_kind"])
+    figure, axes = figure_with_panels(data.models)
+    noun = worker_noun(data.cells["device_kind"])
     # A CPU's peak is over a base that holds weights and momentum: they are no part of it.
-    with_states = measure.name == "memory" and not experiment.on_cpu
-    for axis, model in zip(axes, experiment.models, strict=True):
-        rows = experiment.rows(measure.name, model)
-        states = experiment.rows("model_states", model).set_index(["strategy", "gpus"])["value"]
+    with_states = measure.name == "memory" and not data.on_cpu
+    for axis, model in zip(axes, data.models, strict=True):
+        rows = data.rows(measure.name, model)
+        states = data.rows("model_states", model).set_index(["strategy", "gpus"])["value"]
         widest = max(rows.groupby("gpus").size())
         width = 0.86 / widest
-        for position, count in enumerate(experiment.counts):
+        for position, count in enumerate(data.counts):
             group = rows[rows["gpus"] == count]
             start = position - width * (len(group) - 1) / 2
             for i, (_, row) in enumerate(group.iterrows()):
-                x, style = start + i * width, experiment.styles[row["strategy"]]
+                x, style = start + i * width, data.styles[row["strategy"]]
                 bar(axis, x, width, row, style)
                 if with_states and row["ok"] > 0:
                     held = states.get((row["strategy"], count), np.nan)
                     axis.hlines(held, x - width / 2, x + width / 2, color=INK, linewidth=1.4)
-        axis.set_xticks(range(len(experiment.counts)), [str(n) for n in experiment.counts])
-        axis.set_xlim(-0.6, len(experiment.counts) - 0.4)
+        axis.set_xticks(range(len(data.counts)), [str(n) for n in data.counts])
+        axis.set_xlim(-0.6, len(data.counts) - 0.4)
         axis.set_xlabel(plural(noun))
         axis.set_ylim(bottom=0)
         axis.tick_params(axis="x", length=0)
     first_of_each_row(axes, measure.heading)
     handles: list[Line2D | Patch] = [
         Patch(facecolor=s.colour, edgecolor=INK, hatch=s.hatch, linewidth=0.5, label=name)
-        for name, s in used_styles(experiment).items()
+        for name, s in styles_in_order(data).items()
     ]
     if with_states:
         handles.append(
             Line2D([], [], color=INK, linewidth=1.4, label="model states (part of the peak)")
         )
-    finish(figure, handles, experiment.note_on(measure))
+    add_legend_and_note(figure, handles, data.note_on(measure))
     return figure
 
 
@@ -116,37 +121,37 @@ def spread_top(row: pd.Series) -> float:
     return row["value"] + (spread[1][0] if spread else 0)
 
 
-def scaling(experiment: Experiment, measure: Measure) -> Figure:
+def scaling_figure(data: FigureData, measure: Measure) -> Figure:
     """Lines over the worker count, with the ideal line for speedups."""
-    models = experiment.models
-    figure, axes = panels(models)
-    noun = worker_noun(experiment.cells["device_kind"])
+    models = data.models
+    figure, axes = figure_with_panels(models)
+    noun = worker_noun(data.cells["device_kind"])
     is_ratio = measure.baseline is not None
     for axis, model in zip(axes, models, strict=True):
-        rows = experiment.rows(measure.name, model)
+        rows = data.rows(measure.name, model)
         if is_ratio:
-            limits = [experiment.counts[0], experiment.counts[-1]]
+            limits = [data.counts[0], data.counts[-1]]
             axis.plot(limits, limits, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
         without = []
         for name, line in rows.groupby("strategy", sort=False):
             if measure.baseline == "self" and set(line["gpus"]) == {1}:
                 continue
-            scaling_line(axis, line, experiment.styles[str(name)], is_ratio)
+            scaling_line(axis, line, data.styles[str(name)], is_ratio)
             without += [row for _, row in line.iterrows() if row["value"] != row["value"]]
-        counts_axis(axis, experiment.counts, is_ratio)
-        mark_failures(axis, without, experiment.counts, experiment.styles)
+        counts_axis(axis, data.counts, is_ratio)
+        mark_failures(axis, without, data.counts, data.styles)
         axis.set_xlabel(plural(noun))
     first_of_each_row(axes, measure.heading)
-    drawn = used_styles(experiment)
+    drawn = styles_in_order(data)
     if measure.baseline == "self":
-        several = set(experiment.cells.loc[experiment.cells["gpus"] > 1, "strategy"])
+        several = set(data.cells.loc[data.cells["gpus"] > 1, "strategy"])
         drawn = {name: style for name, style in drawn.items() if name in several}
     handles = [line_handle(name, style) for name, style in drawn.items()]
     if is_ratio:
         handles.append(
             Line2D([], [], color=GREY, linestyle=(0, (4, 3)), linewidth=1, label="ideal")
         )
-    finish(figure, handles, experiment.note_on(measure))
+    add_legend_and_note(figure, handles, data.note_on(measure))
     return figure
 
 
@@ -175,29 +180,29 @@ def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -
         mark_doubt(axis, row["flags"], (row["gpus"], row["value"]), (5, 2))
 
 
-def accuracy(experiment: Experiment, measure: Measure) -> Figure:
+def accuracy_figure(data: FigureData, measure: Measure) -> Figure:
     """Test accuracy by epoch: a row of panels for each model, a column for each worker count."""
-    noun = worker_noun(experiment.cells["device_kind"])
-    grid = [(model, n) for model in experiment.models for n in experiment.counts]
+    noun = worker_noun(data.cells["device_kind"])
+    grid = [(model, n) for model in data.models for n in data.counts]
     titles = [f"{model}, {counted(n, noun)}" for model, n in grid]
-    figure, axes = panels(titles, columns=len(experiment.counts))
+    figure, axes = figure_with_panels(titles, columns=len(data.counts))
     for axis, (model, count) in zip(axes, grid, strict=True):
-        epochs = experiment.epochs
+        epochs = data.epochs
         epochs = epochs[(epochs["model"] == model) & (epochs["gpus"] == count)]
-        panel = experiment.rows("accuracy", model)
+        panel = data.rows("accuracy", model)
         panel = panel[panel["gpus"] == count]
         rows = panel[panel["value"].isna()]
         for name, line in epochs.groupby("strategy", sort=False):
             cut = name in set(rows["strategy"])
             flags = "; ".join(panel.loc[panel["strategy"] == name, "flags"])
-            accuracy_line(axis, line, experiment.styles[str(name)], cut, flags)
+            accuracy_line(axis, line, data.styles[str(name)], cut, flags)
         accuracy_notes(axis, [f"× {r.strategy}: {r.text}" for r in rows.itertuples()])
         axis.set_xlabel("epoch")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    share_rows(axes, len(experiment.counts))
+    share_rows(axes, len(data.counts))
     first_of_each_row(axes, "Test accuracy (%)")
-    handles = [line_handle(name, style) for name, style in used_styles(experiment).items()]
-    finish(figure, handles, experiment.note + experiment.doubt_note("accuracy"))
+    handles = [line_handle(name, style) for name, style in styles_in_order(data).items()]
+    add_legend_and_note(figure, handles, data.note + data.doubt_note("accuracy"))
     return figure
 
 
@@ -239,44 +244,42 @@ def accuracy_notes(axis: Axes, notes: Sequence[str]) -> None:
     annotate(axis, "\n".join(notes), (0.98, 0.03), "axes fraction", (0, 0), **place)
 
 
-MEASURED: dict[str, Callable[[Experiment, Measure], Figure]] = {
-    "training_time": bars,
-    "throughput": scaling,
-    "speedup": scaling,
-    "speedup_vs_single": scaling,
-    "memory": bars,
-    "accuracy": accuracy,
-    "utilisation": bars,
+#: How a measure is drawn, by the chart that PLOTS gives it.
+CHARTS: dict[str, Callable[[FigureData, Measure], Figure]] = {
+    "Bar chart": bar_figure,
+    "Line chart": scaling_figure,
+    "Line chart by epoch": accuracy_figure,
 }
-OTHERS: dict[str, Callable[[Experiment], Figure]] = {
-    "breakdown": breakdown,
-    "accuracy_over_time": accuracy_over_time,
-    "tradeoff": tradeoff,
-    "staleness": staleness,
-    "utilisation_timelines": utilisation_timelines,
-    "memory_timelines": memory_timelines,
+#: Figures that show something else than one measure.
+OTHERS: dict[str, Callable[[FigureData], Figure]] = {
+    "breakdown": breakdown_figure,
+    "accuracy_over_time": accuracy_over_time_figure,
+    "tradeoff": tradeoff_figure,
+    "staleness": staleness_figure,
+    "utilisation_timelines": utilisation_figure,
+    "memory_timelines": memory_figure,
 }
 
 
-def draw(name: str, experiment: Experiment) -> Figure:
+def draw_figure(name: str, data: FigureData) -> Figure:
     """The figure of one experiment that PLOTS lists as `name`."""
-    if name in MEASURED:
-        return MEASURED[name](experiment, MEASURES[name])
-    return OTHERS[name](experiment)
+    if name in OTHERS:
+        return OTHERS[name](data)
+    return CHARTS[PLOTS[name].chart](data, MEASURES[name])
 
 
-def has_data(name: str, experiment: Experiment) -> bool:
+def has_data(name: str, data: FigureData) -> bool:
     """Whether a record has anything that the figure would show."""
-    if experiment.cells[PLOTS[name].needs].isna().all():
+    if data.cells[PLOTS[name].needs].isna().all():
         return False
-    if name not in MEASURED:
+    if name in OTHERS:
         return True
-    rows = experiment.summary[experiment.summary["measure"] == name]
+    rows = data.summary[data.summary["measure"] == name]
     # A ratio without its baseline is nothing; a time that no cell has is a list of how they ended.
     return bool(rows["value"].notna().any()) or MEASURES[name].baseline is None
 
 
-def save(figure: Figure, stem: Path) -> None:
+def save_figure(figure: Figure, stem: Path) -> None:
     """Write <stem>.svg, .png and .pdf, the same bytes for the same figure."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     figure.draw_without_rendering()
@@ -287,29 +290,33 @@ def save(figure: Figure, stem: Path) -> None:
     plt.close(figure)
 
 
-def load(cells: Path, epochs: Path, summary: Path, study_dir: Path | None) -> dict[str, Experiment]:
+def read_figure_data(
+    cells: Path, epochs: Path, summary: Path, study_dir: Path | None
+) -> dict[str, FigureData]:
     """The experiments that the three tables hold."""
-    return experiments(read_cells(cells), read_epochs(epochs), read_summary(summary), study_dir)
+    return figure_data_by_experiment(
+        read_cells(cells), read_epochs(epochs), read_summary(summary), study_dir
+    )
 
 
 #: A process of the pool must draw some figures to be worth its start, which takes as long as a few.
 FIGURES_A_PROCESS = 8
-_loaded: dict[str, Experiment] = {}
+_loaded: dict[str, FigureData] = {}
 
 
-def begin(*tables: Path | None) -> None:
+def begin_process(*tables: Path | None) -> None:
     """What a process of the pool reads once."""
-    _loaded.update(load(*tables))
+    _loaded.update(read_figure_data(*tables))
 
 
-def write(name: tuple[str, str], stem: Path) -> None:
+def write_figure(name: tuple[str, str], stem: Path) -> None:
     """Draw and save one experiment's figure of PLOTS."""
     experiment, plot = name
     with plt.rc_context(RC):
-        save(draw(plot, _loaded[experiment]), stem)
+        save_figure(draw_figure(plot, _loaded[experiment]), stem)
 
 
-def clear(out_dir: Path) -> None:
+def remove_old_figures(out_dir: Path) -> None:
     """Remove the figures of an earlier run, some of which may have lost their data."""
     for plot in PLOTS:
         for path in out_dir.glob(f"*/{plot}.*"):
@@ -326,8 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the figures")
     args = parser.parse_args(argv)
     tables = (args.cells, args.epochs, args.summary, args.study_dir)
-    clear(args.out_dir)
-    found = load(*tables)
+    remove_old_figures(args.out_dir)
+    found = read_figure_data(*tables)
     names = [(name, plot) for name, rows in found.items() for plot in PLOTS if has_data(plot, rows)]
     stems = [args.out_dir / name / plot for name, plot in names]
     n_processes = min(len(usable_cores()), 1 + len(names) // FIGURES_A_PROCESS)
@@ -335,11 +342,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         drawing = map
         if n_processes > 1:
             context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(n_processes, context, initializer=begin, initargs=tables)
+            pool = ProcessPoolExecutor(
+                n_processes, context, initializer=begin_process, initargs=tables
+            )
             drawing = stack.enter_context(pool).map
         else:
             _loaded.update(found)
-        for stem, _ in zip(stems, drawing(write, names, stems), strict=True):
+        for stem, _ in zip(stems, drawing(write_figure, names, stems), strict=True):
             print(stem.with_suffix(".svg"), flush=True)
     return 0
 

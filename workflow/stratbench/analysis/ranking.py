@@ -36,7 +36,7 @@ class Standings(NamedTuple):
     at_most: np.ndarray  # log by which something may be faster than the chosen, shape [...]
 
 
-def choose(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
+def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
     """The index of the choice: of those within `margin` of the fastest, the most preferred.
 
     `means`: logarithms of time or cost, shape [..., candidates]; `preference`: the same shape or
@@ -48,15 +48,15 @@ def choose(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarr
     return np.argmin(np.where(near, order, np.inf), axis=-1)
 
 
-def against(logs: np.ndarray, chosen: np.ndarray) -> stats.Differences:
+def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> stats.Differences:
     """Every candidate's paired difference from the chosen one; its own has no degrees of freedom."""
     first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
-    found = stats.differences(logs, first)
+    found = stats.paired_differences(logs, first)
     itself = np.arange(logs.shape[-2]) == chosen[..., None]
     return found._replace(repeats=np.where(itself, 0, found.repeats))
 
 
-def standings(
+def standings_against_chosen(
     found: stats.Differences,
     chosen: np.ndarray,
     means: np.ndarray,
@@ -136,16 +136,16 @@ class Ranking:
         return None
 
 
-def rank(bouts: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking]:
+def rankings_of_bouts(bouts: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking]:
     """The ranking of each bout: the candidates, at least one, that one model leaves to choose from.
 
     The bouts' variances are pooled, so all of a study are ranked together.
     """
     drawn = []
     for bout in bouts:
-        logs, means = logarithms(bout)
-        chosen = choose(means, preferences(bout), margin)
-        drawn.append((means, chosen, against(logs, chosen)))
+        logs, means = log_objectives(bout)
+        chosen = index_of_choice(means, preference_places(bout), margin)
+        drawn.append((means, chosen, differences_from_chosen(logs, chosen)))
     if not drawn:
         return []
     parts = zip(*(found for _, _, found in drawn), strict=True)
@@ -157,15 +157,17 @@ def rank(bouts: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking]:
             for bout, (_, chosen, _) in zip(bouts, drawn, strict=True)
         ]
     )
-    variance, dof = stats.moderated(joined, served)
+    variance, dof = stats.moderated_variances(joined, served)
     for bout, (means, chosen, found) in zip(bouts, drawn, strict=True):
         part = slice(start, start := start + len(bout))
-        found = standings(found, chosen, means, variance[part], dof[part], len(bout) - 1, margin)
-        rankings.append(ranking(bout, found, margin))
+        found = standings_against_chosen(
+            found, chosen, means, variance[part], dof[part], len(bout) - 1, margin
+        )
+        rankings.append(ranking_of_bout(bout, found, margin))
     return rankings
 
 
-def logarithms(bout: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
+def log_objectives(bout: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
     """Logarithms of the objective by repeat, shape [candidates, repeats], and of each candidate."""
     repeats = sorted({repeat for c in bout for repeat in c.times.index})
     per_second = np.array([c.objective / c.time_s for c in bout])
@@ -174,7 +176,7 @@ def logarithms(bout: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
     return logs, np.log([c.objective for c in bout])
 
 
-def preferences(bout: Sequence[Candidate]) -> np.ndarray:
+def preference_places(bout: Sequence[Candidate]) -> np.ndarray:
     """The place of each among equals: fewer GPUs first, then less memory."""
     # Peaks that differ by a percent or two are the same: they are compared in steps of 3 %.
     steps = [np.inf if not c.memory_bytes else round(np.log(c.memory_bytes) / 0.03) for c in bout]
@@ -183,7 +185,7 @@ def preferences(bout: Sequence[Candidate]) -> np.ndarray:
     return np.array([places[key] for key in keys], dtype=float)
 
 
-def ranking(bout: Sequence[Candidate], found: Standings, margin: float) -> Ranking:
+def ranking_of_bout(bout: Sequence[Candidate], found: Standings, margin: float) -> Ranking:
     """One bout's standings in words and numbers."""
     chosen = int(found.chosen)
     compared = []

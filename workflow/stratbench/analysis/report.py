@@ -21,21 +21,20 @@ from PIL import Image
 
 from stratbench.analysis import paper_audit
 from stratbench.analysis.audit import SEVERITIES, read_audit
-from stratbench.analysis.columns import read_cells
-from stratbench.analysis.measures import MEASURES, PLOTS, Measure
-from stratbench.analysis.numbered import titled
+from stratbench.analysis.columns import CELL_COLUMNS, read_cells
+from stratbench.analysis.measures import MEASURES, MIB, NO_CELL, PLOTS, Measure
+from stratbench.analysis.numbered import read_paper_tables
 from stratbench.analysis.sections import (
-    against_paper,
-    machines,
-    predictions,
-    servers,
-    strategies,
+    machine_lines,
+    paper_section,
+    prediction_lines,
+    server_lines,
+    strategy_lines,
 )
 from stratbench.analysis.summary import read_summary
 from stratbench.analysis.tables import (
-    NO_CELL,
     doubt_note,
-    is_told,
+    has_table,
     spread_note,
     wide_rows,
     workers_are,
@@ -60,13 +59,13 @@ STATUS_WORDS = {
 }
 
 
-def setting(rows: pd.DataFrame, column: str) -> str:
+def distinct_values(rows: pd.DataFrame, column: str) -> str:
     """The distinct values of a column, for the table of what was run."""
     found = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
     return ", ".join(found) or "not recorded"
 
 
-def what_was_run(cells: pd.DataFrame) -> list[dict[str, str]]:
+def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
     """One line an experiment: its matrix, its settings and its machine."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
@@ -74,23 +73,23 @@ def what_was_run(cells: pd.DataFrame) -> list[dict[str, str]]:
         lines.append(
             {
                 "experiment": str(experiment),
-                "data set": setting(rows, "dataset"),
-                "strategies": setting(rows, "strategy"),
-                "models": setting(rows, "model"),
-                "workers": f"{setting(rows, 'gpus')} {plural(noun)}",
+                "data set": distinct_values(rows, "dataset"),
+                "strategies": distinct_values(rows, "strategy"),
+                "models": distinct_values(rows, "model"),
+                "workers": f"{distinct_values(rows, 'gpus')} {plural(noun)}",
                 "repeats": str(rows["repeat"].nunique()),
-                "epochs": setting(rows, "epochs"),
-                "global batch": setting(rows, "global_batch"),
-                "precision": setting(rows, "precision"),
-                "device": setting(rows, "device_name"),
-                "host": setting(rows, "host"),
-                "torch": setting(rows, "torch"),
+                "epochs": distinct_values(rows, "epochs"),
+                "global batch": distinct_values(rows, "global_batch"),
+                "precision": distinct_values(rows, "precision"),
+                "device": distinct_values(rows, "device_name"),
+                "host": distinct_values(rows, "host"),
+                "torch": distinct_values(rows, "torch"),
             }
         )
     return lines
 
 
-def notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
+def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
     """What a reader must know before any number."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
@@ -116,7 +115,7 @@ def notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
             yield f"The records come from different {name}: {listed}. Compare with care."
 
 
-def figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
+def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """The figures that were drawn, as data URIs, each with a text for who cannot see it."""
     for name, plot in PLOTS.items():
         svg_path = plots_dir / experiment / f"{name}.svg"
@@ -126,9 +125,9 @@ def figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[di
         width = width_pt(svg)
         yield {
             "title": plot.title,
-            "caption": plot.caption(name),
-            "alt": f"{plot.chart}: {plot.title} of {setting(rows, 'strategy')} for "
-            f"{setting(rows, 'model')} on {setting(rows, 'gpus')} "
+            "caption": plot.caption,
+            "alt": f"{plot.chart}: {plot.title} of {distinct_values(rows, 'strategy')} for "
+            f"{distinct_values(rows, 'model')} on {distinct_values(rows, 'gpus')} "
             f"{plural(worker_noun(rows['device_kind']))}.",
             "uri": data_uri(svg, svg_path),
             "width_pt": width,
@@ -137,7 +136,7 @@ def figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[di
         }
 
 
-def about(rows: pd.DataFrame) -> str:
+def note_on_experiment(rows: pd.DataFrame) -> str:
     """What holds for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
     told = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
@@ -181,7 +180,7 @@ def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
     return None if any(map(ties, others)) else best
 
 
-def table(
+def table_values(
     rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
 ) -> dict[str, Any]:
     """A table, each text split in number and remainder, the clear best of each model marked."""
@@ -228,7 +227,7 @@ def table(
     }
 
 
-def cell_list(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
+def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
     """Every cell with links to its record and its log, relative to the page."""
 
     def link(path: object) -> str | None:
@@ -276,37 +275,39 @@ def audit_rules(findings: pd.DataFrame) -> list[dict[str, Any]]:
     return rules
 
 
-def paper_audited(path: Path) -> list[dict[str, Any]]:
+def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
     """`audit_rules` of paper_audit.csv, each place with the version of the paper."""
-    findings = paper_audit.read(path)
+    findings = paper_audit.read_paper_audit(path)
     both = findings["version"] == "both"
     return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
 
 
-def by_experiment(answers: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+def answers_by_experiment(answers: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Answers of an experiment together, in the order of the config."""
     return [(name, list(group)) for name, group in groupby(answers, key=lambda a: a["experiment"])]
 
 
-def sections_of(folder: Path, cells: pd.DataFrame, decided: dict[str, Any]) -> Iterator[dict]:
+def experiment_sections(
+    folder: Path, cells: pd.DataFrame, decided: dict[str, Any]
+) -> Iterator[dict]:
     """Figures and tables of each experiment."""
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
     for name, rows in cells.groupby("experiment", sort=False):
         yield {
             "name": str(name),
-            "dataset": setting(rows, "dataset"),
-            "about": about(rows),
-            "figures": list(figures(folder / "plots", str(name), rows)),
+            "dataset": distinct_values(rows, "dataset"),
+            "about": note_on_experiment(rows),
+            "figures": list(drawn_figures(folder / "plots", str(name), rows)),
             "tables": [
-                table(rows, summary, measure, margin)
+                table_values(rows, summary, measure, margin)
                 for measure in MEASURES.values()
-                if is_told(rows, summary, measure)
+                if has_table(rows, summary, measure)
             ],
         }
 
 
-def context(folder: Path, study_dir: Path, partial: bool) -> dict[str, Any]:
+def page_values(folder: Path, study_dir: Path, partial: bool) -> dict[str, Any]:
     """Everything that the template prints, from the files of the other stages in `folder`."""
     cells, findings = read_cells(folder / "cells.csv"), read_audit(folder / "audit.csv")
     decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
@@ -314,28 +315,25 @@ def context(folder: Path, study_dir: Path, partial: bool) -> dict[str, Any]:
     counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
-        "notices": list(notices(cells, partial)),
+        "notices": list(notices_above(cells, partial)),
         "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
         "decided": decided,
-        "decisions": by_experiment(decided["answers"]),
-        "strategies": list(strategies(cells)),
-        "experiments": list(sections_of(folder, cells, decided)),
-        "numbered": [
-            {"id": name, "title": title, "table": table_}
-            for name, title, table_ in titled(cells, read_summary(folder / "summary.csv"))
-            if len(table_)
-        ],
-        "servers": servers(cells),
+        "decisions": answers_by_experiment(decided["answers"]),
+        "strategies": list(strategy_lines(cells)),
+        "experiments": list(experiment_sections(folder, cells, decided)),
+        "numbered": list(read_paper_tables(folder / "tables" / "paper")),
+        "servers": server_lines(cells),
         "audit": audit_rules(findings),
-        "paper_audit": paper_audited(folder / "paper_audit.csv"),
-        "paper": against_paper(folder),
-        "predictions": predictions(prediction) if prediction.exists() else [],
+        "paper_audit": paper_audit_rules(folder / "paper_audit.csv"),
+        "paper": paper_section(folder),
+        "predictions": prediction_lines(prediction) if prediction.exists() else [],
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
-        "runs": what_was_run(cells),
-        "machines": machines(cells),
-        "cells": list(cell_list(cells, study_dir, folder)),
+        "runs": runs_by_experiment(cells),
+        "machines": machine_lines(cells),
+        "cells": list(cell_lines(cells, study_dir, folder)),
         "measures": list(MEASURES.values()),
+        "columns": CELL_COLUMNS,
     }
 
 
@@ -361,10 +359,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--description", default="", help="what the study is for")
     parser.add_argument("--partial", action="store_true", help="say that cells may be missing")
     args = parser.parse_args(argv)
-    values = context(args.folder, args.study_dir, args.partial) | {"description": args.description}
+    values = page_values(args.folder, args.study_dir, args.partial) | {
+        "description": args.description
+    }
     out = args.folder / "report.html"
     out.write_text(render(values), encoding="utf-8")
-    print(f"{out} ({out.stat().st_size / 2**20:.1f} MiB)")
+    print(f"{out} ({out.stat().st_size / MIB:.1f} MiB)")
     return 0
 
 

@@ -10,23 +10,23 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis import paper
-from stratbench.analysis.measures import number
+from stratbench.analysis.measures import MIB, format_number
 from stratbench.strategies import REGISTRY, strategy_class
 
 
-def against_paper(folder: Path) -> dict[str, Any]:
+def paper_section(folder: Path) -> dict[str, Any]:
     """The comparison with the paper, from `against`'s files: claims, and its tables beside ours."""
     compared = pd.read_csv(folder / "against_cells.csv")
     judged = pd.read_csv(folder / "against_claims.csv", dtype=str, keep_default_na=False)
     return {
         "claims": judged.to_dict("records"),
-        "tables": list(tables_beside(compared)),
+        "tables": list(published_table_sections(compared)),
         "total": len(compared),
         "with_counterpart": int(compared["ours"].notna().sum()),
     }
 
 
-def tables_beside(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
+def published_table_sections(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Each published table: how many cells have a counterpart, those cells, and what explains."""
     notes = paper.explanations().set_index("about")["explanation"].to_dict()
     for (version, name), rows in compared.groupby(["version", "table"], sort=False):
@@ -37,12 +37,12 @@ def tables_beside(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
             if rows["kind"].iloc[0] == "difference"
             else "training time, s",
             "total": len(rows),
-            "rows": [beside_row(row) for row in found.to_dict("records")],
+            "rows": [published_cell_line(row) for row in found.to_dict("records")],
             "note": notes.get(f"{version} {name}", ""),
         }
 
 
-def beside_row(row: dict[str, Any]) -> dict[str, Any]:
+def published_cell_line(row: dict[str, Any]) -> dict[str, Any]:
     """A published cell as the report prints it; the columns of ratios may be empty."""
     is_difference = row["kind"] == "difference"
 
@@ -51,7 +51,7 @@ def beside_row(row: dict[str, Any]) -> dict[str, Any]:
 
     texts = {name: row[name] for name in ("strategy", "model", "gpus", "experiment")}
     texts["published"] = "above its limit" if pd.isna(row["published"]) else f"{row['published']:g}"
-    texts["ours"] = number(row["ours"], 2 if is_difference else None)
+    texts["ours"] = format_number(row["ours"], 2 if is_difference else None)
     for name in ("strategy", "gpus"):
         against = row[f"against_{name}"]
         texts[f"against_{name}"] = "" if pd.isna(against) else str(against).removesuffix(".0")
@@ -60,7 +60,7 @@ def beside_row(row: dict[str, Any]) -> dict[str, Any]:
     return texts
 
 
-def strategies(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
+def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
     """Name, summary and rule of each strategy of the study; a variant has those of its strategy."""
     bases = cells.groupby("strategy", sort=False)["strategy_base"].first()
     for name, base in bases.items():
@@ -74,7 +74,7 @@ def strategies(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
         yield {"name": name, "summary": kind + known.summary, "rule": known.rule}
 
 
-def machines(cells: pd.DataFrame) -> list[dict[str, Any]]:
+def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """Every combination of machine and versions that trained cells, the most frequent first."""
     columns = {
         "host": "host",
@@ -94,7 +94,7 @@ def machines(cells: pd.DataFrame) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: -line["cells"])
 
 
-def servers(cells: pd.DataFrame) -> list[dict[str, Any]]:
+def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """What parameter servers did, a line for each strategy, model and worker count (repeats added up)."""
     known = cells[cells["staleness"].notna()]
     found = []
@@ -109,18 +109,18 @@ def servers(cells: pd.DataFrame) -> list[dict[str, Any]]:
         found.append(
             dict(zip(keys, key, strict=True))
             | {
-                "updates": rounded(rows["updates_applied"].median()),
+                "updates": whole_number(rows["updates_applied"].median()),
                 "mean": f"{weighted / pushes:.2f}" if pushes else "",
                 "most": max(len(c) for c in counts) - 1,
                 "waiting": "" if pd.isna(wait) else f"{wait:.1%}",
-                "rate": rounded(moved / 2**20),
+                "rate": whole_number(moved / MIB),
                 "lost": f"{rows['server_lost'].sum():.0f}",
             }
         )
     return found
 
 
-def predictions(path: Path) -> list[dict[str, Any]]:
+def prediction_lines(path: Path) -> list[dict[str, Any]]:
     """How far off the plan was, a line for each experiment and strategy, from prediction.csv."""
     rows = pd.read_csv(path)
     found = []
@@ -129,20 +129,20 @@ def predictions(path: Path) -> list[dict[str, Any]]:
         for what in ("peak_mib", "states_bytes", "sent_bytes"):
             same = held[f"{what}_predicted"] == held[f"{what}_measured"]
             errors = held[f"{what.rpartition('_')[0]}_error_percent"].dropna()
-            line[what] = "exact" if same.all() else error_range(errors)
+            line[what] = "exact" if same.all() else describe_errors(errors)
         timed = held["train_s_in_range"].dropna().astype(bool)
         line["time"] = f"{timed.sum()} of {len(timed)}" if len(timed) else ""
         found.append(line)
     return found
 
 
-def error_range(percent: pd.Series) -> str:
+def describe_errors(percent: pd.Series) -> str:
     """Median of the sizes and the worst of the errors; empty where there are none."""
     if percent.empty:
         return ""
     return f"{percent.abs().median():.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
 
 
-def rounded(value: float) -> str:
+def whole_number(value: float) -> str:
     """A whole number; empty where there is none."""
     return "" if pd.isna(value) else f"{value:.0f}"

@@ -54,7 +54,7 @@ class Differences(NamedTuple):
         return self.repeats - 1
 
 
-def differences(logs: np.ndarray, others: np.ndarray) -> Differences:
+def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
     """Of `logs` from `others`, both shape [..., repeats] (broadcast); NaN where there is no repeat.
 
     The mean is NaN without a common repeat, the variance with fewer than two.
@@ -110,7 +110,7 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
     return x
 
 
-def moderated(found: Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each variance drawn towards those of its kind, and its degrees of freedom; shape [..., G].
 
     `kinds`, shape [G] or [..., G]: whether a parameter server takes part, since servers scatter
@@ -177,7 +177,7 @@ def ratio_intervals(
 
     Both arguments have shape [ratios, repeats]; column k of both comes from repeat k, so that what
     a repeat's seed does to both cancels; NaN where a ratio lacks a repeat. `kinds`, shape [ratios],
-    as in `moderated`. Returns shape [ratios, 2] (low, high), from 0 to infinity where a ratio has
+    as in `moderated_variances`. Returns shape [ratios, 2] (low, high), from 0 to infinity where a ratio has
     fewer than two repeats; None where all have.
     """
     numerators, denominators = (np.asarray(a, dtype=float) for a in (numerators, denominators))
@@ -186,9 +186,9 @@ def ratio_intervals(
             f"ratio_intervals: shapes {numerators.shape} and {denominators.shape}; "
             "expected two equal shapes [ratios, repeats]"
         )
-    found = differences(np.log(numerators), np.log(denominators))
+    found = paired_differences(np.log(numerators), np.log(denominators))
     if not len(found.repeats) or found.repeats.max() < 2:
         return None
-    variance, dof = moderated(found, np.asarray(kinds))
+    variance, dof = moderated_variances(found, np.asarray(kinds))
     half = half_widths(variance, dof, found.repeats, ALPHA / 2 / together)
     return np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))

@@ -30,7 +30,7 @@ GREY, BLACK = "#6b6b6b", "#000000"
 ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 
-KNOWN = {
+KNOWN_STYLES = {
     "single": Style(GREY, "X", ""),
     "ddp": Style(BLUE, "o", ""),
     "fsdp": Style(VERMILLION, "s", "////"),
@@ -60,7 +60,7 @@ def lightened(colour: str, share: float) -> str:
     return to_hex([c + (1 - c) * share for c in to_rgb(colour)])
 
 
-def variant(base: Style, index: int) -> Style:
+def variant_style(base: Style, index: int) -> Style:
     """Style of a strategy's `index`-th variant: its colour lightened, with other marks."""
     return Style(
         lightened(base.colour, (0.45, 0.25, 0.6)[index % 3]),
@@ -70,21 +70,21 @@ def variant(base: Style, index: int) -> Style:
     )
 
 
-def styles(names: Iterable[tuple[str, str | None]]) -> dict[str, Style]:
+def styles_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Style]:
     """The style of every strategy of a study, from pairs of its name and the strategy it is one of.
 
     Known names look the same in every study. Others take the colour of what they are a variant of
     (black where unknown) and the next free marks, in alphabetical order.
     """
     bases = dict(sorted(names))
-    found = {name: KNOWN[name] for name in bases if name in KNOWN}
+    found = {name: KNOWN_STYLES[name] for name in bases if name in KNOWN_STYLES}
     used: dict[str | None, int] = {}
     for name, base in bases.items():
-        if name in KNOWN:
+        if name in KNOWN_STYLES:
             continue
         index = used.get(base, 0)
         used[base] = index + 1
-        found[name] = variant(KNOWN.get(base or "", Style(BLACK, "o", "")), index)
+        found[name] = variant_style(KNOWN_STYLES.get(base or "", Style(BLACK, "o", "")), index)
     return found
 
 

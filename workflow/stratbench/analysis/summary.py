@@ -14,10 +14,10 @@ import pandas as pd
 
 from stratbench.analysis.columns import Row, read_table
 from stratbench.analysis.groups import GROUP, Group, findings_by_group, rows_by_group
-from stratbench.analysis.measures import ALONE, MEASURES, Measure, number, status_label
+from stratbench.analysis.measures import ALONE, MEASURES, Measure, format_number, status_label
 from stratbench.analysis.stats import mean_ratio, median_and_spread, ratio_intervals
 
-COLUMNS = (
+SUMMARY_COLUMNS = (
     *GROUP,
     "measure",
     "unit",
@@ -33,7 +33,7 @@ COLUMNS = (
 )
 
 
-def outcome(frame: pd.DataFrame) -> str:
+def describe_outcome(frame: pd.DataFrame) -> str:
     """How the cells that are not `ok` ended: `2 × OOM, >3000 s`; empty when all are."""
     labels = (
         status_label(status, limit if limit == limit else None, reason)
@@ -46,24 +46,24 @@ def outcome(frame: pd.DataFrame) -> str:
     return ", ".join(f"{n} × {name}" if n > 1 else name for name, n in counts.items())
 
 
-def short(outcome_text: str) -> str:
+def outcome_kinds(outcome_text: str) -> str:
     """An outcome for a cell that has nothing else to print: `3 × OOM` becomes `OOM`."""
     kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
     return ", ".join(dict.fromkeys(kinds))
 
 
-def values(frame: pd.DataFrame, measure: Measure) -> pd.Series:
+def values_by_repeat(frame: pd.DataFrame, measure: Measure) -> pd.Series:
     """The measure's column of the cells that are `ok`, by repeat."""
     ok = frame[frame["status"] == "ok"]
     column = pd.to_numeric(ok[measure.column], errors="coerce")
     return pd.Series(column.to_numpy(), index=ok["repeat"]).dropna() * measure.scale
 
 
-def absolute(frame: pd.DataFrame, measure: Measure) -> Row:
-    """Median of a measure and the ends of its spread; `text` says why where there are none."""
-    found = values(frame, measure)
+def absolute_row(frame: pd.DataFrame, measure: Measure) -> Row:
+    """Median of a measure and the ends of its spread; `cell_text` says why where there are none."""
+    found = values_by_repeat(frame, measure)
     if found.empty:
-        return {"text": short(outcome(frame)) or "n/a (not recorded)"}
+        return {"text": outcome_kinds(describe_outcome(frame)) or "n/a (not recorded)"}
     median, low, high, spread = median_and_spread(found.to_numpy())
     return {"value": median} | (
         {"low": low, "high": high, "spread": spread} if len(found) > 1 else {}
@@ -80,20 +80,22 @@ def baseline_of(groups: dict[Group, pd.DataFrame], key: Group, measure: Measure)
     baseline = key.with_strategy(against).with_gpus(count)
     if baseline not in groups:
         return f"n/a (no {where})"
-    if values(groups[baseline], measure).empty:
-        return f"n/a ({where}: {short(outcome(groups[baseline])) or 'not recorded'})"
+    if values_by_repeat(groups[baseline], measure).empty:
+        return (
+            f"n/a ({where}: {outcome_kinds(describe_outcome(groups[baseline])) or 'not recorded'})"
+        )
     return baseline
 
 
-def ratio(groups: dict[Group, pd.DataFrame], key: Group, measure: Measure) -> Row:
+def ratio_row(groups: dict[Group, pd.DataFrame], key: Group, measure: Measure) -> Row:
     """A ratio to the baseline, with its pairs for the interval under `pairs` [2, repeats]."""
-    found = values(groups[key], measure)
+    found = values_by_repeat(groups[key], measure)
     if found.empty:
-        return {"text": short(outcome(groups[key])) or "n/a (not recorded)"}
+        return {"text": outcome_kinds(describe_outcome(groups[key])) or "n/a (not recorded)"}
     baseline = baseline_of(groups, key, measure)
     if isinstance(baseline, str):
         return {"text": baseline}
-    pairs = pd.concat([found, values(groups[baseline], measure)], axis=1, join="inner")
+    pairs = pd.concat([found, values_by_repeat(groups[baseline], measure)], axis=1, join="inner")
     if pairs.empty:
         return {"text": "n/a (no repeat in common with the baseline)"}
     numerators = pairs.iloc[:, 0].to_numpy() / (key.gpus if measure.per_worker else 1)
@@ -127,13 +129,13 @@ def fill_intervals(rows: list[Row]) -> None:
                 row |= {"low": float(low), "high": float(high), "spread": "interval"}
 
 
-def text(row: Row, measure: Measure) -> str:
+def cell_text(row: Row, measure: Measure) -> str:
     """What a table prints: the value, its spread, and what did not end well."""
     if "text" in row:
         return row["text"]
-    parts = [number(row["value"], measure.decimals)]
+    parts = [format_number(row["value"], measure.decimals)]
     if "low" in row:
-        low, high = (number(row[end], measure.decimals) for end in ("low", "high"))
+        low, high = (format_number(row[end], measure.decimals) for end in ("low", "high"))
         parts.append(f"[{low}, {high}]")
     if row["ok"] < row["cells"]:
         parts.append(f"({row['ok']} of {row['cells']}; {row['outcome']})")
@@ -166,18 +168,22 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
         common = key._asdict() | {
             "cells": len(frame),
             "ok": int((frame["status"] == "ok").sum()),
-            "outcome": outcome(frame),
+            "outcome": describe_outcome(frame),
         }
         for measure in MEASURES.values():
-            found = ratio(groups, key, measure) if measure.baseline else absolute(frame, measure)
+            found = (
+                ratio_row(groups, key, measure)
+                if measure.baseline
+                else absolute_row(frame, measure)
+            )
             rows.append(common | {"measure": measure.name, "unit": measure.unit} | found)
     fill_intervals(rows)
     doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups)
     for row in rows:
         measure = MEASURES[row["measure"]]
-        row["text"] = text(row, measure)
+        row["text"] = cell_text(row, measure)
         row["flags"] = "; ".join(doubts.get((measure.concerns, *(row[name] for name in GROUP)), ()))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))
 
 
 def read_summary(path: Path) -> pd.DataFrame:

@@ -16,14 +16,12 @@ import pandas as pd
 
 from stratbench.analysis.audit import read_audit
 from stratbench.analysis.columns import read_cells
-from stratbench.analysis.measures import DOUBT, MEASURES, Measure
-from stratbench.analysis.numbered import qualities, titled
+from stratbench.analysis.measures import DOUBT, MEASURES, NO_CELL, Measure
+from stratbench.analysis.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
 from stratbench.analysis.stats import QUARTILES_FROM
 from stratbench.analysis.summary import summarise
 from stratbench.cell.words import counted, worker_noun
 
-#: What stands where the study has no such cell (`single` on two workers).
-NO_CELL = "–"
 _LATEX = {
     "\\": r"\textbackslash{}",
     "&": r"\&",
@@ -90,13 +88,13 @@ def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
     )
 
 
-def heading(cells: pd.DataFrame, measure: Measure) -> str:
+def table_heading(cells: pd.DataFrame, measure: Measure) -> str:
     """The measure, the experiment and the data set."""
     first = cells.iloc[0]
     return f"{measure.heading}, experiment {first['experiment']} on {first['dataset']}."
 
 
-def explanation(cells: pd.DataFrame, measure: Measure) -> str:
+def describe_numbers(cells: pd.DataFrame, measure: Measure) -> str:
     """What the numbers of one experiment are, what stands in brackets, and what a worker is."""
     return f"{measure.definition} {spread_note(cells, measure)} {workers_are(cells)}"
 
@@ -123,7 +121,7 @@ def wide_rows(
     return sorted({int(n) for n in rows["gpus"]}), lines
 
 
-def marked(row: Mapping[str, Any]) -> str:
+def marked_text(row: Mapping[str, Any]) -> str:
     """A summary row's text, with a mark where the audit doubts the figure."""
     return f"{row['text']} {DOUBT}" if row["flags"] else str(row["text"])
 
@@ -135,11 +133,11 @@ def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> s
     return f" {DOUBT}: doubted by the audit ({', '.join(rules)})." if rules else ""
 
 
-def wide(cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+def wide_table(cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> pd.DataFrame:
     """The texts of one experiment's table: model, strategy, and a column a worker count."""
     counts, lines = wide_rows(cells, summary, measure)
     table = [
-        [model, strategy, *(marked(found[n]) if n in found else NO_CELL for n in counts)]
+        [model, strategy, *(marked_text(found[n]) if n in found else NO_CELL for n in counts)]
         for model, strategy, found in lines
     ]
     noun = worker_noun(cells["device_kind"])
@@ -174,7 +172,7 @@ def latex(table: pd.DataFrame, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def is_told(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
+def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
     """Whether a measure has a table in an experiment (its rows of cells.csv): a cell has the measure.
 
     The training time has one always: it says how each cell ended.
@@ -194,12 +192,12 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
         folder = out_dir / str(experiment)
         folder.mkdir(parents=True, exist_ok=True)
         for measure in MEASURES.values():
-            if not is_told(rows, summary, measure):
+            if not has_table(rows, summary, measure):
                 for kind in ("csv", "md", "tex"):
                     (folder / f"{measure.name}.{kind}").unlink(missing_ok=True)
                 continue
-            table = wide(rows, summary, measure)
-            title = f"{heading(rows, measure)} {explanation(rows, measure)}"
+            table = wide_table(rows, summary, measure)
+            title = f"{table_heading(rows, measure)} {describe_numbers(rows, measure)}"
             title += doubt_note(wide_rows(rows, summary, measure)[1])
             table.to_csv(folder / f"{measure.name}.csv", index=False)
             (folder / f"{measure.name}.md").write_text(markdown(table, title), encoding="utf-8")
@@ -211,13 +209,14 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
 def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
     """Write the paper's tables 3 to 8 from these records, and the sources of table 8's figures."""
     out_dir.mkdir(parents=True, exist_ok=True)
-    for name, title, table in titled(cells, summary):
-        table = table if len(table) else pd.DataFrame([{"": "The study has no such strategies."}])
-        caption = f"Table {name.removeprefix('table_')}. {title}. {workers_are(cells)}"
+    table_8 = qualities(summary)
+    for name, table in paper_tables(cells, summary, table_8):
+        table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
+        caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"
         table.to_csv(out_dir / f"{name}.csv", index=False)
         (out_dir / f"{name}.md").write_text(markdown(table, caption), encoding="utf-8")
         (out_dir / f"{name}.tex").write_text(latex(table, caption), encoding="utf-8")
-    qualities(summary).to_csv(out_dir / "table_8_sources.csv", index=False)
+    table_8.to_csv(out_dir / "table_8_sources.csv", index=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

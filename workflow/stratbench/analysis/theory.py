@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratbench.analysis.constraints import GIB, Constraints
+from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.measures import GIB
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.workload.models import MODELS
 
@@ -13,7 +14,7 @@ from stratbench.workload.models import MODELS
 STATE_BYTES_PER_PARAMETER = 12
 
 
-def choice(model: str, constraints: Constraints) -> tuple[str | None, list[str]]:
+def choice_by_theory(model: str, constraints: Constraints) -> tuple[str | None, list[str]]:
     """A strategy (None where none can hold the model) and the reasons, in sentences."""
     gpus = constraints.gpus
     several = gpus is None or gpus > 1
@@ -22,15 +23,15 @@ def choice(model: str, constraints: Constraints) -> tuple[str | None, list[str]]
     room = limit and limit / (1 + constraints.memory_margin)
     too_large = bool(whole and room and whole > room)
     if not several and not too_large:
-        return first_choice("one worker"), ["With one GPU there is nothing to distribute."]
-    reasons = list(sizes(model, whole, limit, too_large))
+        return first_choice_in("one worker"), ["With one GPU there is nothing to distribute."]
+    reasons = list(sentences_on_size(model, whole, limit, too_large))
     if too_large:
         shards = -(-whole // room)
         if not several or (gpus is not None and gpus < shards):
             given = "a number not given" if gpus is None else str(gpus)
             text = f"Sharded, they need at least {shards:.0f} GPUs, and {given} is at hand."
             return None, [*reasons, text]
-        return first_choice("states too large"), [
+        return first_choice_in("states too large"), [
             *reasons,
             "Only sharding divides the model states among the GPUs.",
         ]
@@ -40,13 +41,13 @@ def choice(model: str, constraints: Constraints) -> tuple[str | None, list[str]]
             if constraints.gang_scheduled
             else "A collective job stops when a worker leaves."
         )
-        return first_choice("unequal workers"), [
+        return first_choice_in("unequal workers"), [
             *reasons,
             why,
             "An asynchronous server does not; of these, one that corrects for staleness loses the "
             "least accuracy. Measure the accuracy before you rely on it.",
         ]
-    return first_choice("equal workers"), [
+    return first_choice_in("equal workers"), [
         *reasons,
         "Among equal GPUs that stay, it moves the fewest bytes a step of those that keep a whole "
         "replica current (2(N-1)/N of the gradients; FSDP 3(N-1)/N), and overlaps them with the "
@@ -54,7 +55,7 @@ def choice(model: str, constraints: Constraints) -> tuple[str | None, list[str]]
     ]
 
 
-def first_choice(situation: str) -> str | None:
+def first_choice_in(situation: str) -> str | None:
     """The strategy that says it is the one to take in `situation`; None where none does."""
     names = (name for name in REGISTRY if strategy_class(name).first_choice == situation)
     return next(names, None)
@@ -66,7 +67,9 @@ def state_bytes(model: str) -> int | None:
     return known.parameters * STATE_BYTES_PER_PARAMETER if known else None
 
 
-def sizes(model: str, whole: int | None, limit: float | None, too_large: bool) -> Iterator[str]:
+def sentences_on_size(
+    model: str, whole: int | None, limit: float | None, too_large: bool
+) -> Iterator[str]:
     """Whether the model's states fit one GPU."""
     if whole is None:
         yield f"The size of {model} is not known."

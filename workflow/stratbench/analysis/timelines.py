@@ -11,35 +11,38 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stratbench.analysis.experiment import Experiment
+from stratbench.analysis.figure_data import FigureData
 from stratbench.analysis.measures import MIB
-from stratbench.analysis.panels import annotate, wrapped
+from stratbench.analysis.panels import annotate, wrapped_text
 from stratbench.analysis.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
 from stratbench.cell.words import counted, worker_noun
 
 #: Points of one line: more than a panel of this size can show is thinned out to this.
 MOST_POINTS = 120
 COLOURS = (PETROL, WINE, DEEP_TEAL, BROWN, ROSE, SAND)
-PANEL_IN = (2.5, 0.95)
+TIMELINE_PANEL_IN = (2.5, 0.95)
 #: Column of a timeline and its factor, for a GPU and for a process.
-UTILISATION = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}
-MEMORY = {"gpu": ("mem_used_bytes", 1 / MIB), "process": ("rss_bytes", 1 / MIB)}
+UTILISATION_COLUMNS = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}
+MEMORY_COLUMNS = {"gpu": ("mem_used_bytes", 1 / MIB), "process": ("rss_bytes", 1 / MIB)}
 
 
-def utilisation_timelines(experiment: Experiment) -> Figure:
+def utilisation_figure(data: FigureData) -> Figure:
     """Utilisation of each worker; a row a strategy, a column a model."""
-    return grid(experiment, UTILISATION, "%")
+    return timeline_figure(data, UTILISATION_COLUMNS, "%")
 
 
-def memory_timelines(experiment: Experiment) -> Figure:
+def memory_figure(data: FigureData) -> Figure:
     """Memory of each worker; a row a strategy, a column a model."""
-    return grid(experiment, MEMORY, "MiB")
+    return timeline_figure(data, MEMORY_COLUMNS, "MiB")
 
 
-def grid(experiment: Experiment, what: dict[str, tuple[str, float]], unit: str) -> Figure:
+def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: str) -> Figure:
     """A small panel for each strategy and model, the first repeat on the strategy's most workers."""
-    rows, columns = experiment.strategies, experiment.models
-    size = (max(4.2, PANEL_IN[0] * len(columns) + 0.9), PANEL_IN[1] * len(rows) + 1.1)
+    rows, columns = data.strategies, data.models
+    size = (
+        max(4.2, TIMELINE_PANEL_IN[0] * len(columns) + 0.9),
+        TIMELINE_PANEL_IN[1] * len(rows) + 1.1,
+    )
     figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False)
     # Laid out by hand: hundreds of labels take the automatic layout seconds.
     figure.subplots_adjust(
@@ -49,7 +52,7 @@ def grid(experiment: Experiment, what: dict[str, tuple[str, float]], unit: str) 
     for i, strategy in enumerate(rows):
         for j, model in enumerate(columns):
             axis = axes[i][j]
-            panel(axis, experiment, strategy, model, what)
+            draw_panel(axis, data, strategy, model, what)
             if i == 0:
                 axis.set_title(model, pad=9)
             if j == 0:
@@ -57,51 +60,51 @@ def grid(experiment: Experiment, what: dict[str, tuple[str, float]], unit: str) 
             if i == len(rows) - 1:
                 axis.set_xlabel("s since the cell's start", fontsize=7)
     figure.text(
-        0.5, 0.06 / size[1], wrapped(experiment.note, figure), fontsize=6.5, color="#555555",
+        0.5, 0.06 / size[1], wrapped_text(data.note, figure), fontsize=6.5, color="#555555",
         ha="center", va="bottom",
     )  # fmt: skip
     return figure
 
 
-def panel(
+def draw_panel(
     axis: Axes,
-    experiment: Experiment,
+    data: FigureData,
     strategy: str,
     model: str,
     what: dict[str, tuple[str, float]],
 ) -> None:
     """The lines of one cell, or why there are none."""
-    cells = experiment.cells
+    cells = data.cells
     cells = cells[(cells["strategy"] == strategy) & (cells["model"] == model)]
     if cells.empty:
         axis.set_axis_off()
         return
     cell = cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
-    timeline = read(experiment.study_dir, cell)
-    label = counted(int(cell["gpus"]), worker_noun(experiment.cells["device_kind"]))
+    timeline = read_timeline(data.study_dir, cell)
+    label = counted(int(cell["gpus"]), worker_noun(data.cells["device_kind"]))
     if timeline is None:
         axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
         axis.grid(visible=False)
         label += f": {'no timeline' if cell['status'] == 'ok' else cell['status']}"
     else:
-        for i, (name, times, values) in enumerate(lines(timeline, what)):
+        for i, (name, times, values) in enumerate(worker_lines(timeline, what)):
             axis.plot(
                 times, values, color=COLOURS[i % len(COLOURS)], linewidth=0.7,
                 linestyle="--" if name.startswith("server") else "-",
             )  # fmt: skip
-        shade(axis, timeline)
+        shade_training(axis, timeline)
         axis.tick_params(labelsize=6)
         axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)
     annotate(axis, label, (0.99, 1.02), "axes fraction", (0, 0), ha="right", fontsize=5.5)
 
 
-def read(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
+def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
     """A cell's timeline; None without one."""
     if study_dir is None or not isinstance(cell["record_path"], str):
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")
-    numbers = {"t_s", *(c for w in (UTILISATION, MEMORY) for c, _ in w.values())}
+    numbers = {"t_s", *(c for w in (UTILISATION_COLUMNS, MEMORY_COLUMNS) for c, _ in w.values())}
     used = {"kind", "id", "phase", *numbers}
     try:
         if not path.is_file():
@@ -116,7 +119,7 @@ def read(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
     return timeline.replace([np.inf, -np.inf], np.nan).dropna(subset=["t_s"])
 
 
-def lines(
+def worker_lines(
     timeline: pd.DataFrame, what: dict[str, tuple[str, float]]
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Name, times (s) and values of each worker and server: of GPUs where there are any."""
@@ -141,7 +144,7 @@ def thinned(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.add.reduceat(times, starts) / counts, np.add.reduceat(values, starts) / counts
 
 
-def shade(axis: Axes, timeline: pd.DataFrame) -> None:
+def shade_training(axis: Axes, timeline: pd.DataFrame) -> None:
     """Shade the time from the first to the last sample of training."""
     if "phase" in timeline:
         times = timeline.loc[timeline["phase"] == "train", "t_s"]

@@ -13,9 +13,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from stratbench.analysis.experiment import Experiment, used_styles
+from stratbench.analysis.figure_data import FigureData, styles_in_order
 from stratbench.analysis.measures import ALONE, DOUBT
-from stratbench.analysis.panels import INK, annotate, finish, first_of_each_row, line_handle, panels
+from stratbench.analysis.panels import (
+    INK,
+    add_legend_and_note,
+    annotate,
+    figure_with_panels,
+    first_of_each_row,
+    line_handle,
+)
 from stratbench.analysis.style import (
     BROWN,
     DEEP_TEAL,
@@ -31,7 +38,7 @@ from stratbench.analysis.style import (
 from stratbench.cell.words import counted, worker_noun
 
 #: Colour and hatch of a step's phases in order of time: computing is teal, waiting and sending are not.
-PHASES = {
+PHASE_LOOKS = {
     "data": (PALE, ""),
     "forward": (TEAL, ""),
     "slowdown": ("#ffffff", "...."),
@@ -44,39 +51,41 @@ PHASES = {
     "optimizer": (PETROL, ""),
     "other": ("#ffffff", ""),
 }
-OTHER_PHASES = ((ROSE, "xxxx"), (ROSE, "...."))
+OTHER_PHASE_LOOKS = ((ROSE, "xxxx"), (ROSE, "...."))
 #: Measures that a point of the scatter chart stands for.
 TRADED = ("training_time", "accuracy", "memory")
 #: Points of a scatter chart: area of the largest, in square points.
 LARGEST_POINT = 220.0
 
 
-def panel_titles(experiment: Experiment) -> list[str]:
+def panel_titles(data: FigureData) -> list[str]:
     """The models, each with the largest worker count."""
-    where = counted(experiment.most, worker_noun(experiment.cells["device_kind"]))
-    return [f"{model}, {where}" for model in experiment.models]
+    where = counted(data.most, worker_noun(data.cells["device_kind"]))
+    return [f"{model}, {where}" for model in data.models]
 
 
-def empty(axis: Axes) -> None:
+def mark_empty(axis: Axes) -> None:
     """Say that a panel has nothing to show."""
     axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
     axis.grid(visible=False)
     annotate(axis, "no result", (0.5, 0.5), "axes fraction", (0, 0), ha="center")
 
 
-def breakdown(experiment: Experiment) -> Figure:
+def breakdown_figure(data: FigureData) -> Figure:
     """Stacked bars: the mean step of each strategy by phase, on the most workers."""
-    figure, axes = panels(panel_titles(experiment))
-    known = experiment.cells[experiment.cells["breakdown_ms"].notna()]
+    figure, axes = figure_with_panels(panel_titles(data))
+    known = data.cells[data.cells["breakdown_ms"].notna()]
     spans = pd.DataFrame([json.loads(text) for text in known["breakdown_ms"]], index=known.index)
-    extra = [name for name in spans.columns if name not in PHASES]
-    looks = PHASES | {name: OTHER_PHASES[i % len(OTHER_PHASES)] for i, name in enumerate(extra)}
+    extra = [name for name in spans.columns if name not in PHASE_LOOKS]
+    looks = PHASE_LOOKS | {
+        name: OTHER_PHASE_LOOKS[i % len(OTHER_PHASE_LOOKS)] for i, name in enumerate(extra)
+    }
     phases = [name for name in looks if name in spans.columns]
-    for axis, model in zip(axes, experiment.models, strict=True):
-        rows = known[(known["model"] == model) & (known["gpus"] == experiment.most)]
-        names = [name for name in experiment.strategies if name in set(rows["strategy"])]
+    for axis, model in zip(axes, data.models, strict=True):
+        rows = known[(known["model"] == model) & (known["gpus"] == data.most)]
+        names = [name for name in data.strategies if name in set(rows["strategy"])]
         if not names:
-            empty(axis)
+            mark_empty(axis)
             continue
         left = np.zeros(len(names))
         for phase in phases:
@@ -98,23 +107,23 @@ def breakdown(experiment: Experiment) -> Figure:
         Patch(facecolor=looks[p][0], hatch=looks[p][1], edgecolor=INK, linewidth=0.4, label=p)
         for p in phases
     ]
-    finish(figure, handles, experiment.note)
+    add_legend_and_note(figure, handles, data.note)
     return figure
 
 
-def accuracy_over_time(experiment: Experiment) -> Figure:
+def accuracy_over_time_figure(data: FigureData) -> Figure:
     """Accuracy after each epoch over the training time until then, on the most workers."""
-    figure, axes = panels(panel_titles(experiment))
-    epochs = experiment.epochs
-    for axis, model in zip(axes, experiment.models, strict=True):
-        rows = epochs[(epochs["model"] == model) & (epochs["gpus"] == experiment.most)]
+    figure, axes = figure_with_panels(panel_titles(data))
+    epochs = data.epochs
+    for axis, model in zip(axes, data.models, strict=True):
+        rows = epochs[(epochs["model"] == model) & (epochs["gpus"] == data.most)]
         alone = epochs[(epochs["model"] == model) & (epochs["strategy"] == ALONE)]
-        drawn = rows if experiment.most == 1 else pd.concat([alone, rows])
+        drawn = rows if data.most == 1 else pd.concat([alone, rows])
         if drawn.empty:
-            empty(axis)
+            mark_empty(axis)
             continue
         for name, line in drawn.groupby("strategy", sort=False):
-            style = experiment.styles[str(name)]
+            style = data.styles[str(name)]
             by_epoch = line.groupby("epoch")[["train_time_s", "accuracy"]].median()
             axis.plot(
                 by_epoch["train_time_s"], by_epoch["accuracy"] * 100,
@@ -125,33 +134,27 @@ def accuracy_over_time(experiment: Experiment) -> Figure:
         axis.set_xlim(left=0)
         axis.set_xlabel("training time (s)")
     first_of_each_row(axes, "Test accuracy (%)")
-    noted = (
-        f" {ALONE}: on one worker."
-        if experiment.most > 1 and ALONE in experiment.strategies
-        else ""
-    )
-    handles = [line_handle(name, style) for name, style in used_styles(experiment).items()]
-    finish(figure, handles, experiment.note + noted)
+    noted = f" {ALONE}: on one worker." if data.most > 1 and ALONE in data.strategies else ""
+    handles = [line_handle(name, style) for name, style in styles_in_order(data).items()]
+    add_legend_and_note(figure, handles, data.note + noted)
     return figure
 
 
-def tradeoff(experiment: Experiment) -> Figure:
+def tradeoff_figure(data: FigureData) -> Figure:
     """Time against accuracy, memory as area, and the line of those that none beats in both."""
-    figure, axes = panels(experiment.models)
-    for axis, model in zip(axes, experiment.models, strict=True):
+    figure, axes = figure_with_panels(data.models)
+    for axis, model in zip(axes, data.models, strict=True):
         found = [
-            experiment.rows(name, model).set_index(["strategy", "gpus"])["value"].rename(name)
+            data.rows(name, model).set_index(["strategy", "gpus"])["value"].rename(name)
             for name in TRADED
         ]
-        flags = [
-            experiment.rows(name, model).set_index(["strategy", "gpus"])["flags"] for name in TRADED
-        ]
+        flags = [data.rows(name, model).set_index(["strategy", "gpus"])["flags"] for name in TRADED]
         found.append(sum(flags[1:], flags[0]).rename("flags"))
         points = pd.concat(found, axis=1).dropna(subset=["training_time", "accuracy"])
         if points.empty:
-            empty(axis)
+            mark_empty(axis)
             continue
-        draw_points(axis, points, experiment.styles)
+        draw_points(axis, points, data.styles)
         axis.set_xlabel("training time (s)")
     first_of_each_row(axes, "Test accuracy (%)")
     handles = [
@@ -159,16 +162,16 @@ def tradeoff(experiment: Experiment) -> Figure:
             [], [], linestyle="", marker=style.marker, markerfacecolor=style.colour,
             markeredgecolor=INK, markeredgewidth=0.4, label=name,
         )
-        for name, style in used_styles(experiment).items()
+        for name, style in styles_in_order(data).items()
     ]  # fmt: skip
     handles.append(Line2D([], [], color=GREY, linewidth=1, label="best trade-offs"))
-    finish(figure, handles, experiment.note + experiment.doubt_note(*TRADED))
+    add_legend_and_note(figure, handles, data.note + data.doubt_note(*TRADED))
     return figure
 
 
 def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style]) -> None:
-    """One panel of `tradeoff`; `points` has training_time, accuracy, memory by (strategy, gpus)."""
-    front = unbeaten(points["training_time"].to_numpy(), points["accuracy"].to_numpy())
+    """One panel of `tradeoff_figure`; `points` has training_time, accuracy, memory by (strategy, gpus)."""
+    front = are_unbeaten(points["training_time"].to_numpy(), points["accuracy"].to_numpy())
     on_front = points[front].sort_values("training_time")
     axis.plot(on_front["training_time"], on_front["accuracy"], color=GREY, linewidth=1, zorder=1)
     largest = points["memory"].max()
@@ -186,7 +189,7 @@ def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style]) -> No
     axis.margins(0.12)
 
 
-def unbeaten(times: np.ndarray, accuracies: np.ndarray) -> np.ndarray:
+def are_unbeaten(times: np.ndarray, accuracies: np.ndarray) -> np.ndarray:
     """Which points no other beats: is not slower and not less accurate, and better in one."""
     beaten = [
         np.any((times <= t) & (accuracies >= a) & ((times < t) | (accuracies > a)))
@@ -195,19 +198,19 @@ def unbeaten(times: np.ndarray, accuracies: np.ndarray) -> np.ndarray:
     return ~np.array(beaten, dtype=bool)
 
 
-def staleness(experiment: Experiment) -> Figure:
+def staleness_figure(data: FigureData) -> Figure:
     """Share of the pushes by staleness, on the most workers, all repeats together."""
-    figure, axes = panels(panel_titles(experiment))
-    known = experiment.cells[experiment.cells["staleness"].notna()]
+    figure, axes = figure_with_panels(panel_titles(data))
+    known = data.cells[data.cells["staleness"].notna()]
     names: dict[str, Style] = {}
-    for axis, model in zip(axes, experiment.models, strict=True):
-        rows = known[(known["model"] == model) & (known["gpus"] == experiment.most)]
+    for axis, model in zip(axes, data.models, strict=True):
+        rows = known[(known["model"] == model) & (known["gpus"] == data.most)]
         if rows.empty:
-            empty(axis)
+            mark_empty(axis)
             continue
         for name, line in groupby(rows.itertuples(), key=lambda row: row.strategy):
-            shares = distribution([json.loads(row.staleness) for row in line])
-            style = names.setdefault(name, experiment.styles[name])
+            shares = shares_by_value([json.loads(row.staleness) for row in line])
+            style = names.setdefault(name, data.styles[name])
             axis.plot(
                 range(len(shares)), 100 * shares, color=style.colour, linestyle=style.line,
                 marker=style.marker, markersize=3.5, markeredgecolor=INK, markeredgewidth=0.3,
@@ -217,11 +220,13 @@ def staleness(experiment: Experiment) -> Figure:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axis.set_xlabel("updates that the push is behind")
     first_of_each_row(axes, "Pushes (%)")
-    finish(figure, [line_handle(name, style) for name, style in names.items()], experiment.note)
+    add_legend_and_note(
+        figure, [line_handle(name, style) for name, style in names.items()], data.note
+    )
     return figure
 
 
-def distribution(counts: list[list[int]]) -> np.ndarray:
+def shares_by_value(counts: list[list[int]]) -> np.ndarray:
     """Counts by value added up, as shares; cut off where less than 0.1 % is left."""
     total = np.zeros(max(len(c) for c in counts))
     for c in counts:

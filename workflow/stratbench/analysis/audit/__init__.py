@@ -31,7 +31,7 @@ from stratbench.analysis.columns import read_cells, read_table
 from stratbench.cell import record
 from stratbench.cell.record import Record
 
-COLUMNS = (
+AUDIT_COLUMNS = (
     "rule",
     "severity",
     "affects",
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = read_cells(args.cells)
     findings = audit(cells, read_records(cells, args.study_dir or args.cells.parent))
     with open(args.out, "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, COLUMNS)
+        writer = csv.DictWriter(f, AUDIT_COLUMNS)
         writer.writeheader()
         writer.writerows(findings)
     for severity in SEVERITIES:

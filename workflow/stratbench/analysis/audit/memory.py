@@ -22,6 +22,7 @@ from stratbench.analysis.audit.rule import (
 )
 from stratbench.analysis.derived import value_at
 from stratbench.analysis.groups import GROUP, Group
+from stratbench.analysis.measures import MIB
 from stratbench.cell.record import Record
 
 #: From where on dividing by the number of workers does not explain it.
@@ -51,7 +52,9 @@ def memory_reduced_too_much(evidence: Evidence) -> Iterator[Found]:
             if not whole or not held or (on_cpu and column != "model_states_bytes"):
                 continue
             if whole / held > REDUCED * group.gpus:
-                sizes = f"{other.strategy} {whole / 2**20:.4g} MiB, {group.strategy} {held / 2**20:.4g} MiB"
+                sizes = (
+                    f"{other.strategy} {whole / MIB:.4g} MiB, {group.strategy} {held / MIB:.4g} MiB"
+                )
                 yield Found(
                     coordinates_of_group(group),
                     f"{name}: {sizes}: {whole / held:.2f} times on {group.gpus}",

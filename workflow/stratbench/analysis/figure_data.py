@@ -8,12 +8,12 @@ from pathlib import Path
 import pandas as pd
 
 from stratbench.analysis.measures import DOUBT, Measure
-from stratbench.analysis.style import Style, styles
+from stratbench.analysis.style import Style, styles_by_strategy
 from stratbench.analysis.tables import spread_note, workers_are
 
 
 @dataclass(frozen=True)
-class Experiment:
+class FigureData:
     """What an experiment is drawn from: its rows of the three tables, and its styles."""
 
     cells: pd.DataFrame
@@ -72,24 +72,24 @@ class Experiment:
         return found[(found["measure"] == measure) & (found["model"] == model)]
 
 
-def used_styles(experiment: Experiment) -> dict[str, Style]:
+def styles_in_order(data: FigureData) -> dict[str, Style]:
     """Styles of the experiment's strategies, in the order of the config."""
-    return {name: experiment.styles[name] for name in experiment.strategies}
+    return {name: data.styles[name] for name in data.strategies}
 
 
-def experiments(
+def figure_data_by_experiment(
     cells: pd.DataFrame,
     epochs: pd.DataFrame,
     summary: pd.DataFrame,
     study_dir: Path | None = None,
-) -> dict[str, Experiment]:
+) -> dict[str, FigureData]:
     """The experiments of a study, all with the same styles."""
     bases = cells.groupby("strategy")["strategy_base"].first()
-    looks = styles(
+    looks = styles_by_strategy(
         (str(name), base if isinstance(base, str) else None) for name, base in bases.items()
     )
     return {
-        str(name): Experiment(
+        str(name): FigureData(
             rows,
             epochs[epochs["experiment"] == name],
             summary[summary["experiment"] == name],
