@@ -156,14 +156,3 @@ def test_without_the_library_there_are_no_gpus_and_a_reason(monkeypatch):
     nvml = Nvml()
     assert nvml.gpus() == []
     assert "pynvml" in nvml.reason
-
-
-def test_a_closed_library_is_asked_no_more():
-    library = FakeNvml()
-    nvml = Nvml(library)
-    gpu = nvml.gpus()[0]
-    nvml.close()
-    asked = len(library.calls)
-    assert gpu.counters() == {}
-    assert nvml.gpus() == []
-    assert len(library.calls) == asked

@@ -70,7 +70,7 @@ def expand(
 ) -> Iterator[Cell]:
     """Every cell of one experiment, in the order of the config.
 
-    `strategies` pairs a name with the most workers it can use (`None`: no limit); larger worker
+    `strategies`: names, each with the most workers that it can use (`None`: no limit). Larger worker
     counts are left out, so `single` appears once, at one GPU.
     """
     for strategy, most_workers in strategies:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and reading of files that others may have touched."""
+"""Writes files that appear whole or not at all, and reads files that others may have changed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import stat
 from pathlib import Path
 from typing import Any
 
-#: Beyond this a JSON file of ours is none, and is not read into memory, in bytes.
+#: A larger file is not one of ours and is not read into memory, in bytes.
 MOST_JSON_BYTES = 64 << 20
-#: Whole numbers from here on fit no column of a table.
+#: Whole numbers from here on do not fit in a column of a table.
 _MOST_WHOLE = 1 << 63
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file, the new one, or none; never a part."""
+    """Write `text` to `path` at once: a reader sees the old file, the new one or none, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -35,7 +35,8 @@ def write_atomic(path: str | Path, text: str) -> None:
 def read_regular(path: str | Path, most_bytes: int) -> bytes:
     """The bytes of a regular file of at most `most_bytes`.
 
-    A FIFO or a device is never waited for: OSError, as for what cannot be read at all.
+    Raises OSError if it cannot be read, is larger, or is not a regular file: a FIFO or a device is
+    never waited for.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as f:
@@ -50,10 +51,10 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file, of which only strict and ordinary JSON is taken.
+    """The value in a JSON file. Only strict and ordinary JSON is accepted.
 
-    ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, half characters
-    (surrogates), hundreds of levels. OSError for a file that cannot be read, or is no regular one.
+    Raises ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, lone
+    surrogates, hundreds of levels. Raises OSError if the file cannot be read or is not a regular file.
     """
     text = read_regular(path, MOST_JSON_BYTES).decode("utf-8")
     try:
@@ -69,7 +70,7 @@ def _refused(constant: str) -> None:
 
 
 def _check_ordinary(value: Any) -> None:
-    """ValueError for what JSON can say and neither a table nor a page can show."""
+    """Raise ValueError for a value that JSON allows but that no table or page can show."""
     if isinstance(value, str):
         if not value.isascii():
             value.encode()  # UnicodeEncodeError, a ValueError, on half characters

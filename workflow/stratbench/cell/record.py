@@ -42,9 +42,9 @@ def _compiled():
 
 
 def _passes(record: Record) -> bool:
-    """Whether the compiled schema finds no fault. It is quick, but names only one, in poorer words.
+    """Whether the compiled schema finds no fault. It is quick, but describes faults poorly.
 
-    Without fastjsonschema: no.
+    False without fastjsonschema.
     """
     check = _compiled()
     if check is None:
@@ -60,9 +60,9 @@ def _passes(record: Record) -> bool:
 
 @cache
 def can_validate() -> bool:
-    """Whether this machine has what `validate` needs. One that only trains may lack it.
+    """Whether this machine has what `validate` needs. A machine that only trains may lack it.
 
-    Ask before a long training: what is missing or broken then shows before it, and not after.
+    Ask before a long training, so that a missing package shows before it and not after it.
     """
     if _compiled() is not None:
         return True
@@ -76,7 +76,7 @@ def can_validate() -> bool:
 def validate(record: Record, source: str | Path = "record") -> None:
     """Raise RecordError with the first few faults of `record`, if any.
 
-    A machine that cannot validate finds none; who reads its records elsewhere does.
+    A machine that cannot validate finds no fault; whoever reads its records elsewhere will.
     """
     if not can_validate() or _passes(record):
         return
@@ -90,13 +90,13 @@ def validate(record: Record, source: str | Path = "record") -> None:
 
 
 def write(path: str | Path, record: Record) -> None:
-    """Validate and write a record."""
+    """Write a record to `path` at once. Raises RecordError if it is not valid."""
     validate(record, path)
     write_atomic(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 def read(path: str | Path) -> Record:
-    """Read and validate a record; RecordError names the file when it is not one."""
+    """The record in `path`. Raises RecordError, which names the file, if it is not a valid record."""
     try:
         record = read_json(path)
         validate(record, path)
@@ -110,7 +110,7 @@ def read(path: str | Path) -> Record:
 
 
 def failure_reason(log_dir: Path) -> str | None:
-    """Why a cell without a record failed, as its log folder says; None where it says nothing."""
+    """Why a cell without a record failed, from its log folder; None if there is no evidence."""
     path = log_dir / FAILURE_FILE
     try:
         reason = read_json(path)["reason"]

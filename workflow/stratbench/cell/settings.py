@@ -45,4 +45,5 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
+        """The settings that `as_json` wrote."""
         return cls(**json.loads(text))

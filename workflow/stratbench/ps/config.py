@@ -1,4 +1,4 @@
-"""What a server process is told."""
+"""The configuration of one parameter-server process."""
 
 from __future__ import annotations
 

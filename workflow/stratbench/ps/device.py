@@ -1,4 +1,4 @@
-"""CUDA workers: gradients to pinned host memory while backward still runs, and weights back.
+"""CUDA workers: copies gradients to pinned host memory while backward still runs, and weights back.
 
 Parameters' gradients become final in about the reverse order of the forward; as soon as all of a
 bucket's are, a side stream copies the bucket to the host, and its shards leave when it is there.
@@ -47,7 +47,7 @@ class Countdown:
         self.reset()
 
     def reset(self) -> None:
-        """No gradient is final."""
+        """Start over: no gradient is final."""
         self._left = list(self._total)
 
     def final(self, parameter: int) -> list[int]:
@@ -73,7 +73,7 @@ class Staging:
         end_push: Callable[[bool], None],
         scale: LossScale | None,
     ) -> Staging | None:
-        """A staging for a CUDA model; None for one on the CPU, which needs none."""
+        """The staging of a CUDA model; None for a model on the CPU, which needs none."""
         if flat.device.type != "cuda":
             return None
         return cls(flat, bounds, push_buffers, push_shards, end_push, scale)

@@ -1,4 +1,4 @@
-"""The server's door: accepts connections, and lets in who knows the job's secret."""
+"""The server's door: accepts connections and lets in the peers that know the job's secret."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Bounds = list[tuple[int, int]]  # (start, stop) of every shard of the model
 
 
 class Weights(Protocol):
-    """Where lanes take from what they send; see Shard.view and Shard.lend."""
+    """Where lanes get the weights that they send; see Shard.view and Shard.lend."""
 
     def view(self, worker: int, shard: int, out: Tensor) -> int: ...
 
@@ -78,7 +78,7 @@ class StreamLane:
         return place.numel() * place.element_size()
 
     def payload_bytes(self, moved_bytes: int) -> int:
-        """Length of a frame that moves as many bytes."""
+        """Length of the payload of a frame that moves as many bytes."""
         return moved_bytes
 
     def receive(self, shard: int) -> None:

@@ -12,7 +12,7 @@ class LossScale:
     """What a worker multiplies its loss by: torch.amp.GradScaler's rule with its defaults.
 
     A worker decides for itself: its push is applied or dropped as a whole, whatever the others' are.
-    The scale has a least value: halved for ever, in a run that diverges, it would end as 0.
+    The scale has a lower limit: in a run that diverges it would otherwise be halved down to 0.
     """
 
     LEAST: ClassVar[float] = 2.0**-24

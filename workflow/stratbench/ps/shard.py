@@ -1,4 +1,4 @@
-"""One shard on the server: its policy under a lock, who waits for it, what was seen of it."""
+"""One shard on the server: its policy under a lock, who waits for it, and its statistics."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class Shard:
 
     @contextmanager
     def lend(self, worker: int, spare: Tensor) -> Iterator[tuple[Tensor, int]]:
-        """What `worker` shall compute on, shape [n], and its version; it stays so in the context.
+        """What `worker` shall compute on, shape [n], and its version; both are constant in the block.
 
-        The weights themselves where that is what the policy shows, for a send can take long and
-        needs no copy: if they change meanwhile, the change is made to a copy. Else `spare`, written.
+        These are the weights themselves if the policy shows them as they are: a send can take long
+        and needs no copy, and a change meanwhile is made to a copy. Otherwise it is `spare`, written.
         """
         with self._lock:
             if self._shows_weights:

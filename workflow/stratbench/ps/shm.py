@@ -1,7 +1,7 @@
 """Memory shared by a worker and the servers on its host: weights, gradients and buffers in place.
 
-An anonymous file (memfd) has no name: nothing is left behind when a process is killed, and only who
-was sent its descriptor over the authenticated local socket can map it. It is sealed against
+An anonymous file (memfd) has no name: nothing is left behind when a process is killed, and only a
+process that was sent its descriptor over the authenticated local socket can map it. It is sealed against
 shrinking, so that a broken worker cannot take the server down by truncating it.
 """
 

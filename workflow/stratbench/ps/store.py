@@ -81,7 +81,7 @@ class Store:
         return weights
 
     def fill(self, shard: int, initial: Tensor) -> bool:
-        """Begin with what `receive_initial` brought; says whether all is here."""
+        """Keep the initial weights or buffers that have come; returns whether all are here now."""
         if shard == BUFFERS:
             self._initial_buffers.copy_(initial)
         else:
@@ -92,11 +92,11 @@ class Store:
     def make_shards(
         self, make: Callable[[Tensor], Policy], release: Callable[[int, int], None]
     ) -> None:
-        """Give every shard, now filled, its policy."""
+        """Make every shard from its initial weights, with its policy."""
         self.shards = {k: Shard(k, make(self._initial.pop(k)), release) for k in self.mine}
 
     def brought(self, member: Member, frame: Frame) -> list[int]:
-        """The shards that a PUSH brings, or BUFFERS; raises ProtocolError if it cannot be so."""
+        """The shards that a PUSH brings, or BUFFERS. Raises ProtocolError if the frame is impossible."""
         if frame.shard == BUFFERS:
             if self.buffers is None:
                 raise ProtocolError("malformed frame: PUSH of buffers that this server has not")

@@ -124,7 +124,7 @@ class Tickets:
         return number
 
     def settle(self, worker: int, number: int, server: int = 0) -> None:
-        """`server` has all of ticket `number` from `worker`; raises KeyError if it holds it not.
+        """`server` has all of ticket `number` from `worker`; raises KeyError if `worker` does not hold it.
 
         The ticket is settled when that is true of every server.
         """

@@ -1,6 +1,7 @@
-"""Connections that carry frames, over TCP or a local socket beside shared memory, and how they
-are found: a server publishes its addresses in a rendezvous file; a worker on the same host takes the
-local socket, any other one TCP.
+"""Connections that carry frames, over TCP or beside shared memory, and how workers find servers.
+
+A server publishes its addresses in a rendezvous file. A worker on the same host takes the local
+socket, any other worker takes TCP.
 """
 
 from __future__ import annotations

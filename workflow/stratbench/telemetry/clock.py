@@ -94,7 +94,7 @@ class StepClock:
 
     @property
     def epoch_times_s(self) -> list[float]:
-        """Wall clock of each ended epoch."""
+        """Wall clock of each ended epoch, in seconds."""
         return list(self._epoch_times_s)
 
     @property
@@ -108,17 +108,17 @@ class StepClock:
 
     @property
     def train_time_s(self) -> float:
-        """Wall clock of all ended epochs; what happened between them is not in it."""
+        """Wall clock of all ended epochs, in seconds, without what happened between them."""
         return sum(self._epoch_times_s)
 
     @property
     def step_ms(self) -> list[float]:
-        """Time of every step of the ended epochs, in order."""
+        """Time of every step of the ended epochs, in ms, in order."""
         return self._step_ms.tolist()
 
     @property
     def phase_means_ms(self) -> dict[str, float]:
-        """Mean time of each phase in a step, over the steps in which it was marked."""
+        """Mean time of each phase in a step, in ms, over the steps in which it was marked."""
         return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
 
     def _event(self) -> torch.cuda.Event:

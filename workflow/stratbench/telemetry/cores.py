@@ -1,4 +1,4 @@
-"""The CPU cores of this machine that are ours to use."""
+"""Which CPU cores of this machine this process may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> set[int]:
-    """Numbers of the cores that this process may run on: all, where the system does not say."""
+    """Numbers of the cores that this process may run on; all cores if the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""The state of the checkout that a cell runs from. No torch: the launcher asks."""
+"""The git state of the checkout that a cell runs from. No torch: the launcher uses it."""
 
 from __future__ import annotations
 

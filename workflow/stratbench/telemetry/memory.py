@@ -1,4 +1,4 @@
-"""Memory of one rank: the peak while training, and the exact bytes of its model states.
+"""Memory of one worker: the peak while training, and the exact bytes of its model states.
 
 On a CPU the peak is the kernel's high-water mark of resident memory since a reset; on CUDA it
 is the caching allocator's, beside what NVML sees.
@@ -63,7 +63,7 @@ class MemoryMeter:
         self._base_bytes = _resident_bytes()
 
     def read(self) -> dict[str, int | str]:
-        """The figures since `start()`; one that this machine cannot give is absent.
+        """The figures since `start()`, in bytes; one that this machine cannot give is absent.
 
         `method` says how the peak was found; `base_bytes`, `peak_bytes`,
         `peak_over_base_bytes`. On a CPU also `idle_bytes`, resident when the meter was made, which is

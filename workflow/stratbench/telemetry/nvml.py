@@ -1,7 +1,7 @@
-"""NVIDIA's management library (NVML), asked so that no answer of it can fail a cell.
+"""Asks NVIDIA's management library (NVML) about GPUs; no failure of it can fail a cell.
 
-What the driver, the GPU or the library does not offer is absent from every answer: never zero,
-never an exception.
+What the driver, the GPU or the library does not offer is absent from the answers: it is never zero
+and never an exception.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Nvml:
         return [Gpu(self, index, handle) for index, handle in found if handle is not None]
 
     def gpu_of(self, uuid: str | None) -> Gpu | None:
-        """The GPU or MIG instance of that UUID (`GPU-...`, `MIG-...`), None if not found."""
+        """The GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`); None if it is not found."""
         handle = self.ask("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
         if handle is None:
             return None
@@ -93,14 +93,8 @@ class Nvml:
                     pairs.append({"gpus": [one.index, other.index], "path": path})
         return pairs
 
-    def close(self) -> None:
-        """Release the library; afterwards it lists no GPUs."""
-        self.ask("nvmlShutdown")
-        self._library = None
-        self.reason = "closed"
-
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Call `function` of the library; None when it is missing or fails, however it fails."""
+        """What `function` of the library returns; None if it is missing or fails in any way."""
         if self._library is None:
             return None
         try:
@@ -110,7 +104,7 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU; every answer lacks what the GPU does not offer."""
+    """One GPU. What it does not offer is absent from the answers."""
 
     def __init__(self, nvml: Nvml, index: int | None, handle: Any) -> None:
         self.index = index
@@ -164,7 +158,7 @@ class Gpu:
         )
 
     def memory_used_bytes(self) -> int | None:
-        """Memory in use on the whole device, by anyone."""
+        """Memory in use on the whole device by all processes, in bytes."""
         return getattr(self._memory_info(), "used", None)
 
     def process_used_bytes(self) -> int | None:

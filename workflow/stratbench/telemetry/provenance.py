@@ -1,6 +1,6 @@
-"""Where and with what a rank ran: everything that could make two records incomparable.
+"""Where and with what a worker ran: everything that could make two records incomparable.
 
-Collected inside each rank, on the node that trains. Facts that this machine does not offer are
+Collected inside each worker, on the node that trains. Facts that this machine does not offer are
 absent. Secrets never enter: environment variables are taken by an allow-list, and one whose name or
 value looks like a secret is left out.
 """

@@ -1,4 +1,4 @@
-"""One light process a node that samples the machine while a cell trains.
+"""The sampler: one light process on each node that samples the machine while a cell trains.
 
     python -m stratbench.telemetry.sampler --out samples.csv --origin-s 4200.0
 
@@ -38,8 +38,8 @@ _SHORTEST_SHARE_S = 0.05
 class Sampler:
     """A sampler process of this node, started by a launcher.
 
-    It ends by itself when the launcher dies. That it cannot start or dies early never fails a
-    cell: its file then has fewer rows.
+    It ends by itself when the launcher dies. If it cannot start, or dies early, the cell does not
+    fail: the file has fewer rows.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Sampler:
             self._process.send_signal(_WAKE)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """Have it take a last sample and end; whether it ended cleanly within `timeout_s`."""
+        """Have it take a last sample and end; returns whether it did so within `timeout_s`."""
         self._pids_file.unlink(missing_ok=True)
         if self._process is None:
             return False
@@ -112,7 +112,7 @@ class Watched:
         self._before: dict[str, tuple[float, float]] = {}
 
     def refresh(self) -> bool:
-        """Read new lines of the file; whether there were any."""
+        """Read new lines of the file; returns whether there were any."""
         if self._pids_file is None:
             return False
         try:
@@ -157,7 +157,7 @@ class Watched:
         return {"cpu_pct": round(100 * (cpu_time_s - cpu_time_then_s) / (now_s - then_s), 1)}
 
     def cores(self) -> set[int]:
-        """The cores that any of them may run on."""
+        """The cores that any of the processes may run on."""
         cores: set[int] = set()
         for process in self._processes.values():
             try:
@@ -168,7 +168,7 @@ class Watched:
 
 
 class Host:
-    """The node as a whole; the share of its cores is since the sample before."""
+    """The node as a whole. The shares of its cores are those since the sample before."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -176,7 +176,7 @@ class Host:
         self._asked_s = time.monotonic()
 
     def sample(self) -> dict[str, Any]:
-        """A row, without the shares when the sample before has only just been taken."""
+        """A row; without the shares if the sample before was taken only just before."""
         memory = psutil.virtual_memory()
         row: dict[str, Any] = {
             "kind": "host",

@@ -1,7 +1,7 @@
 """The timeline of a cell: samples of the machine, phases of the ranks, and energy from both.
 
-Times are seconds since the launcher's origin. A sample file has one row an entity a sample,
-with an empty field where a counter was not offered; `merge_timeline` adds the phase. No torch.
+Times are seconds since the launcher's origin. A sample file has one row for each entity and sample;
+a field is empty if the counter was not offered. `merge_timeline` adds the phase. No torch.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Interval(NamedTuple):
 
 
 def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[Interval]:
-    """The phases in those logs, by start; one that never ended ends at infinity.
+    """The phases in those logs, by start. One that never ended has the end infinity.
 
-    A log that is not there has none; a line cut short by a kill is left out.
+    A missing log has no phases; a line cut short by a kill is left out.
     """
     intervals: list[Interval] = []
     for path in paths:
@@ -108,9 +108,9 @@ def merge_timeline(
 ) -> None:
     """Write the samples of all nodes to `out`, by time, with a `phase` column.
 
-    A row of process `rank3` gets rank 3's phase, every other row the phase of the lowest rank
-    that kept a log; of nested phases the one that started last. Files that are not there and
-    rows cut short count for nothing.
+    A row of process `rank3` gets rank 3's phase. Every other row gets the phase of the lowest rank
+    that kept a log. Of nested phases the one that started last counts. Missing files and rows cut
+    short are ignored.
     """
     intervals = read_phases(phase_logs)
     by_rank: dict[int, list[Interval]] = {}

@@ -1,7 +1,7 @@
-"""The agent of one node: has the node's processes forked, watches them, and ends them.
+"""The agent of one node: starts the node's processes, watches them, and ends them.
 
-On one node the launcher is the agent; on several, `srun` starts one on each. The agent itself never
-imports torch, so that it stays able to act whatever the workers do.
+On one node the launcher is the agent; on several, `srun` starts one on each. The processes come from
+a fork server. The agent itself never imports torch, so that it can act whatever the workers do.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Exits:
 
 
 def run_node(job: Job, node: int) -> Exits:
-    """Start this node's processes and wait for their end or the deadline."""
+    """Start this node's processes and wait for their end or the deadline; returns how they exited."""
     os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for what its processes load after PyTorch
     if job.n_nodes == 1 and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
@@ -102,7 +102,7 @@ def run_node(job: Job, node: int) -> Exits:
 
 
 def servers_of(job: Job, node: int) -> list[ServerConfig]:
-    """The parameter servers that run on this node; none for a collective strategy."""
+    """What the parameter servers on this node are told; empty for a collective strategy."""
     if not job.has_servers:
         return []
     from stratbench.strategies.ps import server_configs
@@ -117,10 +117,11 @@ def supervise(
     servers: list[Process],
     workers: list[Process],
 ) -> Exits:
-    """Wait until all have ended, what is left cannot go on (after a grace), or the deadline.
+    """Wait for the end of the processes or the deadline; returns how they exited.
 
-    Workers of a collective cannot go on without each other. A parameter server's can, as long as its
-    servers live; one that the servers have given up is ended, since it may be stopped for good.
+    Once the rest cannot go on, they have GRACE_S to end. Workers of a collective cannot go on without
+    each other. Workers of a parameter server can, as long as the servers live. A worker that the
+    servers have given up is killed: it may be stopped for good.
     """
     processes = [*servers, *workers]
     ended: dict[str, int] = {}
@@ -167,13 +168,13 @@ def stuck(
 
 
 def has_joined(job: Job, rank: int) -> bool:
-    """Whether the servers knew a worker that has ended; for one that they do not, they wait."""
+    """Whether worker `rank` had joined its servers. They wait for one that ended before it did."""
     phases = read_phases([job.folder.phases(rank)])
     return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)
 
 
 def lost_workers(job: Job) -> set[str]:
-    """Names of the workers that server 0, now at its end, had given up."""
+    """Names of the workers that the servers gave up; empty before server 0 has ended."""
     server = job.folder.read_server(0) if job.has_servers else None
     return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
@@ -199,13 +200,13 @@ def on_signals(action: Callable[[int], None]) -> None:
 
 
 def raise_stopped(signum: int) -> None:
-    """Signal action: unwind, once; later signals must not interrupt the clean-up."""
+    """Signal action: raise Stopped, once. Later signals must not interrupt the clean-up."""
     on_signals(lambda _: None)
     raise Stopped(signum)
 
 
 def end_with(parent: int) -> None:
-    """From now on stop this process, as SIGTERM does, when its parent process `parent` has ended."""
+    """Send this process SIGTERM as soon as its parent process `parent` has ended."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -116,7 +116,7 @@ def make_record(job: Job, ending: Ending) -> Record:
 
 
 def collective_run(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Time, samples and epochs of workers that take every step together; the slowest one's time."""
+    """Time, samples and epochs of workers that take every step together. The slowest one's time counts."""
     first = min(workers, key=lambda w: w["rank"])
     updates = first["strategy"]["updates_applied"]
     return {
@@ -131,10 +131,10 @@ def collective_run(workers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
-    """From the first worker's start of an epoch to the last one's, in ms, for each start of the clock.
+    """How much later the last worker started than the first, in ms, for each start of their clocks.
 
-    Only workers on one node have a clock in common; of several nodes, the largest difference within
-    one. None where no two workers share a node.
+    Only workers on one node share a clock: with several nodes it is the largest difference within
+    a node. None if no two workers share a node.
     """
     nodes: dict[str, list[list[float]]] = {}
     for w in workers:
@@ -149,9 +149,9 @@ def served_run(
 ) -> dict[str, Any]:
     """The same as the parameter servers saw it: from the first ticket to the last applied push.
 
-    An epoch ends with its last ticket, while others are at the next already. A lost worker's samples
-    count as far as its pushes were taken. A push that came too late may have been dropped by some
-    shards and applied by others: `samples_applied` is the mean over the shards.
+    An epoch ends with its last ticket; other workers may already be in the next epoch. The samples of
+    a lost worker count if its pushes were taken. A late push may have been dropped by some shards and
+    applied by others: `samples_applied` is the mean over the shards.
     """
     first = servers[0]
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
@@ -177,7 +177,7 @@ def applied_pushes(servers: list[dict[str, Any]]) -> float:
 
 
 def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
-    """What can be said of a model that no worker lived to describe."""
+    """The record's `model` if no worker lived long enough to describe it."""
     return {
         "parameters": None,
         "initial_weights_sha256": None,
@@ -189,7 +189,7 @@ def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
 
 
 def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
-    """Percentiles of the step times of all workers together, in ms."""
+    """Mean, deviation and percentiles of the step times of all workers, in ms; None without steps."""
     if not step_ms:
         return None
     x = np.asarray(step_ms)
@@ -201,7 +201,7 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
 
 
 def setup_s(worker: dict[str, Any]) -> float | None:
-    """Process start, imports, rendezvous, building and wrapping the model, as rank 0 saw them."""
+    """Seconds for process start, imports, rendezvous, and building and wrapping the model."""
     if not worker:
         return None
     phases = worker["phases_s"]
@@ -209,7 +209,7 @@ def setup_s(worker: dict[str, Any]) -> float | None:
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """The longest time that a worker spent in a phase."""
+    """The longest time that a worker spent in a phase, in seconds; None without workers."""
     return max((w["phases_s"].get(key, 0.0) for w in workers), default=None)
 
 
@@ -233,7 +233,7 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def launcher_provenance(job: Job) -> dict[str, Any]:
-    """What the launcher knows about the run."""
+    """What the launcher knows about the run: versions, times, nodes, other load."""
     return {
         "stratbench": __version__,
         "git": git_state(REPOSITORY),

@@ -1,4 +1,4 @@
-"""Which devices a cell may use: GPUs are taken under a file lock, so that no two cells share one."""
+"""Which devices a cell uses: GPUs are taken under a file lock, so that no two cells share one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeviceError(RuntimeError):
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; empty without any."""
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     from stratbench.telemetry.nvml import Nvml
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -35,7 +35,10 @@ def visible_gpus() -> list[str]:
 
 
 def wants_cuda(device: str, gpus: list[str]) -> bool:
-    """Resolve the `device` setting (auto, cpu, cuda) against the GPUs that are there."""
+    """Whether a cell with this `device` setting (auto, cpu, cuda) trains on the GPUs that are here.
+
+    Raises DeviceError if it asks for GPUs and none can be used.
+    """
     if device == "cuda" and not gpus:
         raise DeviceError(
             "device = 'cuda', but no GPU is visible here; use device: auto or cpu, or check "
@@ -50,7 +53,7 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
 
 
 def unseen_gpu() -> str | None:
-    """Why a GPU that seems to be here cannot be used; None without one, or where it was hidden."""
+    """Why a GPU that seems to be here cannot be used; None if there is none, or if it is hidden."""
     from stratbench.telemetry.nvml import Nvml
 
     files = sorted(glob(DEVICE_FILES))

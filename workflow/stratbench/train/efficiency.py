@@ -1,7 +1,7 @@
 """Throughput in context: operations against the device's peak, traffic, energy.
 
-Derived from what the workers, the servers and the sampler of a finished cell left. What these cannot
-tell is absent.
+Everything follows from what the workers, the servers and the sampler of a finished cell left. What
+that does not tell is absent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
 def communication_figures(
     workers: list[dict[str, Any]], servers: list[dict[str, Any]], run: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Bytes a step of a worker, the bandwidth that these imply, and times where they are known."""
+    """Bytes that a worker sends and receives in a step, and the bandwidth and times that follow.
+
+    None if no worker states its traffic.
+    """
     stated = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
     steps = sum(n for _, n in stated)
     if not steps:
@@ -74,9 +77,9 @@ def communication_figures(
 def mean_phases_ms(
     workers: list[dict[str, Any]], found: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Mean ms a step of each phase, over all workers; `found`: the cell's communication.
+    """Mean time of each phase in a step over all workers, in ms; `found`: the cell's communication.
 
-    Exposed communication is taken out of backward, the wait out of the exchange with the server.
+    Exposed communication is taken out of backward, and the wait out of the exchange with the server.
     """
     found = found or {}
     names = dict.fromkeys(name for w in workers for name in w["breakdown_ms"])
@@ -104,7 +107,7 @@ def energy_figures(
 ) -> dict[str, float] | None:
     """Joules of the cell's GPUs during their workers' training steps, and for each sample applied.
 
-    The processors, the memory and the rest of the machine are not in it.
+    CPUs, host memory and the rest of the machine are not in it. None if a GPU's energy is unknown.
     """
     if not run.get("samples_applied") or len(workers) < job.world_size:
         return None
@@ -124,7 +127,7 @@ def energy_figures(
 
 
 def profile_entry(job: Job) -> dict[str, Any] | None:
-    """Where the profiler's trace is, below the cell's log folder; None where there is none."""
+    """Where the profiler's trace is, relative to the cell's log folder; None without a trace."""
     trace = job.folder.profile_trace
     if not trace.exists():
         return None

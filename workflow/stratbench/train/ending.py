@@ -22,7 +22,7 @@ def classify(job: Job, exits: Exits) -> Ending:
     """How a cell ended, from what its processes left and how they exited.
 
     A cause wins over its consequences: when one worker is out of memory or killed, its peers fail too,
-    for want of a partner. A worker's own report wins over the deadline.
+    because their partner is gone. A worker's own report wins over the deadline.
     """
     if job.has_servers:
         return classify_served(job, exits)

@@ -1,13 +1,13 @@
-"""The fork server: imports PyTorch once, and forks the processes of cells, which start at once then.
+"""The fork server: imports PyTorch once and forks the processes of cells, so that they start at once.
 
 A launcher starts one for its cell. Cells on the CPUs of one machine share the import: Snakemake starts a
-server for them, whose folder is in STRATBENCH_FORK_SERVERS, and which imports PyTorch when the first of
-them asks. A cell on GPUs has its own, started with its choice of GPUs.
+server for them and names its folder in STRATBENCH_FORK_SERVERS. That server imports PyTorch when the
+first cell asks. A cell on GPUs has a server of its own, started with its choice of GPUs.
 
-Each process has a connection of its own between its launcher and the server, a socket in a folder that
-only their user can open: a line of JSON asks for it, its pid and at last its exit code come back. Where
-a launcher's end of the connection closes, the process is killed; where the server dies, its processes
-die too.
+Each process has its own connection between its launcher and the server: a socket in a folder that only
+their user can open. A line of JSON asks for the process; its pid and, at the end, its exit code come
+back. If the launcher's end of the connection closes, the process is killed. If the server dies, its
+processes die too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ForkServer:
             )
 
     def stop(self) -> None:
-        """Kill it, and with it what it has forked; importing PyTorch it would hear nothing else."""
+        """Kill the server, and with it what it has forked. While it imports PyTorch it hears nothing else."""
         self._process.kill()
         self._process.wait()
 
@@ -88,7 +88,7 @@ class Process:
         self._request = {"entry": entry, "args": args}
 
     def start(self) -> None:
-        """Raises OSError where the server cannot be reached or ends before it has forked."""
+        """Have the server fork it. Raises OSError if the server cannot be reached or ends before."""
         request = self._request | {"env": dict(os.environ), "cwd": os.getcwd()}
         self.sentinel.connect(os.fspath(self._server))
         greeting = _receive(self.sentinel)
@@ -102,7 +102,7 @@ class Process:
             raise ConnectionError(f"the fork server ended before {self.name} could start")
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, which sets `exitcode`: negative for a signal."""
+        """Wait for its end, which sets `exitcode`: negative if a signal killed it."""
         if self.exitcode is None and wait([self.sentinel], timeout):
             code = _receive(self.sentinel)
             self.exitcode = -signal.SIGKILL if code is None else code  # it dies with its server
@@ -113,14 +113,14 @@ class Process:
         return self.exitcode is None
 
     def kill(self) -> None:
-        """Have it killed, whatever it does; returns before it has ended."""
+        """Have the server kill it; returns before it has ended."""
         with contextlib.suppress(OSError):
             self.sentinel.shutdown(socket.SHUT_WR)
 
 
 @contextmanager
 def fork_server(threads: int, may_share: bool) -> Iterator[Path]:
-    """Address of the server that the cells of this run share, or else of one for this block."""
+    """Address of the fork server that the cells of this run share, or of one for this block only."""
     shared = _shared(threads) if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
@@ -136,7 +136,7 @@ def fork_server(threads: int, may_share: bool) -> Iterator[Path]:
 
 @contextmanager
 def shared_servers(threads: Iterable[int]) -> Iterator[None]:
-    """Have all launchers that this process starts share fork servers, one for each number of threads."""
+    """Let the launchers that this process starts share fork servers, one for each number of threads."""
     with scratch() as folder:
         servers = [ForkServer(folder, n) for n in sorted(set(threads))]
         os.environ[FOLDER_VARIABLE] = str(folder)
@@ -149,7 +149,7 @@ def shared_servers(threads: Iterable[int]) -> Iterator[None]:
 
 
 def share_until_exit(threads: Iterable[int]) -> None:
-    """`shared_servers` until this process ends; where there can be none, cells start their own."""
+    """`shared_servers` until this process ends; if there can be none, cells start their own."""
     stack = contextlib.ExitStack()
     try:
         stack.enter_context(shared_servers(threads))
@@ -159,7 +159,7 @@ def share_until_exit(threads: Iterable[int]) -> None:
 
 
 def address(folder: str | Path, threads: int) -> Path:
-    """Where the server for `threads` listens. Another environment's Python has other libraries."""
+    """Where the server for `threads` listens; another Python environment has another address."""
     return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}-{threads}"
 
 
@@ -310,7 +310,7 @@ class _Server:
 
 
 def entries() -> dict[str, Callable[..., Any]]:
-    """What a process can be, by name; imports PyTorch."""
+    """The functions that a process can run, by name. Imports PyTorch."""
     from stratbench.train import worker
 
     gc.collect()

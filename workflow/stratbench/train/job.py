@@ -53,7 +53,7 @@ class Job:
     def on_another_node(self, spent_s: float) -> Job:
         """The same job by this node's clock; `spent_s` had elapsed when this node was called.
 
-        Dates refine it, where the nodes' agree, by the seconds that the call took.
+        If the dates of both nodes agree, they correct it by the seconds that the call took.
         """
         by_date_s = time.time() - self.origin_unix_s
         agree = spent_s <= by_date_s <= spent_s + LONGEST_CALL_S
@@ -71,6 +71,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
+        """How many workers the cell has, on all nodes."""
         return self.cell.gpus
 
     def ranks_of(self, node: int) -> range:
@@ -83,10 +84,12 @@ class Job:
         return len(self.ranks_of(rank // self.workers_per_node))
 
     def to_json(self) -> str:
+        """The job as a text for `from_json`."""
         return json.dumps(asdict(self), default=os.fspath)
 
     @classmethod
     def from_json(cls, text: str) -> Job:
+        """The job that `to_json` wrote."""
         fields = json.loads(text)
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])

@@ -40,8 +40,8 @@ SRUN_END_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code. The cell is held until its result or the evidence of its failure is kept."""
-    args = parse(argv)
+    """Run the cell; returns the exit code. The cell is held until its result or its evidence is kept."""
+    args = parse_arguments(argv)
     sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
@@ -94,7 +94,8 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     return 0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The launcher's command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -115,7 +116,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def job_of(args: argparse.Namespace, cell: Cell, settings: Settings) -> Iterator[Job]:
-    """The job, holding the node's GPUs for it; the clock of the time limit starts with it."""
+    """The job; the node's GPUs are held for it in the block. Its time limit counts from here."""
     meta = prepared.verified_meta(args.data)
     gpus = devices.visible_gpus()
     cuda = devices.wants_cuda(settings.device, gpus)
@@ -144,7 +145,7 @@ def job_of(args: argparse.Namespace, cell: Cell, settings: Settings) -> Iterator
 
 
 def launch(job: Job, cpus_per_node: int) -> agent.Exits:
-    """Run the job's processes on all its nodes."""
+    """Run the job's processes on all its nodes; returns how they exited."""
     if job.has_servers:
         write_secret(job.folder.secret, new_secret())
     try:
@@ -155,7 +156,7 @@ def launch(job: Job, cpus_per_node: int) -> agent.Exits:
 
 
 def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
-    """One agent on each node of the SLURM job; the cell's limit is kept by every agent and here."""
+    """Run one agent on each node of the SLURM job; each agent and this function keep the time limit."""
     path = job.folder.write_job(job.to_json())
     command = [
         "srun", f"--nodes={job.n_nodes}", f"--ntasks={job.n_nodes}", "--ntasks-per-node=1",
@@ -196,7 +197,7 @@ def _exit_code(job: Job, rank: int) -> int | None:
 def fail(
     log_dir: Path, cell: Cell, reason: str, processes: list[str], trace: Sequence[str] = ()
 ) -> int:
-    """Keep and print the evidence of a failure, as far as the disk lets; returns the exit code."""
+    """Keep and print the evidence of a failure, as far as the disk allows; returns the exit code."""
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
     logs = {p.name: tail(p, EVIDENCE_LINES) for p in folder.process_logs()}
     if trace:

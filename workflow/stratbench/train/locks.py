@@ -1,6 +1,6 @@
 """Locks that keep cells apart, and this user's own folder on this node.
 
-All are flocks: the kernel gives them back when their holder has ended, however it ended.
+All are flocks: the kernel releases them when their holder has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 POLL_S = 0.5
 FILE, FOLDER = os.O_RDWR | os.O_CREAT, os.O_RDONLY | os.O_DIRECTORY
-#: Names that the folder of a user may have, one of which no stranger has taken.
+#: How many names are tried for the folder of a user: strangers may have taken some.
 _NAMES = 100
-#: What a file system answers that has no locks.
+#: What a file system without locks answers.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 #: Bytes of the longest path that a local socket may have on every system.
 _LONGEST_SOCKET_PATH = 103
@@ -31,7 +31,7 @@ _LONGEST_SOCKET_PATH = 103
 def try_lock(path: Path, kind: int = FILE) -> int | None:
     """A descriptor that holds `path` locked until it is closed; None where another process holds it.
 
-    `kind` is FILE, which is made where there is none, or FOLDER. Never follows a link nor changes a
+    `kind` is FILE, which is made if there is none, or FOLDER. Never follows a link and never changes
     content. Raises OSError.
     """
     descriptor = _open(path, kind)
@@ -56,7 +56,7 @@ def _open(path: Path, kind: int = FILE) -> int:
 def own_folder(parent: str | Path | None = None) -> Path:
     """A folder below `parent` (default: the temporary folder) that no other user can read or write.
 
-    The same one for all of the user's processes. Names that others have taken are passed over.
+    It is the same one for all of the user's processes. Names that others have taken are skipped.
     """
     stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
     paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
@@ -88,7 +88,7 @@ def _is_own(path: Path) -> bool:
 def scratch() -> Iterator[Path]:
     """A folder for sockets and other short-lived files of this process, short enough for their names.
 
-    Removes what processes that were killed have left of theirs.
+    Also removes the folders that killed processes have left.
     """
     base = own_folder()
     if len(os.fsencode(base)) + len("/run-12345678/12345678-999") > _LONGEST_SOCKET_PATH:
@@ -125,7 +125,7 @@ def hold_cell(logs: Path) -> Iterator[bool]:
     """Hold the cell with this log folder; yields whether another launcher was waited for.
 
     Waits for the launcher that trains it, on whichever node, and for the workers of one that was
-    killed. A file system without locks is told, and nothing is waited for.
+    killed. On a file system without locks it says so and waits for nothing.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
@@ -173,7 +173,7 @@ def _wait_for(path: Path, why: str) -> tuple[int, bool]:
 def hold_as_worker(logs: Path) -> None:
     """Have the next launcher of the cell wait for the end of this process.
 
-    Raises BlockingIOError where one has begun already: this process's launcher was killed.
+    Raises BlockingIOError if one has begun already: the launcher of this process was killed.
     """
     try:
         fcntl.flock(_open(logs / "workers.lock"), fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the end

@@ -32,12 +32,13 @@ from stratbench.workload.data import EVAL_BATCH, Augmentation, DeviceData, Epoch
 
 @dataclass
 class Progress:
-    """What the finished epochs gave; with a folder, a copy is kept there, so that a timeout loses nothing."""
+    """The results of the finished epochs, with a copy in `folder`, so that a timeout loses nothing."""
 
     folder: RunFolder | None
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, entry: dict[str, Any]) -> None:
+        """Keep what a finished epoch gave."""
         self.per_epoch.append(entry)
         if self.folder is not None:
             self.folder.add_epoch(entry)
@@ -199,12 +200,12 @@ def evaluate_epochs(
 
 
 def announce_epoch(epoch: int, worker: Worker) -> None:
-    """A line of progress from every worker: they reach an epoch at their own time."""
+    """Print a line of progress; every worker does, since each reaches an epoch at its own time."""
     print(f"epoch {epoch + 1}/{worker.settings.epochs} begun", flush=True)
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
-    """A few steps on real batches that leave no trace: weights, buffers, optimizer and RNG restored."""
+    """Take a few steps that leave no trace: weights, buffers, optimizer and RNG are restored."""
     s = worker.settings
     saved = strategy.save()
     rng = torch.get_rng_state()
@@ -224,7 +225,7 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
 def practice_batches(
     strategy: Strategy, data: DeviceData, worker: Worker
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """A function that makes one of training's batches, for steps that do not count."""
+    """A function that makes a batch like those of the training, for steps that do not count."""
     s = worker.settings
     samples = strategy.samples_per_step(s)
     indices = torch.arange(samples, device=worker.device) % data.train_samples
@@ -239,10 +240,10 @@ PROFILE_WARM_UP, PROFILED_STEPS = 2, 3
 def record_profile(
     strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None
 ) -> None:
-    """A few steps after everything has been measured, recorded by torch's profiler in `trace`.
+    """Record a few steps with torch's profiler in the file `trace`, after everything was measured.
 
-    Every worker of a collective must call it; those without `trace` step along. The training state is
-    not restored. A worker of a server computes only: the servers have ended.
+    Every worker of a collective must call it; workers without `trace` only take part. The training
+    state is not restored. A worker of a server only computes: the servers have ended.
     """
     from torch.profiler import ProfilerActivity, schedule
     from torch.profiler import profile as profiler
@@ -294,7 +295,7 @@ def timed_steps(
     batches: Iterable[torch.Tensor],
     augmentation: Augmentation | None = None,
 ) -> list[torch.Tensor]:
-    """A step for each of `batches` (sample numbers), under the clock; the losses, on the device."""
+    """Time a step for each of `batches` (sample numbers); returns the losses, still on the device."""
     losses = []
     clock.begin()
     for indices in batches:
@@ -307,17 +308,17 @@ def timed_steps(
 
 
 def line_up(worker: Worker) -> None:
-    """Return when all workers of a collective are here and their devices have nothing left to do."""
+    """Wait until all workers of a collective are here and their devices are idle."""
     if worker.world_size > 1:
         on_cuda = worker.device.type == "cuda"
         dist.barrier(device_ids=[worker.device.index] if on_cuda else None)
 
 
 def settle_garbage() -> None:
-    """Collect Python's garbage now, and look at what is left never again.
+    """Collect Python's garbage now, and never look again at what is left.
 
-    Else a full collection, which takes a tenth of a second with torch loaded, would come at some
-    moment of the timed training. What the training makes is still collected, in microseconds.
+    Otherwise a full collection, which takes a tenth of a second with torch loaded, would fall into the
+    timed training. What the training makes is still collected, in microseconds.
     """
     gc.collect()
     gc.freeze()
@@ -328,8 +329,8 @@ def evaluate(
 ) -> tuple[float, float]:
     """Mean loss and share of correct answers on the whole test set.
 
-    `world_size` workers share the test set out among them. Each calls the model equally often, since
-    a sharded forward is a collective; batches beyond the end count nothing.
+    `world_size` workers divide the test set among them. Each calls the model equally often, since a
+    sharded forward is a collective; batches beyond the end do not count.
     """
     total, batch = data.test_samples, EVAL_BATCH
     rounds = math.ceil(total / (batch * world_size))
@@ -360,12 +361,12 @@ def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN: None stands for a loss that is not a number."""
+    """The loss, or None if it is not finite: JSON has no NaN."""
     return value if isfinite(value) else None
 
 
 def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int) -> None:
-    """One line of progress, from rank 0."""
+    """Print one line of progress; only rank 0 does."""
     if worker.rank:
         return
     epochs, done = worker.settings.epochs, entry["epoch"]

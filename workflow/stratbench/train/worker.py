@@ -180,7 +180,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
 
 
 def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
-    """Threads, TensorFloat-32 and seeds, set the same way for every strategy."""
+    """Set threads, TensorFloat-32 and seeds, in the same way for every strategy."""
     torch.set_num_threads(threads)
     torch.manual_seed(s.seed)
     tf32 = s.precision == "tf32"
@@ -203,12 +203,12 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
         world_size=job.world_size,
         device_id=device if device.type == "cuda" else None,
     )
-    # NCCL connects with the first collective: here, lest it be one strategy's build or warm-up.
+    # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
     dist.all_reduce(torch.zeros(1, device=device))
 
 
 def tcp_store(job: Job, rank: int) -> dist.TCPStore:
-    """A store on a port that rank 0's kernel chooses; the others read where it is from the run folder."""
+    """A store on a free port of rank 0's node; the others find its address in the run folder."""
     if rank == 0:
         host = os.uname().nodename
         store = dist.TCPStore(host, 0, job.world_size, is_master=True, wait_for_workers=False)
@@ -225,6 +225,7 @@ def tcp_store(job: Job, rank: int) -> dist.TCPStore:
 def worker_result(
     result: loop.Result, strategy: Strategy, phases: Phases, rank: int
 ) -> dict[str, Any]:
+    """What the worker measured, as its file in the run folder holds it."""
     clock = result.clock
     times = phases.as_dict()
     return {
@@ -283,5 +284,6 @@ def gpu_is_full() -> bool:
 
 
 def first_line(e: BaseException) -> str:
+    """The type of an exception and the first line of its message."""
     text = str(e).strip().splitlines()
     return f"{type(e).__name__}: {text[0] if text else ''}".rstrip(": ")

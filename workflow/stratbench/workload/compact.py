@@ -53,6 +53,7 @@ class CompactVGG(nn.Module):
 
 
 def vgg(classes: int, channels: int) -> nn.Module:
+    """VGG with three linear layers, the first of which holds most parameters."""
     return CompactVGG(classes, channels)
 
 

@@ -37,7 +37,7 @@ class EpochTables(NamedTuple):
     augmentation: Augmentation | None
 
     def packed(self) -> EpochTables:
-        """The same in the smallest types, to be kept and not computed with: see `packed_bytes`."""
+        """The same tables in the smallest integer types, for keeping only (see `packed_bytes`)."""
         import torch
 
         a = self.augmentation
@@ -45,14 +45,14 @@ class EpochTables(NamedTuple):
         return EpochTables(self.order.to(torch.int32), small)
 
     def on(self, device: torch.device) -> EpochTables:
-        """The same, unpacked, on `device`."""
+        """The same tables as int64 on `device`."""
         a = self.augmentation
         whole = None if a is None else Augmentation(*(t.to(device).long() for t in a))
         return EpochTables(self.order.to(device).long(), whole)
 
 
 def packed_bytes(data: Dataset, augment: bool) -> int:
-    """Bytes of an epoch's packed tables: 4 a training sample, and 3 where it is augmented."""
+    """Bytes of an epoch's packed tables: 4 for a training sample, and 3 more if it is augmented."""
     augmented = augment and (data.crop_padding > 0 or data.flip)
     return data.train_samples * (4 + 3 * augmented)
 
@@ -66,7 +66,7 @@ def _generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order in which the epoch visits the samples: a permutation [samples], int64."""
+    """The order in which an epoch visits the samples: a permutation, int64 [samples]."""
     import torch
 
     return torch.randperm(samples, generator=_generator("order", seed, epoch))
@@ -203,7 +203,7 @@ class DeviceData:
         return self._normalised(images), self.train_labels[indices]
 
     def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Test samples `start` to `stop` (exclusive), or to the last: never augmented."""
+        """Test samples `start` to `stop` (exclusive) or to the last one; never augmented."""
         return self._normalised(self.test_images[start:stop]), self.test_labels[start:stop]
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:

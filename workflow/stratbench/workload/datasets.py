@@ -79,6 +79,7 @@ def _open_synthetic(values: Mapping[str, int], root: Path | None, downloads: Pat
 
 
 def synthetic_values(name: str, spec: Mapping[str, Any]) -> dict[str, int]:
+    """The values of a synthetic data set's `spec`, with defaults; DataError for a mistake in it."""
     allowed = ", ".join(SYNTHETIC_DEFAULTS)
     if spec.get("source") != "synthetic":
         raise DataError(

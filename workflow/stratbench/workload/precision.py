@@ -1,4 +1,4 @@
-"""What a cell's `precision` means for the tensors that every strategy is given."""
+"""What a cell's `precision` setting means for its tensors: dtype and memory format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def weights_dtype(precision: str) -> torch.dtype:
-    """Of the weights, the batches, and whatever autocast does not convert."""
+    """The dtype of the weights, of the batches and of all that autocast does not convert."""
     import torch
 
     return torch.float64 if precision == "fp64" else torch.float32
@@ -18,8 +18,8 @@ def weights_dtype(precision: str) -> torch.dtype:
 def batch_format(precision: str, device_type: str) -> torch.memory_format:
     """The memory format of the batches; weights are contiguous for every strategy.
 
-    Tensor cores want channels_last. A convolution computes in it as soon as its input has it, whatever
-    its weight has, and every layer hands it on; FSDP2 takes contiguous weights only.
+    Tensor cores want channels_last. A convolution computes in the format of its input, whatever the
+    format of its weight, and every layer passes it on. FSDP2 takes contiguous weights only.
     """
     import torch
 

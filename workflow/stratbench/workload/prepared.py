@@ -1,8 +1,8 @@
 """A prepared data set on disk: four memory-mappable arrays and `meta.json` in one folder.
 
 `train_images.npy`, `test_images.npy` uint8 [N, C, H, W]; `train_labels.npy`, `test_labels.npy`
-int64 [N]. The folder appears whole or not at all, and its SHA-256 tells damage afterwards: it is made anew
-where a file has no longer the size and the time of change that the meta data state.
+int64 [N]. The folder appears whole or not at all. Its SHA-256 shows damage afterwards; it is computed
+again only if a file no longer has the size and the time of change that the meta data state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stratbench.workload.sources import DataError, Source, progress_bar
 if TYPE_CHECKING:
     import numpy as np
 
-#: Raised when the layout changes, so that folders of an older one are made again.
+#: Goes up when the layout changes, so that folders of an older one are made again.
 FORMAT = 1
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 META = "meta.json"
@@ -103,7 +103,7 @@ def _sha256(folder: Path) -> str:
 
 
 def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The meta data of a folder that was made for `request` and is undamaged, else None."""
+    """The meta data of a folder that was made for `request` and is undamaged; otherwise None."""
     try:
         meta = read_json(folder / META)
         same = all(meta[key] == value for key, value in request.items())
@@ -115,8 +115,9 @@ def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
 def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """Move `built` to `folder` in one step, and return the meta data of what is there then.
 
-    What another process has put there for the same request stays; a damaged or different data set
-    is first moved next to `built`. A folder that holds anything else is not touched: DataError.
+    What another process has put there for the same request stays. A damaged or different data set
+    is first moved next to `built`. Raises DataError, and touches nothing, if the folder holds
+    anything else.
     """
     while True:
         try:
@@ -146,10 +147,10 @@ def _move_aside(folder: Path, where: Path) -> None:
 
 
 def verified_meta(folder: Path) -> dict[str, Any]:
-    """The meta data of a prepared data set, whose arrays are those that they were written for.
+    """The meta data of a prepared data set, after a check that its arrays are unchanged.
 
-    Reads the arrays only where size or time of change are not as stated (a copy, or a change).
-    DataError where something is missing, or the arrays have another SHA-256.
+    Reads the arrays only if a size or a time of change is not as stated (a copy, or a change).
+    Raises DataError if something is missing, or the arrays have another SHA-256.
     """
     try:
         meta = read_json(folder / META)
@@ -173,7 +174,7 @@ def _not_whole(folder: Path, why: object) -> DataError:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The meta data, and the arrays by name, mapped copy-on-write; DataError if not whole."""
+    """The meta data, and the arrays by name, mapped copy-on-write. DataError if it is not whole."""
     import numpy as np
 
     try:

@@ -100,9 +100,9 @@ class Source(NamedTuple):
 
 
 def progress_bar(total: int, unit: str, description: str) -> Any:
-    """A tqdm bar on stderr, shown after two seconds; seldom redrawn where stderr is a log file.
+    """A tqdm bar on stderr, shown after two seconds; seldom redrawn if stderr is a log file.
 
-    Without tqdm, as where the engine alone is installed: one that shows nothing.
+    Without tqdm (where only the engine is installed) the bar shows nothing.
     """
     try:
         from tqdm import tqdm
@@ -123,7 +123,7 @@ def progress_bar(total: int, unit: str, description: str) -> Any:
 
 
 def read_verified(path: Path, md5: str) -> bytes:
-    """The file's bytes, read once, whose MD5 is `md5`; DataError otherwise."""
+    """The bytes of a file, read once. Raises DataError if their MD5 is not `md5`."""
     try:
         content = read_regular(path, MOST_FILE_BYTES)
     except OSError as error:
@@ -146,8 +146,8 @@ def fetch(
 ) -> Path:
     """Download `files` (name -> MD5) of data set `name`, verified, into `scratch`; return that.
 
-    `scratch` is None where downloading is not allowed. The error that follows then, or when no
-    mirror delivers, opens with `missing`: what was looked for, and where.
+    Raises DataError if `scratch` is None (downloading is not allowed) or no mirror delivers. Its
+    message begins with `missing`: what was looked for, and where.
     """
     failure = "Downloading was not allowed."
     try:
