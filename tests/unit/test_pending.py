@@ -272,7 +272,7 @@ def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
     cells, seen = {"c1": "results/a/record.json", "c2": "results/b/record.json"}, {}
 
     def look(now_s):
-        return pending.look(seen, cells, tmp_path, now_s)
+        return pending.newly_stuck(seen, cells, tmp_path, now_s)
 
     assert look(0.0) == []
     assert look(59.0) == []
@@ -295,7 +295,7 @@ def test_a_silent_slurm_stops_nothing(tmp_path, monkeypatch):
         raise pending.subprocess.TimeoutExpired("squeue", 60)
 
     monkeypatch.setattr(pending.subprocess, "run", fail)
-    assert pending.look({}, {}, tmp_path, 0.0) == []
+    assert pending.newly_stuck({}, {}, tmp_path, 0.0) == []
     monkeypatch.setattr(nodes.subprocess, "run", fail)
     monkeypatch.setattr(nodes.shutil, "which", lambda name: name)
     assert nodes.cluster_nodes() == []

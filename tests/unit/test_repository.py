@@ -200,3 +200,13 @@ def test_the_page_of_policies_has_each_strategys_own_rule():
         rule = strategy_class(name).rule.replace("|", "\\|")
         assert rule
         assert f"| `{name}` | {rule} |" in table
+
+
+def test_the_workflow_catalog_and_snakedeploy_find_what_they_look_for():
+    """The catalog lists by these files; snakedeploy copies config/ and profiles/ to the user."""
+    usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
+    assert usage["software-stack-deployment"]["conda"]
+    assert (ROOT / usage["mandatory-flags"]["flags"].removeprefix("--profile ")).is_dir()
+    assert 'include: "../Snakefile"' in (ROOT / "workflow/Snakefile").read_text()
+    assert (ROOT / "config/README.md").exists()
+    assert (ROOT / "config/config.yaml").resolve() == ROOT / "config.yaml"

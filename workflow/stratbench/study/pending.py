@@ -43,7 +43,7 @@ FOR_EVER = {
 SHARED_LIMITS = r"(QOS|Assoc|Max)\w+"
 
 
-def request_of(resources: Any) -> JobRequest:
+def submitted_request(resources: Any) -> JobRequest:
     """What a job of Snakemake's will ask SLURM for, the profile's changes included."""
     return JobRequest(
         nodes=int(resources.get("nodes") or 1),
@@ -69,9 +69,9 @@ def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
     anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
     refused_cells = refusals(jobs, nodes.cluster_nodes(), anywhere)
     if not refused_cells:
-        explain_refusals(
+        show_refusals_plainly(
             {
-                str(job.output[0]): nodes.describe_request(cell, request_of(job.resources))
+                str(job.output[0]): nodes.describe_request(cell, submitted_request(job.resources))
                 for job, cell, _, _ in jobs
             }
         )
@@ -91,7 +91,7 @@ def refusals(
     """Why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
     found = {}
     for job, cell, settings, from_config in jobs:
-        asked = request_of(job.resources)
+        asked = submitted_request(job.resources)
         partition = "*" if anywhere else job.resources.get("slurm_partition")
         in_profile = _plain(asked) != _plain(from_config)
         sentence = nodes.refusal(
@@ -123,7 +123,7 @@ class RefusalFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = getattr(record, "rule_msg", None)
-        why = refused(message) if isinstance(message, str) else None
+        why = refusal_by_sbatch(message) if isinstance(message, str) else None
         if why is not None:
             asks = next(
                 (self._asks[o] for o in getattr(record, "output", ()) if o in self._asks), None
@@ -133,7 +133,7 @@ class RefusalFilter(logging.Filter):
         return True
 
 
-def refused(message: str) -> str | None:
+def refusal_by_sbatch(message: str) -> str | None:
     """Why sbatch refused a job, from the report of Snakemake's SLURM plugin; None for another."""
     found = re.match(
         r"SLURM sbatch failed\. The error message was '(.*?)'\.\n\s+sbatch call:",
@@ -146,7 +146,7 @@ def refused(message: str) -> str | None:
     return "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line)
 
 
-def explain_refusals(asks: Mapping[str, str]) -> None:
+def show_refusals_plainly(asks: Mapping[str, str]) -> None:
     """From now on, show what sbatch said and what the job asks for (by the file that it makes)."""
     logging.getLogger("snakemake.logging").addFilter(RefusalFilter(asks))
 
@@ -165,7 +165,7 @@ def watch(cells: Mapping[str, str], directory: Path) -> None:
         told: set[str] = set()
         while True:
             time.sleep(LOOK_S)
-            for job, sentence in look(seen, cells, directory, time.monotonic()):
+            for job, sentence in newly_stuck(seen, cells, directory, time.monotonic()):
                 if job not in told:
                     told.add(job)
                     tell(sentence)
@@ -173,7 +173,7 @@ def watch(cells: Mapping[str, str], directory: Path) -> None:
     threading.Thread(target=look_for_ever, name="pending jobs", daemon=True).start()
 
 
-def look(
+def newly_stuck(
     seen: dict[tuple[str, str], float],
     cells: Mapping[str, str],
     directory: Path,

@@ -94,7 +94,7 @@ def wait_for_live(cells: Mapping[str, str], directory: Path) -> bool:
         if not live and jobs is not None:
             return waited
         if not waited:
-            tell(message(live))
+            tell(describe_live_jobs(live))
             waited = True
         time.sleep(POLL_S)
 
@@ -103,7 +103,7 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def message(live: Mapping[str, str]) -> str:
+def describe_live_jobs(live: Mapping[str, str]) -> str:
     """What the user is told: which cells (by SLURM job id) run, and the three ways out."""
     listed = "\n".join(f"  SLURM job {job}: {cell}" for job, cell in live.items())
     return (

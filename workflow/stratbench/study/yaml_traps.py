@@ -32,7 +32,8 @@ def check_duplicate_keys(path: str | Path) -> None:
             for item in node.value:
                 walk(item, where)
 
-    root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=loader)
     if root is not None:
         walk(root, "")
 
