@@ -12,11 +12,14 @@ import pytest
 import torch
 from fixture_records import make_record
 
+from launching import settings
 from stratbench import strategies
 from stratbench.analysis import audit, columns, decide, theory
 from stratbench.analysis.constraints import Constraints
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import SCHEMA_PATH
+from stratbench.cell.run_folder import RunFolder
+from stratbench.plan import servers
 from stratbench.plan.request import Request
 from stratbench.ps.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policy import Hyper
@@ -24,6 +27,7 @@ from stratbench.ps.tickets import TicketPlan
 from stratbench.ps.virtual import Timing, WorkerLost, simulate
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Collective, Traits
+from stratbench.strategies.ps import class_of_policy, server_configs
 
 PACKAGE = Path(strategies.__file__).parents[1]
 #: Files that name strategies because what they hold is about those: the paper's own, a colour for
@@ -155,6 +159,25 @@ def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
 def test_traits_follow_options_and_the_number_of_workers(name, options, gpus, expected):
     said = asdict(traits_of(name, option_defaults(name) | options, gpus))
     assert {key: said[key] for key in expected} == expected
+
+
+class Renamed(class_of_policy("ps-ssp")):
+    """A policy's strategy under a name of its own."""
+
+
+def test_a_policy_goes_by_its_own_name_and_not_by_the_strategys(monkeypatch):
+    monkeypatch.setitem(REGISTRY, "my-servers", f"{__name__}:Renamed")
+    given = option_defaults("my-servers") | {"staleness_bound": 5}
+    s = settings("my-servers", options=given, gpus=2, per_worker_batch=8)
+    [config] = server_configs(s, 64, RunFolder(Path()), None)
+    assert config.policy == "ps-ssp"
+    assert config.policy_options == {"staleness_bound": 5, "lr_scale": "1/N"}
+    sizes = {"weights": 100, "buffers": 8}
+    needs = [
+        servers.server_needs(name, given, 2, sizes, momentum=True, shared_memory=False)
+        for name in ("my-servers", "ps-ssp")
+    ]
+    assert needs[0] == needs[1]
 
 
 def test_the_record_and_the_columns_carry_every_trait():

@@ -206,7 +206,11 @@ class Collective(Strategy):
         self.reset()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the tensors in `self.local`: SGD by the cell's settings."""
+        """The optimizer of the tensors in `self.local`: SGD by the cell's settings.
+
+        Nowhere else is one built. What it keeps should be there from the start, as the momentum is
+        here: the plan takes the first step for one like any other.
+        """
         import torch
 
         s = self.worker.settings

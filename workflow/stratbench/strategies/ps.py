@@ -1,8 +1,8 @@
 """Workers that push gradients to parameter servers, which update the weights by a policy.
 
-Each policy in `ps/policies.py` makes one strategy of the same name (`class_of_policy`). Workers take batches
-as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep the
-optimizer's state.
+Each policy in `ps/policies.py` makes one strategy of the same name (`class_of_policy`). Workers take
+batches as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep
+the optimizer's state.
 """
 
 from __future__ import annotations
