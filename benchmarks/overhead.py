@@ -88,7 +88,7 @@ class Setting(NamedTuple):
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         if self.workload == "conv":
-            return models.build("vgg-compact", CLASSES, 1)
+            return models.build("vgg-compact", CLASSES, (1, 32, 32))
         inner = nn.Linear(SIZE * SIZE, 64), nn.ReLU(), nn.Linear(64, CLASSES)
         return nn.Sequential(nn.Flatten(), *inner)
 

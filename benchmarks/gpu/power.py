@@ -68,7 +68,7 @@ def achieved(job: Job) -> dict[str, Any]:
     run["train_time_s"] = result["train_time_s"]
     found = efficiency.compute_figures(job, [result], run) or {}
     shape = models.input_shape(job.settings.model, job.data_shape)
-    model = models.build(job.settings.model, result["model"]["classes"], shape[0]).eval()
+    model = models.build(job.settings.model, result["model"]["classes"], shape).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, *shape))
     expected = 3 * counter.get_total_flops() * result["samples"] / result["train_time_s"]

@@ -126,9 +126,7 @@ def set_up(
     dtype = weights_dtype(s.precision)
     memory_format = batch_format(s.precision, device.type)
     data = data or DeviceData.load(job.data_dir, device, shape, dtype, memory_format)
-    model = models.for_training(
-        s.model, data.meta["classes"], shape[0], s.seed, device, dtype, build
-    )
+    model = models.for_training(s.model, data.meta["classes"], shape, s.seed, device, dtype, build)
     groups = models.wrap_groups(s.model, model)
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))

@@ -36,13 +36,13 @@ from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.workload import models
-from stratbench.workload.data import DeviceData
+from stratbench.workload.data import DeviceData, Images, Texts
 from stratbench.workload.precision import batch_format, weights_dtype
 
 warnings.simplefilter("ignore")  # of what a CPU build says of CUDA
 
 DEVICE = torch.device("cuda", 0)
-CLASSES, SIDE, SAMPLES, BATCH, WORKERS = 10, 32, 8, 4, 2
+CLASSES, SIDE, LENGTH, SAMPLES, BATCH, WORKERS = 10, 32, 16, 8, 4, 2
 
 
 def stand_in(real: type, **answers: Any) -> type:
@@ -159,20 +159,23 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
     return channel
 
 
-def data_on_device(shape: tuple[int, int, int], precision: str) -> DeviceData:
+def data_on_device(shape: tuple[int, ...], precision: str) -> DeviceData:
     meta = {
         "name": "fake", "shape": list(shape), "classes": CLASSES, "crop_padding": 2, "flip": True,
         "mean": [0.5] * shape[0], "std": [0.25] * shape[0],
     }  # fmt: skip
+    is_text = len(shape) == 1
     arrays = {
         f"{part}_{what}": torch.zeros(size, dtype=dtype, device=DEVICE)
         for part in ("train", "test")
         for what, size, dtype in (
-            ("images", (SAMPLES, *shape), torch.uint8),
-            ("labels", (SAMPLES,), torch.int64),
+            ("inputs", (SAMPLES, *shape), torch.uint8),
+            ("targets", (SAMPLES, *shape * is_text), torch.uint8 if is_text else torch.int64),
         )
     }
-    return DeviceData(
+    if is_text:
+        return Texts(meta, arrays)
+    return Images(
         meta, arrays, shape, weights_dtype(precision), batch_format(precision, DEVICE.type)
     )
 
@@ -185,9 +188,12 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         global_batch=BATCH * workers, per_worker_batch=BATCH, precision=precision, augment=True,
         weight_decay=1e-4, warmup_steps=1, device="cuda",
     )  # fmt: skip
+    shape = (
+        (LENGTH,) if models.MODELS[model].reads_text else models.input_shape(model, (3, SIDE, SIDE))
+    )
     request = fake.Request(
         strategy=strategy, options=tuple(sorted(s.options.items())), model=model,
-        input_shape=(3, SIDE, SIDE), classes=CLASSES, world_size=workers, local_world=workers,
+        input_shape=shape, classes=CLASSES, world_size=workers, local_world=workers,
         eval_batch=SAMPLES, precision=precision, momentum=True, weight_decay=True, nesterov=False,
         on_cuda=True,
     )  # fmt: skip
@@ -197,10 +203,9 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         stack.enter_context(fake.torch_on_fakes(request))
         stack.enter_context(fake.fake_group(workers))
         stack.enter_context(FakeTensorMode())
-        shape = models.input_shape(model, (3, SIDE, SIDE))
         dtype = weights_dtype(precision)
         data = data_on_device(shape, precision)
-        net = models.for_training(model, CLASSES, shape[0], s.seed, DEVICE, dtype, build=fake.blank)
+        net = models.for_training(model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.blank)
         groups = models.wrap_groups(model, net)
         made = fake.strategy_on_fakes(request)
         if request.served:

@@ -101,12 +101,12 @@ def cifar10_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_digits_are_the_embedded_ones_in_a_fixed_split(digits_dir: Path) -> None:
     meta, arrays = prepared.read(digits_dir)
     assert meta["sha256"] == "90490bb2ffbc52a10e47594d770eb0cf72cf1e7e86a80c9be4553390d88f4977"
-    assert arrays["train_images"].shape == (1437, 1, 8, 8)
-    assert arrays["test_images"].shape == (360, 1, 8, 8)
-    assert arrays["train_images"].min() == 0
-    assert arrays["train_images"].max() == 255
-    assert np.bincount(arrays["test_labels"]).min() >= 34
-    images = arrays["train_images"] / 255
+    assert arrays["train_inputs"].shape == (1437, 1, 8, 8)
+    assert arrays["test_inputs"].shape == (360, 1, 8, 8)
+    assert arrays["train_inputs"].min() == 0
+    assert arrays["train_inputs"].max() == 255
+    assert np.bincount(arrays["test_targets"]).min() >= 34
+    images = arrays["train_inputs"] / 255
     assert meta["mean"] == pytest.approx([images.mean()])
     assert meta["std"] == pytest.approx([images.std()])
 
@@ -129,17 +129,17 @@ def test_a_synthetic_set_has_the_asked_size_and_is_the_same_each_time(tmp_path: 
     assert first["shape"] == [3, 12, 12]
     assert describe("mine", SPEC).shape == (3, 12, 12)
     _, arrays = prepared.read(tmp_path / "a")
-    assert len(arrays["train_images"]) == 300
-    assert np.bincount(arrays["train_labels"]).tolist() == [100, 100, 100]
+    assert len(arrays["train_inputs"]) == 300
+    assert np.bincount(arrays["train_targets"]).tolist() == [100, 100, 100]
 
 
 def test_a_synthetic_set_can_be_learnt_from_but_not_copied(tmp_path: Path) -> None:
     prepare("mine", tmp_path / "a", spec=SPEC)
     _, arrays = prepared.read(tmp_path / "a")
-    images, labels = arrays["train_images"].astype(float), arrays["train_labels"]
+    images, labels = arrays["train_inputs"].astype(float), arrays["train_targets"]
     centres = np.stack([images[labels == label].mean(axis=0) for label in range(3)])
-    distances = ((arrays["test_images"].astype(float)[:, None] - centres) ** 2).sum(axis=(2, 3, 4))
-    assert (distances.argmin(axis=1) == arrays["test_labels"]).mean() == 1
+    distances = ((arrays["test_inputs"].astype(float)[:, None] - centres) ** 2).sum(axis=(2, 3, 4))
+    assert (distances.argmin(axis=1) == arrays["test_targets"]).mean() == 1
     assert images[labels == 0].std(axis=0).mean() > 30, "no noise"
 
 
@@ -150,9 +150,9 @@ def test_mnist_is_read_compressed_and_uncompressed(
     put_mnist(tmp_path / "root", mnist_files, compressed)
     meta = prepare("mnist", tmp_path / "out", tmp_path / "root", download=False)
     _, arrays = prepared.read(tmp_path / "out")
-    assert arrays["train_images"].shape == (6, 1, 28, 28)
-    assert arrays["train_images"].tobytes() == mnist_files["train-images-idx3-ubyte"][16:]
-    assert arrays["test_labels"].tolist() == [0, 1, 2, 3]
+    assert arrays["train_inputs"].shape == (6, 1, 28, 28)
+    assert arrays["train_inputs"].tobytes() == mnist_files["train-images-idx3-ubyte"][16:]
+    assert arrays["test_targets"].tolist() == [0, 1, 2, 3]
     named = {source["file"]: source["md5"] for source in meta["sources"]}
     end = ".gz" if compressed else ""
     assert named[f"t10k-labels-idx1-ubyte{end}"] in sources.MNIST_FILES["t10k-labels-idx1-ubyte"]
@@ -161,10 +161,10 @@ def test_mnist_is_read_compressed_and_uncompressed(
 def test_cifar10_is_read_from_batches(tmp_path: Path, cifar10_root: Path) -> None:
     prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
     _, arrays = prepared.read(tmp_path / "out")
-    assert arrays["train_images"].shape == (20, 3, 32, 32)
-    assert arrays["train_labels"].tolist()[::4] == [0, 1, 2, 3, 4]
+    assert arrays["train_inputs"].shape == (20, 3, 32, 32)
+    assert arrays["train_targets"].tolist()[::4] == [0, 1, 2, 3, 4]
     expected = np.random.default_rng(5).integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
-    assert (arrays["test_images"] == expected).all()
+    assert (arrays["test_inputs"] == expected).all()
 
 
 def test_cifar10_is_read_from_its_archive(
@@ -332,7 +332,7 @@ def run_prepare(out: Path, spec: dict) -> subprocess.Popen:
 def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, how: int) -> None:
     out = tmp_path / "out"
     process = run_prepare(out, SPEC | {"train_samples": 1_000_000, "size": 32})
-    while not list(tmp_path.glob(".out.*.partial/built/train_images.npy")):
+    while not list(tmp_path.glob(".out.*.partial/built/train_inputs.npy")):
         assert process.poll() is None, "ended before it could be killed"
         time.sleep(0.02)
     process.send_signal(how)
@@ -354,7 +354,7 @@ def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> No
 def test_an_intact_result_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("mine", out, spec=SPEC)
-    images = out / "train_images.npy"
+    images = out / "train_inputs.npy"
     before = images.stat().st_ino
     prepare("mine", out, spec=SPEC)
     assert images.stat().st_ino == before
@@ -372,10 +372,10 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
     assert prepared.verified_meta(out) == meta
     shutil.copytree(out, copy, copy_function=shutil.copyfile)  # other times of change
     assert prepared.verified_meta(copy)["sha256"] == meta["sha256"]
-    labels = out / "test_labels.npy"
+    labels = out / "test_targets.npy"
     whole = labels.read_bytes()
     labels.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DataError, match=r"test_labels changed after it was prepared\); delete it"):
+    with pytest.raises(DataError, match=r"test_targets changed after it was prepared\); delete it"):
         prepared.verified_meta(out)
     labels.write_bytes(whole)
     assert prepared.verified_meta(out) == meta
@@ -386,7 +386,7 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
 def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str) -> None:
     out = tmp_path / "out"
     meta = prepare("mine", out, spec=SPEC)
-    array = out / ("meta.json" if odd == "no JSON" else "train_images.npy")
+    array = out / ("meta.json" if odd == "no JSON" else "train_inputs.npy")
     array.unlink()
     if odd == "fifo":
         os.mkfifo(array)
@@ -486,7 +486,7 @@ def test_the_real_files_have_the_expected_md5s_and_statistics(
     assert meta["mean"] == pytest.approx(mean, abs=1e-4)
     assert meta["std"] == pytest.approx(std, abs=1e-4)
     _, arrays = prepared.read(tmp_path / name)
-    assert set(np.bincount(arrays["test_labels"])) == {1000} or name == "mnist"
+    assert set(np.bincount(arrays["test_targets"])) == {1000} or name == "mnist"
 
 
 @needs_real_data

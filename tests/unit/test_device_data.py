@@ -61,7 +61,7 @@ def test_augmentation_is_a_crop_from_zero_padding_and_a_flip(coloured: Path) -> 
     images, _ = data.batch(indices, tables)
     for image, index in zip(images, indices.tolist(), strict=True):
         padded = torch.zeros(3, 20, 20, dtype=torch.float64)
-        padded[:, 4:16, 4:16] = data.train_images[index]
+        padded[:, 4:16, 4:16] = data.train_inputs[index]
         top, left = tables.top[index], tables.left[index]
         crop = padded[:, top : top + 12, left : left + 12]
         crop = crop.flip(-1) if tables.flip[index] else crop
@@ -131,7 +131,7 @@ def test_one_channel_is_repeated_for_a_model_that_wants_three(digits_dir: Path) 
     expected, _ = grey.batch(torch.arange(4))
     found, _ = colour.batch(torch.arange(4))
     assert torch.equal(found, expected.repeat(1, 3, 1, 1))
-    assert colour.train_images.shape[1] == 1, "memory is spent on repeated bytes"
+    assert colour.train_inputs.shape[1] == 1, "memory is spent on repeated bytes"
 
 
 def test_channels_that_cannot_be_made_are_refused(coloured: Path) -> None:
@@ -143,9 +143,9 @@ def test_test_batches_are_normalised_in_order_and_end_with_the_test_set(digits_d
     data = DeviceData.load(digits_dir)
     batches = [data.test_batch(start, start + 100) for start in range(0, data.test_samples, 100)]
     assert [len(labels) for _, labels in batches] == [100, 100, 100, 60]
-    assert torch.equal(torch.cat([labels for _, labels in batches]), data.test_labels)
+    assert torch.equal(torch.cat([labels for _, labels in batches]), data.test_targets)
     images = torch.cat([images for images, _ in batches])
-    expected = (data.test_images / 255 - data.meta["mean"][0]) / data.meta["std"][0]
+    expected = (data.test_inputs / 255 - data.meta["mean"][0]) / data.meta["std"][0]
     torch.testing.assert_close(images, expected, rtol=0, atol=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_digits_and_mnist_are_never_mirrored(digits_dir: Path) -> None:
 
 def test_the_prepared_files_are_not_changed_by_training_on_them(digits_dir: Path) -> None:
     data = DeviceData.load(digits_dir)
-    data.train_images.zero_()
+    data.train_inputs.zero_()
     assert prepared.intact(digits_dir, {"name": "digits"})
 
 
@@ -170,7 +170,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, digits_dir: Path)
         DeviceData.load(tmp_path)
     broken = tmp_path / "broken"
     shutil.copytree(digits_dir, broken)
-    file = broken / "train_images.npy"
+    file = broken / "train_inputs.npy"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(DataError, match="broken"):
         DeviceData.load(broken)

@@ -290,7 +290,7 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
 ):
     folder = tmp_path / "changed"
     shutil.copytree(tiny_data, folder)
-    with (folder / "train_images.npy").open("r+b") as f:
+    with (folder / "train_inputs.npy").open("r+b") as f:
         f.seek(-1, 2)
         last = f.read(1)
         f.seek(-1, 2)
@@ -298,7 +298,7 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
     launched = start_cell(settings("ddp"), data_dir=folder)
     code, output = launched.finish()
     assert code == 1
-    assert "train_images changed after it was prepared" in output
+    assert "train_inputs changed after it was prepared" in output
     assert "Traceback" not in output
     assert not launched.record.exists()
 

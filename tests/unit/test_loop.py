@@ -59,7 +59,7 @@ def train(strategy: Single, worker: Worker, data: DeviceData, path: Path) -> loo
 @pytest.mark.parametrize("batch", [6, 40, 64])
 def test_workers_share_out_the_test_set(data, monkeypatch, workers, batch):
     """Their sums make the whole, each sample once, though all call the model equally often."""
-    monkeypatch.setattr(loop, "EVAL_BATCH", batch)
+    monkeypatch.setattr(loop, "eval_batch", lambda shape: batch)
     monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
     model = network()
     calls = []

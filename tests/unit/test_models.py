@@ -13,18 +13,21 @@ import torch
 from torch import nn
 
 from stratbench.workload.datasets import DATASETS
+from stratbench.workload.gpt import GPT
 from stratbench.workload.models import (
     MODELS,
     build,
+    for_training,
     has_batchnorm,
     has_dropout,
     input_shape,
     wrap_groups,
 )
+from stratbench.workload.tasks import mean_loss
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
-COMPACT = [name for name, model in MODELS.items() if model.builder]
-FULL = [name for name, model in MODELS.items() if not model.builder]
+COMPACT = [name for name in MODELS if name.endswith("-compact")]
+FULL = [name for name in MODELS if name not in COMPACT]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,37 +43,55 @@ def parameters(*modules: nn.Module) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def on_meta(name: str, classes: int, channels: int = 3) -> nn.Module:
+def on_meta(name: str, classes: int, shape: tuple[int, ...] | None = None) -> nn.Module:
+    """The network without memory; for texts of 64 tokens or images of 32 pixels."""
     with torch.device("meta"):
-        return build(name, classes, channels)
+        return build(name, classes, shape or ((64,) if MODELS[name].reads_text else (3, 32, 32)))
+
+
+def empty_batch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    dtype = torch.int64 if MODELS[name].reads_text else torch.float32
+    return torch.empty(4, *shape, device="meta", dtype=dtype)
+
+
+def data_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """The data sets that a model takes, and the shape it sees."""
+    taken = {
+        key: facts for key, facts in DATASETS.items() if facts.is_text == MODELS[name].reads_text
+    }
+    return {key: input_shape(name, facts.shape) for key, facts in taken.items()}
 
 
 @pytest.mark.parametrize(
-    ("name", "published"),
+    ("name", "published", "classes", "shape"),
     [
-        ("vgg16", 138_357_544),
-        ("efficientnet_v2_l", 118_515_272),
-        ("convnext_large", 197_767_336),
-        ("resnet50", 25_557_032),
-        ("densenet121", 7_978_856),
+        ("vgg16", 138_357_544, 1000, (3, 224, 224)),
+        ("efficientnet_v2_l", 118_515_272, 1000, (3, 224, 224)),
+        ("convnext_large", 197_767_336, 1000, (3, 224, 224)),
+        ("resnet50", 25_557_032, 1000, (3, 224, 224)),
+        ("densenet121", 7_978_856, 1000, (3, 224, 224)),
+        ("vit_b_16", 86_567_656, 1000, (3, 224, 224)),
+        ("gpt-char", 10_770_816, 65, (256,)),
+        ("gpt2-small", 124_439_808, 50257, (1024,)),
     ],
 )
-def test_full_size_models_have_the_published_parameter_counts(name: str, published: int) -> None:
-    assert parameters(on_meta(name, 1000)) == published == MODELS[name].parameters
+def test_full_size_models_have_the_published_parameter_counts(
+    name: str, published: int, classes: int, shape: tuple[int, ...]
+) -> None:
+    assert parameters(on_meta(name, classes, shape)) == published == MODELS[name].parameters
 
 
 @pytest.mark.parametrize("name", COMPACT)
 def test_compact_models_are_compact(name: str) -> None:
-    assert parameters(on_meta(name, 1000)) == MODELS[name].parameters
-    for channels in (1, 3):
-        assert 100_000 <= parameters(on_meta(name, 10, channels)) <= 500_000
+    shape, classes = ((64,), 65) if MODELS[name].reads_text else ((3, 224, 224), 1000)
+    assert parameters(on_meta(name, classes, shape)) == MODELS[name].parameters
+    for shape in data_shapes(name).values():
+        assert 100_000 <= parameters(on_meta(name, 10, shape)) <= 900_000
 
 
 def test_every_family_has_a_full_size_and_a_compact_model() -> None:
-    assert sorted(MODELS[name].family for name in FULL) == sorted(
-        MODELS[name].family for name in COMPACT
-    )
-    assert [f"{MODELS[name].family}-compact" for name in FULL] == COMPACT
+    assert {MODELS[name].family for name in FULL} == {MODELS[name].family for name in COMPACT}
+    assert {f"{MODELS[name].family}-compact" for name in FULL} == set(COMPACT)
 
 
 def test_input_shapes_follow_the_data_and_the_model() -> None:
@@ -79,38 +100,47 @@ def test_input_shapes_follow_the_data_and_the_model() -> None:
     assert input_shape("vgg16", (3, 224, 224)) == (3, 224, 224)
     assert input_shape("vgg-compact", (1, 8, 8)) == (1, 16, 16)
     assert input_shape("vgg-compact", (1, 28, 28)) == (1, 28, 28)
-    with pytest.raises(ValueError, match="3 channels"):
-        input_shape("vgg16", (2, 32, 32))
+    assert input_shape("vit_b_16", (1, 28, 28)) == (3, 32, 32)
+    assert input_shape("vit-compact", (1, 30, 30)) == (1, 32, 32), "whole patches"
+    assert input_shape("gpt-compact", (64,)) == (64,)
+    for name, shape, why in (
+        ("vgg16", (2, 32, 32), "3 channels"),
+        ("vit-compact", (1, 16, 32), "takes square images; these have 16x32 pixels"),
+        ("vgg-compact", (64,), "takes images, and the data set has texts"),
+        ("gpt-compact", (1, 8, 8), "takes texts, and the data set has images"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            input_shape(name, shape)
 
 
-def check_step(model: nn.Module, images: torch.Tensor, classes: int) -> None:
+def check_step(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
     """One forward and backward pass: right shape, a finite loss, a gradient everywhere."""
-    labels = torch.arange(len(images), device=images.device) % classes
-    output = model(images)
-    assert output.shape == (len(images), classes)
-    nn.functional.cross_entropy(output, labels).backward()
+    output = model(inputs)
+    per_sample = inputs.shape[1:] if inputs.dim() == 2 else ()
+    assert output.shape == (len(inputs), *per_sample, classes)
+    targets = torch.arange(output[..., 0].numel(), device=inputs.device) % classes
+    mean_loss(output, targets.view(output.shape[:-1])).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    if not images.is_meta:
+    if not inputs.is_meta:
         assert output.isfinite().all()
         for label, parameter in model.named_parameters():
             assert parameter.grad.isfinite().all(), label
 
 
-@pytest.mark.parametrize("name", COMPACT)
-@pytest.mark.parametrize("dataset", ["digits", "mnist", "cifar10"])
-def test_compact_models_train_on_every_data_set(name: str, dataset: str) -> None:
+@pytest.mark.parametrize(("name", "dataset"), [(n, d) for n in COMPACT for d in data_shapes(n)])
+def test_compact_models_train_on_every_data_set_of_their_kind(name: str, dataset: str) -> None:
     facts = DATASETS[dataset]
     shape = input_shape(name, facts.shape)
     torch.manual_seed(0)
-    model = build(name, facts.classes, shape[0])
-    check_step(model, torch.randn(4, *shape), facts.classes)
+    model = build(name, facts.classes, shape)
+    x = torch.randint(facts.classes, (4, *shape)) if facts.is_text else torch.randn(4, *shape)
+    check_step(model, x, facts.classes)
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_full_size_models_accept_every_data_set(name: str) -> None:
-    model = on_meta(name, 10)
-    for shape in {input_shape(name, facts.shape) for facts in DATASETS.values()}:
-        check_step(model, torch.empty(4, *shape, device="meta"), 10)
+def test_full_size_models_accept_every_data_set_of_their_kind(name: str) -> None:
+    for shape in set(data_shapes(name).values()):
+        check_step(on_meta(name, 10, shape), empty_batch(name, shape), 10)
 
 
 @pytest.mark.parametrize("name", ["densenet121", "resnet50"])
@@ -118,12 +148,33 @@ def test_the_cheaper_full_size_models_compute(name: str) -> None:
     check_step(build(name, 10), torch.randn(2, *input_shape(name, (1, 8, 8))), 10)
 
 
+def test_a_token_is_predicted_from_those_before_it() -> None:
+    torch.manual_seed(0)
+    model = build("gpt-compact", 65, (64,)).eval()
+    tokens = torch.randint(65, (2, 64))
+    changed = tokens.clone()
+    changed[:, 40:] = (changed[:, 40:] + 1) % 65
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40], after[:, 40])
+
+
+def test_a_head_that_shares_the_embeddings_weights_still_does_when_placed() -> None:
+    model = for_training("gpt-compact", 65, (64,), 0, torch.device("cpu"), torch.float64)
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.dtype is torch.float64
+    assert parameters(model) == MODELS["gpt-compact"].parameters
+    untied = GPT(65, 64, layers=4, heads=4, width=128, tied=False)
+    assert parameters(untied) == parameters(model) + 65 * 128
+
+
 @pytest.mark.parametrize("name", COMPACT)
 def test_the_same_seed_gives_the_same_weights(name: str) -> None:
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        states.append(build(name, 10, 1).state_dict())
+        states.append(build(name, 10, data_shapes(name).popitem()[1]).state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert not all(torch.equal(states[0][key], states[2][key]) for key in states[0])
 
@@ -141,6 +192,10 @@ def test_the_same_seed_gives_the_same_weights(name: str) -> None:
         ("convnext-compact", 4, "features.5.1", 0.376),
         ("resnet-compact", 4, "layer4", 0.704),
         ("densenet-compact", 5, "features.denseblock3", 0.358),
+        ("vit_b_16", 12, "encoder.layers.encoder_layer_0", 0.083),
+        ("vit-compact", 4, "encoder.layers.encoder_layer_0", 0.2402),
+        ("gpt-compact", 4, "blocks.0", 0.247),
+        ("gpt2-small", 12, "blocks.0", 0.083),
     ],
 )
 def test_wrap_groups_are_the_families_blocks(
@@ -163,7 +218,7 @@ def test_wrap_groups_are_disjoint_and_in_forward_order(name: str) -> None:
     order: list[str] = []
     for label, modules in groups:
         modules[0].register_forward_pre_hook(lambda *_, label=label: order.append(label))
-    model(torch.empty(2, 3, 32, 32, device="meta"))
+    model(empty_batch(name, (64,) if MODELS[name].reads_text else (3, 32, 32)))
     assert order == [label for label, _ in groups]
 
 
@@ -184,7 +239,7 @@ def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
         with pytest.raises(ValueError, match=r"unknown model 'vgg17'; known: vgg16, "):
             ask()
     with pytest.raises(ValueError, match="takes 3 channels, not 1"):
-        build("resnet50", 10, channels=1)
+        build("resnet50", 10, (1, 32, 32))
 
 
 def run_python(code: str) -> str:

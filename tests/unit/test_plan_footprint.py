@@ -19,6 +19,8 @@ from stratbench.plan.request import Request
 from stratbench.plan.trace import OperatorTrace
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.workload import models
+from stratbench.workload.data import example_batch
+from stratbench.workload.tasks import mean_loss
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,7 +31,7 @@ def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **c
         strategy=strategy,
         options=tuple(sorted(options.items())),
         model=model,
-        input_shape=(3, 32, 32),
+        input_shape=(64,) if models.MODELS[model].reads_text else (3, 32, 32),
         classes=10,
         world_size=workers,
         local_world=workers,
@@ -49,7 +51,7 @@ def peak_of(request: Request, batch: int) -> int:
     return max(trace.live_bytes(trace.phases[1].first, trace.phases[4].first))
 
 
-@pytest.mark.parametrize("model", ["resnet-compact", "vgg-compact"])
+@pytest.mark.parametrize("model", ["resnet-compact", "vgg-compact", "vit-compact", "gpt-compact"])
 def test_fake_tensors_allocate_what_real_ones_do(model: str):
     batch = 24
     predicted = footprint.make_footprint(request_for("single", model, workers=1)).training_peak(
@@ -57,7 +59,8 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str):
     )
 
     torch.manual_seed(0)
-    net = models.build(model, 10, 3).train()
+    shape = (64,) if models.MODELS[model].reads_text else (3, 32, 32)
+    net = models.build(model, 10, shape).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for p in net.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -65,10 +68,12 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str):
     trace.tag("parameters", net.parameters())
     trace.tag("buffers", net.buffers())
     trace.tag("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
-    x, y = torch.randn(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.int64)
+    x, y = example_batch(
+        batch, shape, 10, torch.device("cpu"), torch.float32, torch.contiguous_format
+    )
     trace.tag("activations", (x, y))
     with trace:
-        loss = F.cross_entropy(net(x), y)
+        loss = mean_loss(net(x), y)
         loss.backward()
         optimizer.step()
     measured = max(trace.live_bytes(0, len(trace.events)))
@@ -109,7 +114,7 @@ def test_parts_add_up_to_the_peak_and_states_are_exact():
     assert sum(peak.parts_bytes.values()) == pytest.approx(peak.n_bytes, abs=len(peak.parts_bytes))
     # Rank 0 holds the first quarter, rounded up, of the first dimension of every parameter.
     with torch.device("meta"):
-        shapes = [p.shape for p in models.build("vgg-compact", 10, 3).parameters()]
+        shapes = [p.shape for p in models.build("vgg-compact", 10, (3, 32, 32)).parameters()]
     shard_bytes = sum(4 * -(-s[0] // 4) * s[1:].numel() for s in shapes)
     assert made.model_states_bytes["parameters_bytes"] == shard_bytes
     assert made.model_states_bytes["gradients_bytes"] == shard_bytes
@@ -156,14 +161,16 @@ def join_alone(tmp_path: Path) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("cap_mb", [1, 25])
 def test_the_emulated_buckets_are_as_large_as_ddps(join_alone, cap_mb: int):
     join_alone()
-    net = models.build("resnet-compact", 10, 3)
+    net = models.build("resnet-compact", 10, (3, 32, 32))
     module = DistributedDataParallel(net, bucket_cap_mb=cap_mb)
     for _ in range(3):  # DDP builds its buckets anew after the first
         F.cross_entropy(
             module(torch.randn(4, 3, 32, 32)), torch.zeros(4, dtype=torch.int64)
         ).backward()
     logged = module._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    emulated = fake.Replica(models.build("resnet-compact", 10, 3), cap_mb << 20, as_view=True)
+    emulated = fake.Replica(
+        models.build("resnet-compact", 10, (3, 32, 32)), cap_mb << 20, as_view=True
+    )
     assert sorted(4 * b.numel() for b in emulated.buckets) == sorted(
         int(n) for n in logged.split(",")
     )
@@ -192,7 +199,7 @@ def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
     request = request_for("ddp", options={"gradient_as_bucket_view": as_view})
     predicted = footprint.make_footprint(request).training_peak(batch)
     join_alone()
-    net = models.build("vgg-compact", 10, 3).train()
+    net = models.build("vgg-compact", 10, (3, 32, 32)).train()
     module = DistributedDataParallel(net, bucket_cap_mb=25, gradient_as_bucket_view=as_view)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     x, y = torch.randn(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.int64)
@@ -240,7 +247,7 @@ def test_only_sharded_gradients_need_a_verdict_in_common():
 def test_what_is_in_no_group_is_gathered_once():
     """FSDP2 keeps the root's own parameters from forward to backward."""
     model = "convnext-compact"
-    net = models.build(model, 10, 3)
+    net = models.build(model, 10, (3, 32, 32))
     grouped = {
         id(p) for _, ms in models.wrap_groups(model, net) for m in ms for p in m.parameters()
     }

@@ -386,7 +386,9 @@ def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
 
 def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
     """As far as its ranks differ: of a server's workers one stands for all, of DDP's ranks two."""
-    config, study = configuration.load(config_of(tmp_path, strategies=["fsdp", "ddp", "ps-async"]))
+    config, study = configuration.load_config(
+        config_of(tmp_path, strategies=["fsdp", "ddp", "ps-async"])
+    )
     found = {
         (cell.strategy, cell.gpus): schedule.subject_of(config, study, cell).request.local_world
         for cell in study.cells

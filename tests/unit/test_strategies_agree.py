@@ -27,6 +27,7 @@ from stratbench.strategies.ddp import DDP
 from stratbench.strategies.fsdp import FSDP
 from stratbench.strategies.single import Single
 from stratbench.workload import models
+from stratbench.workload.gpt import GPT
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -129,7 +130,13 @@ def set_up(
     )  # fmt: skip
     torch.manual_seed(0)
     groups = []
-    if model is None:
+    if model is not None:
+        groups = [
+            (label, [module])
+            for label, module in model.named_modules()
+            if type(module).__name__ in ("Block", "EncoderBlock")
+        ]
+    else:
         model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
         groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
     strategy = cls(cls.Options(**s.options))
@@ -173,6 +180,30 @@ def trajectory(name: str, rank: int, world: int, warm_up: bool = False) -> dict[
         "weights": full_weights(strategy),
         "updates": report["updates_applied"],
     }
+
+
+def transformer(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network, and its samples: texts, for a head that is the embedding; or images."""
+    generator = torch.Generator().manual_seed(1)
+    count = STEPS * GLOBAL_BATCH
+    torch.manual_seed(0)
+    if kind == "gpt":
+        model = GPT(7, 5, layers=2, heads=2, width=6)
+        text = torch.randint(7, (count, 6), generator=generator)
+        return model.double(), text[:, :-1], text[:, 1:]
+    model = models.build("vit-compact", CLASSES, (1, 16, 16))
+    x = torch.randn(count, 1, 16, 16, generator=generator, dtype=torch.float64)
+    return model.double(), x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def transformer_trajectory(kind: str, name: str, rank: int, world: int) -> dict[str, Any]:
+    """Losses averaged over the workers [FEW_STEPS] and the final weights, each tensor once."""
+    model, x, y = transformer(kind)
+    strategy = set_up(name, rank, world, model=model)
+    losses = torch.stack(train(strategy, x, y, torch.arange(len(x)), FEW_STEPS))
+    if world > 1:
+        dist.all_reduce(losses)
+    return {"losses": losses / world, "weights": full_weights(strategy)}
 
 
 def gathered(tensor: Tensor, world: int) -> Tensor:
@@ -280,7 +311,7 @@ def layouts(rank: int, world: int, as_view: bool) -> dict[str, Any]:
         ("plain", torch.contiguous_format), ("last", torch.channels_last)
     ):  # fmt: skip
         model = models.for_training(
-            "resnet-compact", CLASSES, 3, 0, torch.device("cpu"), torch.float64
+            "resnet-compact", CLASSES, (3, 32, 32), 0, torch.device("cpu"), torch.float64
         )
         strategy = set_up("ddp", rank, world, model=model, gradient_as_bucket_view=as_view)
         strides: list[bool] = []
@@ -322,6 +353,10 @@ def work(world: int, rank: int) -> dict[str, Any]:
     """Everything the tests want to know from a group of this size."""
     names = (["single"] if world == 1 else MUTANTS) + EQUAL
     found: dict[str, Any] = {name: trajectory(name, rank, world) for name in names}
+    found["transformers"] = {
+        kind: {name: transformer_trajectory(kind, name, rank, world) for name in names}
+        for kind in ("gpt", "vit")
+    }
     warmed = [name for name in names if name not in MUTANTS]
     found["warm"] = {name: trajectory(name, rank, world, warm_up=True) for name in warmed}
     if world == 1:
@@ -413,6 +448,18 @@ def test_strategy_equals_single_at_the_global_batch(found, world, name):
     assert agree(found[world][name], found[1]["single"]), difference(
         found[world][name], found[1]["single"]
     )
+
+
+@pytest.mark.parametrize("name", [*EQUAL, *MUTANTS])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["gpt", "vit"])
+def test_transformers_too_equal_single(found, kind, world, name):
+    """Shared weights and attention included; and the mutants do not."""
+    if world == 1 and name in MUTANTS:
+        pytest.skip("one worker has nobody to disagree with")
+    one, other = found[world]["transformers"][kind][name], found[1]["transformers"][kind]["single"]
+    assert one["losses"].std() > 1e-3, "it does not learn: equality would say little"
+    assert agree(one, other) == (name in EQUAL), difference(one, other)
 
 
 @pytest.mark.parametrize("name", EQUAL)

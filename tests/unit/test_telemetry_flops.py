@@ -44,5 +44,5 @@ def test_a_sum_by_hand():
 
 def test_counting_draws_no_random_number():
     before = torch.get_rng_state()
-    forward_flops(lambda: models.build("vgg-compact", 10, 1), (1, 28, 28))
+    forward_flops(lambda: models.build("vgg-compact", 10, (1, 32, 32)), (1, 28, 28))
     assert torch.equal(before, torch.get_rng_state())

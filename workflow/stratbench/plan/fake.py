@@ -32,6 +32,7 @@ from stratbench.strategies import base, strategy_class
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
 from stratbench.strategies.ps import ParameterServer
 from stratbench.workload import models
+from stratbench.workload.data import example_batch
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
@@ -52,7 +53,7 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
         model = models.for_training(
             request.model,
             request.classes,
-            request.input_shape[0],
+            request.input_shape,
             seed=0,
             device=device,
             dtype=request.dtype,
@@ -86,8 +87,7 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
 
 def _step(trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int) -> None:
     trace.begin("forward")
-    x = _images(request, batch)
-    y = torch.empty(batch, dtype=torch.int64)
+    x, y = _batch(request, batch)
     trace.tag("activations", (x, y))
     strategy.step(x, y)
 
@@ -95,12 +95,17 @@ def _step(trace: OperatorTrace, strategy: base.Strategy, request: Request, batch
 def _evaluate(strategy: base.Strategy, request: Request) -> None:
     """As the training loop does: without autocast, the logits in float64."""
     with strategy.evaluating() as model, torch.no_grad():
-        model(_images(request, request.eval_batch)).double()
+        model(_batch(request, request.eval_batch)[0]).double()
 
 
-def _images(request: Request, batch: int) -> Tensor:
-    return torch.empty(
-        (batch, *request.input_shape), dtype=request.dtype, memory_format=request.batch_format
+def _batch(request: Request, samples: int) -> tuple[Tensor, Tensor]:
+    return example_batch(
+        samples,
+        request.input_shape,
+        request.classes,
+        torch.device("cpu"),
+        request.dtype,
+        request.batch_format,
     )
 
 
@@ -213,12 +218,13 @@ def _settings(request: Request) -> Settings:
 # --- the model -----------------------------------------------------------------------------------
 
 
-def blank(name: str, classes: int, channels: int) -> nn.Module:
+def blank(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """What `models.build` makes, of fake tensors and without the time that initial weights take."""
     with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that weights without memory are not initialised
-        model = models.build(name, classes, channels)
-    return model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))  # `to_empty` refuses
+        model = models.build(name, classes, shape)
+    models.replace_tensors(model, lambda t: torch.empty(t.shape, dtype=t.dtype))
+    return model
 
 
 @register_op_impl(torch.ops.aten._fused_sgd_.default)

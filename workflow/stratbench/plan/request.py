@@ -10,7 +10,7 @@ from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
 from stratbench.workload import models
-from stratbench.workload.data import EVAL_BATCH
+from stratbench.workload.data import eval_batch
 from stratbench.workload.datasets import Dataset
 from stratbench.workload.precision import batch_format, weights_dtype
 
@@ -34,7 +34,7 @@ class Request:
     strategy: str
     options: tuple[tuple[str, Any], ...]
     model: str
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
     classes: int
     world_size: int
     local_world: int
@@ -68,7 +68,7 @@ class Request:
             classes=data.classes,
             world_size=most,
             local_world=min(most, local_world),
-            eval_batch=min(EVAL_BATCH, data.test_samples),
+            eval_batch=min(eval_batch(data.shape), data.test_samples),
             precision=s.precision,
             momentum=s.momentum > 0,
             weight_decay=s.weight_decay > 0,
@@ -112,11 +112,13 @@ class Request:
 def data_bytes(data: Dataset, model: str, augment: bool) -> int:
     """Bytes that the whole data set takes on the device.
 
-    Images as uint8 at the model's size, in the stored number of channels; labels and the epoch's
-    order as int64; three int64 numbers a training sample where it is augmented.
+    Images as uint8 at the model's size, in the stored number of channels, and labels as int64; texts
+    and their targets as they are stored; the epoch's order as int64; three int64 numbers a training
+    sample where it is augmented.
     """
-    _, height, width = models.input_shape(model, data.shape)
     samples = data.train_samples + data.test_samples
-    images = samples * data.channels * height * width
-    numbers = samples + data.train_samples * (4 if augment else 1)
-    return images + 8 * numbers
+    numbers = data.train_samples * (4 if augment else 1)
+    if data.is_text:
+        return 2 * samples * data.shape[0] * data.stored_bytes + 8 * numbers
+    _, height, width = models.input_shape(model, data.shape)
+    return samples * data.shape[0] * height * width + 8 * (samples + numbers)

@@ -41,7 +41,7 @@ class Slowdown:
         s: Settings,
         rank: int,
         model: nn.Module,
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         classes: int,
         device: torch.device,
     ) -> Slowdown:
@@ -74,7 +74,7 @@ class Slowdown:
 
 
 def measure_step_s(
-    s: Settings, model: nn.Module, shape: tuple[int, int, int], classes: int, device: torch.device
+    s: Settings, model: nn.Module, shape: tuple[int, ...], classes: int, device: torch.device
 ) -> float:
     """Median seconds of a forward and backward of the bare model on what the strategy's step takes.
 
@@ -86,21 +86,22 @@ def measure_step_s(
 
     from stratbench.strategies import strategy_class
     from stratbench.telemetry.clock import synchronise
+    from stratbench.workload.data import example_batch
     from stratbench.workload.precision import batch_format
+    from stratbench.workload.tasks import mean_loss
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(s.precision)
     samples = strategy_class(s.strategy).samples_per_step(s)
-    x = torch.zeros(samples, *shape, device=device, dtype=dtype)
-    x = x.contiguous(memory_format=batch_format(s.precision, device.type))
-    y = torch.arange(samples, device=device) % classes
+    layout = batch_format(s.precision, device.type)
+    x, y = example_batch(samples, shape, classes, device, dtype, layout)
     times = []
     for _ in range(4):
         synchronise(device)
         begun = time.perf_counter()
         with torch.autocast(device.type, dtype=half, enabled=half is not None):
-            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss = mean_loss(model(x), y)
         loss.backward()
         synchronise(device)
         times.append(time.perf_counter() - begun)

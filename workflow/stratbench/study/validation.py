@@ -11,7 +11,7 @@ from stratbench.study.consistency import check_experiment, check_variants
 from stratbench.study.messages import ConfigError, repr_of, wrong_value_message
 from stratbench.study.schema import check_structure, schema, typed, with_defaults
 from stratbench.study.yaml_traps import check_plain
-from stratbench.workload.datasets import DATASETS
+from stratbench.workload.datasets import DATASETS, describe
 
 
 def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +32,10 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name in config["datasets"]:
         if name in DATASETS:
             raise ConfigError(f"config: datasets.{name}: {name!r} is built in; choose another name")
+        try:
+            describe(name, config["datasets"][name])
+        except ValueError as e:
+            raise ConfigError(f"config: datasets.{name}: {e}") from e
     for study, values in config["studies"].items():
         if study == "data":
             raise ConfigError(

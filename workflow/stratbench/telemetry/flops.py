@@ -26,7 +26,8 @@ def forward_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
 
     with torch.device("meta"):
         model = build().eval()  # in training, BatchNorm refuses a single sample
-        x = torch.empty(1, *input_shape)
+        text = len(input_shape) == 1
+        x = torch.zeros(1, *input_shape, dtype=torch.int64 if text else torch.float32)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(x)
     return counter.get_total_flops()

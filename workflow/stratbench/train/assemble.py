@@ -61,7 +61,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "sha256": meta["sha256"],
             "train_samples": meta["train_samples"],
             "test_samples": meta["test_samples"],
-            "synthetic": meta["name"] == "synthetic" or meta["spec"] is not None,
+            "synthetic": meta["generated"],
         },
         "batch": {
             "global_batch": s.global_batch,

@@ -29,7 +29,7 @@ class Job:
     cell: Cell
     settings: Settings
     data_dir: Path
-    data_shape: tuple[int, int, int]
+    data_shape: tuple[int, ...]
     train_samples: int
     folder: RunFolder
     n_nodes: int

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Strategy, Worker
@@ -27,7 +26,8 @@ from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.workload.data import EVAL_BATCH, Augmentation, DeviceData, EpochTables
+from stratbench.workload.data import Augmentation, DeviceData, EpochTables, eval_batch
+from stratbench.workload.tasks import loss_and_hits
 
 
 @dataclass
@@ -215,7 +215,7 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     for _ in range(s.warmup_steps):
         strategy.step(*batch())
     with strategy.evaluating() as model, torch.no_grad():
-        model(data.test_batch(0, EVAL_BATCH)[0])
+        model(data.test_batch(0, eval_batch(data.meta["shape"]))[0])
     strategy.restore(saved)
     torch.set_rng_state(rng)
     if cuda_rng is not None:
@@ -332,9 +332,9 @@ def evaluate(
     `world_size` workers divide the test set among them. Each calls the model equally often, since a
     sharded forward is a collective; batches beyond the end do not count.
     """
-    total, batch = data.test_samples, EVAL_BATCH
+    total, batch = data.test_samples, eval_batch(data.meta["shape"])
     rounds = math.ceil(total / (batch * world_size))
-    sums = torch.zeros(2, dtype=torch.float64, device=data.test_labels.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=data.test_targets.device)
     with strategy.evaluating() as model, torch.no_grad():
         for i in range(rounds):
             start = (i * world_size + rank) * batch
@@ -344,12 +344,10 @@ def evaluate(
             else:
                 x, y = data.test_batch(0, 1)
                 weight = 0.0
-            logits = model(x).double()
-            sums[0] += weight * F.cross_entropy(logits, y, reduction="sum")
-            sums[1] += weight * (logits.argmax(1) == y).sum()
+            sums += weight * loss_and_hits(model(x), y)
     if world_size > 1:
         dist.all_reduce(sums)
-    loss, correct = (sums / total).tolist()
+    loss, correct = (sums / data.test_targets.numel()).tolist()
     return loss, correct
 
 

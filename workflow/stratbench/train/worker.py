@@ -122,7 +122,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         model = models.for_training(
             s.model,
             data.meta["classes"],
-            shape[0],
+            shape,
             seed=s.seed,
             device=device,
             dtype=weights_dtype(s.precision),
@@ -167,7 +167,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             trace = job.folder.profile_trace if chosen else None
             loop.record_profile(strategy, data, worker, trace)
     if chosen:
-        build = partial(models.build, s.model, data.meta["classes"], shape[0])
+        build = partial(models.build, s.model, data.meta["classes"], shape)
         measured["forward_flops_per_sample"] = forward_flops(build, shape)
     measured["model"] = facts
     measured["wrap_groups"] = group_sizes if strategy.uses_wrap_groups else []

@@ -1,4 +1,4 @@
-"""Small relatives of the study's five networks, from torchvision's own blocks, for CPUs and demos.
+"""Small relatives of the full-size image networks, from torchvision's own blocks, for CPUs and demos.
 
 Each keeps what makes its family costly to distribute (VGG: most parameters in one layer; DenseNet:
 many small tensors; ...) at 100,000 to 500,000 parameters, for images of 16 pixels and more.
@@ -16,6 +16,7 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.densenet import DenseNet
 from torchvision.models.efficientnet import EfficientNet, FusedMBConvConfig, MBConvConfig
 from torchvision.models.resnet import Bottleneck
+from torchvision.models.vision_transformer import VisionTransformer
 
 
 class CompactVGG(nn.Module):
@@ -52,12 +53,12 @@ class CompactVGG(nn.Module):
         return self.classifier(self.avgpool(self.features(images)))
 
 
-def vgg(classes: int, channels: int) -> nn.Module:
+def vgg(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """VGG with three linear layers, the first of which holds most parameters."""
-    return CompactVGG(classes, channels)
+    return CompactVGG(classes, shape[0])
 
 
-def efficientnet(classes: int, channels: int) -> nn.Module:
+def efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """EfficientNetV2: fused MBConv blocks first, MBConv with squeeze-and-excitation after."""
     model = EfficientNet(
         [
@@ -72,13 +73,13 @@ def efficientnet(classes: int, channels: int) -> nn.Module:
         norm_layer=partial(nn.BatchNorm2d, eps=1e-3),
         last_channel=256,
     )
-    stem = nn.Conv2d(channels, 16, 3, stride=2, padding=1, bias=False)
+    stem = nn.Conv2d(shape[0], 16, 3, stride=2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out")
     model.features[0][0] = stem
     return model
 
 
-def convnext(classes: int, channels: int) -> nn.Module:
+def convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """ConvNeXt with a 2x2 stem for small images, and blocks that count from the first step."""
     model = ConvNeXt(
         [CNBlockConfig(24, 48, 1), CNBlockConfig(48, 96, 1), CNBlockConfig(96, None, 2)],
@@ -86,17 +87,17 @@ def convnext(classes: int, channels: int) -> nn.Module:
         layer_scale=1.0,
         num_classes=classes,
     )
-    stem = nn.Conv2d(channels, 24, 2, stride=2)
+    stem = nn.Conv2d(shape[0], 24, 2, stride=2)
     nn.init.trunc_normal_(stem.weight, std=0.02)
     nn.init.zeros_(stem.bias)
     model.features[0][0] = stem
     return model
 
 
-def resnet(classes: int, channels: int) -> nn.Module:
+def resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Four stages of one bottleneck each, behind a 3x3 stem that halves the image."""
     layers: list[tuple[str, nn.Module]] = [
-        ("conv1", nn.Conv2d(channels, 16, 3, stride=2, padding=1, bias=False)),
+        ("conv1", nn.Conv2d(shape[0], 16, 3, stride=2, padding=1, bias=False)),
         ("bn1", nn.BatchNorm2d(16)),
         ("relu", nn.ReLU(inplace=True)),
     ]
@@ -120,11 +121,24 @@ def resnet(classes: int, channels: int) -> nn.Module:
     return model
 
 
-def densenet(classes: int, channels: int) -> nn.Module:
+def densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """DenseNet-BC with growth rate 16; the stem's pooling is left out, the images being small."""
     model = DenseNet(16, (3, 4, 4), num_init_features=32, num_classes=classes)
-    stem = nn.Conv2d(channels, 32, 3, stride=2, padding=1, bias=False)
+    stem = nn.Conv2d(shape[0], 32, 3, stride=2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight)
     model.features.conv0 = stem
     del model.features.pool0
+    return model
+
+
+def vit(classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """A vision transformer of four layers of width 64 on patches of 4x4 pixels."""
+    channels, size, _ = shape
+    model = VisionTransformer(size, 4, 4, 4, hidden_dim=64, mlp_dim=256, num_classes=classes)
+    stem = nn.Conv2d(channels, 64, 4, stride=4)
+    nn.init.trunc_normal_(stem.weight, std=(1 / (channels * 4 * 4)) ** 0.5)
+    nn.init.zeros_(stem.bias)
+    model.conv_proj = stem
+    # Torchvision starts it at zero: then nothing below it learns in the first step.
+    nn.init.trunc_normal_(model.heads.head.weight, std=0.02)
     return model

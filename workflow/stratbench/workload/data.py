@@ -1,4 +1,4 @@
-"""A prepared data set, held whole on the device.
+"""A prepared data set, held whole on the device: images or text.
 
 Shuffling, padding, augmenting and normalising happen on the device, in batched operations that
 depend on a sample's number, the seed and the epoch, and not on which worker holds the sample.
@@ -7,7 +7,8 @@ depend on a sample's number, the seed and the epoch, and not on which worker hol
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +19,8 @@ from stratbench.workload.sources import DataError
 if TYPE_CHECKING:
     import torch
 
-#: Test samples that a worker evaluates at once.
-EVAL_BATCH = 512
+#: What a worker evaluates at once: images, or tokens.
+EVAL_IMAGES, EVAL_TOKENS = 512, 8192
 
 
 class Augmentation(NamedTuple):
@@ -97,60 +98,53 @@ def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return images
 
 
-class DeviceData:
-    """A prepared data set, whole, on one device: uint8 images at the model's size, int64 labels.
+def eval_batch(shape: Sequence[int]) -> int:
+    """Test samples of `shape` that a worker evaluates at once."""
+    return EVAL_IMAGES if len(shape) == 3 else max(1, EVAL_TOKENS // shape[0])
 
-    Attributes: `train_images` and `test_images` [N, C, H, W], `train_labels` and `test_labels`
-    [N], `meta` (the prepared folder's meta.json). C is the stored number of channels; a model
-    that wants more gets the single channel repeated while normalising.
+
+def example_batch(
+    samples: int,
+    shape: Sequence[int],
+    classes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets that are shaped as training's batches are, for whoever imitates training."""
+    import torch
+
+    if len(shape) == 1:
+        x = torch.zeros(samples, *shape, device=device, dtype=torch.int64)
+        return x, torch.zeros_like(x)
+    x = torch.zeros(samples, *shape, device=device, dtype=dtype)
+    return x.contiguous(memory_format=memory_format), torch.arange(samples, device=device) % classes
+
+
+class DeviceData(ABC):
+    """A prepared data set, whole, on one device.
+
+    Attributes: `train_inputs`, `test_inputs`, `train_targets`, `test_targets` [N, ...] as they are
+    stored, `meta` (the prepared folder's meta.json).
     """
 
-    def __init__(
-        self,
-        meta: Mapping[str, Any],
-        arrays: Mapping[str, torch.Tensor],
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        memory_format: torch.memory_format,
-    ) -> None:
-        import torch
-
-        channels, height, width = shape
-        if meta["shape"][0] not in (1, channels):
-            raise DataError(
-                f"{meta['name']} has {meta['shape'][0]} channels; they cannot become {channels}"
-            )
+    def __init__(self, meta: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> None:
         self.meta = dict(meta)
-        self.train_images = fit(arrays["train_images"], height, width)
-        self.test_images = fit(arrays["test_images"], height, width)
-        self.train_labels, self.test_labels = arrays["train_labels"], arrays["test_labels"]
-        self._memory_format = memory_format
-        self._padding = meta["crop_padding"]
-        self._flip = meta["flip"]
-        device = self.train_images.device
-        mean, std = (torch.tensor(meta[key], dtype=torch.float64) for key in ("mean", "std"))
-        # (x / 255 - mean) / std as one product and one sum; the shape repeats a lone channel.
-        self._scale, self._offset = (
-            values.expand(channels).reshape(1, -1, 1, 1).to(device, dtype)
-            for values in (1 / (255 * std), -mean / std)
-        )
-        columns = torch.arange(width, device=device)
-        self._rows = torch.arange(height, device=device)
-        self._columns = torch.stack([columns, columns.flip(0)])
+        self.train_inputs, self.test_inputs = arrays["train_inputs"], arrays["test_inputs"]
+        self.train_targets, self.test_targets = arrays["train_targets"], arrays["test_targets"]
 
-    @classmethod
+    @staticmethod
     def load(
-        cls,
         directory: str | Path,
         device: torch.device | str = "cpu",
-        shape: tuple[int, int, int] | None = None,
+        shape: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
     ) -> DeviceData:
-        """Read a folder that `prepare` made, for a model input of `shape` (C, H, W).
+        """Read a folder that `prepare` made, for a model whose input is of `shape`.
 
-        Batches come in `dtype`, float32 unless given, and in `memory_format`, contiguous unless
-        given. Raises DataError if the folder is not whole.
+        Images come in `dtype`, float32 unless given, and in `memory_format`, contiguous unless
+        given; tokens as int64. Raises DataError if the folder is not whole.
         """
         import torch
 
@@ -158,17 +152,19 @@ class DeviceData:
         on_device = {
             name: torch.from_numpy(array).to(device, copy=True) for name, array in arrays.items()
         }
+        if len(meta["shape"]) == 1:
+            return Texts(meta, on_device)
         shape = shape or tuple(meta["shape"])
         memory_format = memory_format or torch.contiguous_format
-        return cls(meta, on_device, shape, dtype or torch.float32, memory_format)
+        return Images(meta, on_device, shape, dtype or torch.float32, memory_format)
 
     @property
     def train_samples(self) -> int:
-        return len(self.train_labels)
+        return len(self.train_targets)
 
     @property
     def test_samples(self) -> int:
-        return len(self.test_labels)
+        return len(self.test_targets)
 
     def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
         """The epoch's order and, with `augment`, its crops and flips, in the host's memory.
@@ -179,6 +175,71 @@ class DeviceData:
         """
         drawn = self._draw_augmentation(seed, epoch) if augment else None
         return EpochTables(epoch_order(self.train_samples, seed, epoch), drawn)
+
+    def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
+        return None
+
+    @abstractmethod
+    def batch(
+        self, indices: torch.Tensor, augmentation: Augmentation | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The training samples `indices` [b] as a model takes them, and their targets."""
+
+    @abstractmethod
+    def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Test samples `start` to `stop` (exclusive), or to the last: never augmented."""
+
+
+class Texts(DeviceData):
+    """Text: batches of tokens [b, length] and of the tokens that come next, int64 both."""
+
+    def batch(
+        self, indices: torch.Tensor, augmentation: Augmentation | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.train_inputs[indices].long(), self.train_targets[indices].long()
+
+    def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.test_inputs[start:stop].long(), self.test_targets[start:stop].long()
+
+
+class Images(DeviceData):
+    """Images: batches [b, C, H, W], normalised, at the model's size, and labels [b], int64.
+
+    The stored images are uint8 [N, C, H, W]. C is the stored number of channels; a model that wants
+    more gets the single channel repeated while normalising.
+    """
+
+    def __init__(
+        self,
+        meta: Mapping[str, Any],
+        arrays: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        memory_format: torch.memory_format,
+    ) -> None:
+        import torch
+
+        super().__init__(meta, arrays)
+        channels, height, width = shape
+        if meta["shape"][0] not in (1, channels):
+            raise DataError(
+                f"{meta['name']} has {meta['shape'][0]} channels; they cannot become {channels}"
+            )
+        self.train_inputs = fit(self.train_inputs, height, width)
+        self.test_inputs = fit(self.test_inputs, height, width)
+        self._memory_format = memory_format
+        self._padding = meta["crop_padding"]
+        self._flip = meta["flip"]
+        device = self.train_inputs.device
+        mean, std = (torch.tensor(meta[key], dtype=torch.float64) for key in ("mean", "std"))
+        # (x / 255 - mean) / std as one product and one sum; the shape repeats a lone channel.
+        self._scale, self._offset = (
+            values.expand(channels).reshape(1, -1, 1, 1).to(device, dtype)
+            for values in (1 / (255 * std), -mean / std)
+        )
+        columns = torch.arange(width, device=device)
+        self._rows = torch.arange(height, device=device)
+        self._columns = torch.stack([columns, columns.flip(0)])
 
     def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
         import torch
@@ -196,15 +257,13 @@ class DeviceData:
     def batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Training samples `indices` [b]: normalised images [b, C, H, W] and labels [b]."""
-        images = self.train_images[indices]
+        images = self.train_inputs[indices]
         if augmentation is not None:
             images = self._crop(images, *(table[indices] for table in augmentation))
-        return self._normalised(images), self.train_labels[indices]
+        return self._normalised(images), self.train_targets[indices]
 
     def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Test samples `start` to `stop` (exclusive) or to the last one; never augmented."""
-        return self._normalised(self.test_images[start:stop]), self.test_labels[start:stop]
+        return self._normalised(self.test_inputs[start:stop]), self.test_targets[start:stop]
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
         import torch

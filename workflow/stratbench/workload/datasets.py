@@ -4,37 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stratbench.workload import sources
 from stratbench.workload.sources import DataError, Source
 
-SYNTHETIC_DEFAULTS: dict[str, int] = {
-    "train_samples": 2048,
-    "test_samples": 512,
-    "classes": 10,
-    "channels": 3,
-    "size": 32,
-    "seed": 0,
+#: Sources that take a spec, and the keys of each with their defaults: whole numbers, positive but for
+#: `seed`.
+SPECS: dict[str, dict[str, int]] = {
+    "synthetic": {
+        "train_samples": 2048,
+        "test_samples": 512,
+        "classes": 10,
+        "channels": 3,
+        "size": 32,
+        "seed": 0,
+    },
+    "markov-text": {
+        "train_samples": 4096,
+        "test_samples": 512,
+        "vocabulary": 64,
+        "sequence": 64,
+        "seed": 0,
+    },
+    "tinyshakespeare": {"sequence": 64},
 }
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is known of a data set before it is read: image shape in pixels, counts, augmentation.
+    """What is known of a data set before it is read.
 
-    `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift
-    a training image by in each direction (random crop after zero padding); `flip` is whether it may
-    mirror it: digits may not. `open_source` gives its images and labels, from the folder of the
-    source files (None: none is named) and a folder for downloads (None forbids them).
+    `shape` is one sample's: (channels, height, width) of an image in pixels, or (length,) of a piece
+    of text in tokens. `classes` is the number of the images' classes, or of the different tokens: in
+    a text, the class of each token is the next token. `open_source` gives its samples, from the folder
+    of the source files (None: none is named) and a folder for downloads (None forbids them).
+    `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift a
+    training image by in each direction (random crop after zero padding); `flip` is whether it may
+    mirror it: digits may not.
     """
 
+    shape: tuple[int, ...]
     classes: int
-    channels: int
-    height: int
-    width: int
     train_samples: int
     test_samples: int
     open_source: Callable[[Path | None, Path | None], Source] = field(compare=False, repr=False)
@@ -42,64 +54,95 @@ class Dataset:
     flip: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(channels, height, width) of a stored image."""
-        return self.channels, self.height, self.width
+    def is_text(self) -> bool:
+        return len(self.shape) == 1
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a pixel, or of a token: of the smallest type that holds every one."""
+        return 4 if self.is_text and self.classes > 256 else 1
 
 
 def describe(name: str, spec: Mapping[str, Any] | None = None) -> Dataset:
-    """The facts of a built-in data set, or of a synthetic one by its `spec`.
+    """The facts of a built-in data set, or of a user's own by its `spec`.
 
-    A spec is `{source: synthetic}` with any of the keys of SYNTHETIC_DEFAULTS, all whole numbers,
-    positive except `seed`, which may be 0. Raises DataError for anything else.
+    A spec is `{source: NAME}` with any of the keys that SPECS has for that source. Raises DataError
+    for anything else.
     """
     if spec is None:
         if name not in DATASETS:
             raise DataError(f"unknown data set {name!r}; known: {', '.join(DATASETS)}")
         return DATASETS[name]
-    if name in DATASETS and name != "synthetic":
+    if name in DATASETS and name not in SPECS:
         raise DataError(f"{name!r} is a built-in data set and takes no spec; name yours otherwise")
-    return _synthetic_facts(synthetic_values(name, spec))
+    source, values = _spec_values(name, spec)
+    return _MAKERS[source](values)
 
 
-def _synthetic_facts(values: Mapping[str, int]) -> Dataset:
-    return Dataset(
-        classes=values["classes"],
-        channels=values["channels"],
-        height=values["size"],
-        width=values["size"],
-        train_samples=values["train_samples"],
-        test_samples=values["test_samples"],
-        open_source=partial(_open_synthetic, values),
-    )
-
-
-def _open_synthetic(values: Mapping[str, int], root: Path | None, downloads: Path | None) -> Source:
-    return sources.synthetic(**values)
-
-
-def synthetic_values(name: str, spec: Mapping[str, Any]) -> dict[str, int]:
-    """The values of a synthetic data set's `spec`, with defaults; DataError for a mistake in it."""
-    allowed = ", ".join(SYNTHETIC_DEFAULTS)
-    if spec.get("source") != "synthetic":
+def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
+    """The source that a spec names, and its values with the defaults; DataError for a mistake."""
+    source = spec.get("source")
+    if source not in SPECS:
         raise DataError(
-            f"data set {name!r}: source is {spec.get('source')!r}; only 'synthetic' takes a spec"
+            f"data set {name!r}: source is {source!r}; those that take a spec: {', '.join(SPECS)}"
         )
     values = {key: value for key, value in spec.items() if key != "source"}
     for key, value in values.items():
-        if key not in SYNTHETIC_DEFAULTS:
+        if key not in SPECS[source]:
+            allowed = ", ".join(SPECS[source])
             raise DataError(f"data set {name!r}: unknown key {key!r}; allowed: source, {allowed}")
         lowest = 0 if key == "seed" else 1
         if type(value) is not int or value < lowest:
             raise DataError(
                 f"data set {name!r}: {key} is {value!r}; it must be a whole number >= {lowest}"
             )
-    return SYNTHETIC_DEFAULTS | values
+    return source, SPECS[source] | values
 
+
+def _synthetic(values: Mapping[str, int]) -> Dataset:
+    return Dataset(
+        shape=(values["channels"], values["size"], values["size"]),
+        classes=values["classes"],
+        train_samples=values["train_samples"],
+        test_samples=values["test_samples"],
+        open_source=lambda root, downloads: sources.synthetic(**values),
+    )
+
+
+def _markov_text(values: Mapping[str, int]) -> Dataset:
+    return Dataset(
+        shape=(values["sequence"],),
+        classes=values["vocabulary"],
+        train_samples=values["train_samples"],
+        test_samples=values["test_samples"],
+        open_source=lambda root, downloads: sources.markov_text(**values),
+    )
+
+
+def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
+    length = values["sequence"]
+    shortest = min(sources.SHAKESPEARE_TOKENS)
+    if length >= shortest:
+        raise DataError(f"sequence is {length}; the test text has {shortest:,} tokens")
+    # The last token of a text has no next one.
+    train, test = ((tokens - 1) // length for tokens in sources.SHAKESPEARE_TOKENS)
+    return Dataset(
+        shape=(length,),
+        classes=sources.SHAKESPEARE_VOCABULARY,
+        train_samples=train,
+        test_samples=test,
+        open_source=lambda root, downloads: sources.tinyshakespeare(root, downloads, length),
+    )
+
+
+_MAKERS = {
+    "synthetic": _synthetic,
+    "markov-text": _markov_text,
+    "tinyshakespeare": _tinyshakespeare,
+}
 
 DATASETS: dict[str, Dataset] = {
-    "digits": Dataset(10, 1, 8, 8, 1437, 360, sources.digits, crop_padding=1),
-    "mnist": Dataset(10, 1, 28, 28, 60_000, 10_000, sources.mnist, crop_padding=2),
-    "cifar10": Dataset(10, 3, 32, 32, 50_000, 10_000, sources.cifar10, crop_padding=4, flip=True),
-    "synthetic": _synthetic_facts(SYNTHETIC_DEFAULTS),
-}
+    "digits": Dataset((1, 8, 8), 10, 1437, 360, sources.digits, crop_padding=1),
+    "mnist": Dataset((1, 28, 28), 10, 60_000, 10_000, sources.mnist, crop_padding=2),
+    "cifar10": Dataset((3, 32, 32), 10, 50_000, 10_000, sources.cifar10, crop_padding=4, flip=True),
+} | {source: _MAKERS[source](defaults) for source, defaults in SPECS.items()}

@@ -1,4 +1,4 @@
-"""The networks: torchvision's five, a compact relative of each, and what is known of them without torch.
+"""The networks: what is known of each without torch, and how it is built.
 
 The Snakefile imports this, so torch is imported inside functions only.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -21,32 +21,41 @@ class Family:
 
     `batchnorm`: whether it normalises over the batch, which a batch of one sample cannot bear.
     `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
+    `reads_text`: whether its input is tokens, and not images.
     """
 
     batchnorm: bool
     blocks: tuple[str, ...] = ()
+    reads_text: bool = False
 
 
 @dataclass(frozen=True)
 class Model:
     """What is known of a network before it is built.
 
-    `parameters` is the number at 1000 classes and three channels: the published one for the five
-    full-size networks. `min_size` is the smallest image side in pixels that we give it. `builder` is
-    a function of (classes, channels), as `module:function`, and the network takes the data's
-    channels. Without one it is torchvision's network of the same name; it keeps its three input
-    channels, so that its size stays the published one (greyscale is repeated).
+    `parameters` is the number at 1000 classes and images of three channels and 224 pixels, the
+    published one for the full-size networks; of a GPT, with the vocabulary and length of its text.
+    `min_size` is the smallest image side in pixels that we give it; every side is a multiple of
+    `patch`. `builder` is a function of (classes, input shape), as `module:function`, and the network
+    takes the data's channels. Without one it is torchvision's network of the same name; it keeps its
+    three input channels, so that its size stays the published one (greyscale is repeated).
     """
 
     family: str
     parameters: int
-    min_size: int
+    min_size: int = 1
     builder: str | None = None
+    patch: int = 1
 
     @property
     def batchnorm(self) -> bool:
         """Whether it normalises over the batch."""
         return FAMILIES[self.family].batchnorm
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether its input is tokens, and not images."""
+        return FAMILIES[self.family].reads_text
 
 
 FAMILIES: dict[str, Family] = {
@@ -67,6 +76,8 @@ FAMILIES: dict[str, Family] = {
             "torchvision.models.densenet:_Transition",
         ),
     ),
+    "vit": Family(batchnorm=False, blocks=("torchvision.models.vision_transformer:EncoderBlock",)),
+    "gpt": Family(batchnorm=False, blocks=("stratbench.workload.gpt:Block",), reads_text=True),
 }
 
 MODELS: dict[str, Model] = {
@@ -75,6 +86,9 @@ MODELS: dict[str, Model] = {
     "convnext_large": Model("convnext", 197_767_336, 32),
     "resnet50": Model("resnet", 25_557_032, 32),
     "densenet121": Model("densenet", 7_978_856, 32),
+    "vit_b_16": Model("vit", 86_567_656, 32, patch=16),
+    "gpt-char": Model("gpt", 10_770_816, builder="stratbench.workload.gpt:char"),
+    "gpt2-small": Model("gpt", 124_439_808, builder="stratbench.workload.gpt:gpt2_small"),
     "vgg-compact": Model("vgg", 645_704, 16, "stratbench.workload.compact:vgg"),
     "efficientnet-compact": Model(
         "efficientnet", 393_792, 16, "stratbench.workload.compact:efficientnet"
@@ -82,6 +96,8 @@ MODELS: dict[str, Model] = {
     "convnext-compact": Model("convnext", 306_688, 16, "stratbench.workload.compact:convnext"),
     "resnet-compact": Model("resnet", 882_744, 16, "stratbench.workload.compact:resnet"),
     "densenet-compact": Model("densenet", 276_384, 16, "stratbench.workload.compact:densenet"),
+    "vit-compact": Model("vit", 469_032, 16, "stratbench.workload.compact:vit", patch=4),
+    "gpt-compact": Model("gpt", 809_856, builder="stratbench.workload.gpt:compact"),
 }
 
 
@@ -97,65 +113,88 @@ def _known(name: str) -> Model:
     return MODELS[name]
 
 
-def input_shape(name: str, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The (channels, height, width) the data's images of `shape` become for this model."""
+def input_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What the data's samples of `shape` become for this model.
+
+    Images (channels, height, width) are enlarged where the model wants it; a text keeps its length.
+    Raises ValueError where the model does not take such data.
+    """
     model = _known(name)
+    if model.reads_text != (len(shape) == 1):
+        reads, has = ("texts", "images") if model.reads_text else ("images", "texts")
+        raise ValueError(f"{name} takes {reads}, and the data set has {has}")
+    if model.reads_text:
+        return shape
     channels, height, width = shape
     if model.builder is None and channels not in (1, 3):
         raise ValueError(
             f"{name} takes images of 3 channels (1 is repeated); these have {channels}"
         )
-    return (
-        channels if model.builder else 3,
-        max(height, model.min_size),
-        max(width, model.min_size),
+    if model.patch > 1 and height != width:
+        raise ValueError(f"{name} takes square images; these have {height}x{width} pixels")
+    height, width = (
+        -(-max(side, model.min_size) // model.patch) * model.patch for side in (height, width)
     )
+    return channels if model.builder else 3, height, width
 
 
-def build(name: str, classes: int, channels: int = 3) -> nn.Module:
-    """The network, untrained, for `classes` classes and images of `channels` channels.
+def build(name: str, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
+    """The network, untrained, for `classes` classes (or tokens) and an input of `shape`.
 
-    Weights come from torch's global generator: seed it before. `channels` is what `input_shape`
-    gives, so 3 for torchvision's own.
+    Weights come from torch's global generator: seed it before. `shape` is what `input_shape` gives.
     """
     model = _known(name)
     import_torchvision()
     if model.builder:
-        return _named(model.builder)(classes, channels)
-    if channels != 3:
-        raise ValueError(f"{name} takes 3 channels, not {channels}: repeat a single one")
+        return _named(model.builder)(classes, shape)
+    if shape[0] != 3:
+        raise ValueError(f"{name} takes 3 channels, not {shape[0]}: repeat a single one")
     from torchvision import models
 
-    return models.get_model(name, weights=None, num_classes=classes)
+    size = {"image_size": shape[1]} if model.patch > 1 else {}
+    return models.get_model(name, weights=None, num_classes=classes, **size)
 
 
 def for_training(
     name: str,
     classes: int,
-    channels: int,
+    shape: tuple[int, ...],
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    build: Callable[[str, int, int], nn.Module] = build,
+    build: Callable[[str, int, tuple[int, ...]], nn.Module] = build,
 ) -> nn.Module:
     """The network as every strategy is given it, and the plan: on `device`, in training mode.
 
     The initial weights follow from `seed` alone: they are drawn on the CPU in float32. They are
-    contiguous, also where batches are not (`precision.batch_format`). `build` makes the network.
+    contiguous, also where batches are not (`precision.batch_format`). Weights that two layers share
+    stay shared. `build` makes the network.
     """
     import torch
-    from torch import nn
 
     torch.manual_seed(seed)
-    model = build(name, classes, channels)
-    # Not Module.to: it cannot replace fake parameters, and the plan builds its model here, too.
+    model = build(name, classes, shape)
+    replace_tensors(
+        model, lambda t: t.detach().to(device, dtype if t.is_floating_point() else t.dtype)
+    )
+    return model.train()
+
+
+def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Put the replacement of each parameter and buffer in its place; what is shared stays shared.
+
+    Not Module.to: it cannot replace fake parameters, and makes two of one that two layers share.
+    """
+    from torch import nn
+
+    placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for key, p in list(module.named_parameters(recurse=False)):
-            placed = p.detach().to(device, dtype)
-            setattr(module, key, nn.Parameter(placed, requires_grad=p.requires_grad))
+            if p not in placed:
+                placed[p] = nn.Parameter(replacement(p), requires_grad=p.requires_grad)
+            setattr(module, key, placed[p])
         for key, b in list(module.named_buffers(recurse=False)):
-            setattr(module, key, b.to(device, dtype if b.is_floating_point() else b.dtype))
-    return model.train()
+            setattr(module, key, replacement(b))
 
 
 def wrap_groups(name: str, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:

@@ -1,4 +1,4 @@
-"""Prepares a data set: finds its source files, and turns them into uint8 arrays in one folder.
+"""Prepares a data set: finds its source files, and turns them into arrays in one folder.
 
 python -m stratbench.workload.prepare NAME --out DIR
 """
@@ -27,7 +27,7 @@ def prepare(
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Turn data set `name` into uint8 arrays and `meta.json` in `out_dir`; return the meta data.
+    """Turn data set `name` into arrays and `meta.json` in `out_dir`; return the meta data.
 
     Source files are looked for in `root`, or in the folder that the environment variable
     STRATBENCH_DATA names, in torchvision's layout, and downloaded otherwise if that is allowed.
@@ -57,7 +57,7 @@ def prepare(
         source = facts.open_source(
             Path(root).expanduser() if root else None, downloads if download else None
         )
-        prepared.write(built, request, source, facts.shape)
+        prepared.write(built, request, source, facts)
         return prepared.install(built, out_dir, request)
 
 
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="the folder to make")
     parser.add_argument("--root", help="where the source files are; else $STRATBENCH_DATA")
     parser.add_argument("--no-download", action="store_true", help="never use the network")
-    parser.add_argument("--spec", type=_spec, help="a synthetic data set's spec, as JSON")
+    parser.add_argument("--spec", type=_spec, help="a data set's spec, as JSON")
     options = parser.parse_args(arguments)
     try:
         meta = prepare(
@@ -89,10 +89,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    channels, height, width = meta["shape"]
+    size = "x".join(map(str, meta["shape"]))
+    what, kinds = ("texts", "tokens") if len(meta["shape"]) == 1 else ("images", "classes")
     print(
-        f"{meta['name']}: {meta['train_samples']} training and {meta['test_samples']} test images "
-        f"of {channels}x{height}x{width}, {meta['classes']} classes, in {options.out}"
+        f"{meta['name']}: {meta['train_samples']} training and {meta['test_samples']} test {what} "
+        f"of {size}, {meta['classes']} {kinds}, in {options.out}"
     )
     return 0
 

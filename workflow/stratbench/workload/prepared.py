@@ -1,7 +1,8 @@
 """A prepared data set on disk: four memory-mappable arrays and `meta.json` in one folder.
 
-`train_images.npy`, `test_images.npy` uint8 [N, C, H, W]; `train_labels.npy`, `test_labels.npy`
-int64 [N]. The folder appears whole or not at all. Its SHA-256 shows damage afterwards; it is computed
+Images: `train_inputs.npy`, `test_inputs.npy` uint8 [N, C, H, W]; `train_targets.npy`,
+`test_targets.npy` int64 [N]. Text: inputs and targets [N, length], tokens in the smallest type that
+holds them. The folder appears whole or not at all. Its SHA-256 shows damage afterwards; it is computed
 again only if a file no longer has the size and the time of change that the meta data state.
 """
 
@@ -21,55 +22,56 @@ from stratbench.workload.sources import DataError, Source, progress_bar
 if TYPE_CHECKING:
     import numpy as np
 
+    from stratbench.workload.datasets import Dataset
+
 #: Goes up when the layout changes, so that folders of an older one are made again.
-FORMAT = 1
-ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+FORMAT = 2
+ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 META = "meta.json"
 #: What a folder may hold for us to replace it: Snakemake leaves the last one in a directory output.
 OURS = {*(f"{array}.npy" for array in ARRAYS), META, ".snakemake_timestamp"}
 
 
-def write(folder: Path, request: Mapping[str, Any], source: Source, shape: tuple[int, ...]) -> dict:
-    """Write the arrays of `source`, images of `shape` (C, H, W), and their meta data; return it.
+def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset) -> dict:
+    """Write the arrays of `source`, samples as `facts` say, and their meta data; return it.
 
     The meta data are `request`, the counts, the source files, the arrays' SHA-256, size in bytes
-    and time of change, and the mean and standard deviation of each channel over the training set,
-    for values in 0..1.
+    and time of change; of images, the mean and standard deviation of each channel over the training
+    set, for values in 0..1; of a text, the least possible loss where it is known.
     """
     import numpy as np
 
+    shape = facts.shape
+    what = "texts" if facts.is_text else "images"
+    token = {1: np.uint8, 4: np.int32}[facts.stored_bytes]
+    of_target = (token, shape) if facts.is_text else (np.int64, ())
     counts = np.zeros((shape[0], 256), dtype=np.int64)
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
-        images = np.lib.format.open_memmap(
-            folder / f"{split}_images.npy", "w+", np.uint8, (samples, *shape)
-        )
-        labels = np.lib.format.open_memmap(
-            folder / f"{split}_labels.npy", "w+", np.int64, (samples,)
+        inputs, targets = (
+            np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
+            for name, (dtype, one) in {"inputs": (token, shape), "targets": of_target}.items()
         )
         start = 0
-        with progress_bar(samples, " images", f"{request['name']}, {split}") as bar:
-            for chunk_images, chunk_labels in chunks:
-                stop = start + len(chunk_labels)
-                images[start:stop], labels[start:stop] = chunk_images, chunk_labels
-                if split == "train":
-                    counts += [
-                        np.bincount(c.ravel(), minlength=256) for c in _channels(chunk_images)
-                    ]
+        with progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
+            for chunk_inputs, chunk_targets in chunks:
+                stop = start + len(chunk_targets)
+                inputs[start:stop], targets[start:stop] = chunk_inputs, chunk_targets
+                if split == "train" and not facts.is_text:
+                    channels = chunk_inputs.swapaxes(0, 1)
+                    counts += [np.bincount(c.ravel(), minlength=256) for c in channels]
                 start = stop
-                bar.update(len(chunk_labels))
+                bar.update(len(chunk_targets))
         if start != samples:
-            raise DataError(f"{request['name']}, {split}: {start} images instead of {samples}")
-        images.flush()
-        labels.flush()
-    values, share = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
-    mean = share @ values
+            raise DataError(f"{request['name']}, {split}: {start} {what} instead of {samples}")
+        inputs.flush()
+        targets.flush()
     meta = {
         **request,
         "shape": list(shape),
         "train_samples": source.train.samples,
         "test_samples": source.test.samples,
-        "mean": mean.tolist(),
-        "std": np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1)).tolist(),
+        **({"least_loss": source.least_loss} if facts.is_text else _moments(counts)),
+        "generated": source.generated,
         "sources": source.files,
         "sha256": _sha256(folder),
         "arrays": {array: _size_and_time(folder, array) for array in ARRAYS},
@@ -78,8 +80,16 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, shape: tuple
     return meta
 
 
-def _channels(images: np.ndarray) -> np.ndarray:
-    return images.swapaxes(0, 1)
+def _moments(counts: np.ndarray) -> dict[str, list[float]]:
+    """Mean and standard deviation of each channel, from how often it has each of 256 values."""
+    import numpy as np
+
+    values, share = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
+    mean = share @ values
+    return {
+        "mean": mean.tolist(),
+        "std": np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1)).tolist(),
+    }
 
 
 def _size_and_time(folder: Path, array: str) -> list[int]:
@@ -185,10 +195,11 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         for split in ("train", "test"):
             samples = meta[f"{split}_samples"]
-            if arrays[f"{split}_images"].shape != (samples, *meta["shape"]):
-                raise ValueError(f"{split}_images.npy is not of the shape that {META} gives")
-            if arrays[f"{split}_labels"].shape != (samples,):
-                raise ValueError(f"{split}_labels.npy has not one label an image")
+            shape = (samples, *meta["shape"])
+            if arrays[f"{split}_inputs"].shape != shape:
+                raise ValueError(f"{split}_inputs.npy is not of the shape that {META} gives")
+            if arrays[f"{split}_targets"].shape != (shape if len(shape) == 2 else shape[:1]):
+                raise ValueError(f"{split}_targets.npy does not fit {split}_inputs.npy")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _not_whole(folder, error) from error
     return meta, arrays

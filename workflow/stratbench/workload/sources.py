@@ -1,4 +1,4 @@
-"""Where a data set's images come from: files on disk or from a mirror, or computed here.
+"""Where a data set's samples come from: files on disk or from a mirror, or computed here.
 
 MNIST and CIFAR-10 are read in torchvision's layout, and no byte of a file is interpreted before
 its MD5 is the published one. numpy is imported inside functions: the Snakefile imports this.
@@ -70,6 +70,18 @@ CIFAR10_FOLDER = "cifar-10-batches-py"
 CIFAR10_ARCHIVE = ("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a")
 CIFAR10_MIRRORS = ("https://www.cs.toronto.edu/~kriz/",)
 
+SHAKESPEARE_FILES = {"input.txt": "6fb458f1232090904fb40fe944165e91"}
+SHAKESPEARE_FOLDER = "tinyshakespeare"
+SHAKESPEARE_MIRRORS = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",
+)
+#: Characters of the training text (the first nine tenths) and of the test text; different ones in all.
+SHAKESPEARE_TOKENS = (1_003_854, 111_540)
+SHAKESPEARE_VOCABULARY = 65
+
+#: Tokens that may follow a token of a Markov text.
+MARKOV_SUCCESSORS = 8
+
 #: Seed of the split of the digits into training and test set: part of the data set, never changed.
 DIGITS_SPLIT_SEED = 20240
 DIGITS_TEST_SAMPLES = 360
@@ -85,18 +97,27 @@ class DataError(ValueError):
 
 
 class Split(NamedTuple):
-    """One split: its number of samples and its chunks of uint8 images [n, C, H, W], labels [n]."""
+    """One split: its number of samples, and its chunks of inputs and targets.
+
+    Images: uint8 [n, C, H, W] and labels [n]. Text: tokens [n, length] and the next tokens [n, length].
+    """
 
     samples: int
     chunks: Iterator[tuple[np.ndarray, np.ndarray]]
 
 
 class Source(NamedTuple):
-    """A training and a test split, and the files (`file`, `md5`, `bytes`) they were read from."""
+    """A training and a test split, and the files (`file`, `md5`, `bytes`) they were read from.
+
+    `generated`: whether a generator made them. `least_loss`: the mean loss, in nats, that no model can
+    be better than; None: unknown.
+    """
 
     train: Split
     test: Split
     files: list[dict[str, Any]]
+    generated: bool = False
+    least_loss: float | None = None
 
 
 def progress_bar(total: int, unit: str, description: str) -> Any:
@@ -157,7 +178,8 @@ def fetch(
             return scratch
     except DataError as error:
         failure = str(error)
-    folder = f"ROOT/{MNIST_FOLDER}/" if name == "mnist" else "ROOT/"
+    folders = {"mnist": f"ROOT/{MNIST_FOLDER}/", "tinyshakespeare": f"ROOT/{SHAKESPEARE_FOLDER}/"}
+    folder = folders.get(name, "ROOT/")
     sources = "\n".join(f"    {mirrors[0]}{filename}" for filename in files)
     raise DataError(
         f"{name}: the data set was not found.\n"
@@ -380,4 +402,81 @@ def synthetic(
         Split(train_samples, chunks(train_samples, 1)),
         Split(test_samples, chunks(test_samples, 2)),
         [],
+        generated=True,
+    )
+
+
+# ---------------------------------------------------------------- text
+
+
+def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> Source:
+    """The works of Shakespeare as characters, cut into pieces of `sequence`.
+
+    Read from `root`/tinyshakespeare/input.txt, else downloaded to the folder `scratch`; None forbids
+    that. The last tenth is the test set, as in nanoGPT. A character's token is its place in the
+    alphabet of the text.
+    """
+    import numpy as np
+
+    [(name, md5)] = SHAKESPEARE_FILES.items()
+    folder = root / SHAKESPEARE_FOLDER if root else None
+    if folder is None or not (folder / name).exists():
+        missing = f"Not in {folder}: {name}." if folder else NO_ROOT
+        folder = fetch("tinyshakespeare", SHAKESPEARE_MIRRORS, SHAKESPEARE_FILES, scratch, missing)
+    content = np.frombuffer(read_verified(folder / name, md5), np.uint8)
+    _, tokens = np.unique(content, return_inverse=True)
+    train, test = np.split(tokens.astype(np.uint8), [SHAKESPEARE_TOKENS[0]])
+    files = [_file_fact(folder / name, md5)]
+    return Source(pieces(train, sequence), pieces(test, sequence), files)
+
+
+def pieces(tokens: np.ndarray, sequence: int) -> Split:
+    """A text cut into pieces of `sequence` tokens, each with the tokens that come next."""
+    samples = (len(tokens) - 1) // sequence
+    inputs, targets = (tokens[i : i + samples * sequence].reshape(-1, sequence) for i in (0, 1))
+    return Split(samples, iter([(inputs, targets)]))
+
+
+def markov_text(
+    train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
+) -> Source:
+    """Texts in which a token's successor depends on the token alone: one of eight, at fixed odds.
+
+    The odds are drawn anew for each token. The least possible loss is the chain's entropy rate: the
+    mean, over the stationary distribution, of the entropy of the successor (Shannon, 1948).
+    """
+    import numpy as np
+
+    rng = np.random.default_rng([seed, 0])
+    n = min(MARKOV_SUCCESSORS, vocabulary)
+    after = np.stack([rng.choice(vocabulary, n, replace=False) for _ in range(vocabulary)])
+    odds = rng.dirichlet(np.ones(n), vocabulary)
+    share = np.full(vocabulary, 1 / vocabulary)
+    # Averaged with the step before, which keeps the stationary distribution and damps any period.
+    for _ in range(1000):
+        share = (
+            share + np.bincount(after.ravel(), (share[:, None] * odds).ravel(), vocabulary)
+        ) / 2
+    entropy = -(share @ np.where(odds > 0, odds * np.log(np.maximum(odds, 1e-300)), 0).sum(axis=1))
+    up_to = odds.cumsum(axis=1)
+
+    def chunks(samples: int, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, samples, SYNTHETIC_CHUNK_SAMPLES):
+            count = min(SYNTHETIC_CHUNK_SAMPLES, samples - start)
+            draw = np.random.default_rng([seed, stream, start])
+            text = np.empty((count, sequence + 1), np.int64)
+            text[:, 0] = draw.choice(vocabulary, count, p=share / share.sum())
+            for i in range(sequence):
+                now = text[:, i]
+                # Rounding may leave the last sum below 1.
+                which = (draw.random((count, 1)) >= up_to[now][:, :-1]).sum(axis=1)
+                text[:, i + 1] = after[now, which]
+            yield text[:, :-1], text[:, 1:]
+
+    return Source(
+        Split(train_samples, chunks(train_samples, 1)),
+        Split(test_samples, chunks(test_samples, 2)),
+        [],
+        generated=True,
+        least_loss=float(entropy),
     )
