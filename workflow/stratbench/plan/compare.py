@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="the whole config, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="one row a finished cell (CSV)")
     args = parser.parse_args()
-    config, study = configuration.load(json.loads(args.config))
+    config, study = configuration.load_config(json.loads(args.config))
     records = records_by_cell(study, config["results"])
     rows = prediction_rows(make_plan(config, study), records)
     write_prediction_csv(rows, args.out)
