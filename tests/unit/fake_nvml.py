@@ -69,7 +69,6 @@ class FakeNvml:
         return call
 
     def _nvmlInit(self) -> None: ...
-    def _nvmlShutdown(self) -> None: ...
 
     def _nvmlDeviceGetCount(self) -> int:
         return self._gpus

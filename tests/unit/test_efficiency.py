@@ -13,7 +13,7 @@ import pytest
 from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
-from stratbench.telemetry.timeline import COLUMNS
+from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 from stratbench.train import assemble, efficiency
 from stratbench.train.job import Job
 
@@ -131,7 +131,7 @@ def test_the_wait_comes_out_of_the_exchange():
 def leave_samples(folder: Path, watts: dict[int, float]) -> None:
     """Samples of ten seconds; GPUs by index."""
     with RunFolder(folder).samples(0).open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer = csv.DictWriter(file, SAMPLE_COLUMNS, restval="")
         writer.writeheader()
         for t in range(11):
             for index, power in watts.items():

@@ -22,7 +22,7 @@ from fake_nvml import FakeNvml, GpuIsLost
 from stratbench.telemetry import sampler as sampler_module
 from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.sampler import Sampler, Watched, busy_check, sample_until
-from stratbench.telemetry.timeline import COLUMNS, read_samples
+from stratbench.telemetry.timeline import SAMPLE_COLUMNS, read_samples
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -219,7 +219,7 @@ def test_gpu_counters_are_columns_and_those_not_offered_are_empty():
     assert gpus[0]["power_w"] == "312.5"
     assert gpus[0]["throttle"] == "sw_power_cap;hw_thermal_slowdown"
     assert gpus[0]["energy_j"] == ""
-    assert set(gpus[0]) == set(COLUMNS)
+    assert set(gpus[0]) == set(SAMPLE_COLUMNS)
 
 
 def test_pcie_snapshots_which_block_are_taken_now_and_then():

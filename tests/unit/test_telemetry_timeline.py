@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stratbench.telemetry.timeline import (
-    COLUMNS,
+    SAMPLE_COLUMNS,
     PhaseLog,
     energy_within,
     merge_timeline,
@@ -22,7 +22,7 @@ from stratbench.telemetry.timeline import (
 
 def write_samples(path: Path, rows: list[dict]) -> Path:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer = csv.DictWriter(file, SAMPLE_COLUMNS, restval="")
         writer.writeheader()
         writer.writerows({"node": "n0", "kind": "gpu", "id": 0} | row for row in rows)
     return path

@@ -77,7 +77,7 @@ class RunFolder:
         return sorted(self.path.glob("phases*.jsonl"))
 
     def samples(self, node: int) -> Path:
-        """What the sampler of a node saw, as CSV (`telemetry.timeline.COLUMNS`)."""
+        """What the sampler of a node saw, as CSV (`telemetry.timeline.SAMPLE_COLUMNS`)."""
         return self.path / f"samples{node}.csv"
 
     def sample_files(self) -> list[Path]:

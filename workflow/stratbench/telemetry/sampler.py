@@ -3,7 +3,7 @@
     python -m stratbench.telemetry.sampler --out samples.csv --origin-s 4200.0
 
 `Sampler` starts and stops it from a launcher. It imports no torch, runs at the lowest priority
-and keeps off the cores that the watched processes are bound to. Columns: `timeline.COLUMNS`.
+and keeps off the cores that the watched processes are bound to. Columns: `timeline.SAMPLE_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ import psutil
 
 from stratbench.telemetry.cores import usable_cores
 from stratbench.telemetry.nvml import Nvml
-from stratbench.telemetry.timeline import COLUMNS
+from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
+#: How long the sampler may take to end, in seconds.
+LONGEST_STOP_S = 5.0
 # Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
 # Has the sampler take a sample before its time; one that is still starting is not disturbed by it.
@@ -84,14 +86,14 @@ class Sampler:
         if self._process is not None:
             self._process.send_signal(_WAKE)
 
-    def stop(self, timeout_s: float = 5.0) -> bool:
-        """Have it take a last sample and end; returns whether it did so within `timeout_s`."""
+    def stop(self) -> bool:
+        """Have it take a last sample and end; returns whether it did so within LONGEST_STOP_S."""
         self._pids_file.unlink(missing_ok=True)
         if self._process is None:
             return False
         self._process.terminate()
         try:
-            clean = self._process.wait(timeout_s) == 0
+            clean = self._process.wait(LONGEST_STOP_S) == 0
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -253,7 +255,7 @@ def sample_until(
     host = Host(node)
     allowed_cores = usable_cores()
     begun_s = time.monotonic()
-    file.write(",".join(COLUMNS) + "\n")
+    file.write(",".join(SAMPLE_COLUMNS) + "\n")
     count, in_time = 0, True
     while True:
         ending = stop.is_set() or os.getppid() != parent_pid
@@ -314,7 +316,7 @@ def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any
 
 def _as_csv(rows: Any) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, SAMPLE_COLUMNS, restval="", lineterminator="\n")
     writer.writerows(rows)
     return text.getvalue()
 

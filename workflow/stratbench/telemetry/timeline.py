@@ -20,7 +20,7 @@ from stratbench.cell.run_folder import rank_of
 
 # Columns of a sample file. `kind` is host, process or gpu; `id` is the node's name, the label
 # the launcher gave the process (rank0, server1), or the GPU's index.
-COLUMNS = (
+SAMPLE_COLUMNS = (
     "t_s",
     "node",
     "kind",
@@ -122,7 +122,7 @@ def merge_timeline(
     )
     temporary = Path(f"{os.fspath(out)}.tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, "phase"), extrasaction="ignore", restval="")
+        writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), extrasaction="ignore", restval="")
         writer.writeheader()
         for row in rows:
             rank = _rank_of(row)

@@ -140,7 +140,7 @@ def supervise(
             process.join()
             ended[process.name] = process.exitcode
         for p in running.values():
-            if p.name not in ended and p.name in lost_workers(job):
+            if p.name not in ended and p.name in workers_given_up(job):
                 p.kill()
         if grace_ends is None and stuck(job, servers, workers, ended):
             grace_ends = time.monotonic() + GRACE_S
@@ -173,7 +173,7 @@ def has_joined(job: Job, rank: int) -> bool:
     return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)
 
 
-def lost_workers(job: Job) -> set[str]:
+def workers_given_up(job: Job) -> set[str]:
     """Names of the workers that the servers gave up; empty before server 0 has ended."""
     server = job.folder.read_server(0) if job.has_servers else None
     return {worker_name(w["worker"]) for w in server["lost"]} if server else set()
