@@ -128,7 +128,7 @@ def worker(host, affinity, quota=None):
     ],
 )
 def test_cores_are_those_that_the_workers_may_use(workers, cores):
-    assert derived.usable_cores({"workers": workers}) == cores
+    assert derived.cpu_cores({"workers": workers}) == cores
 
 
 def test_the_analysis_never_imports_torch():

@@ -103,7 +103,7 @@ def ten_cells(tmp_path: Path) -> Workflow:
     (package / "witness.py").write_text(WITNESS)
     for path, code in (
         (package / "train/worker.py", IN_WORKER),
-        (package / "record.py", IN_RECORD),
+        (package / "cell/record.py", IN_RECORD),
     ):
         path.write_text(path.read_text() + code)
     return workflow

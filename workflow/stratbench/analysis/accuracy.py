@@ -1,4 +1,4 @@
-"""Which candidates lose more accuracy than allowed, which may, and which surely do not.
+"""Excludes candidates that lose more accuracy than allowed, and says how much the others may lose.
 
 Repeats of a cell differ by a few tenths of a point, and a test set leaves something to chance. So a
 loss is excluded where it exceeds the tolerance beyond chance, and stated where it only may.

@@ -1,4 +1,4 @@
-"""A study beside the paper: every published cell with ours, and whether its claims hold in our records.
+"""Compares a study with the paper: every published cell beside ours, and whether its claims hold.
 
 Hardware differs, so absolute times do not compare; ratios between strategies and between GPU counts
 do. Writes against_cells.csv and against_claims.csv.
@@ -28,7 +28,7 @@ COLUMNS_OF = {
 }
 #: The strategy that others of its kind are divided by.
 REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
-CELL_COLUMNS = (
+PUBLISHED_COLUMNS = (
     *("version", "table", "row", "strategy", "model", "dataset", "gpus", "measure"),
     *("published", "ours", "experiment", "kind"),
     *("against_strategy", "published_to_strategy", "our_to_strategy", "ratio_to_strategy"),
@@ -58,7 +58,7 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
     }
     return pd.DataFrame(
         [compared_cell(row, theirs, ours) for row in tables.itertuples()],
-        columns=list(CELL_COLUMNS),
+        columns=list(PUBLISHED_COLUMNS),
     )
 
 
@@ -72,7 +72,7 @@ def compared_cell(
     ]
     mine, experiment = ours.get((*place, row.strategy, row.gpus), (np.nan, ""))
     kind = "difference" if row.measure == "accuracy_percent" else "ratio"
-    found = {name: getattr(row, name) for name in CELL_COLUMNS[:8]}
+    found = {name: getattr(row, name) for name in PUBLISHED_COLUMNS[:8]}
     found |= {"published": row.value, "ours": mine, "experiment": experiment, "kind": kind}
     fewest = next(
         (n for n in sorted(counts) if n < row.gpus and is_published(theirs, row, n)), None

@@ -1,4 +1,4 @@
-"""A finished study in a few lines, for the terminal: what to choose, the audit's tally, the start skew."""
+"""The result of a finished study in a few lines for the terminal: choices, audit, start skew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decision chooses from: each strategy on each worker count, and what speaks against it."""
+"""The candidates of a decision: each strategy on each worker count, and what excludes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the claims of the paper's text hold: by our records, by other records, by its own tables."""
+"""Judges the claims of the paper's text: by our records, by other records, and by its own tables."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
     return HOLDS if inside else UNKNOWN
 
 
-def describe_range(figures: Sequence[ClaimFigure]) -> str:
+def describe_figures(figures: Sequence[ClaimFigure]) -> str:
     """The range of the figures and where its ends are."""
     if not figures:
         return ""
@@ -153,7 +153,9 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
         limits = (claim["low"], claim["high"])
         agrees = verdict_on(found, *limits)
         note = notes.loc[claim["id"]] if agrees == FAILS and claim["id"] in notes.index else None
-        in_the_paper = f"{verdict_on(theirs, *limits)}: {describe_range(theirs)}" if theirs else ""
+        in_the_paper = (
+            f"{verdict_on(theirs, *limits)}: {describe_figures(theirs)}" if theirs else ""
+        )
         if rest := describe_weak_figures(metric, claim) if theirs else "":
             in_the_paper += f" ({rest})"
         if verdict_on(theirs, *limits) == HOLDS and claim["id"] in notes.index:
@@ -162,8 +164,8 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
             claim
             | {
                 "verdict": agrees,
-                "figures": describe_range(found) + describe_single_repeats(found),
-                "elsewhere": describe_range(elsewhere),
+                "figures": describe_figures(found) + describe_single_repeats(found),
+                "elsewhere": describe_figures(elsewhere),
             }
             | {"in_the_paper": in_the_paper}
             | ({} if note is None else {"explanation": note["explanation"], "rule": note["rule"]})

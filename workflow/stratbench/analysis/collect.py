@@ -1,4 +1,4 @@
-"""Gathers the records of a study into two flat files: a row for each cell, a row for each epoch.
+"""Collects the records of a study into two files: cells.csv, a row a cell, and epochs.csv, a row an epoch.
 
 Every expected cell gets its row, in the order of the config: a cell without a record is `missing`,
 or `error` where a failure left its evidence, and is never left out.

@@ -159,7 +159,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("device_name", "text", "", derived.device_name, "The GPUs, or the CPUs, by name."),
     Column("host", "text", "", derived.hosts, "Names of the hosts of the workers."),
     Column("cpu_model", "text", "", derived.cpu_models, "The processors of the hosts."),
-    Column("cpu_cores", "number", "", derived.usable_cores,
+    Column("cpu_cores", "number", "", derived.cpu_cores,
            "CPU cores that the workers may use together."),
     Column("torch", "text", "", derived.torch_versions, "Version of PyTorch."),
     Column("driver", "text", "", derived.driver_versions, "Version of the GPU driver."),

@@ -1,4 +1,4 @@
-"""How sure an answer is: what the repeats allow to claim, and what lowers it."""
+"""How sure a decision is: what the repeats allow to claim, and what lowers the confidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person who has to choose a strategy is bound by: the `decide` block of config.yaml."""
+"""The constraints of a decision: the `decide` block of config.yaml."""
 
 from __future__ import annotations
 

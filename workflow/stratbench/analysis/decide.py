@@ -1,4 +1,4 @@
-"""Which strategy to choose for each model: ranked from the records under a person's constraints.
+"""Decides which strategy to choose for each model: ranks the records under the constraints.
 
 Writes decision.csv, the matrix of all strategies and worker counts with a verdict and a reason each,
 and answers.json, the decisions in words, which the report shows; prints them too. Where there is no

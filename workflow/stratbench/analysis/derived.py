@@ -72,7 +72,7 @@ def driver_versions(record: Record) -> str | None:
     return joined_or_none(texts_of_workers(record, "driver.driver_version"))
 
 
-def usable_cores(record: Record) -> float | None:
+def cpu_cores(record: Record) -> float | None:
     """CPU cores that the workers may use together: of each host, its affinity within its quota."""
     cores_of: dict[str, tuple[set[int], float]] = {}
     for worker in record["workers"]:
@@ -147,41 +147,41 @@ def breakdown_ms(record: Record) -> str | None:
 # ---------------------------------------------------------------- parameter servers
 
 
-def servers_of(record: Record) -> list[dict[str, Any]]:
+def servers_in(record: Record) -> list[dict[str, Any]]:
     """What each parameter server says; empty where there is none."""
     return value_at(record, "server.servers") or []
 
 
 def links_of(record: Record) -> Iterator[dict[str, Any]]:
     """What each server says of each of its workers."""
-    for server in servers_of(record):
+    for server in servers_in(record):
         yield from server.get("workers") or ()
 
 
 def n_servers(record: Record) -> int | None:
     """How many parameter servers there were."""
-    return len(servers_of(record)) or None
+    return len(servers_in(record)) or None
 
 
 def server_bytes(record: Record) -> int | None:
     """Bytes in and out of all servers."""
-    if not servers_of(record):
+    if not servers_in(record):
         return None
     return sum(link["bytes_in"] + link["bytes_out"] for link in links_of(record))
 
 
 def server_wait_s(record: Record) -> float | None:
     """How long servers held workers back, in s, summed over servers and workers."""
-    if not servers_of(record):
+    if not servers_in(record):
         return None
     return sum(link.get("wait_s") or 0.0 for link in links_of(record))
 
 
 def server_lost(record: Record) -> int | None:
     """How many different workers were lost to a server."""
-    if not servers_of(record):
+    if not servers_in(record):
         return None
-    return len({str(w) for server in servers_of(record) for w in server.get("lost") or ()})
+    return len({str(w) for server in servers_in(record) for w in server.get("lost") or ()})
 
 
 def staleness(record: Record) -> str | None:
@@ -191,7 +191,7 @@ def staleness(record: Record) -> str | None:
     gradient was computed from.
     """
     total: list[int] = []
-    for server in servers_of(record):
+    for server in servers_in(record):
         counts = server.get("staleness_all_shards") or []
         total += [0] * (len(counts) - len(total))
         for i, count in enumerate(counts):

@@ -1,4 +1,4 @@
-"""What the figures of an experiment are drawn from."""
+"""The data of one experiment from which its figures are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of the paper's claims: for each, the figures that a set of records has for it."""
+"""The metrics of the paper's claims: the figures that a set of records gives for each."""
 
 from __future__ import annotations
 

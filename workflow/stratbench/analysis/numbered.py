@@ -1,4 +1,4 @@
-"""The paper's tables 3 to 8 by their numbers, made from a study's own records.
+"""The paper's tables 3 to 8, made from a study's own records.
 
 Tables 3 to 7 hold the texts of summary.csv. Table 8, which the paper fills with judgements, holds
 measurements, and names the cells that each is from.
@@ -95,7 +95,7 @@ def numbered_table(
     found = []
     keys = ["experiment", "strategy", "model", "measure"]
     for key, line in rows.groupby(keys, sort=False):
-        by_count = {row.gpus: marked_text(row) for row in line.itertuples()}
+        by_count = {row.gpus: text_as_in_the_paper(row) for row in line.itertuples()}
         cells = {f"{n} workers": by_count.get(n, NO_CELL) for n in counts}
         place = dict(zip(keys, key, strict=True)) | {"measure": MEASURES[key[3]].heading}
         found.append(place | cells)
@@ -103,7 +103,7 @@ def numbered_table(
     return pd.DataFrame(found, columns=columns)
 
 
-def marked_text(row: object) -> str:
+def text_as_in_the_paper(row: object) -> str:
     """A summary row's text; a time limit as the paper prints it (`>3000`), and the audit's mark."""
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
     return f"{text} {DOUBT}" if row.flags else text

@@ -1,4 +1,4 @@
-"""What every figure is put together from: panels, legends, axes, marks for missing results."""
+"""The parts of every figure: panels, legend, axes, and marks for cells without a result."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ MOST_COLUMNS = 3
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
 INK = "#222222"
+#: Size of the line below a figure, in points.
+NOTE_PT = 6.5
 #: Lines of a panel's list of what has no result.
 MOST_NOTES = 7
 
@@ -50,7 +52,7 @@ def add_legend_and_note(figure: Figure, handles: Iterable[Line2D | Patch], note:
     handles = list(handles)
     if handles:
         add_legend(figure, handles)
-    figure.supxlabel(wrapped_text(note, figure), fontsize=6.5, color="#555555")
+    figure.supxlabel(wrapped_text(note, figure), fontsize=NOTE_PT, color="#555555")
 
 
 def add_legend(figure: Figure, handles: list[Line2D | Patch]) -> None:
@@ -73,9 +75,9 @@ def legend_columns(labels: Sequence[str], width_in: float) -> int:
     return 1
 
 
-def wrapped_text(text: str, figure: Figure, size_pt: float = 6.5) -> str:
-    """`text` broken into lines that fit the figure's width at `size_pt`."""
-    return textwrap.fill(text, width=int(figure.get_figwidth() * 72 / (size_pt * 0.56)))
+def wrapped_text(text: str, figure: Figure) -> str:
+    """`text` broken into lines that fit the figure's width, for letters of NOTE_PT."""
+    return textwrap.fill(text, width=int(figure.get_figwidth() * 72 / (NOTE_PT * 0.56)))
 
 
 def first_of_each_row(axes: Sequence[Axes], label: str) -> None:

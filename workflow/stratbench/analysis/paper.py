@@ -1,4 +1,4 @@
-"""The paper's published tables and claims, read from workflow/reference/, and shaped like our cells."""
+"""The paper's published tables and claims, from workflow/reference/, in the form of our cells."""
 
 from __future__ import annotations
 

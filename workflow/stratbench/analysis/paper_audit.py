@@ -1,4 +1,4 @@
-"""The paper, audited: what the audit's rules find in the published tables, and its versions in each other.
+"""Audits the paper: the audit's rules on its published tables, and its two versions compared.
 
 Writes paper_audit.csv. The tables are judged by the same rules as a study's records; what the text
 alone says (of memory, of sizes) is judged by the bounds that the rules go by.
@@ -19,13 +19,13 @@ from stratbench.analysis.audit import AUDIT_COLUMNS, RULES, SEVERITIES, audit, r
 from stratbench.analysis.metrics import MEMORY_RATIO, SIZES
 
 VERSIONS = ("v1", "v2")
-COLUMNS = ("version", *AUDIT_COLUMNS)
+PAPER_AUDIT_COLUMNS = ("version", *AUDIT_COLUMNS)
 #: What two sizes may differ by and be the same, as a share.
 SAME_SIZE = 0.05
 
 
 def findings_on_paper() -> list[dict[str, Any]]:
-    """Everything that is found, the most severe first; keys are COLUMNS."""
+    """Everything that is found, the most severe first; keys are PAPER_AUDIT_COLUMNS."""
     found: list[dict[str, Any]] = []
     for version in VERSIONS:
         cells = paper.cells_of_version(version)
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     found = findings_on_paper()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(found, columns=list(COLUMNS)).to_csv(args.out, index=False)
+    pd.DataFrame(found, columns=list(PAPER_AUDIT_COLUMNS)).to_csv(args.out, index=False)
     print(
         f"{len(found)} findings in the paper's tables, by {len({f['rule'] for f in found})} rules"
     )

@@ -1,4 +1,4 @@
-"""Figures of a study: one SVG, PNG and PDF for each experiment and measure, with a panel for each model.
+"""Draws the figures of a study: for each experiment and figure one SVG, PNG and PDF.
 
 A cell without a result is a labelled mark, never a gap; repeats give error bars; a strategy looks
 the same in every figure.
@@ -189,7 +189,7 @@ def accuracy_figure(data: FigureData, measure: Measure) -> Figure:
     for axis, (model, count) in zip(axes, grid, strict=True):
         epochs = data.epochs
         epochs = epochs[(epochs["model"] == model) & (epochs["gpus"] == count)]
-        panel = data.rows("accuracy", model)
+        panel = data.rows(measure.name, model)
         panel = panel[panel["gpus"] == count]
         rows = panel[panel["value"].isna()]
         for name, line in epochs.groupby("strategy", sort=False):
@@ -202,7 +202,7 @@ def accuracy_figure(data: FigureData, measure: Measure) -> Figure:
     share_rows(axes, len(data.counts))
     first_of_each_row(axes, "Test accuracy (%)")
     handles = [line_handle(name, style) for name, style in styles_in_order(data).items()]
-    add_legend_and_note(figure, handles, data.note + data.doubt_note("accuracy"))
+    add_legend_and_note(figure, handles, data.note + data.doubt_note(measure.name))
     return figure
 
 
@@ -282,8 +282,10 @@ def has_data(name: str, data: FigureData) -> bool:
 def save_figure(figure: Figure, stem: Path) -> None:
     """Write <stem>.svg, .png and .pdf, the same bytes for the same figure."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    figure.draw_without_rendering()
-    figure.set_layout_engine(None)  # laid out by now; saving would do it again for each format
+    layout = figure.get_layout_engine()
+    if layout is not None:
+        layout.execute(figure)
+        figure.set_layout_engine(None)  # laid out by now; saving would do it again for each format
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
     figure.savefig(stem.with_suffix(".png"), metadata={"Software": None})
     figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})

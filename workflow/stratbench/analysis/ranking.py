@@ -1,4 +1,4 @@
-"""Which candidate comes first, and what the repeats allow to claim of it.
+"""Ranks candidates: which comes first, and what the repeats allow to claim of it.
 
 The arithmetic works on arrays, so that a simulation can try it a hundred thousand times: axes
 [..., candidates, repeats], NaN where a repeat is missing.

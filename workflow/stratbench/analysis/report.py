@@ -1,4 +1,4 @@
-"""One self-contained HTML page with a study's answer, tables, figures, cells and methods."""
+"""Writes the report: one self-contained HTML page with decisions, figures, tables, audit and methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from PIL import Image
 
 from stratbench.analysis import paper_audit
 from stratbench.analysis.audit import SEVERITIES, read_audit
-from stratbench.analysis.columns import CELL_COLUMNS, read_cells
+from stratbench.analysis.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.measures import MEASURES, MIB, NO_CELL, PLOTS, Measure
 from stratbench.analysis.numbered import read_paper_tables
 from stratbench.analysis.sections import (
@@ -41,7 +41,6 @@ from stratbench.analysis.tables import (
 )
 from stratbench.cell.words import counted, plural, worker_noun
 
-Row = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
 #: A figure whose SVG is larger goes into the page as PNG.
 MOST_SVG_BYTES = 60_000

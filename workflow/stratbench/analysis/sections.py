@@ -1,4 +1,4 @@
-"""Sections of the report that are more than a table or a figure, as values for its template."""
+"""Sections of the report as values for its template: the paper, strategies, machines, servers, the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a strategy looks in every figure: one colour, marker and hatch each, fixed by its name.
+"""The style of each strategy in all figures: a colour, a marker and a hatch, fixed by its name.
 
 The colours are Okabe and Ito's, which people with colour-blindness can tell apart; marker and hatch
 carry the same information in black and white.

@@ -1,4 +1,4 @@
-"""The study in one long table: for each measure and group of repeats a value, a spread, a text.
+"""Summarises a study in one long table: a value, a spread and a text for each group and measure.
 
 Tables, figures and the report all print from here, so that no two of them can disagree.
 """
@@ -52,60 +52,78 @@ def outcome_kinds(outcome_text: str) -> str:
     return ", ".join(dict.fromkeys(kinds))
 
 
-def values_by_repeat(frame: pd.DataFrame, measure: Measure) -> pd.Series:
-    """The measure's column of the cells that are `ok`, by repeat."""
-    ok = frame[frame["status"] == "ok"]
-    column = pd.to_numeric(ok[measure.column], errors="coerce")
-    return pd.Series(column.to_numpy(), index=ok["repeat"]).dropna() * measure.scale
+class MeasuredGroups:
+    """Groups of repeats with what they measured, looked up once for all measures of a column."""
+
+    def __init__(self, cells: pd.DataFrame) -> None:
+        columns = list(dict.fromkeys(measure.column for measure in MEASURES.values()))
+        numbers = {name: pd.to_numeric(cells[name], errors="coerce") for name in columns}
+        self.rows = rows_by_group(cells.assign(**numbers))
+        #: Values of the cells that are `ok`, by repeat, in the column's unit; absent ones left out.
+        self._values: dict[tuple[Group, str], dict[int, float]] = {}
+        for group, rows in self.rows.items():
+            ok = rows[rows["status"] == "ok"]
+            repeats = ok["repeat"].tolist()
+            for name in columns:
+                pairs = zip(repeats, ok[name].to_numpy(dtype=float).tolist(), strict=True)
+                self._values[group, name] = {r: value for r, value in pairs if value == value}
+
+    def values_of(self, group: Group, measure: Measure) -> dict[int, float]:
+        """The measure by repeat, in the unit in which it is shown."""
+        found = self._values[group, measure.column]
+        return {repeat: value * measure.scale for repeat, value in found.items()}
+
+    def why_none(self, group: Group) -> str:
+        """How the cells of a group without a value ended; empty where they ended well."""
+        return outcome_kinds(describe_outcome(self.rows[group]))
 
 
-def absolute_row(frame: pd.DataFrame, measure: Measure) -> Row:
-    """Median of a measure and the ends of its spread; `cell_text` says why where there are none."""
-    found = values_by_repeat(frame, measure)
-    if found.empty:
-        return {"text": outcome_kinds(describe_outcome(frame)) or "n/a (not recorded)"}
-    median, low, high, spread = median_and_spread(found.to_numpy())
+def absolute_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
+    """Median of a measure and the ends of its spread; `text` says why where there are none."""
+    found = list(groups.values_of(group, measure).values())
+    if not found:
+        return {"text": groups.why_none(group) or "n/a (not recorded)"}
+    median, low, high, spread = median_and_spread(found)
     return {"value": median} | (
         {"low": low, "high": high, "spread": spread} if len(found) > 1 else {}
     )
 
 
-def baseline_of(groups: dict[Group, pd.DataFrame], key: Group, measure: Measure) -> Group | str:
+def baseline_of(groups: MeasuredGroups, group: Group, measure: Measure) -> Group | str:
     """The group that a ratio is against, or the text that says why there is none."""
     match measure.baseline:
         case "self":
-            against, where, count = key.strategy, "1 worker", 1
+            against, where, count = group.strategy, "1 worker", 1
         case str() as against:
-            where, count = against, 1 if against == ALONE else key.gpus
-    baseline = key.with_strategy(against).with_gpus(count)
-    if baseline not in groups:
+            where, count = against, 1 if against == ALONE else group.gpus
+    baseline = group.with_strategy(against).with_gpus(count)
+    if baseline not in groups.rows:
         return f"n/a (no {where})"
-    if values_by_repeat(groups[baseline], measure).empty:
-        return (
-            f"n/a ({where}: {outcome_kinds(describe_outcome(groups[baseline])) or 'not recorded'})"
-        )
+    if not groups.values_of(baseline, measure):
+        return f"n/a ({where}: {groups.why_none(baseline) or 'not recorded'})"
     return baseline
 
 
-def ratio_row(groups: dict[Group, pd.DataFrame], key: Group, measure: Measure) -> Row:
+def ratio_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
     """A ratio to the baseline, with its pairs for the interval under `pairs` [2, repeats]."""
-    found = values_by_repeat(groups[key], measure)
-    if found.empty:
-        return {"text": outcome_kinds(describe_outcome(groups[key])) or "n/a (not recorded)"}
-    baseline = baseline_of(groups, key, measure)
+    found = groups.values_of(group, measure)
+    if not found:
+        return {"text": groups.why_none(group) or "n/a (not recorded)"}
+    baseline = baseline_of(groups, group, measure)
     if isinstance(baseline, str):
         return {"text": baseline}
-    pairs = pd.concat([found, values_by_repeat(groups[baseline], measure)], axis=1, join="inner")
-    if pairs.empty:
+    others = groups.values_of(baseline, measure)
+    common = [repeat for repeat in found if repeat in others]
+    if not common:
         return {"text": "n/a (no repeat in common with the baseline)"}
-    numerators = pairs.iloc[:, 0].to_numpy() / (key.gpus if measure.per_worker else 1)
-    denominators = pairs.iloc[:, 1].to_numpy()
+    numerators = np.array([found[r] for r in common]) / (group.gpus if measure.per_worker else 1)
+    denominators = np.array([others[r] for r in common])
     if measure.inverted:
         numerators, denominators = denominators, numerators
     row: Row = {"value": mean_ratio(numerators, denominators)}
-    if baseline != key:
+    if baseline != group:
         row["pairs"] = np.stack([numerators, denominators])
-        kinds = (groups[k]["strategy_kind"] for k in (key, baseline))
+        kinds = (groups.rows[g]["strategy_kind"] for g in (group, baseline))
         row["served"] = any((kind == "server").any() for kind in kinds)
     return row
 
@@ -158,27 +176,24 @@ def doubts_by_group(
 
 
 def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The long table (COLUMNS), in the order of cells.csv, from the rows of cells.csv.
+    """The long table (SUMMARY_COLUMNS), in the order of cells.csv, from the rows of cells.csv.
 
     `flags` names the audit's rules (rows of audit.csv, notes aside) that doubt the figure.
     """
-    groups = rows_by_group(cells)
+    groups = MeasuredGroups(cells)
     rows: list[Row] = []
-    for key, frame in groups.items():
-        common = key._asdict() | {
-            "cells": len(frame),
-            "ok": int((frame["status"] == "ok").sum()),
-            "outcome": describe_outcome(frame),
+    for group, repeats in groups.rows.items():
+        common = group._asdict() | {
+            "cells": len(repeats),
+            "ok": int((repeats["status"] == "ok").sum()),
+            "outcome": describe_outcome(repeats),
         }
         for measure in MEASURES.values():
-            found = (
-                ratio_row(groups, key, measure)
-                if measure.baseline
-                else absolute_row(frame, measure)
-            )
+            row_of = ratio_row if measure.baseline else absolute_row
+            found = row_of(groups, group, measure)
             rows.append(common | {"measure": measure.name, "unit": measure.unit} | found)
     fill_intervals(rows)
-    doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups)
+    doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups.rows)
     for row in rows:
         measure = MEASURES[row["measure"]]
         row["text"] = cell_text(row, measure)

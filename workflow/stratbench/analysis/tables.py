@@ -1,4 +1,4 @@
-"""Tables of a study: for each experiment and measure, models and strategies by worker count.
+"""Writes the tables of a study: for each experiment and measure, models and strategies by worker count.
 
 Writes summary.csv (every number, one row each) and, for people, each table as CSV, Markdown and
 LaTeX.

@@ -1,4 +1,4 @@
-"""What to choose before anything was measured: rules from theory, and each says that it is one."""
+"""Chooses a strategy where nothing was measured, by rules from theory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of what the sampler saw: each worker's utilisation and memory while a cell ran."""
+"""Figures of the samples over time: each worker's utilisation and memory while a cell ran."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from stratbench.analysis.figure_data import FigureData
 from stratbench.analysis.measures import MIB
-from stratbench.analysis.panels import annotate, wrapped_text
+from stratbench.analysis.panels import NOTE_PT, annotate, wrapped_text
 from stratbench.analysis.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
 from stratbench.cell.words import counted, worker_noun
 
@@ -60,7 +60,7 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
             if i == len(rows) - 1:
                 axis.set_xlabel("s since the cell's start", fontsize=7)
     figure.text(
-        0.5, 0.06 / size[1], wrapped_text(data.note, figure), fontsize=6.5, color="#555555",
+        0.5, 0.06 / size[1], wrapped_text(data.note, figure), fontsize=NOTE_PT, color="#555555",
         ha="center", va="bottom",
     )  # fmt: skip
     return figure

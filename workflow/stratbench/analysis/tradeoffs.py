@@ -1,4 +1,4 @@
-"""Figures that set measures against each other, and what a step and a push are made of."""
+"""Figures that combine measures: time against accuracy, the phases of a step, staleness of pushes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repeats that a comparison with the paper may go by: those that are ok and that the audit believes."""
+"""The repeats that the comparison with the paper may use: ended well, and not rejected by the audit."""
 
 from __future__ import annotations
 

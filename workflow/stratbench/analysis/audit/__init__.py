@@ -1,4 +1,4 @@
-"""Says where a study's figures should not be believed: every rule over all its cells and records.
+"""The audit: runs every rule over all cells and records, and says which figures not to believe.
 
 One module a kind of evidence; a rule is a decorated function in one of them, and found there.
 """
@@ -77,7 +77,9 @@ RULES: tuple[Rule, ...] = tuple(found for module in KINDS for found in rules_of(
 def audit(
     cells: pd.DataFrame, records: Sequence[Record] = (), floors: dict[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """The findings on the rows of cells.csv and on `records`, the most severe first; keys are COLUMNS.
+    """The findings on the rows of cells.csv and on `records`, the most severe first.
+
+    Keys are AUDIT_COLUMNS.
 
     A coordinate that is absent means all of them: a finding without `strategy` is on a comparison.
     `floors`: see `Evidence`.

@@ -1,4 +1,4 @@
-"""Accuracies that contradict themselves, or that say that training did not work as it should."""
+"""Rules on accuracy: values that contradict each other, and training that did not work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rules look at one record: its fields by path, and what two figures should have in common."""
+"""What rules check a record with: its fields by path, and comparisons that yield a sentence if they fail."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def unless_equal(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Says so where a figure is not what a formula gives; nothing where either is absent."""
+    """Yields a sentence if a figure is not what a formula gives; nothing if either is absent."""
     if value is None or expected is None:
         return
     # Written so that a figure that is not a number is unlike everything.
@@ -82,7 +82,7 @@ def unless_equal(
 def unless_at_most(
     what: str, value: float | None, formula: str, most: float | None, slack: float = ROUNDING
 ) -> Iterator[str]:
-    """Says so where a figure is more than it can be; nothing where either is absent."""
+    """Yields a sentence if a figure is more than it can be; nothing if either is absent."""
     if value is not None and most is not None and not value <= most + slack * abs(most):
         yield f"{what} is {value:.6g}, more than {formula}, {most:.6g}"
 
@@ -90,31 +90,31 @@ def unless_at_most(
 def unless_at_least(
     what: str, value: float | None, formula: str, least: float | None, slack: float = ROUNDING
 ) -> Iterator[str]:
-    """Says so where a figure is less than it can be; nothing where either is absent."""
+    """Yields a sentence if a figure is less than it can be; nothing if either is absent."""
     if value is not None and least is not None and not value >= least - slack * abs(least):
         yield f"{what} is {value:.6g}, less than {formula}, {least:.6g}"
 
 
 def unless_given(what: str, value: Any, why: str) -> Iterator[str]:
-    """Says so where there is no figure although there must be one."""
+    """Yields a sentence if there is no value although there must be one."""
     if value is None:
         yield f"{what} is absent, {why}"
 
 
 def unless_absent(what: str, value: Any, why: str) -> Iterator[str]:
-    """Says so where there is a figure although there cannot be one."""
+    """Yields a sentence if there is a value although there cannot be one."""
     if value is not None:
         yield f"{what} is {value:.6g}, {why}"
 
 
 def unless_same(what: str, value: Any, formula: str, expected: Any) -> Iterator[str]:
-    """Says so where two things that are no numbers differ; nothing where either is absent."""
+    """Yields a sentence if two things that are no numbers differ; nothing if either is absent."""
     if value is not None and expected is not None and value != expected:
         yield f"{what} is {value}, but {formula} is {expected}"
 
 
 def unless_rising(what: str, values: Iterable[float]) -> Iterator[str]:
-    """Says so where values are not in ascending order."""
+    """Yields a sentence if values are not in ascending order."""
     listed = [value for value in values if value is not None]
     if any(not a <= b for a, b in pairwise(listed)):
         yield f"{what} are not in ascending order: {', '.join(f'{v:.6g}' for v in listed)}"

@@ -1,4 +1,4 @@
-"""Cells that a reader compares: the same work, the same start, repeats that are repeats."""
+"""Rules on comparisons: the same work, the same start, and repeats that are real repeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was trained, how much and by whom: counts of a record that must agree."""
+"""Rules on counts: the samples, steps, updates and workers of a record must agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations and energy against what devices can do."""
+"""Rules on operations and energy: no more than the devices can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine did beside the cell: other load, slowed clocks, shared cores."""
+"""Rules on the machine: other load, slowed clocks, shared cores and shared GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that cannot be."""
+"""Rules on memory: peaks and model states that are impossible or contradict each other."""
 
 from __future__ import annotations
 

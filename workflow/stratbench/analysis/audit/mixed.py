@@ -1,4 +1,4 @@
-"""What cells must have in common to be compared: one table, and a rule for each of its rows."""
+"""Rules on what compared cells must have in common: one table, and a rule for each of its rows."""
 
 from __future__ import annotations
 

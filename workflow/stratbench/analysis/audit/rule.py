@@ -1,4 +1,4 @@
-"""What a rule of the audit is, and what its checks are given.
+"""What a rule of the audit is, and the evidence that its check gets.
 
 A rule is one decorated function: the decorator says what is suspicious, how bad it is and why, the
 function yields what trips it, with the figures. What a record does not say cannot trip a rule.

@@ -1,4 +1,4 @@
-"""What parameter servers counted, against what the workers and the policy say."""
+"""Rules on parameter servers: their counts must agree with the workers and with the policy."""
 
 from __future__ import annotations
 

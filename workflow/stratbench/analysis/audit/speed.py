@@ -1,4 +1,4 @@
-"""Times that cannot be, or that say little: between cells, repeats and steps."""
+"""Rules on speed between cells, repeats and steps: times that are impossible or say little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of a record that must agree: epochs, steps, phases, and the whole."""
+"""Rules on the times of one record: epochs, steps, phases and the whole must agree."""
 
 from __future__ import annotations
 

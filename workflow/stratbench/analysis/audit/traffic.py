@@ -1,4 +1,4 @@
-"""Traffic that cannot be."""
+"""Rules on communication: bytes and waits that are impossible or contradict each other."""
 
 from __future__ import annotations
 
