@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 from tiny_study import Workflow, tiny_config
 
 Found = TypeVar("Found")
+#: Where the report is not what is tested.
+CELLS_ONLY = ("--until", "train_cell")
 #: A cell that trains until it is stopped, and sleeps most of the time: other tests need the cores.
 ENDLESS = {
     "epochs": 1000000,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import ACCOUNT, SlurmCluster
-from cluster_workflow import ENDLESS, ClusterWorkflow, study, wait_for
+from cluster_workflow import CELLS_ONLY, ENDLESS, ClusterWorkflow, study, wait_for
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,7 +58,7 @@ def birth_s(path: Path) -> float:
 @pytest.mark.alone
 def test_slurm_adds_less_than_20_s_to_a_cell(slurm: SlurmCluster, tmp_path: Path) -> None:
     workflow = ClusterWorkflow(tmp_path, study({"alone": {}}), slurm)
-    run = workflow.start("--slurm-keep-successful-logs")
+    run = workflow.start("--slurm-keep-successful-logs", *CELLS_ONLY)
     output = workflow.finish(run, limit_s=200)
     record = workflow.cell_record("alone")
     assert record is not None, output

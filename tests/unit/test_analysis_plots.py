@@ -52,6 +52,7 @@ def texts(figure):
     return [text.get_text() for axis in figure.axes for text in axis.texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["training_time", "memory"])
 def test_every_cell_is_a_bar_or_a_labelled_mark(tmp_path, draw, name):
     cells = fixture.expand(models=("vgg16", "convnext_large"))
@@ -129,6 +130,7 @@ def test_names_from_records_are_no_formulas(tmp_path, draw):
     assert r"$\frac{$" in figure.get_supxlabel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statuses", "without"),
     [({}, set()), ({("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}, {"speedup", "breakdown"})],

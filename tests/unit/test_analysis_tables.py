@@ -135,6 +135,7 @@ def test_no_group_of_cells_is_left_out(tmp_path):
         assert rows["text"].str.len().gt(0).all()
 
 
+@pytest.mark.slow
 def test_the_files_hold_the_same_texts_and_the_summary_reads_back(tmp_path):
     cells = fixture.expand(models=("vgg16", "convnext_large"), repeats=2)
     _, summary = analysed(tmp_path, cells, fixture.DEMO_STATUSES)

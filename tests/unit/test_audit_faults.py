@@ -1101,6 +1101,7 @@ UNGUARDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [DDP, ASYNC], ids=["ddp", "ps-async"])
 def test_every_number_of_a_record_is_guarded_or_it_is_said_why_not(place):
     base = sound("cuda")[place]

@@ -53,6 +53,7 @@ fake_cuda.main(sys.argv[2])
 """
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the stand-in with"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch has its own CUDA"),

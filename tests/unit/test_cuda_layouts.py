@@ -17,7 +17,7 @@ from stratbench.workload import models
 from stratbench.workload.data import DeviceData
 from stratbench.workload.precision import batch_format, weights_dtype
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 STRATEGIES = [
     ("single", {}),

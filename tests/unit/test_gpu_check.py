@@ -87,6 +87,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_dies_or_raises_does_not_stop_the_next(tmp_path):
     for name, text in STAGES.items():
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")

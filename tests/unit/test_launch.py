@@ -132,6 +132,7 @@ def test_a_profiled_cell(start_cell, warm, strategy):
     assert sum(found["time"]["breakdown_ms"].values()) == pytest.approx(step_ms, rel=0.05)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_straggler_slows_every_step(start_cell, warm):
     """Factor 3 on one of two synchronous workers: each step takes three times that worker's own."""

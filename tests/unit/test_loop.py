@@ -175,6 +175,7 @@ def late_worker(rank: int, folder: str, tiny_data: str) -> None:
     os._exit(0)  # as a worker does: taking a group apart whose other end has gone may hang
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_late_worker_is_waited_for_before_the_clock_starts(tmp_path, tiny_data):

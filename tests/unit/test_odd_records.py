@@ -170,6 +170,7 @@ def test_every_cell_has_its_row_and_an_odd_record_is_named(odd: Odd) -> None:
     assert errors > len(odd.damage) / 2, errors
 
 
+@pytest.mark.slow
 def test_every_later_stage_goes_through(odd: Odd) -> None:
     here = odd.study_dir
     cells, findings, summary = (str(here / f"{n}.csv") for n in ("cells", "audit", "summary"))

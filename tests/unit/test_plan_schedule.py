@@ -356,6 +356,7 @@ TINY = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
     tmp_path: Path, capsys, monkeypatch
 ):

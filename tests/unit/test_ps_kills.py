@@ -8,7 +8,7 @@ import time
 import pytest
 from ps_harness import Habits, Processes, config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 SLOWLY = Habits(step_s=0.02)
 #: Within a second on a quiet machine; on any, before a heartbeat is overdue (5 s).
@@ -111,6 +111,7 @@ def test_a_stopped_worker_is_given_up_at_its_deadline_and_cannot_come_back(tmp_p
     assert set(stats["updates"]) == {200}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("spin", [False, True])
 def test_a_slow_worker_is_not_taken_for_dead(tmp_path, spin):
     slow = Habits(step_s=2.5, spin=spin)

@@ -334,6 +334,7 @@ def test_a_peer_that_knows_the_secret_is_held_to_the_protocol(run, changed, reas
     assert run.finish()["refused"] == 1
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_model_is_refused(tmp_path):
     plan = config(tmp_path, workers=2, slices=2, start_deadline_s=3)
     server = Served(plan, SECRET)

@@ -51,6 +51,7 @@ def test_a_wrong_record_is_refused_with_file_and_field(tmp_path, good, change, p
         record.read(path)
 
 
+@pytest.mark.slow
 def test_the_quick_check_passes_what_the_full_one_passes(good):
     """Every field with every kind of value, and left out, and one too many."""
     full = jsonschema.Draft202012Validator(json.loads(record.SCHEMA_PATH.read_text()))

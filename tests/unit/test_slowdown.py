@@ -122,6 +122,7 @@ def test_a_slowed_worker_is_as_slow_as_the_study_says(
     assert len(first.batches) - len(slept_s) < 10
 
 
+@pytest.mark.alone
 def test_the_factor_holds_by_the_clock(tmp_path, tiny_data, monkeypatch):
     """By the CPU time of the worker's thread, whatever else the machine does.
 

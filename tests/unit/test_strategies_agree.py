@@ -29,7 +29,7 @@ from stratbench.strategies.single import Single
 from stratbench.workload import models
 from stratbench.workload.gpt import GPT
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 STEPS, GLOBAL_BATCH, CLASSES = 20, 8, 3
 FEW_STEPS = 6  # where equality to the last digit is not what is asked

@@ -36,6 +36,7 @@ print(json.dumps([first, meter.read()]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_known_allocation_is_the_peak_and_an_earlier_larger_one_is_not():
     done = subprocess.run(
@@ -205,6 +206,7 @@ def sharded_states(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_states_under_fsdp2_are_this_ranks_shard(tmp_path):
     mp.spawn(sharded_states, (str(tmp_path),), nprocs=2)

@@ -237,6 +237,7 @@ def sharded_hash(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_hash_of_sharded_weights_is_that_of_the_whole_ones(tmp_path):
     mp.spawn(sharded_hash, (str(tmp_path),), nprocs=2)

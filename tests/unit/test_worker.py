@@ -163,6 +163,7 @@ except AssertionError:
 """
 
 
+@pytest.mark.slow
 def test_what_is_forked_has_not_touched_cuda():
     command = [sys.executable, "-c", UNTOUCHED]
     env = os.environ | {"PYTHONPATH": str(WORKFLOW)}
