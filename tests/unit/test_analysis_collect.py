@@ -147,10 +147,10 @@ def test_the_analysis_never_imports_torch():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ten_thousand_records_are_collected_about_as_fast_as_read_and_within_1_gb(tmp_path):
+def test_thousands_of_records_are_collected_about_as_fast_as_read_and_none_is_kept(tmp_path):
     """Seconds would judge the machine: the CPU time is held against parsing the same files."""
-    cells = fixture.expand(gpus=(1, 2, 4, 8, 16), repeats=93)
-    assert len(cells) > 10_000
+    cells = fixture.expand(gpus=(1, 2, 4, 8, 16), repeats=23)
+    assert len(cells) > 2_000
     study_dir = fixture.write_study(tmp_path, cells)
     command = [sys.executable, "-m", "stratbench.analysis.collect"]
     command += ["--expected", str(study_dir / "cells.json")]
@@ -167,7 +167,7 @@ def test_ten_thousand_records_are_collected_about_as_fast_as_read_and_within_1_g
     cpu_s = used.ru_utime + used.ru_stime
     print(f"{cpu_s:.1f} s of CPU, {cpu_s / parsing_s:.1f} times what parsing takes")
     assert cpu_s < 8 * parsing_s
-    assert used.ru_maxrss < 2**20  # KiB
+    assert used.ru_maxrss < 100 * 2**10  # KiB; twice what a study of a few needs, also for 10,000
 
 
 def test_time_to_an_accuracy():
