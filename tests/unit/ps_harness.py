@@ -56,7 +56,7 @@ def config(folder: Path, **changed: Any) -> ServerConfig:
         policy="ps-async",
         hyper=HYPER,
         shard_bytes=256,
-        heartbeat_deadline_s=5.0,
+        heartbeat_deadline_s=20.0,
         start_deadline_s=20.0,
     )
     return replace(base, **changed)
@@ -70,7 +70,7 @@ class Served:
         self._future = self._pool.submit(serve, config, secret)
         self._pool.shutdown(wait=False)
 
-    def result(self, timeout_s: float = 20.0) -> dict[str, Any]:
+    def result(self, timeout_s: float = 60.0) -> dict[str, Any]:
         return self._future.result(timeout_s)
 
 
@@ -129,7 +129,7 @@ class Worked:
         except Exception as error:
             self.error = error
 
-    def join(self, timeout_s: float = 20.0) -> Worked:
+    def join(self, timeout_s: float = 60.0) -> Worked:
         """Wait for its end; raises what it raised."""
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), f"a worker hangs after {self.tickets[-1:]}"
@@ -279,13 +279,13 @@ class Processes:
         os.kill(process.pid, number)
         return time.time()
 
-    def end(self, worker: int, timeout_s: float = 20.0) -> dict[str, Any]:
+    def end(self, worker: int, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait for a worker's process to end; its last note."""
         self.workers[worker].join(timeout_s)
         assert not self.workers[worker].is_alive(), f"worker {worker} hangs"
         return self.notes(worker)[-1]
 
-    def statistics(self, timeout_s: float = 20.0) -> dict[str, Any]:
+    def statistics(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait for the servers to end; what server 0 reports."""
         for process in self.servers:
             process.join(timeout_s)

@@ -12,6 +12,7 @@ from stratbench.analysis.groups import GROUP
 from stratbench.analysis.metrics import METRICS, ClaimFigure
 from stratbench.analysis.stats import ratio_intervals
 
+pytestmark = pytest.mark.slow
 NOTHING = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
 
 

@@ -16,6 +16,8 @@ from stratbench.analysis.summary import read_summary
 from stratbench.analysis.timelines import COLOURS
 from stratbench.analysis.tradeoffs import OTHER_PHASE_LOOKS, PHASE_LOOKS
 
+pytestmark = pytest.mark.slow
+
 
 def analysed(root, cells, statuses=None, device="cuda"):
     """The experiment `main` of constructed records, ready to draw, and the study's folder."""
@@ -52,7 +54,6 @@ def texts(figure):
     return [text.get_text() for axis in figure.axes for text in axis.texts]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["training_time", "memory"])
 def test_every_cell_is_a_bar_or_a_labelled_mark(tmp_path, draw, name):
     cells = fixture.expand(models=("vgg16", "convnext_large"))
@@ -130,7 +131,6 @@ def test_names_from_records_are_no_formulas(tmp_path, draw):
     assert r"$\frac{$" in figure.get_supxlabel()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statuses", "without"),
     [({}, set()), ({("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}, {"speedup", "breakdown"})],

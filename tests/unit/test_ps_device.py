@@ -25,7 +25,7 @@ from stratbench.ps.store import Store
 from stratbench.ps.tickets import Ticket
 from stratbench.ps.transport import Closed
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 SECRET = b"s" * 32
 
 

@@ -39,7 +39,7 @@ from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.tickets import Ticket, TicketPlan
 from stratbench.ps.transport import Closed, Connection, Listeners
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 SECRET = b"s" * 32
 TRANSPORTS = ["tcp", "shm"]

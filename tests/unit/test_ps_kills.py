@@ -8,7 +8,7 @@ import time
 import pytest
 from ps_harness import Habits, Processes, config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 SLOWLY = Habits(step_s=0.02)
 #: Within a second on a quiet machine; on any, before a heartbeat is overdue (5 s).

@@ -36,7 +36,7 @@ from stratbench.ps.frames import (
 from stratbench.ps.handshake import Refused, join_handshake, load_secret, write_secret
 from stratbench.ps.transport import Connection, dial, rendezvous_file
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 SECRET = b"s" * 32
 KEY = b"k" * 32
