@@ -60,7 +60,7 @@ def trained(folder: Path, name: str, model: str = "vgg-compact", dataset: str = 
     meta = prepare(dataset, folder / "data", root=folder)
     shape = models.input_shape(model, tuple(meta["shape"]))
     data = DeviceData.load(folder / "data", CPU, shape, torch.float32)
-    net = models.for_training(model, meta["classes"], shape[0], s.seed, CPU, torch.float32)
+    net = models.for_training(model, meta["classes"], shape, s.seed, CPU, torch.float32)
     run_folder = RunFolder(folder)
     worker = Worker(s, 0, 1, 1, CPU, run_folder, models.wrap_groups(model, net))
     store = dist.FileStore(str(folder / "store"), 1)
@@ -141,7 +141,7 @@ def a_policy(folder: Path) -> None:
 def a_model(folder: Path) -> None:
     from stratbench.workload import models
 
-    net = models.build("plain", 1000, 3)
+    net = models.build("plain", 1000, (3, 224, 224))
     assert sum(p.numel() for p in net.parameters()) == models.MODELS["plain"].parameters
     assert len(models.wrap_groups("plain", net)) == 4
     planned = footprint_of(folder, models=["plain"], strategies=["fsdp"], gpus=[2])
