@@ -338,6 +338,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
                 "compute_dtype": "float32",
                 "weights_dtype": "float32",
                 "skipped_steps": 0,
+                "optimizer_dtype": "float32",
             }
             if finished
             else {},

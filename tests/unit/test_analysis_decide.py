@@ -410,8 +410,8 @@ def test_without_records_theory_answers_and_says_so():
 
 
 def test_rules_from_theory():
-    def choice(model="convnext_large", **given):
-        return theory.choice_by_theory(model, Constraints(**given))[0]
+    def choice(model="convnext_large", optimizer="sgd", **given):
+        return theory.choice_by_theory(model, Constraints(**given), optimizer)[0]
 
     assert choice() == "ddp"
     assert choice(gpus=1) == "single"
@@ -421,6 +421,13 @@ def test_rules_from_theory():
     assert choice(gpu_memory_gib=0.5, gpus=4) is None
     assert choice(gpu_memory_gib=2.4) == "fsdp"  # 2.21 GiB and the reserve
     assert choice(gpu_memory_gib=2.4, memory_margin=0.05) == "ddp"
+    # AdamW takes 16 bytes: 2.95 GiB.
+    assert choice(gpu_memory_gib=2.9, memory_margin=0.0) == "ddp"
+    assert choice(gpu_memory_gib=2.9, memory_margin=0.0, optimizer="adamw") == "fsdp"
+    assert choice(gpu_memory_gib=3.0, memory_margin=0.0, optimizer="adamw") == "ddp"
+    assert choice(homogeneous=False, optimizer="adamw") is None  # ps-dana refuses it
+    reasons = theory.choice_by_theory("resnet50", Constraints(homogeneous=False), "adamw")[1]
+    assert "(its rule weighs or corrects SGD's velocity, and AdamW has none)" in reasons[-1]
     assert choice(gpu_memory_gib=80, homogeneous=False) == "ps-dana"
     assert choice(gpu_memory_gib=80, gang_scheduled=False) == "ps-dana"
     assert choice("unheard-of") == "ddp"

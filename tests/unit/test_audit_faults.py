@@ -668,6 +668,13 @@ FAULTS = [
         "gradients_bytes",
     ),
     Fault(
+        "AdamW with the states of SGD",
+        DDP,
+        both(put("settings.optimizer", "adamw"), put("settings.momentum", 0.0)),
+        "contradictory-memory",
+        "less than what the whole model takes",
+    ),
+    Fault(
         "momentum nobody asked for",
         ASYNC,
         put("memory.model_states.optimizer_bytes", 94_000_000),
@@ -805,6 +812,20 @@ FAULTS = [
     Fault("other data", FSDP, put("data.sha256", "0" * 64), "mixed-data", "sha256"),
     Fault("generated data", FSDP, put("data.synthetic", True), "mixed-data", "synthetic"),
     Fault("another learning rate", DDP, put("settings.lr", 0.1), "mixed-settings", "settings.lr"),
+    Fault(
+        "another optimizer",
+        DDP,
+        put("settings.optimizer", "adamw"),
+        "mixed-optimizers",
+        "settings.optimizer: sgd, adamw (ddp on 2)",
+    ),
+    Fault(
+        "the optimizer's states in half the bytes",
+        SYNC,
+        put("strategy.details.optimizer_dtype", "bfloat16"),
+        "mixed-optimizers",
+        "optimizer_dtype: float32, bfloat16 (ps-sync on 2)",
+    ),
     Fault("another batch", FSDP, times("batch.global_batch", 2), "mixed-batches", "global_batch"),
     Fault("another seed", DDP, put("settings.seed", 7), "mixed-seeds", "seed"),
     Fault(
@@ -1040,6 +1061,31 @@ def test_sound_records_of_every_end_trip_no_rule_that_is_not_about_cpus(device):
     assert rules == ({"workers-are-processes"} if device == "cpu" else set())
     ends = {record["status"] for record in sound(device).values()}
     assert ends == {"ok", *ENDS.values()}
+
+
+def test_sound_records_of_adamw_and_older_records_trip_no_rule():
+    """AdamW keeps two moments and a count for each tensor; older records do not name an optimizer."""
+    adamw, older = {}, dict(sound("cuda"))
+    for place, record in sound("cuda").items():
+        adamw[place] = with_adamw = copy.deepcopy(record)
+        with_adamw["settings"] |= {
+            "optimizer": "adamw", "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-8
+        }  # fmt: skip
+        states = with_adamw["memory"]["model_states"]
+        if states and states["optimizer_bytes"]:
+            states["optimizer_bytes"] = 2 * states["optimizer_bytes"] + 4 * 161
+    older[DDP] = copy.deepcopy(older[DDP])
+    older[DDP]["strategy"]["details"].pop("optimizer_dtype")
+    older[SINGLE] = copy.deepcopy(older[SINGLE])
+    older[SINGLE]["settings"] |= {"optimizer": "sgd", "betas": None, "eps": None}
+    for records in (adamw, older):
+        evidence = planted.study(records, "cuda")
+        found = [(r.id, f.figures) for r in RULES for f in r.check(evidence)]
+        assert [
+            x
+            for x in found
+            if x[0] in ("contradictory-memory", "mixed-optimizers", "mixed-settings")
+        ] == []
 
 
 def test_a_strategy_that_does_not_say_how_it_communicates_is_not_held_to_it():

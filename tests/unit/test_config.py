@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stratbench.cell.settings import Settings
+from stratbench.cell.settings import LATER, Settings
 from stratbench.study import config, schema, validation, yaml_traps
 from stratbench.study.messages import ConfigError
 
@@ -121,6 +121,17 @@ def refusal(config_: Any) -> str:
         ({"lr": math.inf}, ["lr = inf: must be a finite number"]),
         ({"weight_decay": math.inf}, ["weight_decay = inf: must be a finite number"]),
         # one key against another
+        ({"optimizer": "adam"}, ["optimizer = 'adam'", "adamw"]),
+        ({"optimizer": "adamw", "momentum": 0.9}, ["momentum = 0.9: AdamW has betas", "remove"]),
+        ({"optimizer": "adamw", "nesterov": True}, ["nesterov = true: AdamW has betas"]),
+        ({"betas": [0.9, 0.99]}, ["betas = [0.9, 0.99]: only AdamW", "optimizer: adamw"]),
+        ({"eps": 1e-8}, ["eps = 1e-08: only AdamW"]),
+        ({"optimizer": "adamw", "betas": [0.9]}, ["betas"]),
+        ({"optimizer": "adamw", "betas": [0.9, 1.0]}, ["betas", "less than 1"]),
+        (
+            {"optimizer": "adamw", "strategies": ["ddp", "ps-dana"]},
+            ["optimizer = 'adamw': its rule", "remove ps-dana from strategies"],
+        ),
         ({"nesterov": True, "momentum": 0}, ["nesterov = true: needs momentum > 0"]),
         ({"strategies": ["single"], "gpus": [2, 4]}, ["gpus = [2, 4]", "single uses at most 1"]),
         ({"dataset": "synthetic", "augment": True}, ["augment = true", "no augmentation"]),
@@ -440,6 +451,24 @@ def test_the_order_of_keys_is_no_setting():
     for c in one.cells:
         texts = [s.settings(c).as_parameter("slowdown") for s in (one, other)]
         assert texts == ['slowdown={"factor": 3, "workers": [0]}'] * 2
+
+
+def test_adamw_brings_torchs_own_values_and_no_momentum():
+    s = study(optimizer="adamw")
+    found = s.settings(s.cells[0])
+    assert (found.optimizer, found.momentum, found.nesterov) == ("adamw", 0.0, False)
+    assert (found.betas, found.eps) == ([0.9, 0.999], 1e-8)
+    assert s.optimizers() == {"first": "adamw"}
+    assert study().optimizers() == {}
+
+
+def test_a_later_setting_at_its_default_is_no_parameter():
+    """Snakemake leaves out what is no plain value: what was trained before is not trained again."""
+    for s, stated in ((study(), False), (study(optimizer="adamw"), True)):
+        for key in LATER:
+            text = s.settings(s.cells[0]).as_parameter(key)
+            assert isinstance(text, str) == stated, key
+    assert study().settings(study().cells[0]).as_parameter("profile") == "profile=false"
 
 
 def test_a_change_of_one_experiment_leaves_the_others_settings():

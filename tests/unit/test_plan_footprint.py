@@ -13,11 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import fake, footprint
 from stratbench.plan.footprint import Affine, upper_envelope
 from stratbench.plan.request import Request
 from stratbench.plan.trace import OperatorTrace
-from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies import base, option_defaults, strategy_class
 from stratbench.workload import models
 from stratbench.workload.data import example_batch
 from stratbench.workload.tasks import mean_loss
@@ -232,6 +233,43 @@ def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
     assert "staging" not in made.training_peak(8).parts_bytes
     half = footprint.make_footprint(replace(request, precision="fp32"))
     assert made.training_peak(256).n_bytes < half.training_peak(256).n_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp64"])
+@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_adamw_takes_sixteen_bytes_a_parameter_and_no_temporaries(strategy, on_cuda, precision):
+    """Its count of steps takes four bytes more for each tensor; with SGD a parameter takes twelve."""
+    workers = 1 if strategy == "single" else 2
+    request = request_for(
+        strategy, "gpt-compact", workers, precision=precision, on_cuda=on_cuda, weight_decay=True
+    )
+    sgd, adamw = (
+        footprint.make_footprint(replace(request, optimizer=name)) for name in ("sgd", "adamw")
+    )
+    tensors = len(list(models.build("gpt-compact", 65, (64,)).parameters()))
+    held, whole = adamw.model_states_bytes, sgd.model_states_bytes["parameters_bytes"]
+    assert sgd.model_states_bytes["optimizer_bytes"] == whole
+    assert held == sgd.model_states_bytes | {"optimizer_bytes": 2 * whole + 4 * tensors}
+    more = adamw.training_peak(8).n_bytes - sgd.training_peak(8).n_bytes
+    # The CUDA allocator gives each count of steps a block of its own; SGD on a CPU has temporaries.
+    assert more <= whole + tensors * 2 * 512
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, strategy):
+    request = request_for(strategy, "gpt-compact", workers=1, optimizer="adamw")
+    predicted = footprint.make_footprint(request).model_states_bytes
+    join_alone()
+    real = strategy_class(strategy)(strategy_class(strategy).Options(**dict(request.options)))
+    device = torch.device("cpu")
+    net = models.for_training("gpt-compact", 10, (64,), 0, device, torch.float32)
+    s, groups = fake._settings(request), models.wrap_groups("gpt-compact", net)
+    real.setup(net, base.Worker(s, 0, 1, 1, device, RunFolder(Path()), groups))
+    x = torch.randint(10, (4, 64))
+    for _ in range(2):
+        real.step(x, x)
+        assert real.model_states() == predicted
 
 
 def test_only_sharded_gradients_need_a_verdict_in_common():

@@ -74,6 +74,36 @@ def test_one_worker_is_torch_sgd_bit_for_bit(name, sgd, dtype):
     assert same_bits(policy.weights, parameter.detach())
 
 
+TAKE_ADAMW = [name for name in NAMES if not parse_options(name).refuses_adamw]
+
+
+def test_whose_rule_is_for_sgds_velocity_refuses_adamw():
+    assert TAKE_ADAMW == ["ps-sync", "ps-async", "ps-ssp", "ps-backup", "ps-kbatch"]
+    hyper = Hyper(lr=0.1, optimizer="adamw", betas=(0.9, 0.999), eps=1e-8)
+    for name in set(NAMES) - set(TAKE_ADAMW):
+        with pytest.raises(ValueError, match=f"{name} cannot update by AdamW: its rule"):
+            make_policy(name, torch.ones(2), hyper)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-2])
+@pytest.mark.parametrize("name", TAKE_ADAMW)
+def test_one_worker_is_torch_adamw(name, decay):
+    """But for rounding: torch's is not one kernel, nor the same on every machine."""
+    draw = torch.Generator().manual_seed(7)
+    start = torch.randn(1003, dtype=torch.float64, generator=draw)
+    parameter = torch.nn.Parameter(start.clone())
+    adamw = {"lr": 0.037, "weight_decay": decay, "betas": (0.8, 0.99), "eps": 1e-6}
+    optimizer = torch.optim.AdamW([parameter], **adamw)
+    hyper = Hyper(optimizer="adamw", **adamw)
+    policy = make_policy(name, start.clone(), hyper, WHOLE_BATCHES.get(name))
+    for step in range(50):
+        grad = torch.randn(1003, dtype=torch.float64, generator=draw)
+        parameter.grad = grad.clone()
+        optimizer.step()
+        assert policy.on_push(0, grad, step) is Outcome.APPLIED
+        torch.testing.assert_close(policy.weights, parameter.detach(), rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_sync_averages_in_worker_order_whatever_the_arrival(order):
     draw = torch.Generator().manual_seed(3)
@@ -295,7 +325,7 @@ class StalenessLrOffByOne(asynchronous.StalenessLrPolicy):
 class StalenessLrScalesVelocity(asynchronous.StalenessLrPolicy):
     def on_push(self, worker, grad, read_version):
         lr = self.hyper.push_lr / (1 + self.version - read_version)
-        self._momentum.step(self.weights, grad, lr)
+        self._optimizer.step(self.weights, grad, lr)
         self.version += 1
         return Outcome.APPLIED
 
@@ -479,10 +509,16 @@ class NoNewTensors(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_pushing_and_reading_allocate_no_tensor(name, nesterov):
-    hyper = Hyper(lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=nesterov, workers=3)
+SGD, NESTEROV = {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}
+ADAMW = {"optimizer": "adamw", "betas": (0.9, 0.999), "eps": 1e-8}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(n, how) for n in NAMES for how in (SGD, NESTEROV)] + [(n, ADAMW) for n in TAKE_ADAMW],
+)
+def test_pushing_and_reading_allocate_no_tensor(name, how):
+    hyper = Hyper(lr=0.1, weight_decay=1e-4, workers=3, **how)
     policy, out = make_policy(name, torch.ones(64), hyper), torch.empty(64)
     grads = [torch.randn(64) for _ in range(9)]
     with NoNewTensors():

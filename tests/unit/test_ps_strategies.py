@@ -87,14 +87,18 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
     return noise + (y.double() - 1).view(-1, 1, 1, 1), y
 
 
-def settings(strategy: str, world: int) -> Settings:
-    return Settings(
+def settings(strategy: str, world: int, name: str = "") -> Settings:
+    s = Settings(
         strategy=strategy, options=option_defaults(strategy), model="test", dataset="test",
         gpus=world, seed=0, epochs=1, global_batch=GLOBAL_BATCH,
         per_worker_batch=GLOBAL_BATCH // world, lr=0.1, momentum=0.9, weight_decay=1e-3,
         nesterov=strategy not in ("ps-dana",), precision="fp64", augment=False, warmup_steps=3,
         device="cpu", threads=1, slowdown=None,
     )  # fmt: skip
+    if name.startswith("adamw"):
+        s = replace(s, lr=0.01, optimizer="adamw", momentum=0.0, nesterov=False, betas=[0.9, 0.99],
+                    eps=1e-8)  # fmt: skip
+    return s
 
 
 def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: bool) -> dict:
@@ -102,7 +106,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     torch.set_num_threads(1)
     x, y = samples()
     strategy = strategy_class(base)(strategy_class(base).Options(**option_defaults(base)))
-    s = settings(base, world)
+    s = settings(base, world, name)
     if base == "single" and name.startswith("nesterov-off"):
         s = replace(s, nesterov=False)
     model = network(batchnorm)
@@ -172,7 +176,9 @@ def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
             continue
         write_secret(RunFolder(own).secret, new_secret())
         policy = "summed" if name == "summed" else base
-        [config] = server_configs(settings(base, world), STEPS * GLOBAL_BATCH, RunFolder(own), None)
+        [config] = server_configs(
+            settings(base, world, name), STEPS * GLOBAL_BATCH, RunFolder(own), None
+        )
         arguments = (json.dumps(config.__dict__), policy, own)
         processes.append(context.Process(target=server_process, args=arguments))
     processes += [
@@ -215,6 +221,7 @@ def together(request, tmp_path_factory) -> dict:
         ("same-slice", "ps-sync", False), ("ps-async", "ps-async", False),
         ("ps-sync", "ps-sync", True), ("ddp", "ddp", True), ("fsdp", "fsdp", True),
         ("fp16-ps-sync", "ps-sync", True), ("fp16-ddp", "ddp", True),
+        ("adamw-ps-sync", "ps-sync", False), ("adamw-ddp", "ddp", False),
     ]  # fmt: skip
     return run(runs, request.param, tmp_path_factory.mktemp("together"))
 
@@ -224,6 +231,14 @@ def test_ps_sync_agrees_with_ddp(together, batchnorm):
     server, ddp = together["ps-sync", batchnorm], together["ddp", batchnorm]
     assert distance(server, ddp, "losses") <= TOLERANCE
     assert distance(server, ddp, "weights") <= TOLERANCE
+
+
+def test_ps_sync_agrees_with_ddp_in_adamw(together):
+    """Weights of zero gradients are at the edge of rounding."""
+    server, ddp = together["adamw-ps-sync", False], together["adamw-ddp", False]
+    assert distance(server, ddp, "losses") <= TOLERANCE
+    assert distance(server, ddp, "weights") <= 1e-9
+    assert distance(server, together["ps-sync", False], "weights") > 1e-3  # it is another optimizer
 
 
 def test_ps_sync_agrees_with_ddp_in_fp16(together):

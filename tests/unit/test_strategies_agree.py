@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ class Unsynchronised(Single):
         return model
 
 
+class LocalMoments(DDP):
+    """Mutant: AdamW counts no steps, so that its moments stay uncorrected for their start."""
+
+    def link_gradients(self) -> None:
+        for entry in self.optimizer.state.values():
+            entry["step"].fill_(1e6)
+
+
 class SameShard(DDP):
     """Mutant: every worker trains on the first worker's samples."""
 
@@ -71,6 +80,13 @@ STRATEGIES: dict[str, tuple[type[Collective], dict[str, Any]]] = {
     "summed": (Summed, {}),
     "unsynchronised": (Unsynchronised, {}),
     "same-shard": (SameShard, {}),
+}
+ADAMW = {"optimizer": "adamw", "momentum": 0.0, "nesterov": False, "betas": [0.9, 0.99], "eps": 1e-8,
+         "lr": 0.01}  # fmt: skip
+#: Ways to train beside the plain one: the settings changed, a mutant that only this way can have, and
+#: how far weights may be apart.
+WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]], float]] = {
+    "adamw": (ADAMW, (LocalMoments, {}), 1e-9),
 }
 MUTANTS = ["summed", "unsynchronised", "same-shard"]
 #: Of several workers, those that say that their arithmetic is DDP's: each is held to it.
@@ -116,10 +132,12 @@ def set_up(
     precision: str = "fp64",
     batchnorm: bool = False,
     model: nn.Module | None = None,
+    way: str | None = None,
     **changed: Any,
 ) -> Collective:
     """The strategy on `model`, or else on `network`; `changed`: options."""
-    cls, options = STRATEGIES[name]
+    settings, mutant, _ = WAYS[way] if way else ({}, None, 0.0)
+    cls, options = mutant if name == "mutant" else STRATEGIES[name]
     base = "single" if issubclass(cls, Single) else "fsdp" if cls is FSDP else "ddp"
     s = Settings(
         strategy=base, options=option_defaults(base) | options | changed, model="test", dataset="test",
@@ -128,6 +146,7 @@ def set_up(
         nesterov=True, precision=precision, augment=False, warmup_steps=3, device="cpu", threads=1,
         slowdown=None,
     )  # fmt: skip
+    s = replace(s, **settings)
     torch.manual_seed(0)
     groups = []
     if model is not None:
@@ -196,14 +215,28 @@ def transformer(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model.double(), x, torch.randint(CLASSES, (count,), generator=generator)
 
 
-def transformer_trajectory(kind: str, name: str, rank: int, world: int) -> dict[str, Any]:
-    """Losses averaged over the workers [FEW_STEPS] and the final weights, each tensor once."""
+def transformer_trajectory(
+    kind: str, name: str, rank: int, world: int, way: str | None = None
+) -> dict[str, Any]:
+    """Losses averaged over the workers [FEW_STEPS] and the final weights, each tensor once.
+
+    A warm-up comes first where a way is given: it must leave no trace.
+    """
     model, x, y = transformer(kind)
-    strategy = set_up(name, rank, world, model=model)
+    strategy = set_up(name, rank, world, model=model, way=way)
+    if way:
+        saved = strategy.save()
+        train(strategy, x.flip(0), y, torch.arange(len(x)), 3)
+        strategy.restore(saved)
     losses = torch.stack(train(strategy, x, y, torch.arange(len(x)), FEW_STEPS))
     if world > 1:
         dist.all_reduce(losses)
-    return {"losses": losses / world, "weights": full_weights(strategy)}
+    return {
+        "losses": losses / world,
+        "weights": full_weights(strategy),
+        "states": strategy.model_states()["optimizer_bytes"],
+        "report": strategy.report(),
+    }
 
 
 def gathered(tensor: Tensor, world: int) -> Tensor:
@@ -357,6 +390,13 @@ def work(world: int, rank: int) -> dict[str, Any]:
         kind: {name: transformer_trajectory(kind, name, rank, world) for name in names}
         for kind in ("gpt", "vit")
     }
+    ways = [name for name in names if name not in MUTANTS] + ["mutant"]
+    found["ways"] = {
+        (way, kind, name): transformer_trajectory(kind, name, rank, world, way)
+        for way in WAYS
+        for kind in ("gpt", "vit")
+        for name in ways
+    }
     warmed = [name for name in names if name not in MUTANTS]
     found["warm"] = {name: trajectory(name, rank, world, warm_up=True) for name in warmed}
     if world == 1:
@@ -460,6 +500,32 @@ def test_transformers_too_equal_single(found, kind, world, name):
     one, other = found[world]["transformers"][kind][name], found[1]["transformers"][kind]["single"]
     assert one["losses"].std() > 1e-3, "it does not learn: equality would say little"
     assert agree(one, other) == (name in EQUAL), difference(one, other)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["gpt", "vit"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_is_the_same_under_all_strategies(found, way, kind, world):
+    """After a warm-up, and different from the plain way; one mistake in the way itself is seen."""
+    reference = found[1]["ways"][way, kind, "single"]
+    assert reference["losses"].std() > 1e-3, "it does not learn: equality would say little"
+    plain = found[1]["transformers"][kind]["single"]
+    assert difference(plain, reference)[1] > 1e-4, "it changes nothing"
+    for name in EQUAL:
+        loss, weight = difference(found[world]["ways"][way, kind, name], reference)
+        assert loss <= TOLERANCE, (name, loss)
+        assert weight <= WAYS[way][2], (name, weight)
+    loss, weight = difference(found[world]["ways"][way, kind, "mutant"], reference)
+    assert loss > 1e-6, (loss, weight)
+    assert weight > 1e-6, (loss, weight)
+
+
+def test_adamws_states_are_two_moments_and_a_count_for_each_tensor(found):
+    for kind in ("gpt", "vit"):
+        run = found[1]["ways"]["adamw", kind, "single"]
+        numbers = sum(w.numel() for w in run["weights"])
+        assert run["states"] == 2 * 8 * numbers + 4 * len(run["weights"])
+        assert run["report"]["details"]["optimizer_dtype"] == "float64"
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -567,7 +633,8 @@ def test_tf32_on_a_cpu_is_called_what_it_is(found):
     )
     assert torch.equal(runs["tf32"]["losses"], runs["fp32"]["losses"])
     assert runs["fp32"]["report"]["details"] == {
-        "skipped_steps": 0, "weights_dtype": "float32", "compute_dtype": "float32"
+        "skipped_steps": 0, "optimizer_dtype": "float32", "weights_dtype": "float32",
+        "compute_dtype": "float32",
     }  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def test_a_policy_goes_by_its_own_name_and_not_by_the_strategys(monkeypatch):
     assert config.policy_options == {"staleness_bound": 5, "lr_scale": "1/N"}
     sizes = {"weights": 100, "buffers": 8}
     needs = [
-        servers.server_needs(name, given, 2, sizes, momentum=True, shared_memory=False)
+        servers.server_needs(name, given, 2, sizes, moments=1, shared_memory=False)
         for name in ("my-servers", "ps-ssp")
     ]
     assert needs[0] == needs[1]

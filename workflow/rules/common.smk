@@ -86,9 +86,10 @@ def as_trained(wildcards, input):
 def constraints(wildcards):
     """What `decide` ranks under."""
     # A peak fits with the same reserve as in the plan.
-    return json.dumps(
-        CONFIG["decide"] | {"memory_margin": CONFIG["cluster"]["memory_margin"]}
-    )
+    given = CONFIG["decide"] | {"memory_margin": CONFIG["cluster"]["memory_margin"]}
+    if optimizers := STUDY.optimizers():
+        given |= {"optimizers": optimizers}
+    return json.dumps(given)
 
 
 def description(wildcards):

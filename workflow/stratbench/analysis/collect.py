@@ -26,7 +26,7 @@ from stratbench.analysis.columns import (
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.settings import Settings
+from stratbench.cell.settings import LATER, Settings
 from stratbench.cell.words import counted
 from stratbench.study.config import Study
 
@@ -58,10 +58,11 @@ def time_to_accuracy_s(per_epoch: list[Row], target: float | None) -> float | No
 def describe_other_settings(rec: record.Record, settings: Settings) -> str | None:
     """In words, how a record's settings differ from those that the config gives its cell."""
     wanted = json.loads(settings.as_json())
-    differing = [key for key in wanted if rec["settings"].get(key) != wanted[key]]
+    stated = LATER | rec["settings"]
+    differing = [key for key in wanted if stated.get(key) != wanted[key]]
     if not differing:
         return None
-    told = (f"{key} {rec['settings'].get(key)} (config: {wanted[key]})" for key in differing)
+    told = (f"{key} {stated.get(key)} (config: {wanted[key]})" for key in differing)
     return f"was trained with {', '.join(told)}; delete it to train its cell again"
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from stratbench.cell.words import counted
 
@@ -33,6 +33,8 @@ class Constraints:
     homogeneous: bool = True
     #: Whether all workers start together and stay until the end.
     gang_scheduled: bool = True
+    #: Experiments whose optimizer is not SGD, and which it is: their states are larger.
+    optimizers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Constraints:

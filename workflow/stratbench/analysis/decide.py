@@ -296,7 +296,7 @@ def decision_by_theory(
     experiment: str, dataset: str, model: str, given: Constraints, found: list[Candidate]
 ) -> Decision:
     """The decision where nothing was measured."""
-    name, reasons = theory.choice_by_theory(model, given)
+    name, reasons = theory.choice_by_theory(model, given, given.optimizers.get(experiment, "sgd"))
     return Decision(
         experiment=experiment,
         dataset=dataset,

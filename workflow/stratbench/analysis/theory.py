@@ -6,25 +6,29 @@ from collections.abc import Iterator
 
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.measures import GIB
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.workload.models import MODELS
 
-#: Bytes a parameter takes in training with SGD and momentum, weights in fp32: weight, gradient and
-#: momentum of 4 bytes each. Mixed precision by autocast keeps all three in fp32.
-STATE_BYTES_PER_PARAMETER = 12
+#: Bytes a parameter takes in training, weights in fp32: weight, gradient and SGD's momentum, or AdamW's
+#: two moments, of 4 bytes each. Mixed precision by autocast keeps all of them in fp32.
+STATE_BYTES_PER_PARAMETER = {"sgd": 12, "adamw": 16}
+#: What it keeps, in words.
+MOMENTS = {"sgd": "momentum", "adamw": "two moments"}
 
 
-def choice_by_theory(model: str, constraints: Constraints) -> tuple[str | None, list[str]]:
+def choice_by_theory(
+    model: str, constraints: Constraints, optimizer: str = "sgd"
+) -> tuple[str | None, list[str]]:
     """A strategy (None where none can hold the model) and the reasons, in sentences."""
     gpus = constraints.gpus
     several = gpus is None or gpus > 1
-    whole = state_bytes(model)
+    whole = state_bytes(model, optimizer)
     limit = constraints.gpu_memory_gib and constraints.gpu_memory_gib * GIB
     room = limit and limit / (1 + constraints.memory_margin)
     too_large = bool(whole and room and whole > room)
     if not several and not too_large:
         return first_choice_in("one worker"), ["With one GPU there is nothing to distribute."]
-    reasons = list(sentences_on_size(model, whole, limit, too_large))
+    reasons = list(sentences_on_size(model, optimizer, whole, limit, too_large))
     if too_large:
         shards = -(-whole // room)
         if not several or (gpus is not None and gpus < shards):
@@ -41,7 +45,15 @@ def choice_by_theory(model: str, constraints: Constraints) -> tuple[str | None, 
             if constraints.gang_scheduled
             else "A collective job stops when a worker leaves."
         )
-        return first_choice_in("unequal workers"), [
+        name = first_choice_in("unequal workers")
+        if name and (refusal := next(refusals_of(name, optimizer), None)):
+            return None, [
+                *reasons,
+                why,
+                f"{name} does not, and corrects for staleness, but not with this optimizer "
+                f"({refusal.partition(': ')[2]}). Measure those that take it.",
+            ]
+        return name, [
             *reasons,
             why,
             "An asynchronous server does not; of these, one that corrects for staleness loses the "
@@ -61,21 +73,26 @@ def first_choice_in(situation: str) -> str | None:
     return next(names, None)
 
 
-def state_bytes(model: str) -> int | None:
+def refusals_of(name: str, optimizer: str) -> Iterator[str]:
+    """Why the strategy, with its default options, cannot train with the optimizer."""
+    yield from strategy_class(name).refusals(option_defaults(name), {"optimizer": optimizer})
+
+
+def state_bytes(model: str, optimizer: str) -> int | None:
     """Bytes of the model's training states on one GPU without sharding; None where unknown."""
     known = MODELS.get(model)
-    return known.parameters * STATE_BYTES_PER_PARAMETER if known else None
+    return known.parameters * STATE_BYTES_PER_PARAMETER[optimizer] if known else None
 
 
 def sentences_on_size(
-    model: str, whole: int | None, limit: float | None, too_large: bool
+    model: str, optimizer: str, whole: int | None, limit: float | None, too_large: bool
 ) -> Iterator[str]:
     """Whether the model's states fit one GPU."""
     if whole is None:
         yield f"The size of {model} is not known."
         return
     text = (
-        f"The states of {model} (weights, gradients, momentum in fp32, 1000 classes) take "
+        f"The states of {model} (weights, gradients, {MOMENTS[optimizer]} in fp32, 1000 classes) take "
         f"{whole / GIB:.2f} GiB"
     )
     if limit is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.settings import LATER
 
 Record = dict[str, Any]
 SCHEMA_PATH = Path(__file__).parents[2] / "schemas" / "record.schema.json"
@@ -129,7 +130,7 @@ def is_of(path: str | Path, cell: str, settings: str) -> bool:
         found = read(path)
     except (OSError, RecordError):
         return False
-    return found["cell"] == json.loads(cell) and found["settings"] == json.loads(settings)
+    return found["cell"] == json.loads(cell) and LATER | found["settings"] == json.loads(settings)
 
 
 def cell_of(record: Record) -> Cell:

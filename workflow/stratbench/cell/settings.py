@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+#: Marks a setting that older records do not state: what they were trained with is the default.
+_LATER = {"later": True}
+
+
+class Unstated:
+    """Stands for a parameter that Snakemake shall not compare; it leaves out what is no plain value."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +41,30 @@ class Settings:
     threads: int | None
     slowdown: dict[str, Any] | None
     profile: bool = False
+    optimizer: str = field(default="sgd", metadata=_LATER)
+    #: Of AdamW; None with SGD.
+    betas: list[float] | None = field(default=None, metadata=_LATER)
+    eps: float | None = field(default=None, metadata=_LATER)
 
     def as_json(self) -> str:
         """Canonical JSON: equal settings give equal text."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def as_parameter(self, key: str) -> str:
-        """One setting as a text, `lr=0.1`: equal settings give equal text."""
+    def as_parameter(self, key: str) -> str | Unstated:
+        """One setting as a text, `lr=0.1`: equal settings give equal text.
+
+        `Unstated` for a later setting at its default, so that what was trained before there was such
+        a setting is not trained again.
+        """
+        if key in LATER and getattr(self, key) == LATER[key]:
+            return Unstated()
         return f"{key}={json.dumps(getattr(self, key), sort_keys=True)}"
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
         """The settings that `as_json` wrote."""
         return cls(**json.loads(text))
+
+
+#: Settings that older records do not state, with what those were trained with.
+LATER = {f.name: f.default for f in fields(Settings) if f.metadata.get("later")}

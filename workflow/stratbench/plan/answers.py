@@ -13,7 +13,7 @@ from stratbench.plan.schedule import Plan, Planned
 PART_NAMES = {
     "parameters": "the weights",
     "gradients": "the gradients",
-    "optimizer": "the optimizer's momentum",
+    "optimizer": "what the optimizer keeps",
     "buffers": "BatchNorm's statistics",
     "buckets": "DDP's buckets",
     "data": "the data set",

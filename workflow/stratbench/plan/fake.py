@@ -212,6 +212,9 @@ def _settings(request: Request) -> Settings:
         device="cuda" if request.on_cuda else "cpu",
         threads=1,
         slowdown=None,
+        optimizer=request.optimizer,
+        betas=[0.9, 0.999] if request.optimizer == "adamw" else None,
+        eps=1e-8 if request.optimizer == "adamw" else None,
     )
 
 
@@ -231,19 +234,40 @@ def blank(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
 def _fused_sgd(
     _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
 ) -> None:
-    """What torch lacks: SGD's fused kernel on fake tensors, which refuses what the one on CUDA does.
+    """What torch lacks: SGD's fused kernel on fake tensors."""
+    _fused(options, params, grads, momenta)
+
+
+@register_op_impl(torch.ops.aten._fused_adamw_.default)
+def _fused_adamw(
+    _mode: FakeTensorMode,
+    _op: Any,
+    params: Any,
+    grads: Any,
+    means: Any,
+    squares: Any,
+    _largest: Any,
+    _steps: Any,
+    **options: Any,
+) -> None:
+    """The same for AdamW's, without `amsgrad`."""
+    _fused(options, params, grads, means, squares)
+
+
+def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
+    """A fused kernel on fake tensors, which refuses what the one on CUDA does; `kept`: the moments.
 
     It works in place and allocates nothing. The conditions: check_fast_path_restrictions in
     aten/src/ATen/native/ForeachUtils.h; RuntimeError where they do not hold.
     """
-    for lists in zip(params, grads, *([momenta] if momenta else []), strict=True):
+    for lists in zip(params, grads, *filter(None, kept), strict=True):
         described = [
             (t.device, t.dtype, [(n, k) for n, k in zip(t.shape, t.stride(), strict=True) if n > 1])
             for t in lists
         ]
         if any(d != described[0] for d in described[1:]):
             raise RuntimeError(
-                "the fused kernel takes parameters, gradients and momenta of one device, dtype, "
+                "the fused kernel takes parameters, gradients and moments of one device, dtype, "
                 f"shape and stride, not {described}"
             )
     for flag in (options.get("grad_scale"), options.get("found_inf")):

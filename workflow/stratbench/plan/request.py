@@ -44,6 +44,7 @@ class Request:
     weight_decay: bool
     nesterov: bool
     on_cuda: bool
+    optimizer: str = "sgd"
 
     @classmethod
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
@@ -74,6 +75,7 @@ class Request:
             weight_decay=s.weight_decay > 0,
             nesterov=s.nesterov,
             on_cuda=on_cuda,
+            optimizer=s.optimizer,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -32,22 +32,21 @@ def server_needs(
     options: dict[str, Any],
     workers: int,
     flat_bytes: dict[str, int],
-    momentum: bool,
+    moments: int,
     shared_memory: bool,
     scaled: bool = False,
 ) -> ServerNeeds:
     """The needs of server 0, which alone keeps BatchNorm's statistics.
 
     `flat_bytes`: the flat weights and buffers of a worker. The policy says how many weight-sized
-    tensors it keeps, and how many of them only momentum needs. An epoch's end is copied to be
+    tensors it keeps, and how many of them only momentum needs; `moments`: what stands in the place of
+    each (SGD without momentum 0, with it 1, AdamW 2). An epoch's end is copied to be
     written. A push that is `scaled` (fp16) may overflow: what came over TCP is held until the worker
     says that it has not. Memory that workers share with the server counts as the workers'.
     """
     own = strategy_class(strategy).Options(**options)
     part_bytes = -(-flat_bytes["weights"] // options["servers"])
-    tensors = own.optimizer_buffers(workers)
-    if not momentum:
-        tensors -= own.momentum_buffers(workers)
+    tensors = own.optimizer_buffers(workers) + (moments - 1) * own.momentum_buffers(workers)
     stream_bytes = _STREAM_SHARDS * ServerConfig.shard_bytes + flat_bytes["buffers"]
     if scaled:
         stream_bytes += part_bytes // 2 if options["wire"] == "bfloat16" else part_bytes

@@ -114,7 +114,7 @@ def server_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> int:
         s.settings.options,
         s.cell.gpus,
         footprint.flat_bytes,
-        momentum=s.settings.momentum > 0,
+        moments=2 if s.settings.optimizer == "adamw" else int(s.settings.momentum > 0),
         shared_memory=s.settings.options["transport"] != "tcp" and nodes == 1,
         scaled=s.settings.precision == "fp16",
     ).total_bytes

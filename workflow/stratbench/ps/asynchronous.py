@@ -21,7 +21,7 @@ from stratbench.ps.options import (
     PolicyOptions,
     lr_scale_option,
 )
-from stratbench.ps.policy import Hyper, Momentum, Outcome, Policy
+from stratbench.ps.policy import Hyper, Momentum, Outcome, Policy, optimizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,15 +40,17 @@ class AsyncPolicy(Policy):
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
+        refuses_adamw: ClassVar[str | None] = None
+
         lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
-        self._momentum = Momentum(weights, hyper)
+        self._optimizer = optimizer_of(weights, hyper)
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         weight = self._weight(self.version - read_version)
-        self._momentum.step(self.weights, grad, self._step_lr, weight)
+        self._optimizer.step(self.weights, grad, self._step_lr, weight)
         self.version += 1
         return Outcome.APPLIED
 
@@ -98,6 +100,8 @@ class SspPolicy(AsyncPolicy):
 
     @dataclass(frozen=True)
     class Options(BoundedOptions):
+        refuses_adamw: ClassVar[str | None] = None
+
         staleness_bound: int = option(
             3, "pushes a worker may be ahead of the slowest one when it starts a batch", least=0
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.ps.options import PolicyOptions
-from stratbench.ps.policy import Hyper, Momentum, Outcome, Policy
+from stratbench.ps.policy import Hyper, Outcome, Policy, optimizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +32,7 @@ class SyncPolicy(Policy):
 
     @dataclass(frozen=True)
     class Options(PolicyOptions):
+        refuses_adamw: ClassVar[str | None] = None
         tolerates_loss: ClassVar[bool] = False
         averages_all: ClassVar[bool] = True
         synchronous_alone: ClassVar[bool] = True
@@ -47,7 +48,7 @@ class SyncPolicy(Policy):
         import torch
 
         super().__init__(weights, hyper, options)
-        self._momentum = Momentum(weights, hyper)
+        self._optimizer = optimizer_of(weights, hyper)
         self._live = set(range(hyper.workers))
         self._arrived: set[int] = set()
         self._arrived_and_left = 0  # workers whose push is in this round, but who are gone
@@ -106,7 +107,7 @@ class SyncPolicy(Policy):
         if self._total is not None:
             if self._count > 1:
                 self._total.div_(self._count)
-            self._momentum.step(self.weights, self._total, self.hyper.lr)
+            self._optimizer.step(self.weights, self._total, self.hyper.lr)
             self.version += 1
             self._release(self._total, borrowed)
         self._total, self._count, self._arrived_and_left = None, 0, 0
@@ -146,6 +147,7 @@ class BackupPolicy(SyncPolicy):
 
     @dataclass(frozen=True)
     class Options(PolicyOptions):
+        refuses_adamw: ClassVar[str | None] = None
         backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
 
         synchronous_alone: ClassVar[bool] = True  # whatever `backups` is: one push is waited for
@@ -207,6 +209,7 @@ class KBatchPolicy(Policy):
 
     @dataclass(frozen=True)
     class Options(PolicyOptions):
+        refuses_adamw: ClassVar[str | None] = None
         k: int = option(
             0, "pushes averaged into one update; 0: as many as there are workers", least=0
         )
@@ -233,7 +236,7 @@ class KBatchPolicy(Policy):
         import torch
 
         super().__init__(weights, hyper, options)
-        self._momentum = Momentum(weights, hyper)
+        self._optimizer = optimizer_of(weights, hyper)
         self._k = self.options.pushes_per_update(hyper.workers)
         self._sum = torch.empty_like(weights) if self._k > 1 else None
         self._count = 0
@@ -261,5 +264,5 @@ class KBatchPolicy(Policy):
         self._count = 0
 
     def _apply(self, grad: Tensor) -> None:
-        self._momentum.step(self.weights, grad, self.hyper.lr)
+        self._optimizer.step(self.weights, grad, self.hyper.lr)
         self.version += 1

@@ -31,6 +31,10 @@ class PolicyOptions(Options):
     tolerates_loss: ClassVar[bool] = True
     #: Whether every update is the mean of one push of each worker, on the same weights.
     averages_all: ClassVar[bool] = False
+    #: Why its servers cannot update by AdamW; None: they can.
+    refuses_adamw: ClassVar[str | None] = (
+        "its rule weighs or corrects SGD's velocity, and AdamW has none"
+    )
 
     @property
     def synchronous_alone(self) -> bool:

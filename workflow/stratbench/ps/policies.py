@@ -66,5 +66,7 @@ def make_policy(
     ValueError for an unknown policy or option.
     """
     parsed = parse_options(name, options)
+    if hyper.optimizer == "adamw" and parsed.refuses_adamw:
+        raise ValueError(f"{name} cannot update by AdamW: {parsed.refuses_adamw}")
     hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))
     return policy_class(name)(weights, hyper, parsed)

@@ -28,7 +28,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Hyper:
-    """The server-side optimiser: SGD as torch.optim.SGD defines it, and how many workers share it.
+    """The server-side optimizer, SGD or AdamW as torch.optim defines them, and how many workers share it.
 
     `lr` is the learning rate of one global batch. `lr_scale` is what an asynchronous push
     multiplies it by: 1.0 (`full`, as the paper) or 1/workers (so that `workers` pushes move as far
@@ -41,6 +41,10 @@ class Hyper:
     nesterov: bool = False
     workers: int = 1
     lr_scale: float = 1.0
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    #: Of AdamW.
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
 
     @property
     def push_lr(self) -> float:
@@ -95,6 +99,41 @@ class Momentum:
         mu; with Nesterov mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g + mu^2 v.
         """
         return self.hyper.momentum**2 if self.hyper.nesterov else self.hyper.momentum
+
+
+class AdamW:
+    """AdamW's two moments of a shard, as torch.optim.AdamW updates them, in the place of `Momentum`.
+
+    Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
+    """
+
+    def __init__(self, like: Tensor, hyper: Hyper) -> None:
+        """`like`: the shard's weights, shape [n]."""
+        import torch
+
+        self.hyper = hyper
+        self.mean, self.square = torch.zeros_like(like), torch.zeros_like(like)
+        self.steps = 0
+
+    def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> None:
+        """One step on the weights, all shape [n]; overwrites `grad`, which `weight` multiplies first."""
+        import torch
+
+        (beta1, beta2), h = self.hyper.betas, self.hyper
+        self.steps += 1
+        if weight != 1.0:
+            grad.mul_(weight)
+        weights.mul_(1 - lr * h.weight_decay)
+        self.mean.lerp_(grad, 1 - beta1)
+        self.square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = torch.sqrt(self.square, out=grad)  # in the gradient's memory
+        root.div_((1 - beta2**self.steps) ** 0.5).add_(h.eps)
+        weights.addcdiv_(self.mean, root, value=-lr / (1 - beta1**self.steps))
+
+
+def optimizer_of(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
+    """What a policy with one optimizer steps by, for a shard's weights, shape [n]."""
+    return AdamW(weights, hyper) if hyper.optimizer == "adamw" else Momentum(weights, hyper)
 
 
 class Policy(ABC):

@@ -9,7 +9,7 @@ reads strategies' names and options on every parse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -109,6 +109,11 @@ class Strategy:
         """Raise ValueError when options (of the strategy registered as `name`) do not suit a cell."""
 
     @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        """Why it, with all its `options`, cannot train by an experiment's `values`: `.key = ...: why`."""
+        yield from ()
+
+    @classmethod
     def samples_per_step(cls, s: Settings) -> int:
         """Samples that a worker computes on in one `step`, in training and wherever it is imitated."""
         return s.per_worker_batch
@@ -206,14 +211,30 @@ class Collective(Strategy):
         self.reset()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the tensors in `self.local`: SGD by the cell's settings.
+        """The optimizer of the tensors in `self.local`, by the cell's settings.
 
-        Nowhere else is one built. What it keeps should be there from the start, as the momentum is
+        Nowhere else is one built. What it keeps should be there from the start, as the moments are
         here: the plan takes the first step for one like any other.
         """
         import torch
 
         s = self.worker.settings
+        if s.optimizer == "adamw":
+            adamw = torch.optim.AdamW(
+                self.local,
+                lr=s.lr,
+                betas=tuple(s.betas),
+                eps=s.eps,
+                weight_decay=s.weight_decay,
+                fused=True,  # on a CPU too, where the others would make temporary tensors
+            )
+            for t in self.local:  # as its first step would
+                adamw.state[t] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=t.device),
+                    "exp_avg": torch.zeros_like(t),
+                    "exp_avg_sq": torch.zeros_like(t),
+                }
+            return adamw
         optimizer = torch.optim.SGD(
             self.local,
             lr=s.lr,
@@ -292,10 +313,19 @@ class Collective(Strategy):
 
         return model_states(self.model, self.optimizer)
 
+    def optimizer_dtype(self) -> str | None:
+        """The number formats of what the optimizer keeps for each weight; None where it keeps nothing."""
+        from stratbench.telemetry.memory import optimizer_state
+
+        kept = optimizer_state(self.optimizer).items()
+        found = {str(v.dtype) for t, entry in kept for v in entry.values() if v.shape == t.shape}
+        return ", ".join(sorted(name.removeprefix("torch.") for name in found)) or None
+
     def report(self) -> dict[str, Any]:
         skipped = self.scaler.skipped_steps() if self.scaler is not None else 0
         return {
-            "details": {"skipped_steps": skipped} | effective_dtypes(self.worker),
+            "details": {"skipped_steps": skipped, "optimizer_dtype": self.optimizer_dtype()}
+            | effective_dtypes(self.worker),
             "evaluated_on": "the only worker's weights and BatchNorm statistics",
             "updates_applied": self.steps - skipped,
         }

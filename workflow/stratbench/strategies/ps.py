@@ -7,7 +7,7 @@ the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -86,6 +86,9 @@ def server_configs(
                 "momentum": s.momentum,
                 "weight_decay": s.weight_decay,
                 "nesterov": s.nesterov,
+                "optimizer": s.optimizer,
+                "betas": s.betas,
+                "eps": s.eps,
             },
             policy_options={name: getattr(options, name) for name in own},
             server=k,
@@ -130,6 +133,12 @@ class ParameterServer(base.Strategy):
                 f"{name} pushes {pushes} times a batch, which {per_worker_batch} samples for each of "
                 f"{gpus} workers do not divide into; change pushes_per_batch or the batch"
             )
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        why = cls.Options(**options).refuses_adamw
+        if values["optimizer"] == "adamw" and why:
+            yield f".optimizer = 'adamw': {why}"
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
@@ -269,6 +278,7 @@ class ParameterServer(base.Strategy):
                 "transports": self.channel.transports,
                 "skipped_steps": 0 if self.scale is None else self.scale.skipped,
                 "push_lr": s.lr * self.options.lr_factor(s.gpus),
+                "optimizer_dtype": self.flat.layout.dtype if s.momentum or s.betas else None,
             }
             | base.effective_dtypes(self.worker),
             "evaluated_on": "the servers' weights with the workers' mean BatchNorm statistics",

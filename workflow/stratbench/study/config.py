@@ -78,7 +78,8 @@ class Study:
                 key: values[key]
                 for key in (
                     "epochs", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
-                    "warmup_steps", "device", "threads", "slowdown", "profile",
+                    "warmup_steps", "device", "threads", "slowdown", "profile", "optimizer", "betas",
+                    "eps",
                 )
             },
         )  # fmt: skip
@@ -95,6 +96,11 @@ class Study:
         }
         study = {key: value for key, value in self._study.items() if key != "description"}
         return {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
+
+    def optimizers(self) -> dict[str, str]:
+        """Experiments whose optimizer is not SGD, and which it is."""
+        found = {e: x.values["optimizer"] for e, x in self.experiments.items()}
+        return {e: optimizer for e, optimizer in found.items() if optimizer != "sgd"}
 
     def target_accuracies(self) -> dict[str, float]:
         """Experiments with a target accuracy, and the target; changing one retrains nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from itertools import chain
@@ -63,6 +64,7 @@ def check_experiment(
                 )
     dataset = describe(block["dataset"], config["datasets"].get(block["dataset"]))
     faults = chain(  # lazy: each may rely on those before it having found nothing
+        _optimizer_faults(block),
         _batch_faults(block, dataset),
         _strategy_faults(block, study),
         _model_faults(block, dataset),
@@ -70,6 +72,30 @@ def check_experiment(
     )
     for fault in faults:
         raise ConfigError(f"config: {where}{fault}")
+
+
+def settle_optimizer(block: dict[str, Any]) -> None:
+    """Before the defaults: what only the other optimizer has is off, and AdamW's own are torch's."""
+    if block.get("optimizer") == "adamw":
+        for key, value in (("momentum", 0.0), ("betas", [0.9, 0.999]), ("eps", 1e-8)):
+            if block.get(key) is None:
+                block[key] = value
+
+
+def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
+    if block["optimizer"] == "adamw":
+        for key in ("momentum", "nesterov"):
+            if block[key]:
+                yield (
+                    f".{key} = {json.dumps(block[key])}: AdamW has betas in its place; remove {key}, or "
+                    "set optimizer: sgd"
+                )
+    else:
+        for key in ("betas", "eps"):
+            if block[key] is not None:
+                yield f".{key} = {block[key]}: only AdamW has it; remove it, or set optimizer: adamw"
+    if block["nesterov"] and not block["momentum"]:
+        yield ".nesterov = true: needs momentum > 0"
 
 
 def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
@@ -120,6 +146,8 @@ def _strategy_faults(block: Mapping[str, Any], study: Mapping[str, Any]) -> Iter
                     strategy.check(base, options, n, batch)
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
+        for why in strategy.refusals(options, block):
+            yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
 
 
 def _model_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
@@ -128,8 +156,6 @@ def _model_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
             models.input_shape(name, dataset.shape)
         except ValueError as e:
             yield f".dataset = {block['dataset']!r}: {e}"
-    if block["nesterov"] and not block["momentum"]:
-        yield ".nesterov = true: needs momentum > 0"
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 

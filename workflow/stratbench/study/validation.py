@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stratbench.study.consistency import check_experiment, check_variants
+from stratbench.study.consistency import check_experiment, check_variants, settle_optimizer
 from stratbench.study.messages import ConfigError, repr_of, wrong_value_message
 from stratbench.study.schema import check_structure, schema, typed, with_defaults
 from stratbench.study.yaml_traps import check_plain
@@ -19,7 +19,11 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
     raw = typed(raw, schema())
     check_plain(raw, ())
     check_structure(raw)
-    config = with_defaults(json.loads(json.dumps(raw)))
+    config = json.loads(json.dumps(raw))
+    for values in config["studies"].values():
+        for block in values["experiments"].values():
+            settle_optimizer(block)
+    with_defaults(config)
     config["results"] = _folder("results", config["results"])
     if config["study"] not in config["studies"]:
         raise ConfigError(

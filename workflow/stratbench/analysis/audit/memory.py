@@ -29,6 +29,8 @@ from stratbench.cell.record import Record
 REDUCED = 1.05
 #: What a rank may hold of a sharded model over its part of it.
 PADDED = 1.25
+#: What AdamW's counts of steps may take: one of 4 bytes for each tensor.
+STEP_COUNTS_BYTES = 4 * 4096
 #: The way of measuring that CUDA devices have.
 ALLOCATOR = "cuda-allocator"
 
@@ -106,20 +108,34 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
         return
     is_served, sharded = facts("strategy.kind") == "server", facts("strategy.traits.shards_states")
     expected = {"parameters": size, "gradients": size}
-    if facts("settings.momentum") is not None:
-        # Momentum is as large as the parameters; SGD without it keeps nothing, nor does a served worker.
-        expected["optimizer"] = 0 if is_served or not facts("settings.momentum") else size
+    adamw = facts("settings.optimizer") == "adamw"
+    if adamw or facts("settings.momentum") is not None:
+        # A moment is as large as the parameters: SGD has one with momentum, AdamW two; a served worker none.
+        moments = 2 if adamw else bool(facts("settings.momentum"))
+        expected["optimizer"] = 0 if is_served else moments * size
     for name, whole in expected.items():
+        # AdamW counts its steps for each tensor, in four bytes.
+        counts_bytes = STEP_COUNTS_BYTES if adamw and name == "optimizer" and not is_served else 0
         held, what = states.get(f"{name}_bytes"), f"memory.model_states.{name}_bytes"
         if not sharded:
-            yield from unless_equal(what, held, "what the whole model takes", whole)
+            formula = "what the whole model takes"
+            if counts_bytes:
+                yield from unless_at_least(what, held, formula, whole)
+                yield from unless_at_most(
+                    what, held, f"{formula} with counts of steps", whole + counts_bytes
+                )
+            else:
+                yield from unless_equal(what, held, formula, whole)
             continue
         # The first dimension of each tensor is what is divided: small layers more unevenly.
         yield from unless_at_least(
             what, held, f"a part of {facts.gpus} of it", whole / facts.gpus, 1e-3
         )
         yield from unless_at_most(
-            what, held, f"a part of {facts.gpus} of it, padded", PADDED * whole / facts.gpus + 4096
+            what,
+            held,
+            f"a part of {facts.gpus} of it, padded",
+            PADDED * whole / facts.gpus + 4096 + counts_bytes,
         )
     if facts("model.batchnorm") is False:
         yield from unless_at_most(

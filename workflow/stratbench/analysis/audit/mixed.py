@@ -11,6 +11,7 @@ from typing import Any
 from stratbench.analysis.audit.rule import Affects, Evidence, Found, Rule, Severity
 from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
+from stratbench.cell.settings import LATER
 
 #: What a worker's provenance says of the moment or of the rank, and not of the machine.
 OWN = (
@@ -70,6 +71,17 @@ TABLE = (
         (
             *("model.parameters", "model.input_shape", "model.classes", "model.batchnorm"),
             *("model.dropout", "compute.forward_flops_per_sample"),
+        ),
+    ),
+    Compared(
+        "mixed-optimizers",
+        "unusable",
+        "all",
+        "Cells of a comparison were trained by different optimizers, or keep their states in different "
+        "types.",
+        (
+            *("settings.optimizer", "settings.betas", "settings.eps"),
+            "strategy.details.optimizer_dtype",
         ),
     ),
     Compared(
@@ -194,6 +206,7 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     parts = ("settings", "strategy", "model", "data", "batch", "memory", "provenance", "accuracy")
     said = [leaf for part in parts for leaf in values_by_path(record[part], part)]
+    said += [(f"settings.{key}", LATER[key]) for key in LATER.keys() - record["settings"].keys()]
     for part in ("compute", "communication"):
         said += values_by_path(record.get(part), part)
     seed = value_at(record, "settings.seed")
