@@ -44,10 +44,12 @@ def network() -> nn.Sequential:
     )
 
 
-def set_up(cls: type[Collective], world: int, precision: str = "fp32", **options) -> Collective:
+def set_up(
+    cls: type[Collective], world: int, precision: str = "fp32", clip_norm=None, **options
+) -> Collective:
     name = {DDP: "ddp", FSDP: "fsdp", Single: "single"}[cls]
     given = option_defaults(name) | options
-    s = settings(name, gpus=world, options=given, precision=precision)
+    s = settings(name, gpus=world, options=given, precision=precision, clip_norm=clip_norm)
     model = network()
     groups = [("convolution", [model[0]]), ("linear", [model[4]])]
     strategy = cls(cls.Options(**given))
@@ -90,7 +92,8 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy):
     options = {"reshard_after_forward": reshard}
     if policy:
         options["mixed_precision"] = "policy"
-    strategy = set_up(FSDP, group, "bf16" if policy else "fp32", **options)
+    clip_norm = 1.0 if policy else None
+    strategy = set_up(FSDP, group, "bf16" if policy else "fp32", clip_norm, **options)
     strategy.step(*batch())
     with Collectives(group) as seen:
         strategy.step(*batch())

@@ -132,6 +132,15 @@ def refusal(config_: Any) -> str:
             {"optimizer": "adamw", "strategies": ["ddp", "ps-dana"]},
             ["optimizer = 'adamw': its rule", "remove ps-dana from strategies"],
         ),
+        ({"schedule": "step"}, ["schedule = 'step'", "cosine"]),
+        (
+            {"schedule": "cosine", "strategies": ["ps-sync"]},
+            ["schedule = 'cosine': servers update with one", "remove ps-sync from strategies"],
+        ),
+        ({"lr_warmup_steps": 5, "strategies": ["ps-async"]}, ["lr_warmup_steps = 5: servers"]),
+        ({"lr_warmup_steps": 10**6}, ["lr_warmup_steps = 1000000", "use fewer"]),
+        ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
+        ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
         ({"nesterov": True, "momentum": 0}, ["nesterov = true: needs momentum > 0"]),
         ({"strategies": ["single"], "gpus": [2, 4]}, ["gpus = [2, 4]", "single uses at most 1"]),
         ({"dataset": "synthetic", "augment": True}, ["augment = true", "no augmentation"]),
@@ -464,7 +473,8 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
 
 def test_a_later_setting_at_its_default_is_no_parameter():
     """Snakemake leaves out what is no plain value: what was trained before is not trained again."""
-    for s, stated in ((study(), False), (study(optimizer="adamw"), True)):
+    other = study(optimizer="adamw", schedule="linear", lr_warmup_steps=1, clip_norm=2.0)
+    for s, stated in ((study(), False), (other, True)):
         for key in LATER:
             text = s.settings(s.cells[0]).as_parameter(key)
             assert isinstance(text, str) == stated, key

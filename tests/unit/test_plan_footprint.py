@@ -256,6 +256,23 @@ def test_adamw_takes_sixteen_bytes_a_parameter_and_no_temporaries(strategy, on_c
     assert more <= whole + tensors * 2 * 512
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimizer):
+    """And the norms, all that clipping takes, change no peak of a batch."""
+    request = request_for(
+        strategy, "gpt-compact", precision="fp16", on_cuda=True, optimizer=optimizer
+    )
+    plain, clipped = (
+        footprint.make_footprint(replace(request, clips=clips)) for clips in (False, True)
+    )
+    more = len(clipped.collectives) - len(plain.collectives)
+    assert more == (strategy == "fsdp")
+    if more:
+        assert clipped.collectives.count(("all_reduce", 4)) == 2  # with the loss scale's verdict
+    assert clipped.training_peak(64).n_bytes == plain.training_peak(64).n_bytes
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, strategy):
     request = request_for(strategy, "gpt-compact", workers=1, optimizer="adamw")

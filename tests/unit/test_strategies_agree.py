@@ -26,6 +26,7 @@ from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.fsdp import FSDP
+from stratbench.strategies.learning_rate import share_of_lr
 from stratbench.strategies.single import Single
 from stratbench.workload import models
 from stratbench.workload.gpt import GPT
@@ -55,12 +56,27 @@ class Unsynchronised(Single):
         return model
 
 
-class LocalMoments(DDP):
+class UncorrectedMoments(DDP):
     """Mutant: AdamW counts no steps, so that its moments stay uncorrected for their start."""
 
     def link_gradients(self) -> None:
         for entry in self.optimizer.state.values():
             entry["step"].fill_(1e6)
+
+
+class WarmUpCounts(DDP):
+    """Mutant: the schedule goes on from where the warm-up was."""
+
+    def reset(self) -> None:
+        before = getattr(self, "steps", 0)
+        super().reset()
+        self.steps = before
+
+
+class OwnNorm(FSDP):
+    """Mutant: each worker clips by the norm of its own part."""
+
+    gradient_norm = Collective.gradient_norm
 
 
 class SameShard(DDP):
@@ -86,7 +102,13 @@ ADAMW = {"optimizer": "adamw", "momentum": 0.0, "nesterov": False, "betas": [0.9
 #: Ways to train beside the plain one: the settings changed, a mutant that only this way can have, and
 #: how far weights may be apart.
 WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]], float]] = {
-    "adamw": (ADAMW, (LocalMoments, {}), 1e-9),
+    "adamw": (ADAMW, (UncorrectedMoments, {}), 1e-9),
+    "cosine": (
+        {"schedule": "cosine", "lr_warmup_steps": 2, "optimizer": "sgd"},
+        (WarmUpCounts, {}),
+        TOLERANCE,
+    ),
+    "clip": ({"clip_norm": 0.2}, (OwnNorm, {"reshard_after_forward": "always"}), TOLERANCE),
 }
 MUTANTS = ["summed", "unsynchronised", "same-shard"]
 #: Of several workers, those that say that their arithmetic is DDP's: each is held to it.
@@ -138,7 +160,7 @@ def set_up(
     """The strategy on `model`, or else on `network`; `changed`: options."""
     settings, mutant, _ = WAYS[way] if way else ({}, None, 0.0)
     cls, options = mutant if name == "mutant" else STRATEGIES[name]
-    base = "single" if issubclass(cls, Single) else "fsdp" if cls is FSDP else "ddp"
+    base = "single" if issubclass(cls, Single) else "fsdp" if issubclass(cls, FSDP) else "ddp"
     s = Settings(
         strategy=base, options=option_defaults(base) | options | changed, model="test", dataset="test",
         gpus=world, seed=0, epochs=1, global_batch=GLOBAL_BATCH,
@@ -160,7 +182,17 @@ def set_up(
         groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
     strategy = cls(cls.Options(**s.options))
     strategy.setup(
-        model, Worker(s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups)
+        model,
+        Worker(
+            s,
+            rank,
+            world,
+            world,
+            torch.device("cpu"),
+            RunFolder(Path()),
+            groups,
+            total_steps=FEW_STEPS,
+        ),
     )
     return strategy
 
@@ -515,6 +547,8 @@ def test_every_way_to_train_is_the_same_under_all_strategies(found, way, kind, w
         loss, weight = difference(found[world]["ways"][way, kind, name], reference)
         assert loss <= TOLERANCE, (name, loss)
         assert weight <= WAYS[way][2], (name, weight)
+    if way == "clip" and world == 1:
+        return  # one worker's part is the whole
     loss, weight = difference(found[world]["ways"][way, kind, "mutant"], reference)
     assert loss > 1e-6, (loss, weight)
     assert weight > 1e-6, (loss, weight)
@@ -636,6 +670,45 @@ def test_tf32_on_a_cpu_is_called_what_it_is(found):
         "skipped_steps": 0, "optimizer_dtype": "float32", "weights_dtype": "float32",
         "compute_dtype": "float32",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e6])
+def test_gradients_are_clipped_after_the_loss_scale_is_taken_off(monkeypatch, clip_norm):
+    """In fp16: what a step moves is at most lr x clip_norm; overflows are skipped and counted once."""
+    x, y, _ = samples(torch.float32)
+    way = {"clip_norm": clip_norm, "momentum": 0.0, "nesterov": False}
+    monkeypatch.setitem(WAYS, "clipped", (way, (Single, {}), 0.0))
+    strategy = set_up("single", 0, 1, "fp16", way="clipped")
+    plain = set_up("single", 0, 1, "fp16")
+    for one in (strategy, plain):
+        one.step(x[:8] * 1e30, y[:8])
+        assert one.report()["details"]["skipped_steps"] == 1
+    before = [w.clone() for w in full_weights(strategy)]
+    loss = strategy.step(x[:8], y[:8])
+    pairs = zip(full_weights(strategy), before, strict=True)
+    decay = 0.1 * 1e-3 * torch.cat([w.flatten() for w in before]).norm()
+    moved = torch.cat([(now - then).flatten() for now, then in pairs]).norm()
+    assert strategy.report()["details"]["skipped_steps"] == 1
+    assert loss.isfinite()
+    if clip_norm < 1:
+        assert 0 < moved <= 0.1 * clip_norm + decay + 1e-6
+    else:
+        assert moved > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("constant", 0, [1, 1, 1, 1]),
+        ("constant", 2, [0.5, 1, 1, 1]),
+        ("linear", 0, [1, 0.75, 0.5, 0.25]),
+        ("linear", 1, [1, 1, 2 / 3, 1 / 3]),
+        ("cosine", 0, [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
+        ("cosine", 2, [0.5, 1, 1, 0.5]),
+    ],
+)
+def test_a_schedule_is_a_formula_of_the_step(schedule, warmup, expected):
+    assert [share_of_lr(schedule, i, 4, warmup) for i in range(4)] == pytest.approx(expected)
 
 
 def test_momentum_starts_from_zero_where_the_first_step_is_skipped():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.measures import GIB
+from stratbench.cell.settings import LATER
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.workload.models import MODELS
 
@@ -75,7 +76,9 @@ def first_choice_in(situation: str) -> str | None:
 
 def refusals_of(name: str, optimizer: str) -> Iterator[str]:
     """Why the strategy, with its default options, cannot train with the optimizer."""
-    yield from strategy_class(name).refusals(option_defaults(name), {"optimizer": optimizer})
+    yield from strategy_class(name).refusals(
+        option_defaults(name), LATER | {"optimizer": optimizer}
+    )
 
 
 def state_bytes(model: str, optimizer: str) -> int | None:

@@ -45,6 +45,9 @@ class Settings:
     #: Of AdamW; None with SGD.
     betas: list[float] | None = field(default=None, metadata=_LATER)
     eps: float | None = field(default=None, metadata=_LATER)
+    schedule: str = field(default="constant", metadata=_LATER)
+    lr_warmup_steps: int = field(default=0, metadata=_LATER)
+    clip_norm: float | None = field(default=None, metadata=_LATER)
 
     def as_json(self) -> str:
         """Canonical JSON: equal settings give equal text."""

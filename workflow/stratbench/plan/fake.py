@@ -215,6 +215,7 @@ def _settings(request: Request) -> Settings:
         optimizer=request.optimizer,
         betas=[0.9, 0.999] if request.optimizer == "adamw" else None,
         eps=1e-8 if request.optimizer == "adamw" else None,
+        clip_norm=1.0 if request.clips else None,
     )
 
 

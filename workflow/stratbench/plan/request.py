@@ -45,6 +45,7 @@ class Request:
     nesterov: bool
     on_cuda: bool
     optimizer: str = "sgd"
+    clips: bool = False
 
     @classmethod
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
@@ -76,6 +77,7 @@ class Request:
             nesterov=s.nesterov,
             on_cuda=on_cuda,
             optimizer=s.optimizer,
+            clips=s.clip_norm is not None,
         )
 
     def as_dict(self) -> dict[str, Any]:

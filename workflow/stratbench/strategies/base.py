@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import Options
+from stratbench.strategies.learning_rate import share_of_lr
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,8 @@ class Worker:
     delay: Callable[[], None] = lambda: None
     #: Called with a phase's name at its end within a step.
     mark: Callable[[str], None] = lambda phase: None
+    #: Steps of all epochs together, over which a schedule changes the learning rate.
+    total_steps: int = 1
 
 
 class Strategy:
@@ -208,6 +211,8 @@ class Collective(Strategy):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.local = self.local_tensors()
         self.optimizer = self.make_optimizer()
+        s = worker.settings
+        self.scheduled = s.schedule != "constant" or s.lr_warmup_steps > 0
         self.reset()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -263,6 +268,26 @@ class Collective(Strategy):
     def link_gradients(self) -> None:
         """Hand the gradients to `local_tensors`, where those are not the parameters themselves."""
 
+    def before_update(self) -> None:
+        """Set the step's learning rate and clip the gradients, where the settings ask for it."""
+        s = self.worker.settings
+        if self.scheduled:
+            share = share_of_lr(s.schedule, self.steps, self.worker.total_steps, s.lr_warmup_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = s.lr * share
+        if s.clip_norm is not None:
+            from torch.nn.utils import clip_grads_with_norm_
+
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            clip_grads_with_norm_(self.local, s.clip_norm, self.gradient_norm())
+
+    def gradient_norm(self) -> Tensor:
+        """The Euclidean norm of the whole gradient, on the device, unsynchronised."""
+        from torch.nn.utils import get_total_norm
+
+        return get_total_norm([t.grad for t in self.local if t.grad is not None])
+
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         from stratbench.workload.tasks import mean_loss
 
@@ -280,11 +305,13 @@ class Collective(Strategy):
             loss.backward()
             mark("backward")
             self.link_gradients()
+            self.before_update()
             self.optimizer.step()
         else:
             self.scaler.scale(loss).backward()
             mark("backward")
             self.link_gradients()
+            self.before_update()
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -118,6 +118,8 @@ class FSDP(Sharded):
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
             gathers = 2 if frees and id(p) in grouped | full else 1  # the root's own: once
             moved_bytes += padded * (gathers * width + p.element_size())
+        if self.worker.settings.clip_norm is not None:
+            moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
         return base.ring_traffic((w - 1) / w * moved_bytes)
 
     def report(self) -> dict[str, Any]:

@@ -139,6 +139,17 @@ class ParameterServer(base.Strategy):
         why = cls.Options(**options).refuses_adamw
         if values["optimizer"] == "adamw" and why:
             yield f".optimizer = 'adamw': {why}"
+        for key, off in (("schedule", "constant"), ("lr_warmup_steps", 0)):
+            if values[key] != off:
+                yield (
+                    f".{key} = {values[key]!r}: servers update with one learning rate, since their pushes "
+                    "belong to no common step"
+                )
+        if values["clip_norm"] is not None:
+            yield (
+                f".clip_norm = {values['clip_norm']}: each server takes its part of one worker's gradient, "
+                "so that nobody knows the norm of the whole"
+            )
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:

@@ -39,6 +39,14 @@ class Sharded(base.Collective):
                 shard.grad = None if p.grad is None else local_part(p.grad)
                 p.grad = None
 
+    def gradient_norm(self) -> Tensor:
+        import torch.distributed as dist
+
+        square = super().gradient_norm().square()
+        if self.worker.world_size > 1:
+            dist.all_reduce(square)
+        return square.sqrt()
+
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         import torch

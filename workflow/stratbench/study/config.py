@@ -79,7 +79,7 @@ class Study:
                 for key in (
                     "epochs", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
                     "warmup_steps", "device", "threads", "slowdown", "profile", "optimizer", "betas",
-                    "eps",
+                    "eps", "schedule", "lr_warmup_steps", "clip_norm",
                 )
             },
         )  # fmt: skip

@@ -119,6 +119,12 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
                 f".{key} = {value}: a step of {n} workers would take {together} samples, but "
                 f"{block['dataset']} has {dataset.train_samples} to train on; use a smaller batch"
             )
+        steps = block["epochs"] * (dataset.train_samples // together)
+        if block["lr_warmup_steps"] >= steps:
+            yield (
+                f".lr_warmup_steps = {block['lr_warmup_steps']}: {n} workers train for {steps} steps in "
+                "all, so the learning rate would never be reached; use fewer"
+            )
         normalising = [m for m in block["models"] if models.MODELS[m].batchnorm]
         if together == n and normalising:
             yield (

@@ -151,6 +151,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             job.folder,
             groups,
             slowdown.wait,
+            total_steps=s.epochs * (job.train_samples // s.global_batch),
         )
         strategy.setup(model, worker)
         # From here on only what is random per worker (dropout) draws from the global generator.
