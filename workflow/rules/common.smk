@@ -80,7 +80,11 @@ def targets(wildcards):
 
 def as_trained(wildcards, input):
     """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
-    return json.dumps(STUDY.as_trained(), sort_keys=True)
+    own_models = STUDY.own_models()
+    return json.dumps(
+        STUDY.as_trained() | ({"own_models": own_models} if own_models else {}),
+        sort_keys=True,
+    )
 
 
 def constraints(wildcards):

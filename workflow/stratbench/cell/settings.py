@@ -48,6 +48,8 @@ class Settings:
     schedule: str = field(default="constant", metadata=_LATER)
     lr_warmup_steps: int = field(default=0, metadata=_LATER)
     clip_norm: float | None = field(default=None, metadata=_LATER)
+    #: Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its version.
+    own_model: dict[str, Any] | None = field(default=None, metadata=_LATER)
 
     def as_json(self) -> str:
         """Canonical JSON: equal settings give equal text."""

@@ -16,6 +16,7 @@ from stratbench.cell.files import read_json, write_atomic
 from stratbench.plan.footprint import BATCHES, Footprint, make_footprint
 from stratbench.plan.request import Request
 from stratbench.telemetry.cores import usable_cores
+from stratbench.workload.own import ModelError
 
 PACKAGE = Path(__file__).parents[1]
 #: The package's files that decide what a training process allocates and sends.
@@ -113,6 +114,8 @@ def try_footprint(request: Request) -> Footprint | str:
     torch.set_num_threads(1)
     try:
         return make_footprint(request)
+    except ModelError as error:  # says by itself what is wrong
+        return str(error)
     except Exception as error:  # whatever a model or strategy raises
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -51,7 +51,7 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
         stack.enter_context(torch_on_fakes(request))
         device = torch.device("cpu")
         model = models.for_training(
-            request.model,
+            request.network,
             request.classes,
             request.input_shape,
             seed=0,
@@ -70,7 +70,7 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
             local_world=request.local_world,
             device=device,
             folder=RunFolder(Path()),
-            wrap_groups=models.wrap_groups(request.model, model),
+            wrap_groups=models.wrap_groups(request.network, model),
             mark=lambda ended: _mark(trace, model, ended),
         )
         strategy.setup(model, worker)
@@ -222,13 +222,13 @@ def _settings(request: Request) -> Settings:
 # --- the model -----------------------------------------------------------------------------------
 
 
-def blank(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
+def blank(model: str | models.Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """What `models.build` makes, of fake tensors and without the time that initial weights take."""
-    with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
+    with unset_fake_temporarily(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that weights without memory are not initialised
-        model = models.build(name, classes, shape)
-    models.replace_tensors(model, lambda t: torch.empty(t.shape, dtype=t.dtype))
-    return model
+        made = models.build_without_memory(model, classes, shape)
+    models.replace_tensors(made, lambda t: torch.empty(t.shape, dtype=t.dtype))
+    return made
 
 
 @register_op_impl(torch.ops.aten._fused_sgd_.default)

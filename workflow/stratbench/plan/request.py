@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ class Request:
     on_cuda: bool
     optimizer: str = "sgd"
     clips: bool = False
+    own_model: str | None = None
 
     @classmethod
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
@@ -66,7 +68,8 @@ class Request:
             strategy=strategy,
             options=tuple(sorted(options.items())),
             model=s.model,
-            input_shape=models.input_shape(s.model, data.shape),
+            own_model=s.own_model and json.dumps(s.own_model, sort_keys=True),
+            input_shape=models.input_shape(models.model_of(s), data.shape),
             classes=data.classes,
             world_size=most,
             local_world=min(most, local_world),
@@ -82,6 +85,11 @@ class Request:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def network(self) -> str | models.Model:
+        """Its model, as `models` takes it."""
+        return models.named_model(self.model, self.own_model and json.loads(self.own_model))
 
     @property
     def served(self) -> bool:
@@ -113,7 +121,7 @@ class Request:
         return self.on_cuda and self.precision in ("fp16", "bf16")
 
 
-def data_bytes(data: Dataset, model: str, augment: bool) -> int:
+def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:
     """Bytes that the whole data set takes on the device.
 
     Images as uint8 at the model's size, in the stored number of channels, and labels as int64; texts

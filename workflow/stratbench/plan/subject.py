@@ -17,6 +17,7 @@ from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import strategy_class
 from stratbench.study import resources
 from stratbench.study.config import Study
+from stratbench.workload import models
 from stratbench.workload.data import packed_bytes
 from stratbench.workload.datasets import Dataset, describe
 
@@ -79,7 +80,7 @@ def peak_with_data(peak: MemoryPeak, s: Subject) -> MemoryPeak:
 
 
 def data_bytes_of(s: Subject) -> int:
-    return data_bytes(s.data, s.cell.model, s.settings.augment)
+    return data_bytes(s.data, models.model_of(s.settings), s.settings.augment)
 
 
 def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:

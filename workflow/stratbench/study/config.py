@@ -16,6 +16,7 @@ from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.validation import validate
 from stratbench.study.yaml_traps import check_duplicate_keys
+from stratbench.workload import models, own
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Study:
         self._study = config["studies"][name]
         self.description = self._study.get("description", "")
         self.seed: int = self._study["seed"]
+        self._own = {key: config[key] for key in ("models", "code") if config.get(key)}
+        self._own_models: dict[str, dict[str, Any] | None] = dict(config.get("own_models", {}))
         self.experiments = {}
         for key, values in self._study["experiments"].items():
             matrix = self._matrix(key, values)
@@ -72,6 +75,7 @@ class Study:
             dataset=cell.dataset,
             gpus=cell.gpus,
             seed=cell_seed(self.seed, cell.model, cell.repeat),
+            own_model=self.own_model(cell.model),
             global_batch=weak * cell.gpus if weak else values["global_batch"],
             per_worker_batch=weak or values["global_batch"] // cell.gpus,
             **{
@@ -84,6 +88,19 @@ class Study:
             },
         )  # fmt: skip
 
+    def own_model(self, name: str) -> dict[str, Any] | None:
+        """Of a model that is not built in: what it calls, how it is sharded, which code it is."""
+        if name not in self._own_models:
+            spec = models.spec_of(name, self._own.get("models", {}))
+            folders = [Path(folder).expanduser() for folder in self._own.get("code", [])]
+            self._own_models[name] = spec and spec | own.fingerprint(spec["call"], folders)
+        return self._own_models[name]
+
+    def own_models(self) -> dict[str, dict[str, Any]]:
+        """`own_model` of each of the study's models that is not built in."""
+        found = {cell.model: self.own_model(cell.model) for cell in self.cells}
+        return {name: spec for name, spec in found.items() if spec}
+
     def time_limit_s(self, cell: Cell) -> float | None:
         return self.experiments[cell.experiment].values["time_limit_s"]
 
@@ -95,7 +112,8 @@ class Study:
             for name, e in self.experiments.items()
         }
         study = {key: value for key, value in self._study.items() if key != "description"}
-        return {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
+        trained = {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
+        return trained | self._own if self.own_models() else trained
 
     def optimizers(self) -> dict[str, str]:
         """Experiments whose optimizer is not SGD, and which it is."""

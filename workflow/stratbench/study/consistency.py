@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from itertools import chain
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
 from stratbench.study.schema import read_as
-from stratbench.workload import models
+from stratbench.workload import models, own
 from stratbench.workload.datasets import DATASETS, Dataset, describe
 
 _JSON_TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"]}
@@ -47,27 +48,52 @@ def check_variants(study: str, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"config: {where}.{e}") from e
 
 
+def check_models(config: Mapping[str, Any]) -> None:
+    """ConfigError for a model of the user's whose name or call cannot be one. Nothing is imported."""
+    for name, spec in config["models"].items():
+        if name in models.MODELS:
+            raise ConfigError(f"config: models.{name}: {name!r} is built in; choose another name")
+        if fault := own.fault_of_call(spec["call"]):
+            raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
+        for key in spec["kwargs"]:
+            if not key.isidentifier():
+                raise ConfigError(
+                    f"config: models.{name}.kwargs: {key!r} cannot be the name of an argument"
+                )
+    for folder in config["code"]:
+        if not Path(folder).expanduser().is_dir():
+            raise ConfigError(
+                f"config: code = {repr_of(folder)}: is no folder; name those with your Python files, "
+                "relative to the working directory"
+            )
+
+
 def check_experiment(
     where: str, block: Mapping[str, Any], study: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
     """ConfigError for the first value of an experiment that contradicts another, or names nothing."""
     dataset_names = [*DATASETS, *config["datasets"]]
+    model_names = [*models.MODELS, *config["models"]]
     for key, what, known in (
         ("dataset", "data set", dataset_names),
         ("strategies", "strategy or variant", [*REGISTRY, *study["variants"]]),
-        ("models", "model", list(models.MODELS)),
+        ("models", "model", model_names),
     ):
         for value in block[key] if isinstance(block[key], list) else [block[key]]:
-            if value not in known:
-                raise ConfigError(
-                    wrong_value_message(f"{where}.{key}", value, f"is not a {what}", known)
+            if value in known or (key == "models" and value in own.torchvision_names()):
+                continue
+            message = wrong_value_message(f"{where}.{key}", value, f"is not a {what}", known)
+            if key == "models":
+                message += (
+                    " So is every classification network of torchvision; your own go to `models`."
                 )
+            raise ConfigError(message)
     dataset = describe(block["dataset"], config["datasets"].get(block["dataset"]))
     faults = chain(  # lazy: each may rely on those before it having found nothing
         _optimizer_faults(block),
         _batch_faults(block, dataset),
         _strategy_faults(block, study),
-        _model_faults(block, dataset),
+        _model_faults(block, dataset, config["models"]),
         _slowdown_faults(block),
     )
     for fault in faults:
@@ -125,7 +151,9 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
                 f".lr_warmup_steps = {block['lr_warmup_steps']}: {n} workers train for {steps} steps in "
                 "all, so the learning rate would never be reached; use fewer"
             )
-        normalising = [m for m in block["models"] if models.MODELS[m].batchnorm]
+        normalising = [
+            m for m in block["models"] if m in models.MODELS and models.MODELS[m].batchnorm
+        ]
         if together == n and normalising:
             yield (
                 f".{key} = {value}: a batch of one sample on each of {n} workers, but "
@@ -156,10 +184,19 @@ def _strategy_faults(block: Mapping[str, Any], study: Mapping[str, Any]) -> Iter
             yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
 
 
-def _model_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+def _model_faults(
+    block: Mapping[str, Any], dataset: Dataset, given: Mapping[str, Any]
+) -> Iterator[str]:
     for name in block["models"]:
+        spec = models.spec_of(name, given)
         try:
-            models.input_shape(name, dataset.shape)
+            shape = models.input_shape(models.named_model(name, spec), dataset.shape)
+            if spec:
+                facts = own.facts_of_data(dataset.classes, shape)
+                try:
+                    own.with_facts(spec["kwargs"], facts)
+                except ValueError as e:
+                    raise ValueError(f"models.{name}.kwargs: {e}") from e
         except ValueError as e:
             yield f".dataset = {block['dataset']!r}: {e}"
     if block["augment"] and not (dataset.crop_padding or dataset.flip):

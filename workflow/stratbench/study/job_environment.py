@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stratbench.workload.own import CODE_VARIABLE
+
 
 def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
     """Give this process and its jobs what they need that is not part of a result.
@@ -26,6 +28,8 @@ def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
     # SLURM's plugin takes every SLURM_* variable from its jobs; with this one srun finds its cluster.
     if "SLURM_CONF" in os.environ:
         os.environ["STRATBENCH_SLURM_CONF"] = os.environ["SLURM_CONF"]
+    folders = [str(Path(folder).expanduser().resolve()) for folder in config["code"]]
+    os.environ[CODE_VARIABLE] = os.pathsep.join(folders)
     data = config["data"]
     if data["root"]:
         os.environ["STRATBENCH_DATA"] = str(Path(data["root"]).expanduser().resolve())

@@ -106,13 +106,15 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
     top = schema()["properties"]
     fill(config, top)
-    for key in ("data", "cluster", "datasets", "decide"):
+    for key in ("data", "cluster", "datasets", "models", "decide"):
         config.setdefault(key, {})
     fill(config["data"], top["data"]["properties"])
     fill(config["cluster"], top["cluster"]["properties"])
     fill(config["decide"], top["decide"]["properties"])
     for spec in config["datasets"].values():
         fill(spec, top["datasets"]["additionalProperties"]["properties"])
+    for spec in config["models"].values():
+        fill(spec, top["models"]["additionalProperties"]["properties"])
     for study in config["studies"].values():
         fill(study, schema()["$defs"]["study"]["properties"])
         study.setdefault("variants", {})

@@ -7,7 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stratbench.study.consistency import check_experiment, check_variants, settle_optimizer
+from stratbench.study.consistency import (
+    check_experiment,
+    check_models,
+    check_variants,
+    settle_optimizer,
+)
 from stratbench.study.messages import ConfigError, repr_of, wrong_value_message
 from stratbench.study.schema import check_structure, schema, typed, with_defaults
 from stratbench.study.yaml_traps import check_plain
@@ -40,6 +45,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             describe(name, config["datasets"][name])
         except ValueError as e:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
+    check_models(config)
     for study, values in config["studies"].items():
         if study == "data":
             raise ConfigError(

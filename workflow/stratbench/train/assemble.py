@@ -18,7 +18,7 @@ from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
-from stratbench.workload import models, prepared
+from stratbench.workload import models, own, prepared
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -55,7 +55,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "wrap_groups": first.get("wrap_groups", []),
             "details": reported.get("details", {}),
         },
-        "model": first.get("model") or unbuilt_model(job, meta["classes"]),
+        "model": model_entry(job, first.get("model") or unbuilt_model(job, meta["classes"])),
         "data": {
             "name": job.cell.dataset,
             "sha256": meta["sha256"],
@@ -181,10 +181,28 @@ def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
     return {
         "parameters": None,
         "initial_weights_sha256": None,
-        "input_shape": list(models.input_shape(job.settings.model, job.data_shape)),
+        "input_shape": list(models.input_shape(models.model_of(job.settings), job.data_shape)),
         "classes": classes,
         "batchnorm": None,
         "dropout": None,
+    }
+
+
+def model_entry(job: Job, built: dict[str, Any]) -> dict[str, Any]:
+    """The record's `model`: of a user's own, too, which files it comes from and their git revision."""
+    spec = job.settings.own_model
+    if spec is None:
+        return built
+    files = own.sources(spec["call"], own.code_folders())
+    code = {key: spec[key] for key in ("call", "sha256", "version")}
+    return built | {
+        "own": {"arguments": None, "sharding": None}
+        | built.get("own", {})
+        | code
+        | {
+            "files": list(files),
+            "git": git_state(next(iter(files.values())).parent) if files else None,
+        }
     }
 
 

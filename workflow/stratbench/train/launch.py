@@ -32,6 +32,7 @@ from stratbench.train.ending import classify
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
 from stratbench.workload import prepared
+from stratbench.workload.own import ModelError, check_unchanged
 from stratbench.workload.sources import DataError
 
 EVIDENCE_LINES = 20
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         except agent.Stopped as stopped:
             print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
-        except (devices.DeviceError, DataError, record.RecordError, OSError) as e:
+        except (devices.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
             return fail(args.logs, cell, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
@@ -79,6 +80,8 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
     RunFolder.of_logs(args.logs).create()
+    if settings.own_model:
+        check_unchanged(settings.model, settings.own_model)
     with job_of(args, cell, settings) as job:
         exits = launch(job, args.cpus_per_node)
     ending = classify(job, exits)

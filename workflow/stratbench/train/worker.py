@@ -110,7 +110,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         if strategy.needs_group:
             join_group(job, rank, device)
     with phases("data"):
-        shape = models.input_shape(s.model, job.data_shape)
+        network = models.model_of(s)
+        shape = models.input_shape(network, job.data_shape)
         data = DeviceData.load(
             job.data_dir,
             device,
@@ -120,7 +121,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         )
     with phases("build"):
         model = models.for_training(
-            s.model,
+            network,
             data.meta["classes"],
             shape,
             seed=s.seed,
@@ -136,7 +137,9 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             "batchnorm": models.has_batchnorm(model),
             "dropout": models.has_dropout(model),
         }
-        groups = models.wrap_groups(s.model, model)
+        if s.own_model:
+            facts["own"] = models.facts_of_own(network, facts["classes"], shape)
+        groups = models.wrap_groups(network, model)
         group_sizes = [
             {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}
             for label, ms in groups
@@ -168,8 +171,13 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             trace = job.folder.profile_trace if chosen else None
             loop.record_profile(strategy, data, worker, trace)
     if chosen:
-        build = partial(models.build, s.model, data.meta["classes"], shape)
-        measured["forward_flops_per_sample"] = forward_flops(build, shape)
+        build = partial(models.build_without_memory, network, data.meta["classes"], shape)
+        try:
+            measured["forward_flops_per_sample"] = forward_flops(build, shape)
+        except Exception:
+            if s.own_model is None:
+                raise
+            traceback.print_exc()  # a user's network that needs real numbers; its figure is left out
     measured["model"] = facts
     measured["wrap_groups"] = group_sizes if strategy.uses_wrap_groups else []
     measured["started_s"] = started_s

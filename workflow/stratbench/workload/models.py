@@ -5,14 +5,19 @@ The Snakefile imports this, so torch is imported inside functions only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stratbench.workload import own
+from stratbench.workload.own import OwnModel
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from stratbench.cell.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,12 @@ class Family:
 
     `batchnorm`: whether it normalises over the batch, which a batch of one sample cannot bear.
     `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
-    `reads_text`: whether its input is tokens, and not images.
+    `reads_text`: whether its input is tokens, and not images. None: not known before it is built.
     """
 
-    batchnorm: bool
+    batchnorm: bool | None
     blocks: tuple[str, ...] = ()
-    reads_text: bool = False
+    reads_text: bool | None = False
 
 
 @dataclass(frozen=True)
@@ -39,23 +44,31 @@ class Model:
     `patch`. `builder` is a function of (classes, input shape), as `module:function`, and the network
     takes the data's channels. Without one it is torchvision's network of the same name; it keeps its
     three input channels, so that its size stays the published one (greyscale is repeated).
+
+    `own` is what a user says of a model that is not in MODELS; `parameters` is None then.
     """
 
     family: str
-    parameters: int
+    parameters: int | None
     min_size: int = 1
     builder: str | None = None
     patch: int = 1
+    own: OwnModel | None = None
 
     @property
-    def batchnorm(self) -> bool:
-        """Whether it normalises over the batch."""
+    def batchnorm(self) -> bool | None:
+        """Whether it normalises over the batch; None where that is not known before it is built."""
         return FAMILIES[self.family].batchnorm
 
     @property
-    def reads_text(self) -> bool:
-        """Whether its input is tokens, and not images."""
+    def reads_text(self) -> bool | None:
+        """Whether its input is tokens, and not images; None where both may be."""
         return FAMILIES[self.family].reads_text
+
+    @property
+    def is_torchvisions(self) -> bool:
+        """Whether it is torchvision's network, with its three input channels."""
+        return self.builder is None and self.family != "own"
 
 
 FAMILIES: dict[str, Family] = {
@@ -78,6 +91,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "vit": Family(batchnorm=False, blocks=("torchvision.models.vision_transformer:EncoderBlock",)),
     "gpt": Family(batchnorm=False, blocks=("stratbench.workload.gpt:Block",), reads_text=True),
+    "torchvision": Family(batchnorm=None),  # its other networks
+    "own": Family(batchnorm=None, reads_text=None),
 }
 
 MODELS: dict[str, Model] = {
@@ -107,26 +122,68 @@ def _named(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _known(name: str) -> Model:
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
-    return MODELS[name]
+def _known(model: str | Model) -> Model:
+    if isinstance(model, Model):
+        return model
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}; known: {', '.join(MODELS)}")
+    return MODELS[model]
 
 
-def input_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _name(model: str | Model) -> str:
+    return model if isinstance(model, str) else model.own.name
+
+
+def model_of(s: Settings) -> str | Model:
+    """What the functions here take for the model of a cell: its name, or what its user says of it."""
+    return named_model(s.model, s.own_model)
+
+
+def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
+    """The same for a name, with `spec` (call, kwargs, shard) where the model is a user's own."""
+    if spec is None:
+        return name
+    said = OwnModel(name, spec["call"], spec["kwargs"], spec["shard"])
+    torchvisions = said.torchvision_name
+    if torchvisions is None:
+        return Model("own", None, own=said)
+    patch = int(torchvisions.rpartition("_")[2]) if torchvisions.startswith("vit_") else 1
+    patch = _SIDES.get(torchvisions, patch)
+    return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=said)
+
+
+#: Torchvision's networks that need more than 32 pixels a side, and one that takes multiples only.
+_SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
+_SIDES = {"maxvit_t": 224}
+
+
+def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """call, kwargs and shard of a model that is not built in; `given`: the config's `models`.
+
+    A name that is not there is a network of torchvision's. None for one of MODELS.
+    """
+    if name in MODELS:
+        return None
+    call = {"call": f"torchvision.models.{name}", "kwargs": {}, "shard": None}
+    return dict(given.get(name, call))
+
+
+def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     """What the data's samples of `shape` become for this model.
 
     Images (channels, height, width) are enlarged where the model wants it; a text keeps its length.
     Raises ValueError where the model does not take such data.
     """
-    model = _known(name)
+    model, name = _known(name), _name(name)
+    if model.reads_text is None:
+        return tuple(shape)
     if model.reads_text != (len(shape) == 1):
         reads, has = ("texts", "images") if model.reads_text else ("images", "texts")
         raise ValueError(f"{name} takes {reads}, and the data set has {has}")
     if model.reads_text:
         return shape
     channels, height, width = shape
-    if model.builder is None and channels not in (1, 3):
+    if model.is_torchvisions and channels not in (1, 3):
         raise ValueError(
             f"{name} takes images of 3 channels (1 is repeated); these have {channels}"
         )
@@ -135,16 +192,18 @@ def input_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     height, width = (
         -(-max(side, model.min_size) // model.patch) * model.patch for side in (height, width)
     )
-    return channels if model.builder else 3, height, width
+    return 3 if model.is_torchvisions else channels, height, width
 
 
-def build(name: str, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
+def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
     """The network, untrained, for `classes` classes (or tokens) and an input of `shape`.
 
     Weights come from torch's global generator: seed it before. `shape` is what `input_shape` gives.
     """
     model = _known(name)
     import_torchvision()
+    if model.own:
+        return own.build(model.own, classes, shape)
     if model.builder:
         return _named(model.builder)(classes, shape)
     if shape[0] != 3:
@@ -155,29 +214,54 @@ def build(name: str, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn
     return models.get_model(name, weights=None, num_classes=classes, **size)
 
 
+def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """The network on the meta device: neither memory nor time is spent on weights.
+
+    A user's network that cannot be built there, since it reads a tensor's values, is first built on
+    the CPU.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return build(model, classes, shape)
+    except own.ModelError:
+        with torch.device("cpu"):
+            made = build(model, classes, shape)
+        replace_tensors(made, lambda t: torch.empty_like(t, device="meta"))
+        return made
+
+
 def for_training(
-    name: str,
+    name: str | Model,
     classes: int,
     shape: tuple[int, ...],
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    build: Callable[[str, int, tuple[int, ...]], nn.Module] = build,
+    build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
 ) -> nn.Module:
     """The network as every strategy is given it, and the plan: on `device`, in training mode.
 
     The initial weights follow from `seed` alone: they are drawn on the CPU in float32. They are
     contiguous, also where batches are not (`precision.batch_format`). Weights that two layers share
-    stay shared. `build` makes the network.
+    stay shared. `build` makes the network. A user's is tried with a batch of two samples first, and
+    ModelError tells what does not fit.
     """
     import torch
+
+    from stratbench.workload.data import example_batch
 
     torch.manual_seed(seed)
     model = build(name, classes, shape)
     replace_tensors(
         model, lambda t: t.detach().to(device, dtype if t.is_floating_point() else t.dtype)
     )
-    return model.train()
+    model.train()
+    if (said := _known(name).own) is not None:
+        x, y = example_batch(2, shape, classes, device, dtype, torch.contiguous_format)
+        own.check_output(said, model, classes, x, list(y.shape))
+    return model
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
@@ -197,12 +281,19 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
             setattr(module, key, replacement(b))
 
 
-def wrap_groups(name: str, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     """What FSDP gathers together: (label, modules) in forward order, no module twice.
 
-    The family's blocks. VGG has none: there, the convolutions between two poolings are one group, and
-    each linear layer is one. What is in no group (stem, head) belongs to the root.
+    Of a user's model what `sharding` says. Else the family's blocks. VGG has none: there, the
+    convolutions between two poolings are one group, and each linear layer is one. What is in no group
+    (stem, head) belongs to the root.
     """
+    if (said := _known(name).own) is not None:
+        from stratbench.workload import sharding
+
+        if said.shard:
+            return sharding.groups_by_class(model, said.shard, said)
+        return sharding.groups_by_size(model)
     family = _known(name).family
     if family == "vgg":
         return _vgg_groups(model)
@@ -222,6 +313,16 @@ def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     groups = [(f"features.stage{i}", stage) for i, stage in enumerate(stages, 1) if stage]
     linear = [(i, m) for i, m in enumerate(model.classifier) if isinstance(m, nn.Linear)]
     return groups + [(f"classifier.{i}", [module]) for i, module in linear]
+
+
+def facts_of_own(model: Model, classes: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    """What the record says of a user's model: the arguments of its call, and how it is sharded."""
+    from stratbench.workload import sharding
+
+    return {
+        "arguments": own.arguments(model.own, classes, shape),
+        "sharding": sharding.rule_of(model.own.shard),
+    }
 
 
 def has_batchnorm(model: nn.Module) -> bool:
