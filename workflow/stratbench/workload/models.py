@@ -221,12 +221,24 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
     the CPU.
     """
     import torch
+    from torch.overrides import TorchFunctionMode
+
+    class _Undrawn(TorchFunctionMode):
+        """Draws no weights: memory that nobody writes to takes neither room nor time."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if getattr(func, "__name__", "").removeprefix("kaiming_") in ("normal_", "uniform_"):
+                return args[0] if args else kwargs["tensor"]
+            return func(*args, **kwargs)
 
     try:
         with torch.device("meta"):
             return build(model, classes, shape)
     except own.ModelError:
-        with torch.device("cpu"):
+        with torch.device("cpu"), _Undrawn():
             made = build(model, classes, shape)
         replace_tensors(made, lambda t: torch.empty_like(t, device="meta"))
         return made

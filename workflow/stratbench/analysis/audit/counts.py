@@ -247,7 +247,8 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
     yield from unless_at_most(
         "the sum over strategy.wrap_groups", groups, "model.parameters", facts("model.parameters")
     )
-    if groups:  # the rest, such as the head, is the root's
+    # The rest, such as the head, is the root's. How much that is of a user's model, its user decides.
+    if groups and facts("settings.own_model") is None:
         yield from unless_at_most(
             "model.parameters", facts("model.parameters"), "twice its wrap_groups", 2 * groups
         )

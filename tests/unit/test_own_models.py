@@ -1,0 +1,388 @@
+"""A user's own models: their arguments, their code, how they are sharded, and what each mistake says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stratbench.cell.settings import Settings
+from stratbench.plan.cache import try_footprint
+from stratbench.plan.subject import subject_of
+from stratbench.study.config import Study, load_config
+from stratbench.study.messages import ConfigError
+from stratbench.telemetry.flops import forward_flops
+from stratbench.workload import models, own, sharding
+from stratbench.workload.own import ModelError, OwnModel
+
+CPU = torch.device("cpu")
+#: Networks of a file of its own for each test, since a module is imported once.
+NETS = """
+import torch
+from torch import nn
+
+class Named(nn.Linear):
+    def __init__(self, num_classes, in_channels, image_size, width=3, channels=5):
+        super().__init__(in_channels * image_size ** 2, num_classes)
+        self.given = (num_classes, in_channels, image_size, width, channels)
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+class Averages(Named):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.norm = nn.BatchNorm1d(in_features := self.in_features)
+
+    def forward(self, x):
+        return nn.Linear.forward(self, self.norm(x.flatten(1)))
+
+class Reads(nn.Module):
+    def __init__(self, vocab_size, block_size):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 4)
+        self.places = nn.Embedding(block_size, 4)
+
+    def forward(self, x):
+        h = self.embedding(x) + self.places.weight
+        return h @ self.embedding.weight.T
+
+class Depths(Named):
+    "Reads a tensor's values while it is built, which the meta device does not have."
+    def __init__(self, num_classes, in_channels, image_size):
+        super().__init__(num_classes, in_channels, image_size)
+        self.drops = [x.item() for x in torch.linspace(0, 1, 3)]
+
+class Wide(Named):
+    def forward(self, x):
+        return torch.cat([super().forward(x)] * 2, 1)
+
+def passes_on(**kwargs):
+    return Named(in_channels=1, image_size=8, **kwargs)
+
+def nothing(num_classes):
+    return {"classes": num_classes}
+
+def frozen(num_classes):
+    return Named(num_classes, 1, 8).requires_grad_(False)
+
+def needs(num_classes, depth):
+    return Named(num_classes, 1, 8)
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def nets(tmp_path, monkeypatch, request) -> str:
+    """The name of a module with NETS, in a folder that is on the path of this process's jobs."""
+    name = f"nets_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(NETS)
+    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return name
+
+
+def experiment(**changes) -> dict:
+    return {
+        "dataset": "digits", "strategies": ["ddp"], "models": ["mine"], "gpus": [1], "epochs": 1,
+        "global_batch": 16, "lr": 0.02, "device": "cpu",
+    } | changes  # fmt: skip
+
+
+def study_of(spec: dict, code: Path | None = None, **changes) -> tuple[dict, Study]:
+    raw = {
+        "study": "s",
+        "models": {"mine": spec},
+        "studies": {"s": {"experiments": {"first": experiment(**changes)}}},
+    }
+    return load_config(raw | ({"code": [str(code)]} if code else {}))
+
+
+def first_settings(spec: dict, code: Path | None = None, **changes) -> Settings:
+    _, study = study_of(spec, code, **changes)
+    return study.settings(study.cells[0])
+
+
+def trained_as(
+    call: str, classes: int = 10, shape: tuple[int, ...] = (1, 8, 8), **spec
+) -> nn.Module:
+    said = {"call": call, "kwargs": {}, "shard": None} | spec
+    model = models.named_model("mine", said)
+    return models.for_training(model, classes, shape, 0, CPU, torch.float32)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def test_what_follows_from_the_data_is_filled_in_by_name(nets):
+    assert trained_as(f"{nets}.Named").given == (10, 1, 8, 3, 5)
+    given = trained_as(
+        f"{nets}:Named", shape=(3, 8, 8), kwargs={"width": 7, "channels": "$channels"}
+    )
+    assert given.given == (10, 3, 8, 7, 3)
+    assert trained_as(f"{nets}.passes_on").given == (10, 1, 8, 3, 5)
+    assert trained_as(f"{nets}.Reads", 65, (12,)).places.num_embeddings == 12
+
+
+def test_placeholders_stand_anywhere_in_kwargs():
+    facts = own.facts_of_data(65, (12,))
+    value = {"sizes": ["$vocabulary", {"length": "$sequence"}], "name": "plain"}
+    assert own.with_facts(value, facts) == {"sizes": [65, {"length": 12}], "name": "plain"}
+    assert own.facts_of_data(10, (3, 8, 6))["size"] == [8, 6]
+
+
+def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
+    for call in ("torchvision.models.resnet18", "torchvision.models:resnet18"):
+        model = models.named_model("r", {"call": call, "kwargs": {}, "shard": None})
+        assert models.input_shape(model, (1, 8, 8)) == (3, 32, 32)
+    net = models.for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    with pytest.raises(ValueError, match="r takes images, and the data set has texts"):
+        models.input_shape(model, (64,))
+
+
+def test_a_scan_finds_torchvisions_classification_networks_and_imports_nothing():
+    from torchvision import models as theirs
+
+    assert own.torchvision_names() == set(theirs.list_models(module=theirs))
+    code = (
+        "import sys; from stratbench.study.config import load_config; from stratbench.workload import own; "
+        "assert 'swin_t' in own.torchvision_names(); assert not {'torch', 'torchvision'} & set(sys.modules)"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(own.__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=env)
+
+
+#: One of each kind, and those that need something of their own.
+OF_TORCHVISION = (
+    "alexnet", "convnext_tiny", "efficientnet_b0", "googlenet", "inception_v3", "maxvit_t",
+    "mnasnet0_5", "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5",
+    "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11_bn", "vit_b_32", "vit_h_14",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_TORCHVISION)
+def test_a_network_of_torchvision_works_by_its_name_alone(name):
+    model = models.named_model(name, models.spec_of(name, {}))
+    shape = models.input_shape(model, (1, 28, 28))
+    net = models.build_without_memory(model, 10, shape).train()
+    own.check_output(model.own, net, 10, torch.zeros(2, *shape, device="meta"), [2])
+    groups = models.wrap_groups(model, net)
+    assert groups
+    parameters = [p for _, ms in groups for m in ms for p in m.parameters()]
+    assert len(parameters) == len(set(parameters))
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            "no_such_net.Net",
+            "importing no_such_net raised ModuleNotFoundError: No module named 'no_such_net'; name its "
+            "folder in `code`, or install it",
+        ),
+        ("{nets}.Nmed", "{nets} has no 'Nmed'"),
+        ("{nets}.constant", "is a int, which cannot be called"),
+        ("{nets}.nothing", "returned a dict, which is no torch.nn.Module"),
+        ("{nets}.frozen", "has no parameter to train"),
+        (
+            "{nets}.needs",
+            "called with (num_classes=10), it raised TypeError: needs() missing 1 required positional "
+            "argument: 'depth'",
+        ),
+        (
+            "{nets}.Wide",
+            "returned a tensor [2, 20] for a batch [2, 1, 8, 8]; with 10 classes it must be [2, 10]",
+        ),
+        (
+            "{nets}.Reads",
+            "called with (), it raised TypeError: Reads.__init__() missing 2 required positional "
+            "arguments: 'vocab_size' and 'block_size'",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_trained_says_why_in_one_sentence(nets, call, sentence):
+    call = call.format(nets=nets)
+    with pytest.raises(ModelError) as raised:
+        trained_as(call)
+    assert str(raised.value) == f"model 'mine' ({call}): {sentence.format(nets=nets)}"
+
+
+@pytest.mark.parametrize(
+    "text", ["def broken(:", "raise KeyError('at import')", "raise SystemExit(3)"]
+)
+def test_an_error_of_the_users_code_is_the_plans_sentence(tmp_path, monkeypatch, text):
+    name = f"broken_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config, study = study_of({"call": f"{name}.Net"}, tmp_path)
+    sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
+    assert sentence.startswith(f"model 'mine' ({name}.Net): importing {name} raised "), sentence
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"call": "Net"}, "config: models.mine.call = 'Net': is not a module and a name in it"),
+        ({"call": "a.b;c"}, "config: models.mine.call = 'a.b;c': is not a module and a name in it"),
+        (
+            {"call": "a.B", "kwargs": {"a-b": 1}},
+            "config: models.mine.kwargs: 'a-b' cannot be the name",
+        ),
+        (
+            {"call": "a.B", "kwargs": {"x": "$vocabulary"}},
+            "'$vocabulary' does not follow from these",
+        ),
+        ({"kwargs": {}}, "config: models.mine: the key 'call' is missing."),
+        (
+            {"call": "torchvision.models.alexnet", "shard": []},
+            "config: models.mine.shard: must not be",
+        ),
+    ],
+)
+def test_a_mistake_in_models_is_told_before_anything_is_imported(spec, message):
+    with pytest.raises(ConfigError) as raised:
+        study_of(spec)
+    assert message in str(raised.value)
+
+
+def test_names_that_cannot_be_are_refused():
+    raw = {
+        "study": "s",
+        "studies": {"s": {"experiments": {"first": experiment(models=["resnet81"])}}},
+    }
+    with pytest.raises(
+        ConfigError, match=r"'resnet81': is not a model.* of torchvision; your own go to"
+    ):
+        load_config(raw)
+    with pytest.raises(
+        ConfigError, match=r"models\.vgg16: 'vgg16' is built in; choose another name"
+    ):
+        load_config(raw | {"models": {"vgg16": {"call": "a.B"}}})
+    with pytest.raises(ConfigError, match="code = 'no-such-folder': is no folder"):
+        load_config(raw | {"code": ["no-such-folder"]})
+
+
+# --- code ----------------------------------------------------------------------------------------
+
+
+def test_the_settings_follow_the_content_of_the_code_and_not_its_place(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        (folder / "pack").mkdir(parents=True)
+        (folder / "pack" / "__init__.py").write_text("from pack import net\nimport shared\n")
+        (folder / "pack" / "net.py").write_text("Net = 1\n")
+        (folder / "shared.py").write_text("raise RuntimeError('is not imported here')\n")
+        (folder / "other.py").write_text("")
+    spec = {"call": "pack.net.Net"}
+    texts = [first_settings(spec, folder).as_json() for folder in folders]
+    assert texts[0] == texts[1]
+    assert str(tmp_path) not in texts[0]
+    files = own.sources("pack.net.Net", folders)
+    assert list(files) == ["pack/__init__.py", "pack/net.py", "shared.py"]
+    for name, changes in (("other.py", False), ("shared.py", True)):
+        (folders[1] / name).write_text("# changed\n")
+        assert (first_settings(spec, folders[1]).as_json() != texts[0]) == changes
+
+
+def test_code_that_changes_after_the_start_of_a_run_is_not_trained(nets, tmp_path):
+    call = f"{nets}.Named"
+    spec = first_settings({"call": call}, tmp_path).own_model
+    own.check_unchanged("mine", spec)
+    (tmp_path / f"{nets}.py").write_text(NETS + "\n")
+    with pytest.raises(ModelError, match="its code has changed"):
+        own.check_unchanged("mine", spec)
+
+
+def test_an_installed_package_counts_by_its_version():
+    _, study = study_of({"call": "torchvision.models.alexnet"})
+    found = study.own_model("mine")
+    assert found["sha256"] is None
+    assert found["version"] == own.metadata.version("torchvision")
+
+
+def test_built_in_models_have_no_such_setting_and_others_keep_theirs_through_json(tmp_path):
+    assert first_settings({"call": "a.B"}, models=["vgg-compact"]).own_model is None
+    s = first_settings({"call": "a.B"}, tmp_path, models=["mine"])
+    assert Settings.from_json(s.as_json()) == s
+    _, study = study_of({"call": "a.B"}, tmp_path)
+    kept = study.as_trained() | {"own_models": study.own_models()}
+    assert Study(kept, "s").settings(study.cells[0]) == study.settings(study.cells[0])
+
+
+# --- building ------------------------------------------------------------------------------------
+
+
+def test_a_network_that_reads_values_while_it_is_built_is_planned_all_the_same(nets, tmp_path):
+    config, study = study_of({"call": f"{nets}.Depths"}, tmp_path)
+    footprint = try_footprint(subject_of(config, study, study.cells[0]).request)
+    assert footprint.model_states_bytes["parameters_bytes"] == 4 * 650
+    model = models.model_of(study.settings(study.cells[0]))
+    build = lambda: models.build_without_memory(model, 10, (1, 8, 8))  # noqa: E731
+    assert forward_flops(build, (1, 8, 8)) == 2 * 64 * 10
+
+
+def test_trying_a_network_leaves_no_trace_in_it(nets):
+    net = trained_as(
+        f"{nets}.Averages", kwargs={"num_classes": 10, "in_channels": 1, "image_size": 8}
+    )
+    assert net.training
+    assert int(net.norm.num_batches_tracked) == 0
+    assert not net.norm.running_mean.any()
+    assert not [name for name in os.listdir(os.environ[own.CODE_VARIABLE]) if name == "__pycache__"]
+
+
+# --- sharding ------------------------------------------------------------------------------------
+
+
+class Unit(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def labels(groups: sharding.Groups) -> list[str]:
+    return [label for label, _ in groups]
+
+
+def test_by_size_holders_are_divided_and_what_shares_a_weight_stays_with_the_root():
+    net = nn.Sequential(nn.ModuleList(Unit(8) for _ in range(24)), nn.Linear(8, 8))
+    groups = sharding.groups_by_size(net)
+    assert len(groups) == 9  # of 25 equal parts by threes, and the head
+    assert labels(groups)[:2] == ["0.0", "0.3"]
+    net[0][3].inner.weight = net[1].weight
+    groups = sharding.groups_by_size(net)
+    grouped = {p for _, ms in groups for m in ms for p in m.parameters()}
+    assert net[1].weight not in grouped
+    assert net[0][3].inner.bias not in grouped
+    assert labels(groups)[-1] != "1"
+
+
+def test_by_size_what_pytorch_reads_from_outside_is_not_divided():
+    attention = nn.MultiheadAttention(8, 2)
+    net = nn.Sequential(attention, nn.Linear(8, 1))
+    assert labels(sharding.groups_by_size(net)) == ["0", "1"]
+
+
+def test_by_class_the_outermost_instances_and_an_unknown_class_is_told():
+    net = nn.Sequential(nn.Sequential(Unit(4), nn.Linear(4, 4)), Unit(4))
+    said = OwnModel("mine", "a.B", {}, ["Unit", "Linear"])
+    assert labels(sharding.groups_by_class(net, ["Unit", "Linear"], said)) == ["0.0", "0.1", "1"]
+    with pytest.raises(
+        ModelError, match="shard names 'Blok', and it has no such module; its classes"
+    ):
+        sharding.groups_by_class(net, ["Blok"], said)

@@ -1,0 +1,81 @@
+"""A stranger's network: a file and a few lines of config; it is planned, trained, reported, decided on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from own_network import LAYERS, NETWORK
+from tiny_study import Workflow, tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SENTENCE = (
+    "model 'two' (my_net:TwoAnswers): returned a tuple for a batch; return one tensor of scores "
+    "[2, 10]"
+)
+
+
+def config_with(models: dict[str, dict]) -> dict:
+    config = tiny_config()
+    config["models"] = models
+    experiments = config["studies"]["tiny"]["experiments"]
+    experiments["first"] |= {
+        "models": list(models), "strategies": ["ddp", "fsdp", "ps-sync"], "gpus": [2],
+    }  # fmt: skip
+    experiments["second"]["gpus"] = [1]  # with a built-in model, which nothing here may retrain
+    return config
+
+
+def test_a_network_in_a_file_is_planned_trained_reported_and_decided_on(tmp_path):
+    mine = {"mine": {"call": "my_net.MyNet", "shard": ["Block"]}}
+    work = Workflow(tmp_path, config_with(mine))
+    (tmp_path / "my_net.py").write_text(NETWORK)
+    (tmp_path / "my_layers.py").write_text(LAYERS)
+
+    plan = work.run("plan")
+    assert plan.returncode == 0, plan.stdout
+    assert "first, mine, 2 workers on CPU: the study uses 16 samples a worker" in plan.stdout
+
+    done = work.run()
+    assert done.returncode == 0, done.stdout
+    assert "mine (first): " in done.stdout
+    records = [json.loads(work.record("first", s, "mine", "2gpu").read_text())
+               for s in ("ddp", "fsdp", "ps-sync")]  # fmt: skip
+    assert len({r["model"]["initial_weights_sha256"] for r in records}) == 1
+    own = records[1]["model"]["own"]
+    assert own["arguments"] == {"classes": 10, "channels": 1, "image_size": 16}
+    assert (own["files"], own["version"]) == (["my_layers.py", "my_net.py"], None)
+    assert own["sha256"] == records[1]["settings"]["own_model"]["sha256"]
+    # The block with the tied weight stays with the root.
+    labels = [group["label"] for group in records[1]["strategy"]["wrap_groups"]]
+    assert labels == ["blocks.1", "blocks.2"]
+    assert records[0]["model"]["parameters"] == 2090
+    # Strategies of equal rules have trained the same network equally.
+    losses = [r["accuracy"]["per_epoch"][-1]["test_loss"] for r in records]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)
+    assert "unusable" not in (tmp_path / "results/tiny/audit.csv").read_text()
+    assert "mine" in (tmp_path / "results/tiny/report.html").read_text()
+    answer = work.run("decide")
+    assert answer.returncode == 0, answer.stdout
+    assert "mine (first, tiny-images)" in answer.stdout
+
+    # What is changed in a file that the network imports trains its cells again, and no other.
+    layers = tmp_path / "my_layers.py"
+    layers.write_text(LAYERS.replace("relu()", "tanh()"))
+    changed = work.run("-n")
+    assert changed.stdout.count("train tiny/first: ") == 3, changed.stdout
+    assert "train tiny/second: " not in changed.stdout
+    # A folder that has moved trains nothing again.
+    layers.write_text(LAYERS)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("my_net.py", "my_layers.py"):
+        (tmp_path / name).rename(tmp_path / "elsewhere" / name)
+    work.write_config(config_with(mine) | {"code": ["elsewhere"]})
+    assert "train_cell" not in work.jobs()
+
+    # One that gives what cannot be trained says so at once.
+    work.write_config(config_with({"two": {"call": "my_net:TwoAnswers"}}) | {"code": ["elsewhere"]})
+    failed = work.run("results/tiny/cells/first/ddp/two/2gpu/rep0/record.json")
+    assert failed.returncode != 0
+    assert SENTENCE in failed.stdout
