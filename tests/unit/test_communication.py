@@ -45,11 +45,23 @@ def network() -> nn.Sequential:
 
 
 def set_up(
-    cls: type[Collective], world: int, precision: str = "fp32", clip_norm=None, **options
+    cls: type[Collective],
+    world: int,
+    precision: str = "fp32",
+    clip_norm=None,
+    accumulate=1,
+    **options,
 ) -> Collective:
     name = {DDP: "ddp", FSDP: "fsdp", Single: "single"}[cls]
     given = option_defaults(name) | options
-    s = settings(name, gpus=world, options=given, precision=precision, clip_norm=clip_norm)
+    s = settings(
+        name,
+        gpus=world,
+        options=given,
+        precision=precision,
+        clip_norm=clip_norm,
+        accumulate=accumulate,
+    )
     model = network()
     groups = [("convolution", [model[0]]), ("linear", [model[4]])]
     strategy = cls(cls.Options(**given))
@@ -87,13 +99,13 @@ class Collectives(TorchDispatchMode):
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4], indirect=True)
 @pytest.mark.parametrize("reshard", ["always", "never"])
-@pytest.mark.parametrize("policy", [False, True])
-def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy):
+@pytest.mark.parametrize(("policy", "parts"), [(False, 1), (True, 1), (False, 2), (True, 4)])
+def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
     options = {"reshard_after_forward": reshard}
     if policy:
         options["mixed_precision"] = "policy"
     clip_norm = 1.0 if policy else None
-    strategy = set_up(FSDP, group, "bf16" if policy else "fp32", clip_norm, **options)
+    strategy = set_up(FSDP, group, "bf16" if policy else "fp32", clip_norm, parts, **options)
     strategy.step(*batch())
     with Collectives(group) as seen:
         strategy.step(*batch())
@@ -102,7 +114,7 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy):
     assert said["received_bytes_per_step"] == said["sent_bytes_per_step"]
     assert (seen.sent_bytes == 0) == (group == 1)
     groups = 3 + policy  # two and the root; by the policy also BatchNorm's
-    gathers = groups - 1 + groups if reshard == "always" else groups
+    gathers = parts * (groups - 1 + groups if reshard == "always" else groups)
     assert seen.kinds.count("allgather_base") == (gathers if group > 1 else 0)
     if group > 1 and not policy:
         copies = 4 * (group - 1) / group

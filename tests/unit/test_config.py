@@ -139,6 +139,9 @@ def refusal(config_: Any) -> str:
         ),
         ({"lr_warmup_steps": 5, "strategies": ["ps-async"]}, ["lr_warmup_steps = 5: servers"]),
         ({"lr_warmup_steps": 10**6}, ["lr_warmup_steps = 1000000", "use fewer"]),
+        ({"accumulate": 0}, ["accumulate = 0: must be at least 1"]),
+        ({"accumulate": 3}, ["accumulate = 3: a batch of", "equal parts"]),
+        ({"accumulate": 2, "strategies": ["ps-sync"]}, ["accumulate = 2: a worker's flat"]),
         ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
         ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
         ({"nesterov": True, "momentum": 0}, ["nesterov = true: needs momentum > 0"]),
@@ -473,7 +476,9 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
 
 def test_a_later_setting_at_its_default_is_no_parameter():
     """Snakemake leaves out what is no plain value: what was trained before is not trained again."""
-    other = study(optimizer="adamw", schedule="linear", lr_warmup_steps=1, clip_norm=2.0)
+    other = study(
+        optimizer="adamw", schedule="linear", lr_warmup_steps=1, clip_norm=2.0, accumulate=2
+    )
     for s, stated in ((study(), False), (other, True)):
         for key in LATER.keys() - {"own_model"}:
             text = s.settings(s.cells[0]).as_parameter(key)

@@ -274,6 +274,20 @@ def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimi
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_batch_in_parts_takes_the_memory_of_one_and_reduces_once(strategy):
+    whole, parts = (
+        footprint.make_footprint(request_for(strategy, "resnet-compact", accumulate=n))
+        for n in (1, 2)
+    )
+    assert parts.model_states_bytes == whole.model_states_bytes
+    assert parts.flops_per_sample == whole.flops_per_sample
+    assert parts.training_peak(512).n_bytes < 0.7 * whole.training_peak(512).n_bytes
+    once = whole.payload_bytes()
+    again = {kind: 2 * n if kind == "all_gather" else n for kind, n in once.items()}
+    assert parts.payload_bytes() == again
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, strategy):
     request = request_for(strategy, "gpt-compact", workers=1, optimizer="adamw")
     predicted = footprint.make_footprint(request).model_states_bytes

@@ -50,6 +50,8 @@ class Settings:
     clip_norm: float | None = field(default=None, metadata=_LATER)
     #: Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its version.
     own_model: dict[str, Any] | None = field(default=None, metadata=_LATER)
+    #: Parts in which a worker computes a step's batch, one after the other.
+    accumulate: int = field(default=1, metadata=_LATER)
 
     def as_json(self) -> str:
         """Canonical JSON: equal settings give equal text."""

@@ -7,7 +7,7 @@ sees what rank 0 of a thousand GPUs would allocate and send.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
             device=device,
             folder=RunFolder(Path()),
             wrap_groups=models.wrap_groups(request.network, model),
-            mark=lambda ended: _mark(trace, model, ended),
+            mark=_marking(trace, model, request.accumulate),
         )
         strategy.setup(model, worker)
         _tag_states(trace, strategy, model)
@@ -109,14 +109,20 @@ def _batch(request: Request, samples: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _mark(trace: OperatorTrace, model: nn.Module, ended: str) -> None:
-    if ended == "backward":
-        trace.tag("gradients", (p.grad for p in model.parameters()))
-    if ended in _NEXT:
-        trace.begin(_NEXT[ended])
+def _marking(trace: OperatorTrace, model: nn.Module, parts: int) -> Callable[[str], None]:
+    """What a strategy calls at the end of a phase; a step has a forward and a backward for each part."""
+    backwards = 0
 
+    def mark(ended: str) -> None:
+        nonlocal backwards
+        if ended == "forward":
+            trace.begin("backward")
+        elif ended == "backward":
+            trace.tag("gradients", (p.grad for p in model.parameters()))
+            backwards += 1
+            trace.begin("forward" if backwards % parts else "optimizer")
 
-_NEXT = {"forward": "backward", "backward": "optimizer"}
+    return mark
 
 
 def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
@@ -216,6 +222,7 @@ def _settings(request: Request) -> Settings:
         betas=[0.9, 0.999] if request.optimizer == "adamw" else None,
         eps=1e-8 if request.optimizer == "adamw" else None,
         clip_norm=1.0 if request.clips else None,
+        accumulate=request.accumulate,
     )
 
 
@@ -341,12 +348,13 @@ class Replica(nn.Module):
 
     Gradients are copied into flat buckets in the order in which backward makes them final, and a full
     bucket is all-reduced. With `as_view` they then live there; else both exist. Buffers are
-    broadcast before each forward, coalesced.
+    broadcast before each forward, coalesced, but for one after a backward in `no_sync`.
     """
 
     def __init__(self, module: nn.Module, cap_bytes: int, as_view: bool) -> None:
         super().__init__()
         self.module = module
+        self.synchronises, self._sends_buffers = True, True
         # Backward makes gradients final in about the reverse order of the forward.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
@@ -359,7 +367,7 @@ class Replica(nn.Module):
             sizes = [parameters[i].numel() for i in group]
             for i, view in zip(group, bucket.split(sizes), strict=True):
                 hook = partial(
-                    _into_bucket, bucket, view.view(parameters[i].shape), waiting, as_view
+                    self._into_bucket, bucket, view.view(parameters[i].shape), waiting, as_view
                 )
                 parameters[i].register_post_accumulate_grad_hook(hook)
 
@@ -367,22 +375,33 @@ class Replica(nn.Module):
         """What DDP has timed: nothing."""
         return {}
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients stay in this replica until the block ends."""
+        self.synchronises = False
+        try:
+            yield
+        finally:
+            self.synchronises = True
+
     def forward(self, x: Tensor) -> Tensor:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.module.buffers():
+        for buffer in self.module.buffers() if self._sends_buffers else ():
             by_dtype.setdefault(buffer.dtype, []).append(buffer.flatten())
         for buffers in by_dtype.values():
             dist.broadcast(torch.cat(buffers), src=0)
+        self._sends_buffers = self.synchronises
         return self.module(x)
 
-
-def _into_bucket(
-    bucket: Tensor, view: Tensor, waiting: list[int], as_view: bool, parameter: Tensor
-) -> None:
-    view.copy_(parameter.grad)
-    if as_view:
-        parameter.grad = view
-    waiting[0] -= 1
-    if waiting[0] == 0:
-        waiting[0] = waiting[1]
-        dist.all_reduce(bucket)
+    def _into_bucket(
+        self, bucket: Tensor, view: Tensor, waiting: list[int], as_view: bool, parameter: Tensor
+    ) -> None:
+        if not self.synchronises:
+            return
+        view.copy_(parameter.grad)
+        if as_view:
+            parameter.grad = view
+        waiting[0] -= 1
+        if waiting[0] == 0:
+            waiting[0] = waiting[1]
+            dist.all_reduce(bucket)

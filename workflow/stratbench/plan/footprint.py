@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stratbench.plan.trace import OperatorTrace
     from stratbench.strategies.ps import ParameterServer
 
-#: Samples of the two steps.
+#: Samples of the two steps, in each of the parts in which they are computed.
 BATCHES = (16, 32)
 
 
@@ -30,10 +30,10 @@ class Affine:
         return self.fixed + self.per_sample * batch
 
     @classmethod
-    def through(cls, values: tuple[float, float]) -> Affine:
-        """The line through the two values measured at BATCHES."""
-        slope = (values[1] - values[0]) / (BATCHES[1] - BATCHES[0])
-        return cls(values[0] - slope * BATCHES[0], slope)
+    def through(cls, values: tuple[float, float], parts: int = 1) -> Affine:
+        """The line through the two values measured at `parts` times BATCHES."""
+        slope = (values[1] - values[0]) / (parts * (BATCHES[1] - BATCHES[0]))
+        return cls(values[0] - slope * parts * BATCHES[0], slope)
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,12 @@ def make_footprint(request: Request) -> Footprint:
     """The footprint of a request: runs it on fake tensors, which takes seconds."""
     from stratbench.plan import fake
 
-    trace, strategy = fake.traced_steps(request, BATCHES)
-    # Phases: setup, twice forward, backward and optimizer, evaluate.
-    steps = (trace.phases[1:4], trace.phases[4:7])
-    edges = [p.first for p in (steps[0][0], steps[1][0], trace.phases[7])]
+    parts = request.accumulate
+    trace, strategy = fake.traced_steps(request, [parts * batch for batch in BATCHES])
+    # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
+    n = 2 * parts + 1
+    steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
+    edges = [p.first for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
     collectives = [[c for phase in step for c in phase.collectives] for step in steps]
     if edges[1] - edges[0] != edges[2] - edges[1] or collectives[0] != collectives[1]:
         raise RuntimeError(
@@ -153,12 +155,12 @@ def make_footprint(request: Request) -> Footprint:
     return Footprint(
         model_states_bytes=strategy.model_states(),
         between_steps_bytes=_without_zeros(trace.parts_bytes(edges[0])),
-        moments=_moments(trace, edges),
+        moments=_moments(trace, edges, parts),
         evaluation=_evaluation(trace, edges[2]),
         collectives=[(c.kind, c.n_bytes) for c in collectives[1]],
         flops_per_sample=steps[1][0].flops / BATCHES[1],
         operations_per_step=sum(phase.operations for phase in steps[1]),
-        touched_bytes=Affine.through((touched[0], touched[1])),
+        touched_bytes=Affine.through((touched[0], touched[1]), parts),
         flat_bytes=_flat_bytes(strategy) if request.served else {},
     )
 
@@ -168,16 +170,16 @@ def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
     return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
 
 
-def _moments(trace: OperatorTrace, edges: list[int]) -> list[Moment]:
+def _moments(trace: OperatorTrace, edges: list[int], parts: int) -> list[Moment]:
     """The moments of a step that are its peak for some batch of at least one sample."""
     length = edges[1] - edges[0]
     lives = [trace.live_bytes(edge, edge + length) for edge in edges[:2]]
-    lines = [Affine.through(pair) for pair in zip(*lives, strict=True)]
+    lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
     moments = []
     for i in upper_envelope(lines):
         both = [trace.parts_bytes(edge + i) for edge in edges[:2]]
-        parts = {k: Affine.through((both[0][k], both[1][k])) for k in both[0]}
-        used = {k: v for k, v in parts.items() if v.fixed or v.per_sample}
+        held = {k: Affine.through((both[0][k], both[1][k]), parts) for k in both[0]}
+        used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
         # After i events: the event that led here is number i - 1.
         moments.append(Moment(trace.phase_at(edges[1] + max(i - 1, 0)), lines[i], used))
     return moments

@@ -48,6 +48,7 @@ class Request:
     optimizer: str = "sgd"
     clips: bool = False
     own_model: str | None = None
+    accumulate: int = 1
 
     @classmethod
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
@@ -81,6 +82,7 @@ class Request:
             on_cuda=on_cuda,
             optimizer=s.optimizer,
             clips=s.clip_norm is not None,
+            accumulate=s.accumulate,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -295,27 +295,46 @@ class Collective(Strategy):
             return mean_loss(self.module(x), y)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        mark = self.worker.mark
-        loss = self.forward(x, y)
-        mark("forward")
-        if self.worker.settings.slowdown:
-            self.worker.delay()
-            mark("slowdown")
+        parts = self.worker.settings.accumulate
+        loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
+        self.link_gradients()
+        self.before_update()
         if self.scaler is None:
-            loss.backward()
-            mark("backward")
-            self.link_gradients()
-            self.before_update()
             self.optimizer.step()
         else:
-            self.scaler.scale(loss).backward()
-            mark("backward")
-            self.link_gradients()
-            self.before_update()
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
+        return loss
+
+    def accumulate(self, x: Tensor, y: Tensor, parts: int) -> Tensor:
+        """Add the gradients of the batch in equal parts, the workers' with those of the last.
+
+        Returns the batch's mean loss. Memory for activations is that of one part.
+        """
+        loss = 0.0
+        for part, (own_x, own_y) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True), 1):
+            with self.synchronising(part == parts):
+                loss += self.add_gradients(own_x, own_y, parts, part == parts)
+        return loss
+
+    def synchronising(self, last: bool) -> AbstractContextManager:
+        """Where a part of a batch is computed: of all but the `last` the gradients stay the worker's."""
+        return nullcontext()
+
+    def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
+        """Forward and backward of one of `parts` of a batch; returns its share of the mean loss."""
+        mark = self.worker.mark
+        loss = self.forward(x, y)
+        if parts > 1:
+            loss = loss / parts
+        mark("forward")
+        if self.worker.settings.slowdown and last:
+            self.worker.delay()
+            mark("slowdown")
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        mark("backward")
         return loss.detach()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -87,6 +87,9 @@ class DDP(base.Collective):
             module._set_ddp_runtime_logging_sample_rate(1)
         return module
 
+    def synchronising(self, last: bool) -> AbstractContextManager:
+        return nullcontext() if last else self.module.no_sync()
+
     def reset(self) -> None:
         super().reset()
         self._warm_up = sampled_times(self.module, self._sample_every)
@@ -95,7 +98,7 @@ class DDP(base.Collective):
         w = self.worker.world_size
         gradients = sum(p.numel() * p.element_size() for p in self.parameters)
         buffers = sum(b.numel() * b.element_size() for b in self.model.buffers())
-        # Buffers are broadcast before every forward; of W ranks, one sends nothing on.
+        # Buffers are broadcast before a step's first forward; of W ranks, one sends nothing on.
         traffic = base.ring_traffic((w - 1) / w * (2 * gradients + buffers))
         before, after = self._warm_up, sampled_times(self.module, self._sample_every)
         steps = after.steps - before.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -86,6 +87,10 @@ class FSDP(Sharded):
         fully_shard(model, **arguments)
         return model
 
+    def synchronising(self, last: bool) -> AbstractContextManager:
+        self.module.set_requires_gradient_sync(last)
+        return nullcontext()
+
     def _policy(self, worker: base.Worker):
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -117,6 +122,7 @@ class FSDP(Sharded):
             padded = -(-p.shape[0] // w) * w * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
             gathers = 2 if frees and id(p) in grouped | full else 1  # the root's own: once
+            gathers *= self.worker.settings.accumulate
             moved_bytes += padded * (gathers * width + p.element_size())
         if self.worker.settings.clip_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce

@@ -145,6 +145,11 @@ class ParameterServer(base.Strategy):
                     f".{key} = {values[key]!r}: servers update with one learning rate, since their pushes "
                     "belong to no common step"
                 )
+        if values["accumulate"] != 1:
+            yield (
+                f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "
+                "makes them, so that a batch cannot come in parts"
+            )
         if values["clip_norm"] is not None:
             yield (
                 f".clip_norm = {values['clip_norm']}: each server takes its part of one worker's gradient, "

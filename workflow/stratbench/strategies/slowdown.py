@@ -93,7 +93,7 @@ def measure_step_s(
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(s.precision)
-    samples = strategy_class(s.strategy).samples_per_step(s)
+    samples = strategy_class(s.strategy).samples_per_step(s) // s.accumulate
     layout = batch_format(s.precision, device.type)
     x, y = example_batch(samples, shape, classes, device, dtype, layout)
     times = []
@@ -107,4 +107,4 @@ def measure_step_s(
         times.append(time.perf_counter() - begun)
         model.zero_grad(set_to_none=True)
     model.load_state_dict(state)
-    return statistics.median(times[1:])
+    return s.accumulate * statistics.median(times[1:])

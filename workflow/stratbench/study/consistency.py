@@ -151,12 +151,19 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
                 f".lr_warmup_steps = {block['lr_warmup_steps']}: {n} workers train for {steps} steps in "
                 "all, so the learning rate would never be reached; use fewer"
             )
+        each, parts = together // n, block["accumulate"]
+        if each % parts:
+            yield (
+                f".accumulate = {parts}: a batch of {each} on each of {n} workers cannot be divided into so "
+                "many equal parts; change it or the batch"
+            )
         normalising = [
             m for m in block["models"] if m in models.MODELS and models.MODELS[m].batchnorm
         ]
-        if together == n and normalising:
+        if together == n * parts and normalising:
+            within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
             yield (
-                f".{key} = {value}: a batch of one sample on each of {n} workers, but "
+                f".{key} = {value}: a batch of one sample on each of {n} workers{within}, but "
                 f"{normalising[0]} normalises over the batch; use a larger batch or fewer workers"
             )
 

@@ -121,8 +121,11 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     yield from unless_at_least(
         "communication.sent_bytes_per_step", sent, what, whole / 2 if halved else whole, 0.01
     )
-    # The strategy says what it sends at least; a sharded one may gather once more for backward.
-    more = whole / copies if copies and facts("strategy.traits.shards_states") else 0.0
+    # The strategy says what it sends at least; a sharded one may gather once more for backward, and
+    # both again for each part of a batch.
+    gathers_more = 2 * (facts("settings.accumulate") or 1) - 1
+    shards = copies and facts("strategy.traits.shards_states")
+    more = gathers_more * whole / copies if shards else 0.0
     buffers = facts("memory.model_states.buffers_bytes") or 0
     yield from unless_at_most(
         "communication.sent_bytes_per_step",
