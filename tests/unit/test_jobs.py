@@ -76,7 +76,8 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
 
 def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"PATH": "/bin", "PYTHONPATH": "/mine", "SLURM_CONF": "/c"})
-    config = {"data": {"root": str(tmp_path), "download": False}}
+    monkeypatch.chdir(tmp_path)
+    config = {"data": {"root": str(tmp_path), "download": False}, "code": ["nets", str(tmp_path)]}
     for _ in range(2):  # a Snakefile is parsed in every job
         set_job_environment(config, "/package")
     assert os.environ["PYTHONPATH"] == "/package:/mine"
@@ -85,3 +86,4 @@ def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):
     assert os.environ["STRATBENCH_SLURM_CONF"] == "/c"
     assert os.environ["STRATBENCH_DATA"] == str(tmp_path)
     assert os.environ["STRATBENCH_NO_DOWNLOAD"] == "1"
+    assert os.environ["STRATBENCH_CODE"] == f"{tmp_path / 'nets'}{os.pathsep}{tmp_path}"
