@@ -48,19 +48,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, what takes longest starts first, and what is to run alone comes last."""
+    """Side by side, files that wait and files that compute start in turn, and what is to run alone last.
+
+    Those on SLURM mostly wait. The others' order is a guess at what takes longest, which starts first.
+    """
     if not hasattr(config, "workerinput"):
         return
-    weight = Counter(
-        item.path
-        for item in items
-        for mark in item.iter_markers()
-        if mark.name in ("slow", "slurm")
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    on_slurm = {item.path for item in items if item.get_closest_marker("slurm")}
+    paths = sorted(
+        {item.path for item in items}, key=lambda p: (p.parent.name != "workflow", -slow[p], p)
     )
+    place = {path: 2 * n for n, path in enumerate(p for p in paths if p in on_slurm)}
+    place |= {path: 2 * n + 1 for n, path in enumerate(p for p in paths if p not in on_slurm)}
     for item in items:
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.xdist_group("alone"))
-    items.sort(key=lambda i: (i.get_closest_marker("alone") is not None, -weight[i.path]))
+    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, place[item.path]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

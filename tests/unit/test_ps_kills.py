@@ -11,8 +11,8 @@ from ps_harness import Habits, Processes, config
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 SLOWLY = Habits(step_s=0.02)
-#: Within a second on a quiet machine; on any, before a heartbeat is overdue (5 s).
-AT_ONCE_S = 2.5
+#: Within a second on a quiet machine; on any, long before a heartbeat is overdue (20 s).
+AT_ONCE_S = 10.0
 
 
 def begun(run: Processes, workers: range) -> set[int]:
@@ -90,7 +90,8 @@ def test_sync_ends_for_all_at_a_kill_and_says_who_was_lost(tmp_path, n_servers):
     assert "worker 1 was lost" in stats["error"]
     step = stats["lost"][0]["step"]
     assert stats["error"].startswith(f"step {step}: ")
-    assert step == run.notes(1)[-1]["ticket"] // 3
+    # Its last ticket may have reached it without its having noted it.
+    assert step - run.notes(1)[-1]["ticket"] // 3 in (0, 1)
 
 
 def test_a_stopped_worker_is_given_up_at_its_deadline_and_cannot_come_back(tmp_path):
