@@ -11,6 +11,7 @@ import pytest
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import LATER
 from stratbench.study import resume
 
 CELL = Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
@@ -52,7 +53,7 @@ def trained(folder: Path, **facts: bool) -> SimpleNamespace:
     return SimpleNamespace(
         output=output,
         params=SimpleNamespace(
-            cell=json.dumps(CELL.as_dict()), settings=json.dumps(made["settings"])
+            cell=json.dumps(CELL.as_dict()), settings=json.dumps(LATER | made["settings"])
         ),
         **{"planned": True, "missing": False, "marked": False, "known": True} | facts,
     )
