@@ -35,7 +35,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file's tests run one after the other in one process, and so share its fixtures.
 
-    Those that are to run alone are together, whatever file they are from.
+    Those of an `xdist_group` are together, whatever file they are from.
     """
     from xdist.scheduler import LoadGroupScheduling
 
@@ -48,23 +48,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, files that wait and files that compute start in turn, and what is to run alone last.
+    """Side by side, what takes longest starts first, and what is to run alone comes last.
 
-    Those on SLURM mostly wait. The others' order is a guess at what takes longest, which starts first.
+    Tests on SLURM mostly wait: they are in two groups, so that two processes are left to compute.
     """
     if not hasattr(config, "workerinput"):
         return
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    on_slurm = {item.path for item in items if item.get_closest_marker("slurm")}
-    paths = sorted(
-        {item.path for item in items}, key=lambda p: (p.parent.name != "workflow", -slow[p], p)
-    )
-    place = {path: 2 * n for n, path in enumerate(p for p in paths if p in on_slurm)}
-    place |= {path: 2 * n + 1 for n, path in enumerate(p for p in paths if p not in on_slurm)}
     for item in items:
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.xdist_group("alone"))
-    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, place[item.path]))
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("alone") is not None,
+            item.get_closest_marker("slurm") is None,
+            item.path.parent.name != "workflow",
+            -slow[item.path],
+        )
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

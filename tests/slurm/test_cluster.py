@@ -18,7 +18,11 @@ from cluster_host import Unavailable, cluster_processes, install, listening, ref
 
 CLUSTER = Path(__file__).with_name("cluster.py")
 pytest_plugins = ["cluster_fixtures"]
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]  # packages may have to be installed
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.xdist_group("slurm-1"),
+    pytest.mark.timeout(400),  # packages may have to be installed
+]
 
 
 @pytest.fixture

@@ -12,7 +12,12 @@ from cluster import SlurmCluster
 from cluster_workflow import CELLS_ONLY, ENDLESS, ClusterWorkflow, study, wait_for
 
 pytest_plugins = ["cluster_fixtures"]
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.xdist_group("slurm-2"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 #: Cells that last as long on every machine, and end with a result.
 LONG = ENDLESS | {"time_limit_s": 45}
 

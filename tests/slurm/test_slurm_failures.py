@@ -17,7 +17,12 @@ from cluster import SlurmCluster
 from cluster_workflow import CELLS_ONLY, ENDLESS, ClusterWorkflow, study, wait_for
 
 pytest_plugins = ["cluster_fixtures"]
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.xdist_group("slurm-1"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 #: On the test cluster, whose nodes are taken to have one GPU.
 TWO_NODES = {"strategies": ["ddp"], "gpus": [2]}
 

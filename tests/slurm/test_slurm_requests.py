@@ -13,7 +13,12 @@ from cluster import NODES, SlurmCluster
 from cluster_workflow import ClusterWorkflow, study, wait_for
 
 pytest_plugins = ["cluster_fixtures"]
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.xdist_group("slurm-2"),
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+]
 
 
 def as_shipped(experiments: dict) -> dict:

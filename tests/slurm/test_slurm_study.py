@@ -11,7 +11,12 @@ from cluster import ACCOUNT, SlurmCluster
 from cluster_workflow import CELLS_ONLY, ENDLESS, ClusterWorkflow, study, wait_for
 
 pytest_plugins = ["cluster_fixtures"]
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.xdist_group("slurm-2"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 STRATEGIES = ("ddp", "fsdp", "ps-async", "two-servers")
 
 
