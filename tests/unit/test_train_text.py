@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launching import LaunchedCell, settings
+from stratbench.analysis.audit.accuracy import contradictory_accuracy
 from stratbench.cell import record
 from stratbench.workload.prepare import prepare
 
@@ -46,6 +48,13 @@ def test_a_transformer_learns_a_text(
     # Better than guessing: it has begun to learn which token follows which.
     assert rec["accuracy"]["per_epoch"][-1]["test_loss"] < math.log(VOCABULARY) - 0.1
     assert rec["accuracy"]["per_epoch"][-1]["accuracy"] > 1.5 / VOCABULARY
+    # The audit counts tokens as answers: an honest record is sound, one off by half a token is not.
+    assert list(contradictory_accuracy.check(SimpleNamespace(records=[rec]))) == []
+    rec["accuracy"]["per_epoch"][-1]["accuracy"] += 0.5 / (24 * LENGTH)
+    faults = [
+        found.figures for found in contradictory_accuracy.check(SimpleNamespace(records=[rec]))
+    ]
+    assert any(f"of {24 * LENGTH} answers no whole number" in fault for fault in faults)
     # Two for each weight that a token is multiplied with, at least.
     flops = rec["compute"]["forward_flops_per_sample"]
     assert flops > 2 * LENGTH * 4 * 12 * 128**2

@@ -206,11 +206,13 @@ def contradictory_accuracy(record: Record) -> Iterator[str]:
             yield from unless_absent(
                 f"accuracy.{name}", facts(f"accuracy.{name}"), "without any epoch"
             )
-    n = facts("data.test_samples")
+    # Of a text, each token is an answer.
+    shape = facts("model.input_shape") or []
+    n = (facts("data.test_samples") or 0) * (shape[0] if len(shape) == 1 else 1)
     for entry in entries:
         name, right = f"epoch {entry['epoch']}", entry["accuracy"]
         if n and abs(right * n - round(right * n)) > 1e-3:
-            yield f"the accuracy of {name}, {right:.6g}, is of {n} samples no whole number"
+            yield f"the accuracy of {name}, {right:.6g}, is of {n} answers no whole number"
         if not 0 <= right <= 1:
             yield f"the accuracy of {name} is {right:.6g}"
         # Who errs gives the right class half at most.
