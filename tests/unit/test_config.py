@@ -133,11 +133,8 @@ def refusal(config_: Any) -> str:
             ["optimizer = 'adamw': its rule", "remove ps-dana from strategies"],
         ),
         ({"schedule": "step"}, ["schedule = 'step'", "cosine"]),
-        (
-            {"schedule": "cosine", "strategies": ["ps-sync"]},
-            ["schedule = 'cosine': servers update with one", "remove ps-sync from strategies"],
-        ),
-        ({"lr_warmup_steps": 5, "strategies": ["ps-async"]}, ["lr_warmup_steps = 5: servers"]),
+        ({"final_lr": 0.001}, ["final_lr = 0.001: a constant schedule", "remove"]),
+        ({"final_lr": 9.0, "schedule": "linear"}, ["final_lr = 9.0: is above lr"]),
         ({"lr_warmup_steps": 10**6}, ["lr_warmup_steps = 1000000", "use fewer"]),
         ({"accumulate": 0}, ["accumulate = 0: must be at least 1"]),
         ({"accumulate": 3}, ["accumulate = 3: a batch of", "equal parts"]),
@@ -477,7 +474,12 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
 def test_a_later_setting_at_its_default_is_no_parameter():
     """Snakemake leaves out what is no plain value: what was trained before is not trained again."""
     other = study(
-        optimizer="adamw", schedule="linear", lr_warmup_steps=1, clip_norm=2.0, accumulate=2
+        optimizer="adamw",
+        schedule="linear",
+        lr_warmup_steps=1,
+        final_lr=0.01,
+        clip_norm=2.0,
+        accumulate=2,
     )
     for s, stated in ((study(), False), (other, True)):
         for key in LATER.keys() - {"own_model"}:

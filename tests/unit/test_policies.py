@@ -324,7 +324,7 @@ class StalenessLrOffByOne(asynchronous.StalenessLrPolicy):
 
 class StalenessLrScalesVelocity(asynchronous.StalenessLrPolicy):
     def on_push(self, worker, grad, read_version):
-        lr = self.hyper.push_lr / (1 + self.version - read_version)
+        lr = self.push_lr / (1 + self.version - read_version)
         self._optimizer.step(self.weights, grad, lr)
         self.version += 1
         return Outcome.APPLIED
@@ -360,7 +360,7 @@ class DanaLooksAheadTooFar(asynchronous.DanaPolicy):
         known = [m for j, m in enumerate(self._momenta) if j != worker and m.started]
         out.copy_(self.weights)
         for m in known:
-            out.add_(m.value, alpha=-self.hyper.push_lr * self.hyper.momentum)
+            out.add_(m.value, alpha=-self.push_lr * self.hyper.momentum)
         return self.version
 
 

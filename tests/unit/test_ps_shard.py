@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stratbench.ps.buffers import BufferMean
+from stratbench.ps.config import ServerConfig
 from stratbench.ps.policies import make_policy
 from stratbench.ps.policy import Hyper
 from stratbench.ps.shard import Shard
@@ -41,6 +42,22 @@ def test_a_push_of_a_worker_given_up_changes_nothing():
     assert released == []
     shard.push(1, 7, torch.ones(4), ALIVE)  # whoever is handed the ticket may still push it
     assert weights.tolist() == [-1.0] * 4
+
+
+def test_the_schedule_goes_by_the_pushes_of_global_batches():
+    """Two pushes a batch; a ticket that comes twice counts once, and a skipped step counts."""
+    config = ServerConfig(
+        "", workers=2, epochs=2, steps_per_epoch=2, slices=2, policy="ps-async", hyper={},
+        schedule={"schedule": "linear", "warmup": 0, "final": 0.2},
+    )  # fmt: skip
+    policy = make_policy("ps-async", torch.zeros(1), Hyper(lr=1.0, workers=2), {})
+    shard = Shard(0, policy, lambda *release: None, config.lr_share)
+    seen = []
+    for number in (0, 1, 1, 2, 3, 4, 5, 6, 7):
+        shard.push(0, number, None if number == 3 else torch.ones(1), ALIVE)
+        seen.append(policy.lr)
+    assert seen == pytest.approx([1, 1, 1, 0.8, 0.8, 0.6, 0.6, 0.4, 0.4])
+    assert policy.weights.tolist() == pytest.approx([-(1 + 1 + 0.8 + 0.6 + 0.6 + 0.4 + 0.4)])
 
 
 def test_staleness_is_what_others_did_since_the_read():

@@ -55,9 +55,17 @@ class SummingPolicy(SyncPolicy):
         super().__init__(weights, replace(hyper, lr=hyper.lr * hyper.workers), options)
 
 
+class UnscheduledPolicy(SyncPolicy):
+    """Mutant: the learning rate stays what it is."""
+
+    lr = property(lambda self: self.hyper.lr)
+
+
 def mutant_or_real(policy, weights, hyper, options):
     if policy == "summed":
         return SummingPolicy(weights, hyper, make_options())
+    if policy == "cosine-unscheduled":
+        return UnscheduledPolicy(weights, hyper, make_options())
     return make_policy(policy, weights, hyper, options)
 
 
@@ -98,6 +106,8 @@ def settings(strategy: str, world: int, name: str = "") -> Settings:
     if name.startswith("adamw"):
         s = replace(s, lr=0.01, optimizer="adamw", momentum=0.0, nesterov=False, betas=[0.9, 0.99],
                     eps=1e-8)  # fmt: skip
+    if name.startswith("cosine"):
+        s = replace(s, schedule="cosine", lr_warmup_steps=3, final_lr=0.01)
     return s
 
 
@@ -112,7 +122,10 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     model = network(batchnorm)
     if name.startswith("fp16"):
         s, model, x = replace(s, precision="fp16"), model.float(), x.float()
-    strategy.setup(model, Worker(s, rank, world, world, torch.device("cpu"), RunFolder(folder), []))
+    worker = Worker(
+        s, rank, world, world, torch.device("cpu"), RunFolder(folder), [], total_steps=STEPS
+    )
+    strategy.setup(model, worker)
     saved = strategy.save()
     strategy.step(x[:4], y[:4])  # a warm-up, which must leave no trace
     strategy.restore(saved)
@@ -175,7 +188,7 @@ def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
         if strategy_class(base).kind != "server":
             continue
         write_secret(RunFolder(own).secret, new_secret())
-        policy = "summed" if name == "summed" else base
+        policy = name if name in ("summed", "cosine-unscheduled") else base
         [config] = server_configs(
             settings(base, world, name), STEPS * GLOBAL_BATCH, RunFolder(own), None
         )
@@ -222,6 +235,8 @@ def together(request, tmp_path_factory) -> dict:
         ("ps-sync", "ps-sync", True), ("ddp", "ddp", True), ("fsdp", "fsdp", True),
         ("fp16-ps-sync", "ps-sync", True), ("fp16-ddp", "ddp", True),
         ("adamw-ps-sync", "ps-sync", False), ("adamw-ddp", "ddp", False),
+        ("cosine-ps-sync", "ps-sync", False), ("cosine-ddp", "ddp", False),
+        ("cosine-unscheduled", "ps-sync", False),
     ]  # fmt: skip
     return run(runs, request.param, tmp_path_factory.mktemp("together"))
 
@@ -239,6 +254,15 @@ def test_ps_sync_agrees_with_ddp_in_adamw(together):
     assert distance(server, ddp, "losses") <= TOLERANCE
     assert distance(server, ddp, "weights") <= 1e-9
     assert distance(server, together["ps-sync", False], "weights") > 1e-3  # it is another optimizer
+
+
+def test_ps_sync_agrees_with_ddp_on_a_schedule(together):
+    server, ddp, constant = (
+        together[f"cosine-{n}", False] for n in ("ps-sync", "ddp", "unscheduled")
+    )
+    for what in ("losses", "weights"):
+        assert distance(server, ddp, what) <= TOLERANCE
+        assert distance(constant, ddp, what) > 1e-3
 
 
 def test_ps_sync_agrees_with_ddp_in_fp16(together):
@@ -271,7 +295,13 @@ def test_one_worker_is_single_bit_for_bit(tmp_path):
     runs += [(name, name, True) for name in EQUAL_ALONE]
     half = {"fp16-ps-sync": "ps-sync", "fp16-ps-async": "ps-async"}
     runs += [("fp16-single", "single", True), *((n, base, True) for n, base in half.items())]
+    scheduled = ["ps-async", "ps-kbatch"]
+    runs += [(f"cosine-{name}", name, True) for name in ("single", *scheduled)]
     results = run(runs, 1, tmp_path)
+    for name in scheduled:
+        for what in ("losses", "weights"):
+            pair = (results[f"cosine-{n}", True] for n in (name, "single"))
+            assert distance(*pair, what) == 0, name
     for name in half:
         for what in ("losses", "weights", "buffers"):
             assert distance(results[name, True], results["fp16-single", True], what) == 0, name

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stratbench.cell.learning_rate import share_of_lr
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.fsdp import FSDP
-from stratbench.strategies.learning_rate import share_of_lr
 from stratbench.strategies.single import Single
 from stratbench.workload import models
 from stratbench.workload.gpt import GPT
@@ -724,6 +724,10 @@ def test_gradients_are_clipped_after_the_loss_scale_is_taken_off(monkeypatch, cl
 )
 def test_a_schedule_is_a_formula_of_the_step(schedule, warmup, expected):
     assert [share_of_lr(schedule, i, 4, warmup) for i in range(4)] == pytest.approx(expected)
+    above = [share_of_lr(schedule, i, 4, warmup, final=0.2) for i in range(warmup, 4)]
+    assert above == pytest.approx(
+        expected[warmup:] if schedule == "constant" else [0.2 + 0.8 * e for e in expected[warmup:]]
+    )
 
 
 def test_momentum_starts_from_zero_where_the_first_step_is_skipped():

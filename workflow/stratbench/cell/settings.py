@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from stratbench.cell.learning_rate import share_of_lr
+
 #: Marks a setting that older records do not state: what they were trained with is the default.
 _LATER = {"later": True}
 
@@ -47,11 +49,24 @@ class Settings:
     eps: float | None = field(default=None, metadata=_LATER)
     schedule: str = field(default="constant", metadata=_LATER)
     lr_warmup_steps: int = field(default=0, metadata=_LATER)
+    #: What the schedule falls to.
+    final_lr: float = field(default=0.0, metadata=_LATER)
     clip_norm: float | None = field(default=None, metadata=_LATER)
     #: Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its version.
     own_model: dict[str, Any] | None = field(default=None, metadata=_LATER)
     #: Parts in which a worker computes a step's batch, one after the other.
     accumulate: int = field(default=1, metadata=_LATER)
+
+    def share_of_lr(self, step: int, steps: int) -> float:
+        """What the learning rate is multiplied by in `step` (from 0) of `steps`."""
+        return share_of_lr(
+            self.schedule, step, steps, self.lr_warmup_steps, self.final_lr / self.lr
+        )
+
+    @property
+    def changes_lr(self) -> bool:
+        """Whether the learning rate is not the same in all steps."""
+        return self.schedule != "constant" or self.lr_warmup_steps > 0
 
     def as_json(self) -> str:
         """Canonical JSON: equal settings give equal text."""

@@ -2,7 +2,7 @@
 
 Notation: W the shard's weights, g the pushed gradient, W_read the weights it was computed on, tau
 its staleness (updates applied to the shard since it was read), N the number of workers, mu the
-momentum, eta the learning rate of one push (`Hyper.push_lr`).
+momentum, eta the learning rate of one push (`Policy.push_lr`).
 
 Weight decay is taken of W, the weights as they are when the push is applied, not of what the worker
 read: decay is then never stale, and no policy must keep the read weights for it. At one worker the
@@ -56,7 +56,7 @@ class AsyncPolicy(Policy):
 
     @property
     def _step_lr(self) -> float:
-        return self.hyper.push_lr
+        return self.push_lr
 
     def _weight(self, staleness: int) -> float:
         """What a gradient as stale as this is multiplied by before it enters the momentum."""
@@ -166,7 +166,7 @@ class AsyncModifiedPolicy(SspPolicy):
 
     @property
     def _step_lr(self) -> float:
-        return self.hyper.push_lr / self.options.pushes_per_batch
+        return self.push_lr / self.options.pushes_per_batch
 
     def _weight(self, staleness: int) -> float:
         return 1 / (1 + staleness)
@@ -231,7 +231,7 @@ class DcAsgdPolicy(ViewKeepingPolicy):
             curvature = torch.add(self._mean_square, 1e-7, out=self._scratch).sqrt_()
             torch.div(grad, curvature, out=curvature).mul_(grad)
             grad.addcmul_(curvature, moved_back, value=-self.options.dc_lambda)
-        self._momentum.step(self.weights, grad, self.hyper.push_lr)
+        self._momentum.step(self.weights, grad, self.push_lr)
         self.version += 1
         return Outcome.APPLIED
 
@@ -257,7 +257,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         import torch
 
-        decay, lr = self.options.step_decay, self.hyper.push_lr
+        decay, lr = self.options.step_decay, self.push_lr
         if read_version != self.version:
             # The kept view is not needed after this push: it holds the gap from here on.
             seen_share = 1 - decay**self.version
@@ -306,7 +306,7 @@ class DanaPolicy(Policy):
         self._momenta = [Momentum(weights, hyper) for _ in range(hyper.workers)]
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        self._momenta[worker].step(self.weights, grad, self.hyper.push_lr)
+        self._momenta[worker].step(self.weights, grad, self.push_lr)
         self.version += 1
         return Outcome.APPLIED
 
@@ -314,7 +314,7 @@ class DanaPolicy(Policy):
         out.copy_(self.weights)
         for other, momentum in enumerate(self._momenta):
             if other != worker and momentum.started:
-                out.add_(momentum.value, alpha=-self.hyper.push_lr * momentum.known_share)
+                out.add_(momentum.value, alpha=-self.push_lr * momentum.known_share)
         return self.version
 
     def on_leave(self, worker: int) -> None:

@@ -107,7 +107,7 @@ class SyncPolicy(Policy):
         if self._total is not None:
             if self._count > 1:
                 self._total.div_(self._count)
-            self._optimizer.step(self.weights, self._total, self.hyper.lr)
+            self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1
             self._release(self._total, borrowed)
         self._total, self._count, self._arrived_and_left = None, 0, 0
@@ -264,5 +264,5 @@ class KBatchPolicy(Policy):
         self._count = 0
 
     def _apply(self, grad: Tensor) -> None:
-        self._optimizer.step(self.weights, grad, self.hyper.lr)
+        self._optimizer.step(self.weights, grad, self.lr)
         self.version += 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from stratbench.cell.learning_rate import share_of_lr
 
 
 @dataclass(frozen=True)
@@ -13,7 +16,8 @@ class ServerConfig:
     `rendezvous`: path of the rendezvous files, without their ending (`.0` for server 0). `hyper`:
     the fields of `policy.Hyper` but `workers` and `lr_scale`. `bind`: address to listen on; other
     than loopback only where workers run on other hosts. `advertise`: the name by which those reach
-    it. Server 0 of `n_servers` hands out the tickets: `epochs` x `steps_per_epoch` x `slices`.
+    it. `schedule`: how the learning rate changes, `schedule`, `warmup` and `final` of `share_of_lr`; None:
+    not at all. Server 0 of `n_servers` hands out the tickets: `epochs` x `steps_per_epoch` x `slices`.
     """
 
     rendezvous: str
@@ -24,6 +28,7 @@ class ServerConfig:
     policy: str
     hyper: dict[str, Any]
     policy_options: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] | None = None
     server: int = 0
     n_servers: int = 1
     bind: str = "127.0.0.1"
@@ -43,3 +48,16 @@ class ServerConfig:
             )
         if self.bind in ("0.0.0.0", "::", "") and not self.advertise:
             raise ValueError(f"bind {self.bind!r} needs `advertise`, the name workers connect to")
+
+    @property
+    def lr_share(self) -> Callable[[int], float] | None:
+        """What the learning rate is multiplied by when so many pushes have been taken; None: by 1.
+
+        A step is over with the last of the `slices` pushes of its global batch.
+        """
+        if self.schedule is None:
+            return None
+        steps, schedule = self.epochs * self.steps_per_epoch, self.schedule
+        return lambda pushes: share_of_lr(
+            step=max(0, pushes - 1) // self.slices, steps=steps, **schedule
+        )

@@ -46,11 +46,6 @@ class Hyper:
     betas: tuple[float, float] | None = None
     eps: float | None = None
 
-    @property
-    def push_lr(self) -> float:
-        """Learning rate of one asynchronous push."""
-        return self.lr * self.lr_scale
-
 
 class Momentum:
     """One heavy-ball buffer of a shard, updated as torch.optim.SGD does (dampening 0)."""
@@ -168,6 +163,18 @@ class Policy(ABC):
         self.hyper = hyper
         self.options = options if options is not None else self.Options()
         self.version = 0  # updates applied to this shard
+        #: What the schedule multiplies the learning rate by now; whoever calls the policy sets it.
+        self.lr_share = 1.0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate, now, of an update that several pushes make together."""
+        return self.hyper.lr * self.lr_share
+
+    @property
+    def push_lr(self) -> float:
+        """Learning rate, now, of one asynchronous push."""
+        return self.lr * self.hyper.lr_scale
 
     @property
     def tolerates_loss(self) -> bool:

@@ -226,7 +226,7 @@ class Run:
                 raise ProtocolError("INIT of a worker that was given up")
             if not self._store.fill(frame.shard, initial):
                 return
-            self._store.make_shards(self._make, self._release)
+            self._store.make_shards(self._make, self._release, self.config.lr_share)
             self._initialised = True
             for entry in self.lost:
                 self._store.leave(entry["worker"], lost=True)

@@ -20,7 +20,14 @@ class Shard:
     `release(worker, index)` is called, under the lock, for each worker that may now read the shard.
     """
 
-    def __init__(self, index: int, policy: Policy, release: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        index: int,
+        policy: Policy,
+        release: Callable[[int, int], None],
+        lr_share: Callable[[int], float] | None = None,
+    ) -> None:
+        """`lr_share`: what the learning rate is multiplied by, by the number of pushes taken."""
         workers = policy.hyper.workers
         self.index = index
         self.policy = policy
@@ -28,6 +35,7 @@ class Shard:
         self.dropped = 0
         self.apply_s = 0.0
         self._release = release
+        self._lr_share = lr_share
         self._lock = threading.Lock()
         self._taken = Once()
         self._waiting: set[int] = set()
@@ -54,6 +62,8 @@ class Shard:
                 self.policy.on_join(worker)
             if not self._taken.add(ticket):
                 grad = None
+            if self._lr_share is not None:
+                self.policy.lr_share = self._lr_share(len(self._taken))
             self._before_change()
             started = time.perf_counter()
             self._apply(worker, grad)

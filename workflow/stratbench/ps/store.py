@@ -90,10 +90,15 @@ class Store:
         return not self._to_fill
 
     def make_shards(
-        self, make: Callable[[Tensor], Policy], release: Callable[[int, int], None]
+        self,
+        make: Callable[[Tensor], Policy],
+        release: Callable[[int, int], None],
+        lr_share: Callable[[int], float] | None,
     ) -> None:
-        """Make every shard from its initial weights, with its policy."""
-        self.shards = {k: Shard(k, make(self._initial.pop(k)), release) for k in self.mine}
+        """Make every shard from its initial weights, with its policy; see Shard."""
+        self.shards = {
+            k: Shard(k, make(self._initial.pop(k)), release, lr_share) for k in self.mine
+        }
 
     def brought(self, member: Member, frame: Frame) -> list[int]:
         """The shards that a PUSH brings, or BUFFERS. Raises ProtocolError if the frame is impossible."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import Options
-from stratbench.strategies.learning_rate import share_of_lr
 
 if TYPE_CHECKING:
     import torch
@@ -211,8 +210,6 @@ class Collective(Strategy):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.local = self.local_tensors()
         self.optimizer = self.make_optimizer()
-        s = worker.settings
-        self.scheduled = s.schedule != "constant" or s.lr_warmup_steps > 0
         self.reset()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -271,8 +268,8 @@ class Collective(Strategy):
     def before_update(self) -> None:
         """Set the step's learning rate and clip the gradients, where the settings ask for it."""
         s = self.worker.settings
-        if self.scheduled:
-            share = share_of_lr(s.schedule, self.steps, self.worker.total_steps, s.lr_warmup_steps)
+        if s.changes_lr:
+            share = s.share_of_lr(self.steps, self.worker.total_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = s.lr * share
         if s.clip_norm is not None:

@@ -91,6 +91,13 @@ def server_configs(
                 "eps": s.eps,
             },
             policy_options={name: getattr(options, name) for name in own},
+            schedule={
+                "schedule": s.schedule,
+                "warmup": s.lr_warmup_steps,
+                "final": s.final_lr / s.lr,
+            }
+            if s.changes_lr
+            else None,
             server=k,
             n_servers=options.servers,
             bind="127.0.0.1" if host is None else "0.0.0.0",
@@ -139,12 +146,6 @@ class ParameterServer(base.Strategy):
         why = cls.Options(**options).refuses_adamw
         if values["optimizer"] == "adamw" and why:
             yield f".optimizer = 'adamw': {why}"
-        for key, off in (("schedule", "constant"), ("lr_warmup_steps", 0)):
-            if values[key] != off:
-                yield (
-                    f".{key} = {values[key]!r}: servers update with one learning rate, since their pushes "
-                    "belong to no common step"
-                )
         if values["accumulate"] != 1:
             yield (
                 f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "

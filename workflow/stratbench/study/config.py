@@ -83,7 +83,7 @@ class Study:
                 for key in (
                     "epochs", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
                     "warmup_steps", "device", "threads", "slowdown", "profile", "optimizer", "betas",
-                    "eps", "schedule", "lr_warmup_steps", "clip_norm", "accumulate",
+                    "eps", "schedule", "lr_warmup_steps", "final_lr", "clip_norm", "accumulate",
                 )
             },
         )  # fmt: skip

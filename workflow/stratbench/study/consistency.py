@@ -120,6 +120,11 @@ def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
         for key in ("betas", "eps"):
             if block[key] is not None:
                 yield f".{key} = {block[key]}: only AdamW has it; remove it, or set optimizer: adamw"
+    if block["final_lr"]:
+        if block["schedule"] == "constant":
+            yield f".final_lr = {block['final_lr']}: a constant schedule does not fall; remove it"
+        elif block["final_lr"] > block["lr"]:
+            yield f".final_lr = {block['final_lr']}: is above lr = {block['lr']}, from which schedules fall"
     if block["nesterov"] and not block["momentum"]:
         yield ".nesterov = true: needs momentum > 0"
 

@@ -8,19 +8,21 @@ from typing import Literal
 Schedule = Literal["constant", "cosine", "linear"]
 
 
-def share_of_lr(schedule: Schedule, step: int, steps: int, warmup: int) -> float:
+def share_of_lr(
+    schedule: Schedule, step: int, steps: int, warmup: int, final: float = 0.0
+) -> float:
     """What the learning rate is multiplied by in `step` (from 0) of `steps`.
 
     It rises in equal parts over the first `warmup` steps, the last of which has the whole rate. Then
-    `linear` and `cosine` fall to 0, which the step after the last would have (Loshchilov and Hutter,
-    "SGDR", ICLR 2017, without restarts).
+    `linear` and `cosine` fall to `final`, which the step after the last would have (Loshchilov and
+    Hutter, "SGDR", ICLR 2017, without restarts).
     """
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))  # a profile goes on after the last
     match schedule:
         case "cosine":
-            return (1 + math.cos(math.pi * done)) / 2
+            return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
         case "linear":
-            return 1 - done
+            return final + (1 - final) * (1 - done)
     return 1.0
