@@ -107,16 +107,16 @@ def analysed(folder: Path, change: Any = None) -> Path:
 
 
 def a_strategy(folder: Path) -> None:
-    names = ["ddp", "local-sgd", "local-sgd-32"]
-    variants = {"local-sgd-32": {"strategy": "local-sgd", "period": 32}}
+    names = ["ddp", "pairs", "pairs-32"]
+    variants = {"pairs-32": {"strategy": "pairs", "period": 32}}
     _, study = load_study(folder, strategies=names, variants=variants, gpus=[2])
-    assert [study.settings(cell).options.get("period") for cell in study.cells] == [None, 8, 32]
-    planned = footprint_of(folder, strategies=["local-sgd"], gpus=[2])
+    assert [study.settings(cell).options.get("period") for cell in study.cells] == [None, 1, 32]
+    planned = footprint_of(folder, strategies=["pairs"], gpus=[2])
     assert planned.training_peak(8).parts_bytes["parameters"] > 0
-    strategy, result = trained(folder, "local-sgd")
+    strategy, result = trained(folder, "pairs")
     assert result.status == "ok"
     assert result.progress.per_epoch[-1]["accuracy"] > 0.3
-    assert strategy.report()["evaluated_on"] == "the workers' mean weights and statistics"
+    assert strategy.report()["evaluated_on"] == "the workers' mean weights and BatchNorm statistics"
 
 
 def a_policy(folder: Path) -> None:

@@ -100,7 +100,7 @@ def test_no_example_is_left_out(title):
 def test_options_need_no_torch(tmp_path):
     code = (
         "import sys; from stratbench.strategies import strategy_class as s;"
-        "s('local-sgd').Options(), s('ps-clipped').Options(); print('torch' in sys.modules)"
+        "s('pairs').Options(), s('ps-clipped').Options(); print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -116,15 +116,15 @@ def test_options_need_no_torch(tmp_path):
 @pytest.mark.slow
 def test_a_cell_trains_with_a_strategy_and_a_metric_of_ones_own(tmp_path, start_cell):
     launched = start_cell(
-        settings("local-sgd", options={"period": 3}, model="resnet-compact", epochs=2),
+        settings("pairs", options={"period": 3}, model="resnet-compact", epochs=2),
         workflow=copy_with(["A strategy", "A metric"], tmp_path),
     )
     code, output = launched.finish()
     assert code == 0, output
     found = launched.read_record()
     assert found["status"] == "ok"
-    assert found["strategy"]["name"] == "local-sgd"
+    assert found["strategy"]["name"] == "pairs"
     assert found["strategy"]["options"] == {"period": 3}
     assert found["batch"]["updates_applied"] == 8
-    assert found["accuracy"]["evaluated_on"] == "the workers' mean weights and statistics"
+    assert found["accuracy"]["evaluated_on"] == "the workers' mean weights and BatchNorm statistics"
     assert all(entry["train_loss_std"] > 0 for entry in found["accuracy"]["per_epoch"])

@@ -90,6 +90,9 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str):
         ("fsdp", {}),
         ("fsdp", {"reshard_after_forward": "never"}),
         ("ps-sync", {}),
+        ("local-sgd", {"start": 1}),
+        ("diloco", {}),
+        ("gossip", {}),
     ],
 )
 def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
@@ -100,7 +103,7 @@ def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
         assert made.training_peak(batch).n_bytes == peak_of(request, batch)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync", "local-sgd", "diloco", "gossip"])
 def test_the_first_step_is_like_the_next(strategy: str):
     request = request_for(strategy, workers=1 if strategy == "ps-sync" else 4, precision="bf16")
     trace, _ = fake.traced_steps(request, [8, 8])
@@ -120,6 +123,35 @@ def test_parts_add_up_to_the_peak_and_states_are_exact():
     assert made.model_states_bytes["parameters_bytes"] == shard_bytes
     assert made.model_states_bytes["gradients_bytes"] == shard_bytes
     assert made.model_states_bytes["optimizer_bytes"] == shard_bytes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "kept", "exchanged"),
+    [
+        ("local-sgd", 2, 1, "all_reduce"),
+        ("diloco", 2, 3, "all_reduce"),
+        ("gossip", 2, 1, "send"),
+        ("gossip", 4, 1, "send"),
+    ],
+)
+def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
+    strategy: str, workers: int, kept: int, exchanged: str
+):
+    made = footprint.make_footprint(request_for(strategy, "resnet-compact", workers))
+    whole = made.model_states_bytes["parameters_bytes"]
+    with torch.device("meta"):
+        net = models.build("resnet-compact", 10, (3, 32, 32))
+    assert whole == sum(p.nbytes for p in net.parameters())
+    padding = 64 * len(list(net.parameters()))
+    optimizer_bytes = made.model_states_bytes["optimizer_bytes"]
+    assert 0 <= optimizer_bytes - kept * whole <= (kept - 1) * padding
+    statistics = sum(b.nbytes for b in net.buffers() if b.is_floating_point())
+    times = 2 if (strategy, workers) == ("gossip", 4) else 1
+    assert {kind for kind, _ in made.collectives} == {exchanged}
+    sent = made.payload_bytes()[exchanged]
+    assert 0 <= sent - times * (whole + statistics) <= 3 * times * padding
+    held = made.between_steps_bytes.get("communication", 0)
+    assert (times * whole <= held <= sent) if strategy == "gossip" else held == 0
 
 
 def test_a_thousand_workers_take_no_longer_than_two_and_hold_less():

@@ -154,6 +154,13 @@ def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
         ("fsdp", {}, 2, {"shards_states": True, "equals_ddp": True, "ring_copies": 2}),
         ("fsdp", {"reshard_after_forward": "never"}, 2, {"ring_copies": 2}),
         ("fsdp", {"mixed_precision": "policy"}, 2, {"equals_ddp": False}),
+        ("local-sgd", {"period": 4}, 2, {"equals_ddp": False, "ring_copies": 0.5}),
+        ("local-sgd", {"start": 1}, 1, {"equals_ddp": True, "ring_copies": None}),
+        ("diloco", {}, 1, {"synchronous_alone": False, "equals_ddp": False, "kept_copies": 2}),
+        ("diloco", {"outer_lr": 1.0, "outer_momentum": 0.0}, 1, {"equals_ddp": True}),
+        ("gossip", {}, 1, {"equals_ddp": True, "ring_copies": 0}),
+        ("gossip", {}, 2, {"equals_ddp": False, "ring_copies": 2}),
+        ("gossip", {}, 4, {"equals_ddp": False, "ring_copies": 8 / 3}),
     ],
 )
 def test_traits_follow_options_and_the_number_of_workers(name, options, gpus, expected):
@@ -183,7 +190,10 @@ def test_a_policy_goes_by_its_own_name_and_not_by_the_strategys(monkeypatch):
 def test_the_record_and_the_columns_carry_every_trait():
     names = [trait.name for trait in fields(Traits)]
     said = json.loads(SCHEMA_PATH.read_text())["properties"]["strategy"]["properties"]["traits"]
-    assert list(said["properties"]) == said["required"] == names
+    assert list(said["properties"]) == names
+    later = [name for name, about in said["properties"].items() if "default" in about]
+    assert said["required"] == [name for name in names if name not in later]
+    assert all(said["properties"][name]["default"] == getattr(Traits(), name) for name in later)
     assert set(names) <= set(columns.COLUMNS)
 
 

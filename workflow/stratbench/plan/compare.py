@@ -114,7 +114,7 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
     if s.served:
         return sent_bytes(s, footprint) / s.steps_per_batch
     counted = [(kind, n) for kind, n in footprint.collectives if n > _FLAG_BYTES]
-    return wire_bytes(counted, s.cell.gpus, on_gloo=False)
+    return s.exchanging_share * wire_bytes(counted, s.cell.gpus, on_gloo=False)
 
 
 #: The loss scaler's flag is one float.

@@ -86,6 +86,7 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
 
 
 def _step(trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int) -> None:
+    strategy.steps = 0  # each is a training's first step and its last: all that may be due, is
     trace.begin("forward")
     x, y = _batch(request, batch)
     trace.tag("activations", (x, y))
@@ -135,6 +136,8 @@ def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module)
         "optimizer",
         (t for entry in strategy.optimizer.state.values() for t in entry.values()),
     )
+    trace.tag("optimizer", filter(torch.is_tensor, strategy.extra_state()))
+    trace.tag("communication", strategy.held_for_exchange())
     if isinstance(strategy, FakeDDP):
         in_place = strategy.options.gradient_as_bucket_view
         trace.tag("gradients" if in_place else "buckets", strategy.module.buckets)

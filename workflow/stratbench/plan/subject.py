@@ -43,6 +43,17 @@ class Subject:
         """Steps in which a worker takes its part of a global batch."""
         return self.settings.per_worker_batch // self.samples_per_step
 
+    @property
+    def steps(self) -> int:
+        """Global batches of the whole training."""
+        return self.data.train_samples // self.settings.global_batch * self.settings.epochs
+
+    @property
+    def exchanging_share(self) -> float:
+        """The share of the steps in which the workers communicate."""
+        cls = strategy_class(self.settings.strategy)
+        return cls(cls.Options(**self.settings.options)).exchanges(self.steps) / self.steps
+
 
 def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
     settings = study.settings(cell)
@@ -63,14 +74,15 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 
 
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
-    """Bytes that a rank sends for each global batch."""
+    """Bytes that a rank sends for each global batch, as a mean over the training."""
     if s.served:
         over_tcp = s.settings.options["transport"] == "tcp"
         sent, _ = servers.worker_traffic_bytes(
             s.settings.strategy, s.settings.options, footprint.flat_bytes, over_tcp
         )
         return sent
-    return wire_bytes(footprint.collectives, s.cell.gpus, on_gloo=not s.request.on_cuda)
+    each = wire_bytes(footprint.collectives, s.cell.gpus, on_gloo=not s.request.on_cuda)
+    return s.exchanging_share * each
 
 
 def peak_with_data(peak: MemoryPeak, s: Subject) -> MemoryPeak:
@@ -84,7 +96,6 @@ def data_bytes_of(s: Subject) -> int:
 
 
 def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
-    steps_per_epoch = s.data.train_samples // s.settings.global_batch
     through_server = 0.0
     if s.served:
         options = s.settings.options
@@ -98,7 +109,7 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         pushes=s.steps_per_batch,
         wire_bytes=wire,
         server_bytes=through_server,
-        steps=steps_per_epoch * s.settings.epochs,
+        steps=s.steps,
         test_samples=s.data.test_samples,
         epochs=s.settings.epochs,
         workers=s.cell.gpus,

@@ -218,6 +218,8 @@ _KINDS = {
     "reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
     "broadcast": "broadcast",
+    "send": "send",
+    "recv": "",
     "wait_tensor": "",
     "barrier": "",
 }

@@ -21,7 +21,8 @@ GLOO_SEGMENTS_BYTES = 2 << 20
 class CollectiveCall:
     """One collective operation: its kind, and the bytes of the tensor that all ranks share.
 
-    `n_bytes` is the whole tensor: what is reduced, broadcast, gathered (output) or scattered (input).
+    `n_bytes` is the whole tensor: what is reduced, broadcast, gathered (output), scattered (input), or
+    sent to one rank.
     """
 
     kind: str
@@ -34,6 +35,8 @@ class CollectiveCall:
         2009: an all-reduce is a reduce-scatter and an all-gather. For a broadcast the mean over the
         ranks.
         """
+        if self.kind == "send":
+            return self.n_bytes
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * (world_size - 1) / world_size * self.n_bytes
 

@@ -22,6 +22,9 @@ REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
     "ddp": "stratbench.strategies.ddp:DDP",
     "fsdp": "stratbench.strategies.fsdp:FSDP",
+    "local-sgd": "stratbench.strategies.local_sgd:LocalSGD",
+    "diloco": "stratbench.strategies.diloco:DiLoCo",
+    "gossip": "stratbench.strategies.gossip:Gossip",
     **dict.fromkeys(POLICIES, "stratbench.strategies.ps:class_of_policy"),
 }
 

@@ -50,6 +50,8 @@ class Traits:
     #: Copies of the parameters, times (W - 1) / W, that each of W workers at least sends in a step by
     #: ring collectives; None: it uses none, or unknown.
     ring_copies: float | None = None
+    #: Copies of the parameters that each worker keeps beside them and the optimizer's moments.
+    kept_copies: float = 0.0
 
 
 @dataclass
@@ -124,6 +126,10 @@ class Strategy:
         """What is true of it on `gpus` workers."""
         return Traits()
 
+    def exchanges(self, steps: int) -> int:
+        """In how many of a training's `steps` the workers communicate."""
+        return steps
+
     def setup(self, model: nn.Module, worker: Worker) -> None:
         """Wrap `model` (already on the device), make the optimizer, and at last `reset`."""
         raise NotImplementedError
@@ -139,11 +145,15 @@ class Strategy:
         """
         return []
 
+    def held_for_exchange(self) -> list[Tensor]:
+        """Tensors that exist between steps for communication only: nothing in them is kept."""
+        return []
+
     def reset(self) -> None:
         """Begin anew what is not brought back: counts of steps, loss scale, the state of hooks."""
 
     def save(self) -> SavedState:
-        """A copy of all that a warm-up would change; the optimizer's part waits in host memory."""
+        """A copy of all that a warm-up would change; but for the model, it waits in host memory."""
         from stratbench.strategies.saved import SavedState
 
         return SavedState(self.weights_and_buffers(), self.optimizer, self.extra_state())

@@ -21,7 +21,7 @@ class Stateful(Protocol):
 
 
 class _Kept(NamedTuple):
-    """A tensor of the optimizer's, in host memory: the warm-up must not need more of the device."""
+    """A tensor in host memory: the warm-up must not need more of the device."""
 
     copy: Tensor
     device: torch.device
@@ -40,9 +40,7 @@ class SavedState:
         extra: Sequence[Tensor | Stateful],
     ) -> None:
         self._tensors = [t.detach().clone() for t in tensors]
-        self._extra = [
-            e.detach().clone() if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra
-        ]
+        self._extra = [_keep(e) if torch.is_tensor(e) else deepcopy(e.state_dict()) for e in extra]
         self._states: dict[Any, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
         if optimizer is not None:
@@ -73,7 +71,7 @@ class SavedState:
                 now.copy_(then)
             for now, then in zip(extra, self._extra, strict=True):
                 if torch.is_tensor(now):
-                    now.copy_(then)
+                    now.copy_(then.copy)
                 else:
                     now.load_state_dict(deepcopy(then))
             if optimizer is not None:

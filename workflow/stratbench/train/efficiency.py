@@ -96,7 +96,7 @@ def mean_phases_ms(
                 phases["push"] = mean_ms - wait_ms
                 phases["server_wait"] = wait_ms
             case "other" if "server" not in names:  # what follows the last mark of a step
-                phases["optimizer"] = mean_ms
+                phases["optimizer"] = phases.get("optimizer", 0.0) + mean_ms
             case _:
                 phases[name] = mean_ms
     return phases or None

@@ -112,7 +112,8 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
     if adamw or facts("settings.momentum") is not None:
         # A moment is as large as the parameters: SGD has one with momentum, AdamW two; a served worker none.
         moments = 2 if adamw else bool(facts("settings.momentum"))
-        expected["optimizer"] = 0 if is_served else moments * size
+        kept = facts("strategy.traits.kept_copies") or 0
+        expected["optimizer"] = 0 if is_served else (moments + kept) * size
     for name, whole in expected.items():
         # AdamW counts its steps for each tensor, in four bytes.
         counts_bytes = STEP_COUNTS_BYTES if adamw and name == "optimizer" and not is_served else 0
