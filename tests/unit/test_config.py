@@ -141,6 +141,19 @@ def refusal(config_: Any) -> str:
         ({"accumulate": 2, "strategies": ["ps-sync"]}, ["accumulate = 2: a worker's flat"]),
         ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
         ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
+        ({"partition": "by-user"}, ["partition = 'by-user'", "by-class"]),
+        (
+            {"partition": "by-class", "strategies": ["ddp", "ps-async"]},
+            ["partition = 'by-class': servers hand each batch", "remove ps-async from strategies"],
+        ),
+        (
+            {"partition": "by-class", "dataset": "markov-text", "models": ["gpt-compact"]},
+            ["partition = 'by-class': the data set 'markov-text' is a text", "remove the key"],
+        ),
+        (
+            {"precision": "fp16", "strategies": ["ddp", "diloco"]},
+            ["precision = 'fp16': a worker whose gradient overflows", "use bf16", "remove diloco"],
+        ),
         ({"nesterov": True, "momentum": 0}, ["nesterov = true: needs momentum > 0"]),
         ({"strategies": ["single"], "gpus": [2, 4]}, ["gpus = [2, 4]", "single uses at most 1"]),
         ({"dataset": "synthetic", "augment": True}, ["augment = true", "no augmentation"]),
@@ -480,6 +493,7 @@ def test_a_later_setting_at_its_default_is_no_parameter():
         final_lr=0.01,
         clip_norm=2.0,
         accumulate=2,
+        partition="by-class",
     )
     for s, stated in ((study(), False), (other, True)):
         for key in LATER.keys() - {"own_model"}:

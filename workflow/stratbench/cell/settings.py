@@ -56,6 +56,8 @@ class Settings:
     own_model: dict[str, Any] | None = field(default=None, metadata=_LATER)
     #: Parts in which a worker computes a step's batch, one after the other.
     accumulate: int = field(default=1, metadata=_LATER)
+    #: iid: all workers draw from the whole training set; by-class: each has few classes of its own.
+    partition: str = field(default="iid", metadata=_LATER)
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by in `step` (from 0) of `steps`."""

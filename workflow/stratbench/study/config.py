@@ -84,6 +84,7 @@ class Study:
                     "epochs", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
                     "warmup_steps", "device", "threads", "slowdown", "profile", "optimizer", "betas",
                     "eps", "schedule", "lr_warmup_steps", "final_lr", "clip_norm", "accumulate",
+                    "partition",
                 )
             },
         )  # fmt: skip

@@ -211,6 +211,11 @@ def _model_faults(
                     raise ValueError(f"models.{name}.kwargs: {e}") from e
         except ValueError as e:
             yield f".dataset = {block['dataset']!r}: {e}"
+    if block["partition"] == "by-class" and dataset.is_text:
+        yield (
+            f".partition = 'by-class': the data set {block['dataset']!r} is a text, which has no classes to "
+            "divide it by; remove the key"
+        )
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 

@@ -27,6 +27,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.workload.data import Augmentation, DeviceData, EpochTables, eval_batch
+from stratbench.workload.partition import ByClass
 from stratbench.workload.tasks import loss_and_hits
 
 
@@ -81,8 +82,11 @@ def train(
     worker.mark = clock.mark
     status, reason = "ok", None
     steps = 0
+    parts = None
+    if s.partition == "by-class":
+        parts = ByClass(data.train_targets, worker.world_size, s.seed)
     for epoch in range(s.epochs):
-        losses = train_epoch(strategy, data, worker, clock, log, epoch)
+        losses = train_epoch(strategy, data, worker, clock, log, epoch, parts)
         if epoch == 0:  # before an evaluation, whose batches may need more than training's
             used = memory.read()
         steps += len(losses)
@@ -276,10 +280,17 @@ def train_epoch(
     clock: StepClock,
     log: PhaseLog,
     epoch: int,
+    parts: ByClass | None = None,
 ) -> list[torch.Tensor]:
-    """One timed epoch; returns the loss of each step, still on the device."""
+    """One timed epoch; returns the loss of each step, still on the device.
+
+    `parts`: of the training set, each a worker's own; None: all draw from the whole.
+    """
     s = worker.settings
-    order, augmentation = data.tables(s.seed, epoch, s.augment).on(worker.device)
+    tables = data.tables(s.seed, epoch, s.augment)
+    if parts is not None:
+        tables = parts.applied_to(tables, s.global_batch)
+    order, augmentation = tables.on(worker.device)
     settle_garbage()
     log.write("train", "start")
     line_up(worker)  # nothing between this and the clock: it would be charged to all the others

@@ -58,7 +58,7 @@ def packed_bytes(data: Dataset, augment: bool) -> int:
     return data.train_samples * (4 + 3 * augmented)
 
 
-def _generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
+def generator_of(purpose: str, seed: int, epoch: int) -> torch.Generator:
     """A CPU generator whose stream is the same on every worker and every kind of device."""
     import torch
 
@@ -70,7 +70,7 @@ def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """The order in which an epoch visits the samples: a permutation, int64 [samples]."""
     import torch
 
-    return torch.randperm(samples, generator=_generator("order", seed, epoch))
+    return torch.randperm(samples, generator=generator_of("order", seed, epoch))
 
 
 def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -246,7 +246,7 @@ class Images(DeviceData):
 
         if not self._padding and not self._flip:
             return None
-        generator = _generator("augmentation", seed, epoch)
+        generator = generator_of("augmentation", seed, epoch)
         draw = (self.train_samples,)
         return Augmentation(
             torch.randint(2 * self._padding + 1, draw, generator=generator),
