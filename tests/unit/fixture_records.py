@@ -255,12 +255,13 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         per_epoch[-1] |= {"train_loss": None, "test_loss": None, "accuracy": 0.1}
     parameters = int(millions * 1e6)
     parameter_bytes = parameters * 4
-    held = -(-parameters // cell.gpus) * 4 if traits.shards_states else parameter_bytes
+    held = -(-parameters // traits.weight_parts) * 4
+    moments = -(-parameters // (traits.optimizer_parts or 1)) * 4
     batchnorm = not cell.model.startswith(("vgg", "convnext"))
     states = {
         "parameters_bytes": held,
         "gradients_bytes": held,
-        "optimizer_bytes": 0 if server else held,
+        "optimizer_bytes": 0 if server else moments,
         "buffers_bytes": 53_120 if batchnorm else 0,
     }
     peak = sum(states.values()) + int(activations_mib * MIB / cell.gpus)

@@ -19,8 +19,11 @@ from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
 from stratbench.strategies.fsdp import FSDP
 from stratbench.strategies.single import Single
+from stratbench.strategies.zero import TorchZeRO1, ZeRO1
 
 pytestmark = pytest.mark.timeout(60)
+
+NAMES = {DDP: "ddp", FSDP: "fsdp", Single: "single", ZeRO1: "zero1", TorchZeRO1: "zero1-torch"}
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def set_up(
     accumulate=1,
     **options,
 ) -> Collective:
-    name = {DDP: "ddp", FSDP: "fsdp", Single: "single"}[cls]
+    name = NAMES[cls]
     given = option_defaults(name) | options
     s = settings(
         name,
@@ -125,6 +128,58 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
         assert said["sent_bytes_per_step"] > 2 * every + again * (reshard == "always")  # padding
 
 
+#: Running mean and variance of the network's BatchNorm, and its count of batches.
+BUFFER_BYTES = 2 * 5 * 4 + 8
+
+
+@pytest.mark.parametrize("group", [1, 2, 4], indirect=True)
+@pytest.mark.parametrize(("clip_norm", "parts"), [(None, 1), (1.0, 2)])
+def test_zero1_sends_as_much_as_ddp(group, clip_norm, parts):
+    """In small buckets of which each is cut by itself; of a batch in parts, the last alone is sent."""
+    strategy = set_up(ZeRO1, group, "fp32", clip_norm, parts)
+    strategy.step(*batch())
+    with Collectives(group) as seen:
+        strategy.step(*batch())
+    said = strategy.communication()
+    assert said["sent_bytes_per_step"] == pytest.approx(seen.sent_bytes, abs=1e-6)
+    if group == 1:
+        assert not seen.kinds
+        return
+    gathers = [k for k in seen.kinds if "gather" in k]
+    scatters = [k for k in seen.kinds if "scatter" in k]
+    assert len(gathers) == len(scatters) == len(strategy.buckets)
+    assert seen.kinds.count("broadcast") == 2  # of BatchNorm's floats, and of its count
+    size = sum(p.numel() * 4 for p in network().parameters())
+    padding = sum(bucket.n_bytes for bucket in strategy.buckets) - size
+    norm = 0 if clip_norm is None else 8
+    expected = (group - 1) / group * (2 * (size + padding) + BUFFER_BYTES + norm)
+    assert said["sent_bytes_per_step"] == pytest.approx(expected)
+    assert 0 < padding <= 64 * (8 + group)  # each tensor, and the whole, at most
+
+
+@pytest.mark.parametrize("group", [2, 4], indirect=True)
+def test_torchs_zero1_broadcasts_the_parameters_beside(group):
+    strategy = set_up(TorchZeRO1, group)
+    seen = reduce_nothing(strategy)
+    strategy.step(*batch())
+    seen.clear()
+    broadcasts = []
+    broadcast = dist.broadcast
+
+    def counted(tensor, *args, **kwargs):
+        broadcasts.append(tensor.numel() * tensor.element_size())
+        return broadcast(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", counted)
+        strategy.step(*batch())
+    size = sum(p.numel() * 4 for p in network().parameters())
+    assert sum(seen) == sum(broadcasts) == size
+    assert len(broadcasts) <= group  # one for each worker's tensors
+    expected = (group - 1) / group * (2 * sum(seen) + sum(broadcasts) + BUFFER_BYTES)
+    assert strategy.communication()["sent_bytes_per_step"] == pytest.approx(expected)
+
+
 def reduce_nothing(strategy: Collective) -> list[int]:
     """Take the all-reduce's place, which a group of one process cannot; returns the buckets' bytes."""
     seen = []
@@ -144,8 +199,7 @@ def test_ddp_reduces_and_broadcasts_what_it_says(group):
     strategy = set_up(DDP, group)
     seen = reduce_nothing(strategy)
     strategy.step(*batch())
-    broadcast_bytes = 2 * 5 * 4 + 8  # running mean and variance, and the count of batches
-    expected = (group - 1) / group * (2 * sum(seen) + broadcast_bytes)
+    expected = (group - 1) / group * (2 * sum(seen) + BUFFER_BYTES)
     assert strategy.communication()["sent_bytes_per_step"] == pytest.approx(expected)
 
 

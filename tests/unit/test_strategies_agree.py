@@ -28,6 +28,7 @@ from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.fsdp import FSDP
 from stratbench.strategies.single import Single
+from stratbench.strategies.zero import TorchZeRO1, ZeRO1
 from stratbench.workload import models
 from stratbench.workload.gpt import GPT
 
@@ -86,6 +87,12 @@ class Added(DDP):
         return super().add_gradients(x, y, 1, last) / parts
 
 
+class Ungathered(ZeRO1):
+    """Mutant: each worker sees the update of its own part only."""
+
+    def _gather_weights(self) -> None: ...
+
+
 class SameShard(DDP):
     """Mutant: every worker trains on the first worker's samples."""
 
@@ -94,13 +101,18 @@ class SameShard(DDP):
         yield from order[: STEPS * GLOBAL_BATCH].view(STEPS, -1, s.per_worker_batch)[:, 0]
 
 
+#: Where one is derived from another, it comes first.
+BASES = {"single": Single, "fsdp": FSDP, "zero1": ZeRO1, "zero1-torch": TorchZeRO1, "ddp": DDP}
 STRATEGIES: dict[str, tuple[type[Collective], dict[str, Any]]] = {
     "single": (Single, {}),
     "ddp": (DDP, {}),
     "fsdp-always": (FSDP, {"reshard_after_forward": "always"}),
     "fsdp-never": (FSDP, {"reshard_after_forward": "never"}),
     "fsdp-policy": (FSDP, {"mixed_precision": "policy"}),
+    "zero1": (ZeRO1, {}),
+    "zero1-torch": (TorchZeRO1, {}),
     "summed": (Summed, {}),
+    "ungathered": (Ungathered, {}),
     "unsynchronised": (Unsynchronised, {}),
     "same-shard": (SameShard, {}),
 }
@@ -120,7 +132,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]], f
 }
 #: In fp64 it is `fsdp-always`.
 SAME = {"fsdp-policy"}
-MUTANTS = ["summed", "unsynchronised", "same-shard"]
+MUTANTS = ["summed", "unsynchronised", "same-shard", "ungathered"]
 #: Of several workers, those that say that their arithmetic is DDP's: each is held to it.
 EQUAL = [
     name
@@ -170,7 +182,7 @@ def set_up(
     """The strategy on `model`, or else on `network`; `changed`: options."""
     settings, mutant, _ = WAYS[way] if way else ({}, None, 0.0)
     cls, options = mutant if name == "mutant" else STRATEGIES[name]
-    base = "single" if issubclass(cls, Single) else "fsdp" if issubclass(cls, FSDP) else "ddp"
+    base = next(known for known, kind in BASES.items() if issubclass(cls, kind))
     s = Settings(
         strategy=base, options=option_defaults(base) | options | changed, model="test", dataset="test",
         gpus=world, seed=0, epochs=1, global_batch=GLOBAL_BATCH,

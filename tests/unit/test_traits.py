@@ -161,6 +161,9 @@ def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
         ("gossip", {}, 1, {"equals_ddp": True, "ring_copies": 0}),
         ("gossip", {}, 2, {"equals_ddp": False, "ring_copies": 2}),
         ("gossip", {}, 4, {"equals_ddp": False, "ring_copies": 8 / 3}),
+        ("fsdp", {}, 4, {"weight_parts": 4, "optimizer_parts": 4}),
+        ("zero1", {}, 4, {"weight_parts": 1, "optimizer_parts": 4, "shards_states": False}),
+        ("zero1-torch", {}, 4, {"optimizer_parts": None, "ring_copies": 3}),
     ],
 )
 def test_traits_follow_options_and_the_number_of_workers(name, options, gpus, expected):

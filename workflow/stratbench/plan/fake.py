@@ -31,6 +31,7 @@ from stratbench.ps.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import base, strategy_class
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
 from stratbench.strategies.ps import ParameterServer
+from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload import models
 from stratbench.workload.data import example_batch
 
@@ -129,18 +130,12 @@ def _marking(trace: OperatorTrace, model: nn.Module, parts: int) -> Callable[[st
 def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
     trace.tag("parameters", model.parameters())
     trace.tag("buffers", model.buffers())
-    if isinstance(strategy, ParameterServer):
-        trace.tag("gradients", [strategy.flat.grads])
-        return
-    trace.tag(
-        "optimizer",
-        (t for entry in strategy.optimizer.state.values() for t in entry.values()),
-    )
+    if strategy.optimizer is not None:
+        state = optimizer_state(strategy.optimizer).values()
+        trace.tag("optimizer", (t for entry in state for t in entry.values()))
     trace.tag("optimizer", filter(torch.is_tensor, strategy.extra_state()))
-    trace.tag("communication", strategy.held_for_exchange())
-    if isinstance(strategy, FakeDDP):
-        in_place = strategy.options.gradient_as_bucket_view
-        trace.tag("gradients" if in_place else "buckets", strategy.module.buckets)
+    for part, tensors in strategy.kept().items():
+        trace.tag(part, tensors)
 
 
 # --- the surroundings ----------------------------------------------------------------------------
@@ -339,6 +334,10 @@ class FakeDDP(DDP):
     """The ddp strategy with an emulation of DistributedDataParallel, whose C++ part refuses fakes."""
 
     _sample_every = SAMPLE_EVERY
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        in_place = self.options.gradient_as_bucket_view
+        return {"gradients" if in_place else "buckets": self.module.buckets}
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         return Replica(

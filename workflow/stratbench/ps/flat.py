@@ -85,7 +85,7 @@ class FlatSpace:
         self._place_on_device()
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             parameter.data = moved(parameter.data, self.weights, start)
-            parameter.grad = _strided(parameter, self.grads, start)
+            parameter.grad = strided(parameter, self.grads, start)
         for buffer, start in zip(buffers, buffer_starts, strict=True):
             buffer.data = moved(buffer.data, self.buffers, start)
         self._grads = [p.grad for p in self.parameters]
@@ -124,7 +124,7 @@ class FlatSpace:
         return DTYPES[self.layout.dtype]
 
 
-def _strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     """The view of `flat` at `start` with the shape and strides of `like`."""
     dense = (
         like.numel() == 0
@@ -139,7 +139,7 @@ def _strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor
 
 def moved(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     """`data` copied to `flat` at `start`, as a view with its shape and strides."""
-    view = _strided(data, flat, start)
+    view = strided(data, flat, start)
     view.copy_(data)
     return view
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
     "ddp": "stratbench.strategies.ddp:DDP",
+    "zero1": "stratbench.strategies.zero:ZeRO1",
+    "zero1-torch": "stratbench.strategies.zero:TorchZeRO1",
     "fsdp": "stratbench.strategies.fsdp:FSDP",
     "local-sgd": "stratbench.strategies.local_sgd:LocalSGD",
     "diloco": "stratbench.strategies.diloco:DiLoCo",

@@ -9,7 +9,7 @@ reads strategies' names and options on every parse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -19,6 +19,7 @@ from stratbench.cell.options import Options
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
     from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
@@ -45,6 +46,11 @@ class Traits:
     equals_ddp: bool = False
     #: Whether parameters, gradients and optimizer state are divided among the workers.
     shards_states: bool = False
+    #: Parts into which parameters and gradients are divided; each worker holds one.
+    weight_parts: int = 1
+    #: Parts into which the optimizer's state is divided; None: unevenly, a worker holds between a part
+    #: for each worker and the whole.
+    optimizer_parts: int | None = 1
     #: Updates that each global batch makes; None: not fixed, or unknown.
     updates_per_step: float | None = None
     #: Copies of the parameters, times (W - 1) / W, that each of W workers at least sends in a step by
@@ -145,9 +151,13 @@ class Strategy:
         """
         return []
 
-    def held_for_exchange(self) -> list[Tensor]:
-        """Tensors that exist between steps for communication only: nothing in them is kept."""
-        return []
+    def kept(self) -> dict[str, list[Tensor]]:
+        """What it keeps between steps beyond parameters, buffers and the optimizer's state.
+
+        By what it is for (`gradients`, `buckets`, `communication`): the plan says so of their memory.
+        Nothing in them needs to be brought back.
+        """
+        return {}
 
     def reset(self) -> None:
         """Begin anew what is not brought back: counts of steps, loss scale, the state of hooks."""
@@ -228,45 +238,54 @@ class Collective(Strategy):
         Nowhere else is one built. What it keeps should be there from the start, as the moments are
         here: the plan takes the first step for one like any other.
         """
+        kind, settings = self.optimizer_kind()
+        optimizer = kind(self.local, **settings)
+        self.begin_states(optimizer, self.local)
+        return optimizer
+
+    def optimizer_kind(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """The optimizer's class, and its arguments but for the tensors."""
         import torch
 
         s = self.worker.settings
         if s.optimizer == "adamw":
-            adamw = torch.optim.AdamW(
-                self.local,
-                lr=s.lr,
-                betas=tuple(s.betas),
-                eps=s.eps,
-                weight_decay=s.weight_decay,
-                fused=True,  # on a CPU too, where the others would make temporary tensors
-            )
-            for t in self.local:  # as its first step would
-                adamw.state[t] = {
+            return torch.optim.AdamW, {
+                "lr": s.lr,
+                "betas": tuple(s.betas),
+                "eps": s.eps,
+                "weight_decay": s.weight_decay,
+                "fused": True,  # on a CPU too, where the others would make temporary tensors
+            }
+        return torch.optim.SGD, {
+            "lr": s.lr,
+            "momentum": s.momentum,
+            "weight_decay": s.weight_decay,
+            "nesterov": s.nesterov,
+            # Fused kernels take the loss scaler's verdict on the device, without a synchronisation.
+            "fused": self.worker.device.type == "cuda",
+        }
+
+    def begin_states(self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
+        """Give `optimizer` what it keeps for each of `tensors`, as its first step would."""
+        import torch
+
+        s = self.worker.settings
+        for t in tensors:
+            if s.optimizer == "adamw":
+                optimizer.state[t] = {
                     "step": torch.zeros((), dtype=torch.float32, device=t.device),
                     "exp_avg": torch.zeros_like(t),
                     "exp_avg_sq": torch.zeros_like(t),
                 }
-            return adamw
-        optimizer = torch.optim.SGD(
-            self.local,
-            lr=s.lr,
-            momentum=s.momentum,
-            weight_decay=s.weight_decay,
-            nesterov=s.nesterov,
-            # Fused kernels take the loss scaler's verdict on the device, without a synchronisation.
-            fused=self.worker.device.type == "cuda",
-        )
-        if s.momentum:
-            # From zero, momentum becomes the first gradient, as in torch. But where the loss scaler
-            # skips the first step, torch's fused SGD goes on with uninitialised memory.
-            for t in self.local:
+            elif s.momentum:
+                # From zero, momentum becomes the first gradient, as in torch. But where the loss scaler
+                # skips the first step, torch's fused SGD goes on with uninitialised memory.
                 optimizer.state[t]["momentum_buffer"] = torch.zeros_like(t)
-        return optimizer
 
     def reset(self) -> None:
         self.steps = 0
-        shares = self.traits(self.worker.world_size).shards_states
-        self.scaler = make_scaler(self.worker, shares and self.worker.world_size > 1)
+        parts = self.traits(self.worker.world_size).optimizer_parts
+        self.scaler = make_scaler(self.worker, parts is None or parts > 1)
 
     def local_tensors(self) -> list[Tensor]:
         """The tensors that this rank's optimizer updates; SGD is element-wise, so shards will do."""
@@ -382,6 +401,17 @@ class Collective(Strategy):
             "evaluated_on": "the only worker's weights and BatchNorm statistics",
             "updates_applied": self.steps - skipped,
         }
+
+
+def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
+    """The norm of what `workers` hold in parts, of which `norm` is this one's; a collective of `group`."""
+    if workers == 1:
+        return norm
+    import torch.distributed as dist
+
+    square = norm.square()
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 def ring_traffic(sent_bytes: float) -> dict[str, Any]:

@@ -54,6 +54,8 @@ class FSDP(Sharded):
             synchronous_alone=same_rounding,
             equals_ddp=same_rounding,
             shards_states=True,
+            weight_parts=gpus,
+            optimizer_parts=gpus,
             updates_per_step=1,
             ring_copies=2,  # 3 for what is gathered again: all but the root's own parameters, if any
         )

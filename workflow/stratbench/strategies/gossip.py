@@ -53,8 +53,8 @@ class Gossip(Local):
         }
         return wrapped
 
-    def held_for_exchange(self) -> list[Tensor]:
-        return [t for tensors in self.received.values() for t in tensors]
+    def kept(self) -> dict[str, list[Tensor]]:
+        return {"communication": [t for tensors in self.received.values() for t in tensors]}
 
     def exchange(self) -> None:
         import torch.distributed as dist

@@ -204,6 +204,9 @@ class ParameterServer(base.Strategy):
     def weights_and_buffers(self) -> list[Tensor]:
         return [self.flat.weights, *self.model.buffers()]
 
+    def kept(self) -> dict[str, list[Tensor]]:
+        return {"gradients": [self.flat.grads]}
+
     def reset(self) -> None:
         self.steps = 0
         self.flat.zero_grads()

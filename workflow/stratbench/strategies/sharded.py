@@ -40,12 +40,7 @@ class Sharded(base.Collective):
                 p.grad = None
 
     def gradient_norm(self) -> Tensor:
-        import torch.distributed as dist
-
-        square = super().gradient_norm().square()
-        if self.worker.world_size > 1:
-            dist.all_reduce(square)
-        return square.sqrt()
+        return base.norm_of_parts(super().gradient_norm(), self.worker.world_size)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:

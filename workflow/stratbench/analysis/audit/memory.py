@@ -106,7 +106,7 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
     states, size = facts("memory.model_states"), facts.parameter_bytes
     if not states or size is None:
         return
-    is_served, sharded = facts("strategy.kind") == "server", facts("strategy.traits.shards_states")
+    is_served = facts("strategy.kind") == "server"
     expected = {"parameters": size, "gradients": size}
     adamw = facts("settings.optimizer") == "adamw"
     if adamw or facts("settings.momentum") is not None:
@@ -118,7 +118,8 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
         # AdamW counts its steps for each tensor, in four bytes.
         counts_bytes = STEP_COUNTS_BYTES if adamw and name == "optimizer" and not is_served else 0
         held, what = states.get(f"{name}_bytes"), f"memory.model_states.{name}_bytes"
-        if not sharded:
+        parts = parts_of_states(facts, "optimizer" if name == "optimizer" else "weight")
+        if parts == 1:
             formula = "what the whole model takes"
             if counts_bytes:
                 yield from unless_at_least(what, held, formula, whole)
@@ -128,16 +129,15 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
             else:
                 yield from unless_equal(what, held, formula, whole)
             continue
-        # The first dimension of each tensor is what is divided: small layers more unevenly.
-        yield from unless_at_least(
-            what, held, f"a part of {facts.gpus} of it", whole / facts.gpus, 1e-3
-        )
-        yield from unless_at_most(
-            what,
-            held,
-            f"a part of {facts.gpus} of it, padded",
-            PADDED * whole / facts.gpus + 4096 + counts_bytes,
-        )
+        if parts is None:
+            most, formula = whole + counts_bytes, "the whole of it"
+        else:
+            # The first dimension of each tensor may be what is divided: small layers more unevenly.
+            most = PADDED * whole / parts + 4096 + counts_bytes
+            formula = f"a part of {parts} of it, padded"
+        least = parts or facts.gpus
+        yield from unless_at_least(what, held, f"a part of {least} of it", whole / least, 1e-3)
+        yield from unless_at_most(what, held, formula, most)
     if facts("model.batchnorm") is False:
         yield from unless_at_most(
             "memory.model_states.buffers_bytes",
@@ -145,6 +145,14 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
             "a model without BatchNorm has",
             0,
         )
+
+
+def parts_of_states(facts: Facts, which: str) -> int | None:
+    """Parts into which `weight` or `optimizer` states are divided; None where they are so unevenly."""
+    traits = facts("strategy.traits") or {}
+    if f"{which}_parts" in traits:
+        return traits[f"{which}_parts"]
+    return facts.gpus if traits.get("shards_states") else 1  # a record of an earlier version
 
 
 def faults_of_peaks(facts: Facts) -> Iterator[str]:

@@ -78,6 +78,7 @@ class Evidence:
                 if other.with_strategy(group.strategy) == group
                 and self.value_of(other, "ring_copies")
                 and not self.value_of(other, "shards_states")
+                and self.value_of(other, "optimizer_parts") in (None, 1)
             ),
             None,
         )

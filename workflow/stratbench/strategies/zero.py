@@ -1,0 +1,289 @@
+"""`zero1` and `zero1-torch`: every worker holds the whole model, and a part of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stratbench.cell.options import option
+from stratbench.strategies import base
+from stratbench.strategies.ddp import DDP
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+class Bucket:
+    """Parameters that lie in one flat tensor, and their gradients in another, both in equal parts.
+
+    `weights` and `grads` have shape [n], where the number of workers divides n; `own_weights` and
+    `own_grads` are this worker's part of them, shape [n / workers]. The padding stays zero.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
+        import torch
+
+        from stratbench.ps.flat import ALIGN_BYTES, moved, places, strided
+
+        starts, numel = places(parameters)
+        unit = workers * max(1, ALIGN_BYTES // parameters[0].element_size())
+        numel = -(-numel // unit) * unit
+        self.weights = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.grads = torch.zeros_like(self.weights)
+        share = numel // workers
+        self.own_weights = self.weights.narrow(0, rank * share, share)
+        self.own_grads = self.grads.narrow(0, rank * share, share)
+        self.views = {
+            p: strided(p, self.grads, start) for p, start in zip(parameters, starts, strict=True)
+        }
+        for p, start in zip(parameters, starts, strict=True):
+            p.data = moved(p.data, self.weights, start)
+        #: Parameters whose gradient of this step is not in `grads` yet, or not all of it.
+        self.missing = set(parameters)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.weights.numel() * self.weights.element_size()
+
+
+class ZeRO1(base.Collective):
+    """Stage 1 of ZeRO (Rajbhandari et al., SC 2020): DDP's traffic, a W-th part of the optimizer's state.
+
+    Parameters and gradients lie in flat buckets, cut into as many equal parts as there are workers,
+    wherever a tensor ends. As soon as backward has filled a bucket, it is reduce-scattered, while
+    backward goes on: each worker gets the mean of its part. It updates that part, and all parts are
+    gathered when the update is done; nothing else is computed meanwhile. BatchNorm is as in DDP: the
+    running statistics of rank 0 are broadcast before every step, and those are evaluated.
+    """
+
+    summary: ClassVar[str] = "replicas, optimizer state sharded element by element"
+    rule: ClassVar[str] = (
+        "As ddp, but each worker holds the velocity of its share of W and updates that alone; g is "
+        "averaged to its share while backward runs, W is gathered after the update"
+    )
+    breakdown_note: ClassVar[str] = (
+        "reducing gradients begins inside backward, and what backward does not hide of it is in the "
+        "optimizer's phase, as gathering parameters is; the broadcast of BatchNorm's statistics is "
+        "inside forward"
+    )
+
+    @dataclass(frozen=True)
+    class Options(base.Options):
+        bucket_cap_mb: int = option(25, "size of a bucket in MiB", least=1)
+
+    def traits(self, gpus: int) -> base.Traits:
+        return base.Traits(
+            synchronous_alone=True,
+            equals_ddp=True,
+            optimizer_parts=gpus,
+            updates_per_step=1,
+            ring_copies=2,
+        )
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        import torch.distributed as dist
+
+        # Backward makes gradients final in about the reverse order of the forward.
+        parameters = [p for p in model.parameters() if p.requires_grad][::-1]
+        groups, _ = dist._compute_bucket_assignment_by_size(
+            parameters, [self.options.bucket_cap_mb << 20]
+        )
+        self.buckets = [
+            Bucket([parameters[i] for i in group], worker.rank, worker.world_size)
+            for group in groups
+        ]
+        for bucket in self.buckets:
+            for p in bucket.views:
+                p.register_post_accumulate_grad_hook(partial(self._take_gradient, bucket))
+        return model
+
+    def local_tensors(self) -> list[Tensor]:
+        return [bucket.own_weights for bucket in self.buckets]
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        return {"gradients": [bucket.grads for bucket in self.buckets]}
+
+    def weights_and_buffers(self) -> list[Tensor]:
+        return [*(bucket.weights for bucket in self.buckets), *self.model.buffers()]
+
+    def reset(self) -> None:
+        super().reset()
+        self._begin_gradients()
+
+    def _begin_gradients(self) -> None:
+        self._filled: set[nn.Parameter] = set()
+        self._reductions: list[torch.distributed.Work] = []
+        self._reduced, self._is_last = 0, True
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.views)
+
+    def synchronising(self, last: bool) -> AbstractContextManager:
+        self._is_last = last
+        return nullcontext()
+
+    def _take_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Add what backward has made to the bucket; it needs no memory of its own any longer."""
+        view = bucket.views[parameter]
+        if parameter in self._filled:
+            view.add_(parameter.grad)
+        else:
+            view.copy_(parameter.grad)
+            self._filled.add(parameter)
+        parameter.grad = None
+        if self._is_last:
+            bucket.missing.discard(parameter)
+            # In the buckets' order: every worker must call the same collectives in the same order.
+            while self._reduced < len(self.buckets) and not self._next.missing:
+                self._reduce_next()
+
+    @property
+    def _next(self) -> Bucket:
+        return self.buckets[self._reduced]
+
+    def _reduce_next(self) -> None:
+        import torch.distributed as dist
+
+        bucket, workers = self._next, self.worker.world_size
+        self._reduced += 1
+        if workers > 1:
+            bucket.grads.div_(workers)
+            # Their names from PyTorch 2.13 on, and before.
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            self._reductions.append(scatter(bucket.own_grads, bucket.grads, async_op=True))
+
+    def link_gradients(self) -> None:
+        while self._reduced < len(self.buckets):
+            for parameter in self._next.missing - self._filled:  # no gradient in this step
+                self._next.views[parameter].zero_()
+            self._reduce_next()
+        for reduction in self._reductions:
+            reduction.wait()
+        self._begin_gradients()
+        for bucket in self.buckets:
+            bucket.own_weights.grad = bucket.own_grads
+
+    def gradient_norm(self) -> Tensor:
+        return base.norm_of_parts(super().gradient_norm(), self.worker.world_size)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        self._share_buffers()
+        loss = super().step(x, y)
+        self._gather_weights()
+        return loss
+
+    def _gather_weights(self) -> None:
+        import torch.distributed as dist
+
+        if self.worker.world_size == 1:
+            return
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gathers = [gather(b.weights, b.own_weights, async_op=True) for b in self.buckets]
+        for gathered in gathers:
+            gathered.wait()
+
+    def _share_buffers(self) -> None:
+        """Make the buffers of all workers those of rank 0; one broadcast for each dtype."""
+        import torch
+        import torch.distributed as dist
+
+        if self.worker.world_size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.model.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([b.flatten() for b in buffers])
+            dist.broadcast(flat, src=0)
+            for b, shared in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                b.copy_(shared.view_as(b))
+
+    def communication(self) -> dict[str, Any]:
+        w = self.worker.world_size
+        moved_bytes = 2 * sum(bucket.n_bytes for bucket in self.buckets)
+        moved_bytes += sum(b.numel() * b.element_size() for b in self.model.buffers())
+        if self.worker.settings.clip_norm is not None:
+            moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
+        return base.ring_traffic((w - 1) / w * moved_bytes)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        # Overwriting the other ranks' statistics is harmless: the next step does the same.
+        self._share_buffers()
+        with super().evaluating() as model:
+            yield model
+
+    def report(self) -> dict[str, Any]:
+        report = super().report()
+        report["details"]["bucket_bytes"] = [bucket.n_bytes for bucket in self.buckets]
+        report["evaluated_on"] = "the replicas' weights with rank 0's BatchNorm statistics"
+        return report
+
+
+class TorchZeRO1(DDP):
+    """torch.distributed.optim.ZeroRedundancyOptimizer over DistributedDataParallel, to compare with.
+
+    It gives whole tensors to workers, the largest first to whoever has least: a network with one huge
+    tensor leaves most of the state on one worker. Gradients are all-reduced and parameters broadcast,
+    a copy more than `zero1` sends.
+    """
+
+    summary: ClassVar[str] = "replicas, optimizer state sharded tensor by tensor (torch's)"
+    rule: ClassVar[str] = (
+        "As ddp, but each worker holds the velocity of some tensors of W and updates those alone; "
+        "then it broadcasts them"
+    )
+    alike_on_any_count = False
+    first_choice = None
+    breakdown_note: ClassVar[str] = (
+        DDP.breakdown_note + "; the broadcast of parameters is inside the optimizer's phase"
+    )
+
+    @dataclass(frozen=True)
+    class Options(DDP.Options):
+        parameters_as_bucket_view: bool = option(
+            True, "parameters lie in one flat tensor for each worker, which is broadcast at once"
+        )
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().refusals(options, values)
+        if values["precision"] == "fp16":
+            yield (
+                ".precision = 'fp16': with torch's ZeroRedundancyOptimizer the loss scaler would wait "
+                "for the device in every step; use bf16, or zero1"
+            )
+
+    def traits(self, gpus: int) -> base.Traits:
+        return base.Traits(
+            synchronous_alone=True,
+            equals_ddp=True,
+            optimizer_parts=1 if gpus == 1 else None,
+            updates_per_step=1,
+            ring_copies=3,
+        )
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        kind, settings = self.optimizer_kind()
+        optimizer = ZeroRedundancyOptimizer(
+            self.local,
+            optimizer_class=kind,
+            parameters_as_bucket_view=self.options.parameters_as_bucket_view,
+            **settings,
+        )
+        own = optimizer.optim.param_groups
+        self.begin_states(optimizer.optim, [p for group in own for p in group["params"]])
+        return optimizer
+
+    def communication(self) -> dict[str, Any]:
+        traffic = super().communication()
+        w = self.worker.world_size
+        parameters = sum(p.numel() * p.element_size() for p in self.parameters)
+        return traffic | base.ring_traffic(
+            traffic["sent_bytes_per_step"] + (w - 1) / w * parameters
+        )
