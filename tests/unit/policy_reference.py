@@ -267,6 +267,39 @@ class Dana(Reference):
         return w
 
 
+class OrMo(Reference):
+    """Every gradient as if in time: in its bucket's step of SGD with momentum, up to the last bucket.
+
+    `steps` are (gradient with decay, bucket it was read in). Whatever the order in which they came,
+    W is SGD's after the buckets of summed gradients.
+    """
+
+    def buckets(self):
+        """SGD over all buckets that have begun: weights and momentum after the last."""
+        w, v = self.w0, np.zeros_like(self.w0)
+        for bucket in range((len(self.steps) - 1) // self.n + 1):
+            total = sum((g for g, read in self.steps if read == bucket), np.zeros_like(w))
+            v = self.mu * v + total
+            w = w - self.eta * (total + self.mu * v if self.nesterov else v)
+        return w, v
+
+    def push(self, worker, g, read_version):
+        self.steps.append((g + self.wd * self.weights, read_version // self.n))
+        return "applied"
+
+    @property
+    def weights(self):
+        return self.buckets()[0]
+
+    def view(self, worker):
+        """Where an empty bucket would carry W, as far as the others' share of it goes."""
+        w, v = self.buckets()
+        if not self.options.look_ahead:
+            return w
+        roll = self.eta * (self.mu * self.mu * v if self.nesterov else self.mu * v)
+        return w - len(self.live - {worker}) / self.n * roll
+
+
 REFERENCES = {
     "ps-sync": Sync,
     "ps-async": Async,
@@ -278,4 +311,5 @@ REFERENCES = {
     "ps-gap-aware": GapAware,
     "ps-staleness-lr": StalenessLr,
     "ps-dana": Dana,
+    "ps-ormo": OrMo,
 }

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from policy_reference import REFERENCES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratbench.ps import asynchronous, averaging
+from stratbench.ps import asynchronous, averaging, ordered
 from stratbench.ps.policies import POLICIES, make_policy, parse_options, policy_class
 from stratbench.ps.policy import Hyper, Outcome
 from stratbench.ps.tickets import TicketPlan
@@ -26,11 +26,20 @@ pytestmark = pytest.mark.timeout(120)
 NAMES = list(POLICIES)
 #: One worker equals plain SGD push by push; only a batch split in sub-batches is scaled down.
 WHOLE_BATCHES = {"ps-async-modified": {"pushes_per_batch": 1}}
+#: Forms the same sums in another order: mu v and g are subtracted from W one by one.
+BUT_FOR_ROUNDING = {"ps-ormo": {torch.float32: 1e-4, torch.float64: 1e-12}}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits, so that 0.0 and -0.0 differ and equal NaNs do not."""
     return tensor.view({torch.float32: torch.int32, torch.float64: torch.int64}[tensor.dtype])
+
+
+def sgd_says(name: str, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a policy's weights are torch.optim.SGD's: in every bit, or but for rounding."""
+    if name in BUT_FOR_ROUNDING:
+        return float((a - b).abs().max()) <= BUT_FOR_ROUNDING[name][a.dtype]
+    return same_bits(a, b)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -63,7 +72,7 @@ def test_one_worker_is_torch_sgd_bit_for_bit(name, sgd, dtype):
     read, version = torch.empty_like(start), policy.view(0, out := torch.empty_like(start))
     read.copy_(out)
     for _ in range(50):
-        assert same_bits(read, parameter.detach())
+        assert sgd_says(name, read, parameter.detach())
         grad = torch.randn(1003, dtype=dtype, generator=draw) + 0.3 * read
         parameter.grad = grad.clone()
         optimizer.step()
@@ -71,7 +80,7 @@ def test_one_worker_is_torch_sgd_bit_for_bit(name, sgd, dtype):
         assert policy.ready(0)
         version = policy.view(0, read)
     policy.finish()
-    assert same_bits(policy.weights, parameter.detach())
+    assert sgd_says(name, policy.weights, parameter.detach())
 
 
 TAKE_ADAMW = [name for name in NAMES if not parse_options(name).refuses_adamw]
@@ -245,6 +254,7 @@ OPTION_VALUES = {
     "dc_decay": st.sampled_from([0.0, 0.95]),
     "step_decay": st.sampled_from([0.5, 0.999]),
     "lr_scale": st.sampled_from(["full", "1/N"]),
+    "look_ahead": st.booleans(),
 }
 
 
@@ -370,6 +380,68 @@ class AsyncIgnoresScale(asynchronous.AsyncPolicy):
         return self.hyper.lr
 
 
+class OrMoRollsAtOnce(ordered.OrMoPolicy):
+    """Counts a bucket's last push as the next one's first."""
+
+    def on_push(self, worker, grad, read_version):
+        self.version += 1
+        outcome = super().on_push(worker, grad, read_version + 1)
+        self.version -= 1
+        return outcome
+
+
+class OrMoTakesAllForInTime(ordered.OrMoPolicy):
+    def on_push(self, worker, grad, read_version):
+        return super().on_push(worker, grad, self.version)
+
+
+class OrMoStepsAsIfInTime(ordered.OrMoPolicy):
+    """Enters the momentum in order, but moves W by g alone."""
+
+    def on_push(self, worker, grad, read_version):
+        n, mu, eta = self.hyper.workers, self.hyper.momentum, self.hyper.push_lr
+        late = self.version // n - read_version // n
+        decayed = grad + self.hyper.weight_decay * self.weights
+        outcome = super().on_push(worker, grad, read_version)
+        self.weights.add_(decayed, alpha=eta * sum(mu**j for j in range(1, late + 1)))
+        return outcome
+
+
+class OrMoRollsTwice(ordered.OrMoPolicy):
+    def on_push(self, worker, grad, read_version):
+        if self.version % self.hyper.workers == 1:
+            self._bucket = -1
+        return super().on_push(worker, grad, read_version)
+
+
+class OrMoLooksAheadForItselfToo(ordered.OrMoPolicy):
+    def view(self, worker, out):
+        return super().view(-1, out)
+
+
+class OrMoLooksAheadForLeavers(ordered.OrMoPolicy):
+    def on_leave(self, worker):
+        pass
+
+
+class OrMoLooksAheadAlongTheMomentum(ordered.OrMoPolicy):
+    """By all of V, not by what a roll makes of it."""
+
+    def view(self, worker, out):
+        share = len(self._present - {worker}) / self.hyper.workers
+        torch.sub(self.weights, self._momentum, alpha=self.hyper.push_lr * share, out=out)
+        return self.version
+
+
+class OrMoDecaysAfterTheRoll(ordered.OrMoPolicy):
+    def on_push(self, worker, grad, read_version):
+        n, eta = self.hyper.workers, self.hyper.push_lr
+        if self.version and self.version % n == 0:
+            roll = eta * self.hyper.momentum * self._momentum
+            grad.add_(roll, alpha=-self.hyper.weight_decay)
+        return super().on_push(worker, grad, read_version)
+
+
 MUTANTS = [
     (SyncSums, {}, {}),
     (DanaLooksAheadAlongOwn, {}, {}),
@@ -386,6 +458,14 @@ MUTANTS = [
     (AsyncIgnoresScale, {"lr_scale": "1/N"}, {}),
     (GapMeasuresMomentum, {}, {"nesterov": True}),
     (DanaLooksAheadTooFar, {}, {"nesterov": True}),
+    (OrMoRollsAtOnce, {}, {}),
+    (OrMoTakesAllForInTime, {}, {}),
+    (OrMoStepsAsIfInTime, {}, {}),
+    (OrMoRollsTwice, {}, {}),
+    (OrMoLooksAheadForItselfToo, {}, {}),
+    (OrMoLooksAheadForLeavers, {}, {"changes": [(3.0, 1, "leave"), (5.0, 1, "join")]}),
+    (OrMoLooksAheadAlongTheMomentum, {}, {}),
+    (OrMoDecaysAfterTheRoll, {}, {"weight_decay": 0.01}),
 ]
 
 
@@ -395,7 +475,8 @@ def test_a_wrong_policy_is_found_out(mutant, given_options, how):
     name = next(n for n in NAMES if policy_class(n) is right)
     options = parse_options(name, given_options)
     how = {"slowdown": (3.0,), **how}
-    hyper = Hyper(lr=0.05, momentum=0.9, workers=4, nesterov=how.pop("nesterov", False))
+    sgd = {key: how.pop(key) for key in ("nesterov", "weight_decay") if key in how}
+    hyper = Hyper(lr=0.05, momentum=0.9, workers=4, **sgd)
     hyper = replace(hyper, lr_scale=options.lr_factor(4))
     run_lockstep(right, REFERENCES[name], hyper, options, **dict(how))
     with pytest.raises(AssertionError):
@@ -435,6 +516,51 @@ def test_dana_reads_what_is_known_of_the_others_next_steps(nesterov):
     for worker in (1, 2):
         policy.on_push(worker, torch.zeros(50, dtype=torch.float64), policy.version)
     torch.testing.assert_close(policy.weights, read, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_ordered_momentum_forgets_the_order_in_which_pushes_came(nesterov):
+    """Gradients of the same buckets in two orders, one with a push three buckets late."""
+    hyper = Hyper(lr=0.1, momentum=0.9, nesterov=nesterov, workers=3)
+    draw = torch.Generator().manual_seed(5)
+    buckets = [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3]  # in which each was read
+    grads = torch.randn(len(buckets), 40, dtype=torch.float64, generator=draw)
+    results = []
+    for order in (range(12), (1, 2, 3, 5, 4, 6, 9, 8, 7, 11, 0, 10)):
+        policy = make_policy("ps-ormo", torch.zeros(40, dtype=torch.float64), hyper)
+        for i in order:
+            assert 3 * buckets[i] <= policy.version
+            policy.on_push(i % 3, grads[i].clone(), 3 * buckets[i])
+        results.append(policy.weights)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+def test_a_bucket_is_a_global_batch_whoever_is_there():
+    """Of three workers one is lost and one's step overflows: three gradients still make a bucket."""
+    policy = make_policy("ps-ormo", torch.zeros(1), Hyper(lr=3.0, momentum=0.5, workers=3))
+    read = torch.empty(1)
+    policy.on_leave(2)
+    for worker in (0, 1, 0):
+        policy.on_push(worker, torch.ones(1), 0)
+        policy.on_skip(1, 0)
+    assert policy.weights.item() == -3.0
+    assert policy.view(0, read) == 3
+    assert read.item() == -3.0 - 1 / 3 * 0.5 * 3  # one other worker is left, of three
+    policy.on_join(2)
+    policy.view(0, read)
+    assert read.item() == -3.0 - 2 / 3 * 0.5 * 3
+    policy.on_push(1, torch.ones(1), 3)
+    assert policy.weights.item() == -3.0 - 1.5 - 1.0
+
+
+def test_ordered_momentum_without_look_ahead_shows_the_weights():
+    hyper = Hyper(lr=0.1, momentum=0.9, workers=3)
+    read = torch.empty(2)
+    for look_ahead in (False, True):
+        policy = make_policy("ps-ormo", torch.zeros(2), hyper, {"look_ahead": look_ahead})
+        policy.on_push(0, torch.ones(2), 0)
+        policy.view(0, read)
+        assert torch.equal(read, policy.weights) != look_ahead
 
 
 def test_a_stale_push_weighs_less_and_leaves_the_momentum_as_it_is():

@@ -27,6 +27,7 @@ POLICIES: dict[str, str] = {
     "ps-gap-aware": "stratbench.ps.asynchronous:GapAwarePolicy",
     "ps-staleness-lr": "stratbench.ps.asynchronous:StalenessLrPolicy",
     "ps-dana": "stratbench.ps.asynchronous:DanaPolicy",
+    "ps-ormo": "stratbench.ps.ordered:OrMoPolicy",
 }
 
 
