@@ -399,7 +399,7 @@ class OrMoStepsAsIfInTime(ordered.OrMoPolicy):
     """Enters the momentum in order, but moves W by g alone."""
 
     def on_push(self, worker, grad, read_version):
-        n, mu, eta = self.hyper.workers, self.hyper.momentum, self.hyper.push_lr
+        n, mu, eta = self.hyper.workers, self.hyper.momentum, self.push_lr
         late = self.version // n - read_version // n
         decayed = grad + self.hyper.weight_decay * self.weights
         outcome = super().on_push(worker, grad, read_version)
@@ -429,13 +429,13 @@ class OrMoLooksAheadAlongTheMomentum(ordered.OrMoPolicy):
 
     def view(self, worker, out):
         share = len(self._present - {worker}) / self.hyper.workers
-        torch.sub(self.weights, self._momentum, alpha=self.hyper.push_lr * share, out=out)
+        torch.sub(self.weights, self._momentum, alpha=self.push_lr * share, out=out)
         return self.version
 
 
 class OrMoDecaysAfterTheRoll(ordered.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
-        n, eta = self.hyper.workers, self.hyper.push_lr
+        n, eta = self.hyper.workers, self.push_lr
         if self.version and self.version % n == 0:
             roll = eta * self.hyper.momentum * self._momentum
             grad.add_(roll, alpha=-self.hyper.weight_decay)

@@ -42,7 +42,7 @@ STEPS, GLOBAL_BATCH, CLASSES = 20, 8, 3
 TOLERANCE = 1e-12
 #: Strategies without look-ahead or sub-batches, and ps-dana: with one worker they are `single`.
 EQUAL_ALONE = ["ps-sync", "ps-async", "ps-ssp", "ps-backup", "ps-kbatch", "ps-dcasgd",
-               "ps-gap-aware", "ps-staleness-lr", "ps-dana"]  # fmt: skip
+               "ps-gap-aware", "ps-staleness-lr", "ps-dana", "ps-ormo"]  # fmt: skip
 
 
 # ---------------------------------------------------------------- what the processes run
@@ -308,7 +308,11 @@ def test_one_worker_is_single_bit_for_bit(tmp_path):
     for name in EQUAL_ALONE:
         plain = results["nesterov-off" if name == "ps-dana" else "single", True]
         for what in ("losses", "weights", "buffers"):
-            assert distance(results[name, True], plain, what) == 0, (name, what)
+            exact = name != "ps-ormo"  # which forms the same sums in another order
+            assert distance(results[name, True], plain, what) <= (0 if exact else TOLERANCE), (
+                name,
+                what,
+            )
 
 
 # ---------------------------------------------------------------- survival, through the launcher

@@ -38,6 +38,7 @@ KNOWN_STYLES = {
     "ps-async": Style(ORANGE, "v", "\\\\\\\\"),
     "ps-async-modified": Style(PURPLE, "D", "xxxx"),
     "ps-dana": Style(SKY, "P", ".."),
+    "ps-ormo": Style(BLUE, "H", "oooo", "--"),
     "ps-ssp": Style(YELLOW, "<", ""),
     "ps-backup": Style(GREEN, ">", "////", "--"),
     "ps-kbatch": Style(ORANGE, "p", "----", "--"),

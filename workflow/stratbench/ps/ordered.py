@@ -63,7 +63,7 @@ class OrMoPolicy(Policy):
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         if self.hyper.weight_decay:
             grad.add_(self.weights, alpha=self.hyper.weight_decay)
-        bucket, eta = self.version // self.hyper.workers, self.hyper.push_lr
+        bucket, eta = self.version // self.hyper.workers, self.push_lr
         late = bucket - read_version // self.hyper.workers
         mu, ahead = self.hyper.momentum, int(self.hyper.nesterov)
         if self._momentum is not None:
@@ -81,7 +81,7 @@ class OrMoPolicy(Policy):
         others = len(self._present - {worker})
         if self.options.look_ahead and others and self._momentum is not None:
             share = others / self.hyper.workers * self.hyper.momentum ** (1 + self.hyper.nesterov)
-            out.add_(self._momentum, alpha=-self.hyper.push_lr * share)
+            out.add_(self._momentum, alpha=-self.push_lr * share)
         return self.version
 
     def on_leave(self, worker: int) -> None:
