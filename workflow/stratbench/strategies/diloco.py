@@ -77,5 +77,6 @@ class DiLoCo(Local):
 
     def model_states(self) -> dict[str, int]:
         states = super().model_states()
-        kept_bytes = sum(t.numel() * t.element_size() for t in self.extra_state())
-        return states | {"optimizer_bytes": states["optimizer_bytes"] + kept_bytes}
+        whole_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
+        copies = 2 if self.momenta else 1
+        return states | {"optimizer_bytes": states["optimizer_bytes"] + copies * whole_bytes}

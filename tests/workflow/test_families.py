@@ -1,0 +1,122 @@
+"""A study of the strategies whose workers train by themselves: trained, planned, audited and decided on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tiny_study import Workflow, tiny_config
+
+from stratbench.plan.compare import sent_bytes_of_record
+from stratbench.plan.footprint import make_footprint
+from stratbench.plan.subject import subject_of
+from stratbench.study.config import load_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CELLS = 3 * 3 + 3 + 3 * 3
+GPUS = [1, 2, 4]
+
+
+def study_config() -> dict:
+    common = {
+        "dataset": "digits", "gpus": GPUS, "global_batch": 32, "epochs": 1, "lr": 0.02, "device": "cpu",
+        "threads": 1, "warmup_steps": 1,
+    }  # fmt: skip
+    config = tiny_config()
+    config["datasets"]["text"] = {
+        "source": "markov-text", "train_samples": 640, "test_samples": 32, "vocabulary": 8,
+        "sequence": 16,
+    }  # fmt: skip
+    config["studies"]["tiny"] = {
+        "variants": {
+            "few": {"strategy": "diloco", "inner_steps": 4},
+            "late": {"strategy": "local-sgd", "period": 4, "start": 7},
+        },
+        "experiments": {
+            "digits": common
+            | {"models": ["vgg-compact"], "strategies": ["local-sgd", "few", "gossip"]},
+            "own-classes": common
+            | {"models": ["vgg-compact"], "strategies": ["ddp", "late", "few"], "gpus": [4],
+               "partition": "by-class"},
+            "text": common
+            | {"dataset": "text", "models": ["gpt-compact"], "strategies": ["local-sgd", "few", "gossip"],
+               "lr": 0.01, "optimizer": "adamw", "clip_norm": 1.0},
+        },
+    }  # fmt: skip
+    return config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
+    workflow = Workflow(tmp_path_factory.mktemp("families"), study_config())
+    done = workflow.run("results/tiny/decision.csv")
+    assert done.returncode == 0, done.stdout
+    return workflow
+
+
+def records(workflow: Workflow) -> dict[tuple[str, str, int], dict]:
+    found = {}
+    for path in (workflow.folder / "results/tiny/cells").rglob("record.json"):
+        record = json.loads(path.read_text())
+        cell = record["cell"]
+        found[cell["experiment"], cell["strategy"], cell["gpus"]] = record
+    return found
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_strategy_trains_images_and_text_on_one_two_and_four(trained):
+    found = records(trained)
+    assert len(found) == CELLS
+    for (experiment, strategy, gpus), record in found.items():
+        assert record["status"] == "ok", (experiment, strategy, gpus)
+        chance = math.log(record["model"]["classes"])
+        learns = record["accuracy"]["per_epoch"][-1]["test_loss"] < chance
+        assert learns or experiment == "own-classes"
+        distances = record["strategy"]["details"].get("consensus_distance", [0.0])
+        assert len(distances) == record["settings"]["epochs"]
+        # After a last average all workers are one model, but for gossip among more than two.
+        assert (distances[-1] > 1e-6) == (strategy == "gossip" and gpus == 4)
+    for experiment in ("digits", "text"):
+        sent = [found[experiment, "gossip", gpus]["communication"] for gpus in GPUS]
+        assert [s["sent_bytes_per_step"] / sent[1]["sent_bytes_per_step"] for s in sent] == [
+            0,
+            1,
+            2,
+        ]
+
+
+def test_a_worker_with_few_classes_learns_less(trained):
+    """Each knows two or three of ten digits: what all have in common is known to none."""
+    found = records(trained)
+    accuracy = {s: found["own-classes", s, 4]["accuracy"]["final"] for s in ("ddp", "late")}
+    assert accuracy["late"] < accuracy["ddp"] - 0.05
+    assert found["own-classes", "ddp", 4]["settings"]["partition"] == "by-class"
+    assert found["digits", "gossip", 4]["settings"]["partition"] == "iid"
+
+
+def test_the_audit_finds_nothing_wrong_with_them(trained):
+    found = rows(trained.folder / "results/tiny/audit.csv")
+    wrong = [r for r in found if r["severity"] != "note" and r["affects"] != "time"]
+    # A study this short: some have hardly learnt anything.
+    assert [r for r in wrong if r["rule"] != "accuracy-below-floor"] == []
+
+
+def test_what_they_hold_and_send_is_what_was_planned(trained):
+    config, study = load_config(study_config())
+    found = records(trained)
+    for cell in study.cells:
+        if (cell.experiment, cell.gpus) == ("own-classes", 4):
+            record = found[cell.experiment, cell.strategy, cell.gpus]
+            s = subject_of(config, study, cell)
+            footprint = make_footprint(s.request)
+            assert record["memory"]["model_states"] == footprint.model_states_bytes
+            said = record["communication"]["sent_bytes_per_step"]
+            assert said == pytest.approx(sent_bytes_of_record(s, footprint))
