@@ -23,12 +23,14 @@ from stratbench.workload.prepare import prepare
 
 # Tests run side by side; PyTorch, not yet imported, would give each of them all the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of processes import the package: it is compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two to a core: much of what the tests do is waiting for processes."""
-    return 2 * len(usable_cores())
+    """Three to a core: much of what the tests do is waiting, most of all for SLURM."""
+    return 3 * len(usable_cores())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -48,21 +50,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, what takes longest starts first, and what is to run alone comes last.
+    """Side by side, what waits or may take longest starts first; what is to run alone comes last.
 
-    Tests on SLURM mostly wait: they are in two groups, so that two processes are left to compute.
+    So all cores have work until the end. A file's tests stay together.
     """
     if not hasattr(config, "workerinput"):
         return
+    limit_s: dict[Path, float] = {}
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     for item in items:
+        timeout = item.get_closest_marker("timeout")
+        own_s = timeout.args[0] if timeout else 0
+        limit_s[item.path] = max(own_s, limit_s.get(item.path, 0))
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.xdist_group("alone"))
     items.sort(
         key=lambda item: (
             item.get_closest_marker("alone") is not None,
             item.get_closest_marker("slurm") is None,
-            item.path.parent.name != "workflow",
+            -limit_s[item.path],
             -slow[item.path],
         )
     )

@@ -140,8 +140,17 @@ class SlurmCluster:
     # Breaking
 
     def lose_node(self, node: str) -> None:
-        """Kill everything on a node at once, as a power cut does; SLURM is not told."""
-        for pid in node_processes(self.directory, self.name, node):
+        """Kill everything on a node at once, as a power cut does; SLURM is not told.
+
+        All of it is stopped first: a daemon that still ran would report that its job was killed.
+        """
+        stopped: set[int] = set()
+        while found := node_processes(self.directory, self.name, node) - stopped:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            stopped |= found
+        for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -22,13 +22,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 from tiny_study import Workflow, tiny_config
 
 Found = TypeVar("Found")
+PROFILE = "profiles/slurm/config.yaml"
 #: Where the report is not what is tested.
 CELLS_ONLY = ("--until", "train_cell")
+#: More seconds than any test takes.
+NEVER_S = 1200
 #: A cell that trains until it is stopped, and sleeps most of the time: other tests need the cores.
 ENDLESS = {
     "epochs": 1000000,
     "warmup_steps": 1,
     "slowdown": {"workers": [0], "factor": 8},
+    "time_limit_s": NEVER_S,
 }
 
 
@@ -55,7 +59,6 @@ class ClusterWorkflow(Workflow):
     def __init__(self, folder: Path, config: dict[str, Any], cluster: SlurmCluster) -> None:
         super().__init__(folder, config)
         self.cluster = cluster
-        self.profile = folder / "profiles" / "slurm" / "config.yaml"
 
     def command(self, *args: str) -> list[str]:
         return [sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", *args]
@@ -63,12 +66,6 @@ class ClusterWorkflow(Workflow):
     def environment(self) -> dict[str, str]:
         ours = super().environment()
         return self.cluster.env | {"XDG_CACHE_HOME": ours["XDG_CACHE_HOME"]}
-
-    def uncomment(self, line: str, replacement: str) -> None:
-        """Put `replacement` in the profile in place of a line that stands there commented out."""
-        text = self.profile.read_text()
-        assert text.count(line) == 1, f"{line!r} is not once in the profile"
-        self.profile.write_text(text.replace(line, replacement))
 
     def finish(self, run: subprocess.Popen[str], limit_s: float) -> str:
         """What a started Snakemake printed, once it has ended; killed and failed after `limit_s`."""
@@ -131,7 +128,7 @@ class ClusterWorkflow(Workflow):
         return json.loads(path.read_text())["status"] if path else None
 
 
-def wait_for(condition: Callable[[], Found | None], limit_s: float = 120) -> Found:
+def wait_for(condition: Callable[[], Found | None], limit_s: float = 300) -> Found:
     """What `condition` returns, once that is true."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:

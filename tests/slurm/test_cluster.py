@@ -20,7 +20,6 @@ CLUSTER = Path(__file__).with_name("cluster.py")
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.xdist_group("slurm-1"),
     pytest.mark.timeout(400),  # packages may have to be installed
 ]
 
@@ -93,9 +92,9 @@ def test_a_job_over_its_memory_is_killed_and_fails(slurm: SlurmCluster, tmp_path
 
 def test_a_lost_node_fails_its_jobs_and_comes_back(slurm: SlurmCluster, tmp_path: Path) -> None:
     options = ("--nodelist=node2", "--no-requeue", "--ntasks=1")
-    job = batch(slurm, tmp_path / "out", "srun sleep 100", *options)
-    assert eventually(lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T") == "RUNNING", 10)
-    time.sleep(1)
+    running = tmp_path / "running"
+    job = batch(slurm, tmp_path / "out", f"srun sh -c 'touch {running}; sleep 1000'", *options)
+    assert eventually(running.exists, 60)
     slurm.lose_node("node2")
     assert finished(slurm, job, limit_s=90) == "NODE_FAIL"
     slurm.restore_node("node2")

@@ -38,7 +38,7 @@ def function_of(title: str) -> str:
 
 def copy_with(titles: list[str], root: Path) -> Path:
     """A copy of the workflow with the changes of some sections; returns its folder."""
-    shutil.copytree(WORKFLOW, root / "workflow", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(WORKFLOW, root / "workflow", ignore=shutil.ignore_patterns("*.pyc.*"))
     for title in titles:
         for file, new, at_end, text in changes_of(title):
             path = root / file

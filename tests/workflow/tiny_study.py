@@ -16,6 +16,20 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
+#: Appended to the copy's log of phases: a held worker waits at the start of an epoch.
+WAIT_WHILE_HELD = """
+_write = PhaseLog.write
+
+
+def _write_and_wait(self, phase, event, at_s=None):
+    _write(self, phase, event, at_s)
+    held = Path(__file__).parents[3] / "held"
+    while phase == "train" and any((held / part).exists() for part in Path(self._file.name).parts[1:]):
+        time.sleep(0.05)
+
+
+PhaseLog.write = _write_and_wait
+"""
 
 
 def tiny_config() -> dict:
@@ -65,9 +79,8 @@ class Workflow:
         self.folder = folder
         self.variables: dict[str, str] = {}  # of the environment, changed for this copy
         for name in ("workflow", "profiles", "envs"):
-            shutil.copytree(
-                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            # With what is compiled, but for files that another process is just writing.
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))
         shutil.copy(ROOT / "Snakefile", folder)
         self.write_config(config)
 
@@ -121,6 +134,30 @@ class Workflow:
             return {}
         lines = done.stdout.split("Job stats:")[1].split("total")[0].splitlines()[3:]
         return {rule: int(count) for rule, count in (x.split() for x in lines if x.strip())}
+
+    def hold(self, *experiments: str) -> None:
+        """Have the cells of `experiments`, of a collective strategy, train no step until `release`.
+
+        So they train when a test wants them to, on a slow machine, too.
+        """
+        held = self.folder / "held"
+        if not held.exists():
+            held.mkdir()
+            with (self.folder / "workflow/stratbench/telemetry/timeline.py").open("a") as file:
+                file.write(WAIT_WHILE_HELD)
+        for experiment in experiments:
+            (held / experiment).touch()
+
+    def release(self, *experiments: str) -> None:
+        for experiment in experiments:
+            (self.folder / "held" / experiment).unlink()
+
+    def change_code(self, path: str, line: str, replacement: str) -> None:
+        """Put `replacement` in place of a line of a file of the copy."""
+        file = self.folder / path
+        text = file.read_text()
+        assert text.count(line) == 1, f"{line!r} is not once in {path}"
+        file.write_text(text.replace(line, replacement))
 
     def record(self, *parts: str, study: str = "tiny") -> Path:
         return self.folder.joinpath("results", study, "cells", *parts, "rep0", "record.json")
