@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from launching import TINY, WORKFLOW, LaunchedCell
+from launching import TINY, WORKFLOW, LaunchedCell, sharing
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.telemetry.cores import usable_cores
+from stratbench.train import forkserver
 from stratbench.workload.prepare import prepare
 
 # Tests run side by side; PyTorch, not yet imported, would give each of them all the cores.
@@ -28,9 +29,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Three to a core: much of what the tests do is waiting, most of all for SLURM."""
-    return 3 * len(usable_cores())
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Three to a core: much of what slow tests do is waiting, most of all for SLURM."""
+    return (1 if "not slow" in config.option.markexpr else 3) * len(usable_cores())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,6 +95,14 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "tiny"
     prepare("tiny", folder, spec=TINY)
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[dict[str, str]]:
+    """An environment in which launchers share a fork server: where its own is not what is tested."""
+    with sharing():
+        folder = os.environ.pop(forkserver.FOLDER_VARIABLE)
+        yield os.environ | {forkserver.FOLDER_VARIABLE: folder}
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def outcomes(tmp_path_factory) -> dict[str, str | None]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", SECTIONS)
 def test_what_a_section_adds_works(outcomes, title):
     fault = outcomes[function_of(title)]

@@ -18,7 +18,6 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from launching import (
     LaunchedCell,
     assert_gone,
     settings,
-    sharing,
     train_one_epoch,
     until,
 )
@@ -39,7 +37,7 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import agent, ending, forkserver, launch, loop
+from stratbench.train import agent, ending, launch, loop
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
 
@@ -49,14 +47,6 @@ pytestmark = pytest.mark.timeout(180)
 def family(launched: LaunchedCell) -> list[psutil.Process]:
     """The launcher's descendants: its fork server, workers, sampler."""
     return psutil.Process(launched.process.pid).children(recursive=True)
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[dict[str, str]]:
-    """An environment in which launchers share a fork server: where its own is not what is tested."""
-    with sharing():
-        folder = os.environ.pop(forkserver.FOLDER_VARIABLE)
-        yield os.environ | {forkserver.FOLDER_VARIABLE: folder}
 
 
 def worker_pids(launched: LaunchedCell) -> dict[str, int]:

@@ -270,8 +270,10 @@ def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
     assert made.training_peak(256).n_bytes < half.training_peak(256).n_bytes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp64"])
-@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "on_cuda"), [("fp32", False), ("fp16", True), ("fp64", True), ("fp16", False)]
+)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_adamw_takes_sixteen_bytes_a_parameter_and_no_temporaries(strategy, on_cuda, precision):
     """Its count of steps takes four bytes more for each tensor; with SGD a parameter takes twelve."""
@@ -291,6 +293,7 @@ def test_adamw_takes_sixteen_bytes_a_parameter_and_no_temporaries(strategy, on_c
     assert more <= whole + tensors * 2 * 512
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimizer):
@@ -308,6 +311,7 @@ def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimi
     assert clipped.training_peak(64).n_bytes == plain.training_peak(64).n_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1"])
 def test_a_batch_in_parts_takes_the_memory_of_one_and_reduces_once(strategy):
     whole, parts = (
@@ -361,6 +365,7 @@ def test_only_sharded_gradients_need_a_verdict_in_common():
     assert flags == {"ddp": 0, "fsdp": 1}
 
 
+@pytest.mark.slow
 def test_what_is_in_no_group_is_gathered_once():
     """FSDP2 keeps the root's own parameters from forward to backward."""
     model = "convnext-compact"

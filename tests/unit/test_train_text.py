@@ -28,16 +28,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("fsdp", 2), ("ps-sync", 2)])
 @pytest.mark.timeout(120)
 def test_a_transformer_learns_a_text(
-    start_cell: Callable[..., LaunchedCell], text: Path, strategy: str, workers: int
+    start_cell: Callable[..., LaunchedCell], warm: dict, text: Path, strategy: str, workers: int
 ) -> None:
     s = settings(
         strategy, model="gpt-compact", dataset="text", gpus=workers, epochs=1, global_batch=16,
         per_worker_batch=16 // workers, lr=0.02,
     )  # fmt: skip
-    cell = start_cell(s, data_dir=text)
+    cell = start_cell(s, data_dir=text, env=warm)
     output, _ = cell.process.communicate(timeout=110)
     assert cell.process.returncode == 0, output
     rec = record.read(cell.record)

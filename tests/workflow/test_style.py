@@ -28,10 +28,12 @@ def test_snakefmt_would_change_nothing():
     check(BIN / "snakefmt", "--check", "Snakefile", "workflow/Snakefile", "workflow/rules")
 
 
+@pytest.mark.slow
 def test_snakemake_lint_finds_nothing():
     check(sys.executable, "-m", "snakemake", "--lint")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", ["demo", "paper"])
 def test_the_studies_of_the_config_expand(workflow, study):
     (workflow.folder / "config.yaml").write_text((ROOT / "config.yaml").read_text())
