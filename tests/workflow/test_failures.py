@@ -13,6 +13,7 @@ import pytest
 from tiny_study import tiny_config
 
 from launching import assert_gone, phase_logs
+from stratbench.cell.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -153,20 +154,23 @@ def test_outcomes_are_results_and_are_printed_as_such(workflow):
     config = tiny_config()
     experiments = config["studies"]["tiny"]["experiments"]
     experiments["first"] |= {"strategies": ["single"], "gpus": [1], "lr": 1e12}
-    # It sleeps most of the time, and has an epoch behind it on a slow machine, too.
-    slowed = {"workers": [0], "factor": 8}
-    experiments["second"] |= {"epochs": 100000, "time_limit_s": 30, "slowdown": slowed}
+    experiments["second"] |= {"epochs": 100000, "time_limit_s": 60}
     workflow.write_config(config)
+    workflow.hold()
     tables = "results/tiny/tables"
-    result = workflow.run(tables)
-    assert result.returncode == 0, result.stdout
+    run = workflow.start(tables)
+    logs = workflow.folder / "results/tiny/logs/second/single/vgg-compact/1gpu/rep0"
+    wait_for(lambda: text_of(RunFolder.of_logs(logs).progress) or None)
+    workflow.hold("second")  # it waits for its limit with an epoch behind it, without computing
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
     diverged = json.loads(workflow.record("first", "single", "vgg-compact", "1gpu").read_text())
     assert diverged["status"] == "diverged"
     late = json.loads(workflow.record("second", "single", "vgg-compact", "1gpu").read_text())
     assert late["status"] == "timeout"
     assert late["accuracy"]["per_epoch"], "the epochs finished before the limit are kept"
     assert "div." in (workflow.folder / tables / "first/training_time.csv").read_text()
-    assert ">30" in (workflow.folder / tables / "second/training_time.csv").read_text()
+    assert ">60" in (workflow.folder / tables / "second/training_time.csv").read_text()
     assert workflow.jobs(tables) == {}
 
 
