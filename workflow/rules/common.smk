@@ -80,9 +80,9 @@ def targets(wildcards):
 
 def as_trained(wildcards, input):
     """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
-    own_models = STUDY.own_models()
+    resolved = {"own_models": STUDY.own_models(), "own_data": STUDY.own_data()}
     return json.dumps(
-        STUDY.as_trained() | ({"own_models": own_models} if own_models else {}),
+        STUDY.as_trained() | {key: own for key, own in resolved.items() if own},
         sort_keys=True,
     )
 
@@ -104,6 +104,11 @@ def description(wildcards):
 def study_dir(wildcards):
     """results/<study>."""
     return f"{RESULTS}/{wildcards.study}"
+
+
+def data_spec(dataset):
+    """What a data set is prepared from; of a user's own what counts of it, and not where its files lie."""
+    return STUDY.own_data().get(dataset) or CONFIG["datasets"].get(dataset)
 
 
 def data_dir(dataset):

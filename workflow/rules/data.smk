@@ -12,8 +12,8 @@ rule prepare_data:
     params:
         out=lambda w: data_dir(w.dataset),
         source=lambda w: (
-            ["--spec", json.dumps(CONFIG["datasets"][w.dataset], sort_keys=True)]
-            if w.dataset in CONFIG["datasets"]
+            ["--spec", json.dumps(spec, sort_keys=True)]
+            if (spec := data_spec(w.dataset)) is not None
             else []
         ),
     message:

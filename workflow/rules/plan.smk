@@ -1,6 +1,9 @@
 # Planning: what the study will need, take and cost, told before anything runs: `snakemake plan`. It trains
 # nothing and needs no GPU; it has no output, so that it always runs.
 rule plan:
+    input:
+        # Nothing is known of these before they were read.
+        [f"{data_dir(name)}/meta.json" for name in STUDY.own_data()],
     log:
         f"{RESULTS}/{STUDY.name}/logs/plan.log",
     localrule: True

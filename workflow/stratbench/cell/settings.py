@@ -58,6 +58,8 @@ class Settings:
     accumulate: int = field(default=1, metadata=_LATER)
     #: iid: all workers draw from the whole training set; by-class: each has few classes of its own.
     partition: str = field(default="iid", metadata=_LATER)
+    #: Of a data set of the user's: its kind and keys, and the sha256 of its files or code, or a version.
+    own_data: dict[str, Any] | None = field(default=None, metadata=_LATER)
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by in `step` (from 0) of `steps`."""

@@ -126,7 +126,7 @@ class Request:
 def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:
     """Bytes that the whole data set takes on the device.
 
-    Images as uint8 at the model's size, in the stored number of channels, and labels as int64; texts
+    Images as stored, at the model's size, in the stored number of channels, and labels as int64; texts
     and their targets as they are stored; the epoch's order as int64; three int64 numbers a training
     sample where it is augmented.
     """
@@ -135,4 +135,5 @@ def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:
     if data.is_text:
         return 2 * samples * data.shape[0] * data.stored_bytes + 8 * numbers
     _, height, width = models.input_shape(model, data.shape)
-    return samples * data.shape[0] * height * width + 8 * (samples + numbers)
+    pixels = samples * data.shape[0] * height * width
+    return pixels * data.stored_bytes + 8 * (samples + numbers)

@@ -17,9 +17,10 @@ from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import strategy_class
 from stratbench.study import resources
 from stratbench.study.config import Study
+from stratbench.study.messages import ConfigError
 from stratbench.workload import models
 from stratbench.workload.data import packed_bytes
-from stratbench.workload.datasets import Dataset, describe
+from stratbench.workload.datasets import Dataset
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,12 @@ class Subject:
 
 def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
     settings = study.settings(cell)
-    data = describe(cell.dataset, config["datasets"].get(cell.dataset))
+    data = study.dataset(cell.dataset)
+    if not data.is_read:
+        raise ConfigError(
+            f"config: datasets.{cell.dataset}: is not yet prepared, so that nothing is known of its size; "
+            "`snakemake plan` prepares it, and this command can follow"
+        )
     return Subject(
         cell=cell,
         settings=settings,

@@ -14,9 +14,11 @@ from typing import Any
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.study.data_sets import DataSets
 from stratbench.study.validation import validate
 from stratbench.study.yaml_traps import check_duplicate_keys
 from stratbench.workload import models, own
+from stratbench.workload.datasets import Dataset
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Study:
         self.seed: int = self._study["seed"]
         self._own = {key: config[key] for key in ("models", "code") if config.get(key)}
         self._own_models: dict[str, dict[str, Any] | None] = dict(config.get("own_models", {}))
+        self._data = DataSets(config)
         self.experiments = {}
         for key, values in self._study["experiments"].items():
             matrix = self._matrix(key, values)
@@ -76,6 +79,7 @@ class Study:
             gpus=cell.gpus,
             seed=cell_seed(self.seed, cell.model, cell.repeat),
             own_model=self.own_model(cell.model),
+            own_data=self._data.identity(cell.dataset),
             global_batch=weak * cell.gpus if weak else values["global_batch"],
             per_worker_batch=weak or values["global_batch"] // cell.gpus,
             **{
@@ -102,6 +106,15 @@ class Study:
         found = {cell.model: self.own_model(cell.model) for cell in self.cells}
         return {name: spec for name, spec in found.items() if spec}
 
+    def dataset(self, name: str) -> Dataset:
+        """What is known of a data set; of a user's own little, until it is prepared."""
+        return self._data.facts(name)
+
+    def own_data(self) -> dict[str, dict[str, Any]]:
+        """What settings say of each of the study's data sets that is a user's own."""
+        found = {name: self._data.identity(name) for name in self.datasets}
+        return {name: identity for name, identity in found.items() if identity}
+
     def time_limit_s(self, cell: Cell) -> float | None:
         return self.experiments[cell.experiment].values["time_limit_s"]
 
@@ -114,7 +127,7 @@ class Study:
         }
         study = {key: value for key, value in self._study.items() if key != "description"}
         trained = {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
-        return trained | self._own if self.own_models() else trained
+        return trained | self._own if self.own_models() or self.own_data() else trained
 
     def optimizers(self) -> dict[str, str]:
         """Experiments whose optimizer is not SGD, and which it is."""

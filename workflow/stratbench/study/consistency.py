@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,8 @@ from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
 from stratbench.study.schema import read_as
 from stratbench.workload import models, own
-from stratbench.workload.datasets import DATASETS, Dataset, describe
+from stratbench.workload.datasets import DATASETS, Dataset
+from stratbench.workload.sources import DataError
 
 _JSON_TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"]}
 
@@ -69,9 +70,16 @@ def check_models(config: Mapping[str, Any]) -> None:
 
 
 def check_experiment(
-    where: str, block: Mapping[str, Any], study: Mapping[str, Any], config: Mapping[str, Any]
+    where: str,
+    block: Mapping[str, Any],
+    study: Mapping[str, Any],
+    config: Mapping[str, Any],
+    facts: Callable[[str], Dataset],
 ) -> None:
-    """ConfigError for the first value of an experiment that contradicts another, or names nothing."""
+    """ConfigError for the first value of an experiment that contradicts another, or names nothing.
+
+    `facts`: what is known of a data set; what is not is judged when it was prepared.
+    """
     dataset_names = [*DATASETS, *config["datasets"]]
     model_names = [*models.MODELS, *config["models"]]
     for key, what, known in (
@@ -88,7 +96,10 @@ def check_experiment(
                     " So is every classification network of torchvision; your own go to `models`."
                 )
             raise ConfigError(message)
-    dataset = describe(block["dataset"], config["datasets"].get(block["dataset"]))
+    try:
+        dataset = facts(block["dataset"])
+    except DataError as e:
+        raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
     faults = chain(  # lazy: each may rely on those before it having found nothing
         _optimizer_faults(block),
         _batch_faults(block, dataset),
@@ -145,13 +156,13 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
                 f"(gpus = {block['gpus']}); use a multiple of every worker count"
             )
         together = batch or weak * n
-        if together > dataset.train_samples:
+        if dataset.is_read and together > dataset.train_samples:
             yield (
                 f".{key} = {value}: a step of {n} workers would take {together} samples, but "
                 f"{block['dataset']} has {dataset.train_samples} to train on; use a smaller batch"
             )
-        steps = block["epochs"] * (dataset.train_samples // together)
-        if block["lr_warmup_steps"] >= steps:
+        steps = dataset.is_read and block["epochs"] * (dataset.train_samples // together)
+        if dataset.is_read and block["lr_warmup_steps"] >= steps:
             yield (
                 f".lr_warmup_steps = {block['lr_warmup_steps']}: {n} workers train for {steps} steps in "
                 "all, so the learning rate would never be reached; use fewer"
@@ -202,7 +213,11 @@ def _model_faults(
     for name in block["models"]:
         spec = models.spec_of(name, given)
         try:
-            shape = models.input_shape(models.named_model(name, spec), dataset.shape)
+            model = models.named_model(name, spec)
+            if dataset.shape is None:
+                models.check_reads(model, dataset.is_text)
+                continue
+            shape = models.input_shape(model, dataset.shape)
             if spec:
                 facts = own.facts_of_data(dataset.classes, shape)
                 try:

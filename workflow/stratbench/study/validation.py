@@ -13,6 +13,7 @@ from stratbench.study.consistency import (
     check_variants,
     settle_optimizer,
 )
+from stratbench.study.data_sets import DataSets
 from stratbench.study.messages import ConfigError, repr_of, wrong_value_message
 from stratbench.study.schema import check_structure, schema, typed, with_defaults
 from stratbench.study.yaml_traps import check_plain
@@ -46,6 +47,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as e:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
     check_models(config)
+    known = DataSets(config)
     for study, values in config["studies"].items():
         if study == "data":
             raise ConfigError(
@@ -53,7 +55,10 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             )
         check_variants(study, values)
         for experiment, block in values["experiments"].items():
-            check_experiment(f"studies.{study}.experiments.{experiment}", block, values, config)
+            where = f"studies.{study}.experiments.{experiment}"
+            # No files are looked at for a study that is not asked for.
+            facts = known.facts if study == config["study"] else known.said
+            check_experiment(where, block, values, config, facts)
     return config
 
 

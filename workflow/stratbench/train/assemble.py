@@ -62,6 +62,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "train_samples": meta["train_samples"],
             "test_samples": meta["test_samples"],
             "synthetic": meta["generated"],
+            **own_data_entry(job),
         },
         "batch": {
             "global_batch": s.global_batch,
@@ -193,17 +194,27 @@ def model_entry(job: Job, built: dict[str, Any]) -> dict[str, Any]:
     spec = job.settings.own_model
     if spec is None:
         return built
+    stated = {"arguments": None, "sharding": None} | built.get("own", {})
+    return built | {"own": stated | code_entry(spec)}
+
+
+def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
+    """What is called, the hash or version of its code, its files and their git revision."""
     files = own.sources(spec["call"], own.code_folders())
-    code = {key: spec[key] for key in ("call", "sha256", "version")}
-    return built | {
-        "own": {"arguments": None, "sharding": None}
-        | built.get("own", {})
-        | code
-        | {
-            "files": list(files),
-            "git": git_state(next(iter(files.values())).parent) if files else None,
-        }
+    return {key: spec[key] for key in ("call", "sha256", "version")} | {
+        "files": list(files),
+        "git": git_state(next(iter(files.values())).parent) if files else None,
     }
+
+
+def own_data_entry(job: Job) -> dict[str, Any]:
+    """The record's `data.own` where the data set is a user's: its files, or the code that made it."""
+    spec = job.settings.own_data
+    if spec is None:
+        return {}
+    if "call" in spec:
+        return {"own": {"kind": spec["kind"], "kwargs": spec["kwargs"]} | code_entry(spec)}
+    return {"own": {key: spec[key] for key in ("kind", "sha256")}}
 
 
 def step_distribution(step_ms: list[float]) -> dict[str, float] | None:

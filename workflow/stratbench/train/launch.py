@@ -31,7 +31,7 @@ from stratbench.train import agent, assemble, devices
 from stratbench.train.ending import classify
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
-from stratbench.workload import prepared
+from stratbench.workload import models, prepared
 from stratbench.workload.own import ModelError, check_unchanged
 from stratbench.workload.sources import DataError
 
@@ -82,6 +82,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     RunFolder.of_logs(args.logs).create()
     if settings.own_model:
         check_unchanged(settings.model, settings.own_model)
+    check_data(args.data, settings)
     with job_of(args, cell, settings) as job:
         exits = launch(job, args.cpus_per_node)
     ending = classify(job, exits)
@@ -95,6 +96,30 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
     return 0
+
+
+def check_data(folder: Path, s: Settings) -> None:
+    """DataError where a user's prepared data are not those of the settings, or do not suit them.
+
+    Of built-in data the config has been checked against it; of a user's little was known then.
+    """
+    if s.own_data is None:
+        return
+    meta = prepared.read_meta(folder)
+    if meta.get("spec") != s.own_data:
+        raise DataError(
+            f"{folder} holds data set {s.dataset!r} as it was before its files, code or keys were "
+            "changed; start the run again, which prepares it"
+        )
+    if s.global_batch > meta["train_samples"]:
+        raise DataError(
+            f"a step of {s.gpus} workers would take {s.global_batch} samples, but {s.dataset} has "
+            f"{meta['train_samples']} to train on; use a smaller batch"
+        )
+    try:
+        models.input_shape(models.model_of(s), tuple(meta["shape"]))
+    except ValueError as e:
+        raise DataError(f"data set {s.dataset!r}: {e}") from e
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -205,8 +205,8 @@ class Texts(DeviceData):
 class Images(DeviceData):
     """Images: batches [b, C, H, W], normalised, at the model's size, and labels [b], int64.
 
-    The stored images are uint8 [N, C, H, W]. C is the stored number of channels; a model that wants
-    more gets the single channel repeated while normalising.
+    The stored images are uint8 or float32 [N, C, H, W]. C is the stored number of channels; a model
+    that wants more gets the single channel repeated while normalising.
     """
 
     def __init__(
@@ -232,10 +232,11 @@ class Images(DeviceData):
         self._flip = meta["flip"]
         device = self.train_inputs.device
         mean, std = (torch.tensor(meta[key], dtype=torch.float64) for key in ("mean", "std"))
-        # (x / 255 - mean) / std as one product and one sum; the shape repeats a lone channel.
+        # (x / one - mean) / std as one product and one sum; the shape repeats a lone channel.
+        one = 1 if meta.get("floats") else 255
         self._scale, self._offset = (
             values.expand(channels).reshape(1, -1, 1, 1).to(device, dtype)
-            for values in (1 / (255 * std), -mean / std)
+            for values in (1 / (one * std), -mean / std)
         )
         columns = torch.arange(width, device=device)
         self._rows = torch.arange(height, device=device)

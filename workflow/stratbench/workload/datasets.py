@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.workload import sources
+from stratbench.workload.own_data import is_own, own_data
 from stratbench.workload.sources import DataError, Source
 
 #: Sources that take a spec, and the keys of each with their defaults: whole numbers, positive but for
@@ -42,32 +43,46 @@ class Dataset:
     of the source files (None: none is named) and a folder for downloads (None forbids them).
     `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift a
     training image by in each direction (random crop after zero padding); `flip` is whether it may
-    mirror it: digits may not.
+    mirror it: digits may not. `floats`: whether images are stored as float32, and not as uint8.
+
+    Of a user's own data set shape, classes and samples are None until it is prepared, but for what its
+    spec says.
     """
 
-    shape: tuple[int, ...]
-    classes: int
-    train_samples: int
-    test_samples: int
+    shape: tuple[int, ...] | None
+    classes: int | None
+    train_samples: int | None
+    test_samples: int | None
     open_source: Callable[[Path | None, Path | None], Source] = field(compare=False, repr=False)
     crop_padding: int = 0
     flip: bool = False
+    floats: bool = False
 
     @property
     def is_text(self) -> bool:
-        return len(self.shape) == 1
+        return self.shape is not None and len(self.shape) == 1
+
+    @property
+    def is_read(self) -> bool:
+        """Whether everything is known; else it has to be prepared first."""
+        return self.train_samples is not None
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a pixel, or of a token: of the smallest type that holds every one."""
-        return 4 if self.is_text and self.classes > 256 else 1
+        """Bytes of a value of an image, or of a token: of the smallest type that holds every one."""
+        return 4 if self.floats or (self.is_text and self.classes > 256) else 1
 
 
-def describe(name: str, spec: Mapping[str, Any] | None = None) -> Dataset:
-    """The facts of a built-in data set, or of a user's own by its `spec`.
+def describe(
+    name: str,
+    spec: Mapping[str, Any] | None = None,
+    prepared: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """The facts of a built-in data set, or of one of the config's by its `spec`.
 
-    A spec is `{source: NAME}` with any of the keys that SPECS has for that source. Raises DataError
-    for anything else.
+    A spec is `{source: NAME}` with any of the keys that SPECS has for that source, or a user's own
+    (`own_data`): what is known of that before it is read, or by the meta data of what was `prepared`.
+    Raises DataError for anything else.
     """
     if spec is None:
         if name not in DATASETS:
@@ -75,8 +90,29 @@ def describe(name: str, spec: Mapping[str, Any] | None = None) -> Dataset:
         return DATASETS[name]
     if name in DATASETS and name not in SPECS:
         raise DataError(f"{name!r} is a built-in data set and takes no spec; name yours otherwise")
+    if is_own(spec):
+        return _own(name, spec, prepared or {})
     source, values = _spec_values(name, spec)
     return _MAKERS[source](values)
+
+
+def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
+    said = own_data(name, spec)
+    values, shape = said.values, None
+    if values.get("sequence"):  # a text has it, and no image
+        shape = (values["sequence"],)
+    elif said.kind == "images":
+        shape = (values["channels"], values["size"], values["size"])
+    return Dataset(
+        shape=tuple(meta["shape"]) if meta else shape,
+        classes=meta.get("classes"),
+        train_samples=meta.get("train_samples"),
+        test_samples=meta.get("test_samples"),
+        open_source=lambda root, downloads: said.opened().source,
+        crop_padding=values.get("crop_padding", 0),
+        flip=values.get("flip", False),
+        floats=meta.get("floats", False),
+    )
 
 
 def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:

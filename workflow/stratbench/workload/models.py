@@ -168,18 +168,24 @@ def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(given.get(name, call))
 
 
+def check_reads(name: str | Model, text: bool) -> None:
+    """ValueError where the model takes images and the data are `text`, or the other way round."""
+    reads_text = _known(name).reads_text
+    if reads_text is not None and reads_text != text:
+        reads, has = ("texts", "images") if reads_text else ("images", "texts")
+        raise ValueError(f"{_name(name)} takes {reads}, and the data set has {has}")
+
+
 def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     """What the data's samples of `shape` become for this model.
 
     Images (channels, height, width) are enlarged where the model wants it; a text keeps its length.
     Raises ValueError where the model does not take such data.
     """
+    check_reads(name, len(shape) == 1)
     model, name = _known(name), _name(name)
     if model.reads_text is None:
         return tuple(shape)
-    if model.reads_text != (len(shape) == 1):
-        reads, has = ("texts", "images") if model.reads_text else ("images", "texts")
-        raise ValueError(f"{name} takes {reads}, and the data set has {has}")
     if model.reads_text:
         return shape
     channels, height, width = shape

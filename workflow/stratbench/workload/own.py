@@ -270,7 +270,7 @@ def _imported_module(own: OwnModel, name: str) -> ModuleType:
     except (Exception, SystemExit) as e:
         missing = isinstance(e, ModuleNotFoundError) and e.name == name.partition(".")[0]
         remedy = "; name its folder in `code`, or install it" if missing else ""
-        raise ModelError(f"{own}: importing {name} raised {_told(e)}{remedy}") from e
+        raise ModelError(f"{own}: importing {name} raised {told(e)}{remedy}") from e
 
 
 # --- the network ---------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     except Exception as e:
         _raise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        raise ModelError(f"{own}: called with ({called}), it raised {_told(e)}") from e
+        raise ModelError(f"{own}: called with ({called}), it raised {told(e)}") from e
     if not isinstance(made, nn.Module):
         raise ModelError(f"{own}: returned {_kind(made)}, which is no torch.nn.Module")
     if not any(p.requires_grad for p in made.parameters()):
@@ -316,7 +316,7 @@ def check_output(
         raise
     except Exception as e:
         _raise_out_of_memory(e)
-        raise ModelError(f"{own}: its forward of a batch {list(x.shape)} raised {_told(e)}") from e
+        raise ModelError(f"{own}: its forward of a batch {list(x.shape)} raised {told(e)}") from e
     wanted = [*targets, classes]
     if not isinstance(scores, torch.Tensor):
         raise ModelError(
@@ -341,7 +341,7 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _told(e: BaseException) -> str:
+def told(e: BaseException) -> str:
     """An exception in one line."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__

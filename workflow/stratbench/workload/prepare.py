@@ -11,13 +11,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.workload import prepared, sources
-from stratbench.workload.datasets import DATASETS, describe
-from stratbench.workload.sources import DataError
+from stratbench.workload import own, own_data, prepared, sources
+from stratbench.workload.datasets import DATASETS, Dataset, describe
+from stratbench.workload.sources import DataError, Source
 
 
 def prepare(
@@ -34,6 +34,8 @@ def prepare(
     An intact earlier result is kept. `out_dir` appears whole or not at all, and concurrent calls
     do not disturb each other. Raises DataError with what is wrong and what to do.
     """
+    if own_data.is_own(spec):
+        return _prepare_own(own_data.of_job(name, spec), Path(out_dir), spec)
     facts = describe(name, spec)
     request = {
         "format": prepared.FORMAT,
@@ -43,10 +45,47 @@ def prepare(
         "crop_padding": facts.crop_padding,
         "flip": facts.flip,
     }
-    out_dir = Path(out_dir)
+    root = root or os.environ.get(sources.ROOT_VARIABLE)
+
+    def open_source(scratch: Path) -> tuple[Source, Dataset]:
+        folder = Path(root).expanduser() if root else None
+        return facts.open_source(folder, scratch if download else None), facts
+
+    return _prepared_for(request, Path(out_dir), open_source)
+
+
+def _prepare_own(said: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a user's own data; DataError where they are not those that `spec` was made of."""
+    identity = json.loads(json.dumps(said.identity(own.code_folders())))
+    stated = {key: spec[key] for key in ("sha256", "version") if key in spec}
+    if any(identity[key] != value for key, value in stated.items()):
+        raise DataError(
+            f"{said}: its {'code has' if said.call else 'files have'} changed since the run was "
+            "started; start it again"
+        )
+    request = {
+        "format": prepared.FORMAT,
+        "name": said.name,
+        "spec": identity,
+        **{key: said.values.get(key, off) for key, off in own_data.AUGMENTATION.items()},
+    }
+
+    def open_source(scratch: Path) -> tuple[Source, Dataset]:
+        source, shape, classes, floats = said.opened()
+        samples = source.train.samples, source.test.samples
+        return source, Dataset(shape, classes, *samples, lambda *_: source, floats=floats)
+
+    return _prepared_for(request, out_dir, open_source)
+
+
+def _prepared_for(
+    request: Mapping[str, Any],
+    out_dir: Path,
+    open_source: Callable[[Path], tuple[Source, Dataset]],
+) -> dict[str, Any]:
+    """Prepare what `open_source` gives from a scratch folder, unless it is there already."""
     if (kept := prepared.intact(out_dir, request)) is not None:
         return kept
-    root = root or os.environ.get(sources.ROOT_VARIABLE)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent
@@ -54,9 +93,7 @@ def prepare(
         built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
         built.mkdir()
         downloads.mkdir()
-        source = facts.open_source(
-            Path(root).expanduser() if root else None, downloads if download else None
-        )
+        source, facts = open_source(downloads)
         prepared.write(built, request, source, facts)
         return prepared.install(built, out_dir, request)
 
@@ -89,6 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; nothing was left behind", file=sys.stderr)
+        return 128 + signal.SIGINT
     size = "x".join(map(str, meta["shape"]))
     what, kinds = ("texts", "tokens") if len(meta["shape"]) == 1 else ("images", "classes")
     print(

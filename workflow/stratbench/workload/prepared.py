@@ -1,6 +1,6 @@
 """A prepared data set on disk: four memory-mappable arrays and `meta.json` in one folder.
 
-Images: `train_inputs.npy`, `test_inputs.npy` uint8 [N, C, H, W]; `train_targets.npy`,
+Images: `train_inputs.npy`, `test_inputs.npy` uint8 or float32 [N, C, H, W]; `train_targets.npy`,
 `test_targets.npy` int64 [N]. Text: inputs and targets [N, length], tokens in the smallest type that
 holds them. The folder appears whole or not at all. Its SHA-256 shows damage afterwards; it is computed
 again only if a file no longer has the size and the time of change that the meta data state.
@@ -37,40 +37,47 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
 
     The meta data are `request`, the counts, the source files, the arrays' SHA-256, size in bytes
     and time of change; of images, the mean and standard deviation of each channel over the training
-    set, for values in 0..1; of a text, the least possible loss where it is known.
+    set, for bytes as values in 0..1; of a text, the least possible loss where it is known.
     """
     import numpy as np
 
     shape = facts.shape
     what = "texts" if facts.is_text else "images"
-    token = {1: np.uint8, 4: np.int32}[facts.stored_bytes]
-    of_target = (token, shape) if facts.is_text else (np.int64, ())
-    counts = np.zeros((shape[0], 256), dtype=np.int64)
+    value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
+    of_target = (value, shape) if facts.is_text else (np.int64, ())
+    moments = None if facts.is_text else (_Sums if facts.floats else _Counts)(shape[0])
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
         inputs, targets = (
             np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
-            for name, (dtype, one) in {"inputs": (token, shape), "targets": of_target}.items()
+            for name, (dtype, one) in {"inputs": (value, shape), "targets": of_target}.items()
         )
         start = 0
         with progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
             for chunk_inputs, chunk_targets in chunks:
                 stop = start + len(chunk_targets)
                 inputs[start:stop], targets[start:stop] = chunk_inputs, chunk_targets
-                if split == "train" and not facts.is_text:
-                    channels = chunk_inputs.swapaxes(0, 1)
-                    counts += [np.bincount(c.ravel(), minlength=256) for c in channels]
+                if split == "train" and moments is not None:
+                    moments.add(chunk_inputs)
                 start = stop
                 bar.update(len(chunk_targets))
         if start != samples:
             raise DataError(f"{request['name']}, {split}: {start} {what} instead of {samples}")
         inputs.flush()
         targets.flush()
+    stated = {"least_loss": source.least_loss} if moments is None else moments.as_meta()
+    if 0 in stated.get("std", ()):
+        raise DataError(
+            f"{request['name']}: channel {stated['std'].index(0)} has one value in all training images, so "
+            "that nothing can be learnt from it; leave it out"
+        )
     meta = {
         **request,
+        "classes": facts.classes,
         "shape": list(shape),
         "train_samples": source.train.samples,
         "test_samples": source.test.samples,
-        **({"least_loss": source.least_loss} if facts.is_text else _moments(counts)),
+        **stated,
+        **({"floats": True} if facts.floats else {}),
         "generated": source.generated,
         "sources": source.files,
         "sha256": _sha256(folder),
@@ -80,16 +87,53 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
     return meta
 
 
-def _moments(counts: np.ndarray) -> dict[str, list[float]]:
-    """Mean and standard deviation of each channel, from how often it has each of 256 values."""
-    import numpy as np
+class _Counts:
+    """Mean and standard deviation of each channel of bytes, from how often it has each of 256 values."""
 
-    values, share = np.arange(256) / 255, counts / counts.sum(axis=1, keepdims=True)
-    mean = share @ values
-    return {
-        "mean": mean.tolist(),
-        "std": np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1)).tolist(),
-    }
+    def __init__(self, channels: int) -> None:
+        import numpy as np
+
+        self._counts = np.zeros((channels, 256), dtype=np.int64)
+
+    def add(self, images: np.ndarray) -> None:
+        import numpy as np
+
+        channels = images.swapaxes(0, 1)
+        self._counts += [np.bincount(c.ravel(), minlength=256) for c in channels]
+
+    def as_meta(self) -> dict[str, list[float]]:
+        import numpy as np
+
+        values, share = np.arange(256) / 255, self._counts / self._counts.sum(1, keepdims=True)
+        mean = share @ values
+        return {
+            "mean": mean.tolist(),
+            "std": np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1)).tolist(),
+        }
+
+
+class _Sums:
+    """The same of channels of floats, from parts of them (Chan, Golub and LeVeque, 1979)."""
+
+    def __init__(self, channels: int) -> None:
+        import numpy as np
+
+        self._n, self._mean, self._squares = 0, np.zeros(channels), np.zeros(channels)
+
+    def add(self, images: np.ndarray) -> None:
+        import numpy as np
+
+        values = images.swapaxes(0, 1).reshape(images.shape[1], -1).astype(np.float64)
+        n, mean = values.shape[1], values.mean(axis=1)
+        self._squares += ((values - mean[:, None]) ** 2).sum(axis=1)
+        self._squares += (mean - self._mean) ** 2 * self._n * n / (self._n + n)
+        self._mean += (mean - self._mean) * n / (self._n + n)
+        self._n += n
+
+    def as_meta(self) -> dict[str, list[float]]:
+        import numpy as np
+
+        return {"mean": self._mean.tolist(), "std": np.sqrt(self._squares / self._n).tolist()}
 
 
 def _size_and_time(folder: Path, array: str) -> list[int]:
@@ -154,6 +198,14 @@ def _move_aside(folder: Path, where: Path) -> None:
         raise DataError(f"{folder}: is not a folder; name another") from None
     except FileNotFoundError:
         return  # Another process was quicker.
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The meta data of a prepared data set, its arrays not looked at; DataError if there are none."""
+    try:
+        return read_json(folder / META)
+    except (OSError, ValueError) as error:
+        raise _not_whole(folder, error) from error
 
 
 def verified_meta(folder: Path) -> dict[str, Any]:

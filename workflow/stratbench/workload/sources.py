@@ -87,6 +87,7 @@ DIGITS_SPLIT_SEED = 20240
 DIGITS_TEST_SAMPLES = 360
 
 SYNTHETIC_CHUNK_SAMPLES = 1024
+TEXT_CHUNK_SAMPLES = 1 << 14
 DOWNLOAD_TIMEOUT_S = 30
 #: No file of a data set that we know is larger; what is, is not read to its end.
 MOST_FILE_BYTES = 1 << 30
@@ -434,7 +435,9 @@ def pieces(tokens: np.ndarray, sequence: int) -> Split:
     """A text cut into pieces of `sequence` tokens, each with the tokens that come next."""
     samples = (len(tokens) - 1) // sequence
     inputs, targets = (tokens[i : i + samples * sequence].reshape(-1, sequence) for i in (0, 1))
-    return Split(samples, iter([(inputs, targets)]))
+    starts = range(0, samples, TEXT_CHUNK_SAMPLES)
+    chunks = ((inputs[i : i + starts.step], targets[i : i + starts.step]) for i in starts)
+    return Split(samples, chunks)
 
 
 def markov_text(
