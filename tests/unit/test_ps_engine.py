@@ -84,11 +84,11 @@ def test_one_worker_trains_bit_for_bit_as_without_a_server(tmp_path, policy, tra
         snapshot_dir=str(tmp_path),
     )
     _, (worker,) = run_all(plan, transport=transport)
-    reference = single_run(plan)
-    assert equal_parameters(worker.model, reference)
-    served = floats(from_snapshot(tmp_path, 0))  # BatchNorm's statistics too
-    for name, tensor in floats(reference).items():
-        assert torch.equal(served[name], tensor), name
+    trained, served = floats(worker.model), floats(from_snapshot(tmp_path, 0))
+    apart = 1e-12 if policy == "ps-ormo" else 0  # it forms the same sums in another order
+    for name, tensor in floats(single_run(plan)).items():  # BatchNorm's statistics too
+        assert float((served[name] - tensor).abs().max()) <= apart, name
+        assert float((trained[name] - tensor).abs().max()) <= apart, name
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
