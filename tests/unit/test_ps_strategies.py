@@ -372,7 +372,7 @@ def scratch(monkeypatch):
 
 
 def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, scratch):
-    process, record, folder = launch(tmp_path, "ps-async", 3, epochs=40)
+    process, record, folder = launch(tmp_path, "ps-async", 3, epochs=20)
     os.kill(pid_of(folder, "rank1"), signal.SIGKILL)
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
@@ -380,8 +380,8 @@ def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, scra
     assert found["status"] == "ok"
     [server] = found["server"]["servers"]
     assert [entry["worker"] for entry in server["lost"]] == [1]
-    assert server["tickets_settled"] == 40 * 8 * 3
-    assert len(found["accuracy"]["per_epoch"]) == 40
+    assert server["tickets_settled"] == 20 * 8 * 3
+    assert len(found["accuracy"]["per_epoch"]) == 20
     assert not folder.secret.exists(), "the job's secret is removed"
     left = [*tmp_path.rglob("epoch*"), *scratch.rglob("epoch*")]
     assert not left, "evaluated snapshots are removed"
@@ -427,7 +427,7 @@ def test_a_killed_server_ends_the_cell_with_an_error(tmp_path):
 
 
 def test_a_stopped_worker_is_given_up_and_ended(tmp_path):
-    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=60)
+    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=20)
     stopped = pid_of(folder, "rank1")
     os.kill(stopped, signal.SIGSTOP)
     output, _ = process.communicate(timeout=100)
