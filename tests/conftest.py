@@ -30,8 +30,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three to a core: much of what slow tests do is waiting, most of all for SLURM."""
-    return (1 if "not slow" in config.option.markexpr else 3) * len(usable_cores())
+    """Two to a core and one: much of what slow tests do is waiting, most of all for SLURM.
+
+    Quick tests compute, and each process imports PyTorch first.
+    """
+    cores = len(usable_cores())
+    return cores if "not slow" in config.option.markexpr else 2 * cores + 1
 
 
 @pytest.hookimpl(optionalhook=True)
