@@ -3,6 +3,7 @@
 #   snakemake --profile profiles/local                       the study named in config.yaml
 #   snakemake --profile profiles/slurm --config study=paper  another one, on a cluster
 #   snakemake -n                                             what would be trained
+#   snakemake -c1 check                                      whether its networks can be trained by its strategies
 #   snakemake -c1 plan                                       what fits, how long it takes, what it costs
 #   snakemake -c1 decide                                     what to choose, from the records that are there
 #   snakemake -c1 partial                                    merge what is there, list what is missing

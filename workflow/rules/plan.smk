@@ -24,6 +24,24 @@ rule plan:
         " 2>&1 | tee {log:q}"
 
 
+# The check: which strategy would refuse which network and why, in seconds, before anything is planned or
+# trained. Its exit code says whether one would. It has no output, so that it always runs.
+rule check:
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/check.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        config=rules.plan.params.config,
+    message:
+        f"check the networks of the study {STUDY.name}"
+    shell:
+        "set -o pipefail; "
+        f"{FIND_PACKAGE}"
+        "python -m stratbench.plan --check --config {params.config:q} 2>&1 | tee {log:q}"
+
+
 # What the plan predicts of every finished cell beside what was measured.
 rule compare_with_prediction:
     input:

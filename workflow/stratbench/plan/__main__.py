@@ -1,6 +1,7 @@
 """Plans a study: writes plan.csv, plan.html and plan.json, and prints a summary.
 
 python -m stratbench.plan --config JSON          as `snakemake plan` calls it
+python -m stratbench.plan --config JSON --check  as `snakemake check` calls it
 python -m stratbench.plan --configfile config.yaml --study paper --gpu "A10G 24GB"
 """
 
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.plan import rows
+from stratbench.plan.cache import PACKAGE
+from stratbench.plan.check import check_study
+from stratbench.plan.check_text import check_text, refused_lines
 from stratbench.plan.schedule import make_plan
 from stratbench.plan.text import plan_text
 from stratbench.study.config import load_config
+from stratbench.study.job_environment import set_job_environment
 from stratbench.study.messages import ConfigError
 from stratbench.study.yaml_traps import check_duplicate_keys
 
@@ -24,7 +29,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         config, study = load_config(read_config(args))
-        plan = make_plan(config, study, args.gpu, args.partition)
+        set_job_environment(config, str(PACKAGE.parent))
+        checked = check_study(config, study)
+        if args.check:
+            print(check_text(checked))
+            return 1 if checked.refused else 0
+        if checked.refused:
+            print("would be refused (`snakemake check` says more):")
+            print("\n".join(f"  {line}" for line in refused_lines(checked.refused)), flush=True)
+        plan = make_plan(config, study, args.gpu, args.partition, checked.refused)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -48,6 +61,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--config", help="the whole config, as JSON")
     given.add_argument("--configfile", type=Path, help="the config as a YAML file")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only check the networks; exit code 1 where a cell would be refused",
+    )
     parser.add_argument("--study", help="the study, where it is not the config's")
     parser.add_argument("--gpu", help="the GPU to plan for, where it is not the config's")
     parser.add_argument(

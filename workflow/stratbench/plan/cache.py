@@ -22,8 +22,8 @@ PACKAGE = Path(__file__).parents[1]
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (
     "cell/settings.py", "workload/*.py", "telemetry/memory.py", "telemetry/shards.py",
-    "strategies/*.py", "ps/flat.py", "ps/shm.py", "plan/fake.py", "plan/footprint.py",
-    "plan/request.py", "plan/trace.py", "plan/traffic.py",
+    "strategies/*.py", "ps/flat.py", "ps/shm.py", "plan/check.py", "plan/fake.py",
+    "plan/footprint.py", "plan/request.py", "plan/trace.py", "plan/traffic.py",
 )  # fmt: skip
 
 

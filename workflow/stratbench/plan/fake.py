@@ -47,33 +47,12 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
     the first is like any later one, since momentum and buckets exist from the start.
     """
     with ExitStack() as stack:
-        stack.enter_context(fake_group(request.world_size))
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(torch_on_fakes(request))
-        device = torch.device("cpu")
-        model = models.for_training(
-            request.network,
-            request.classes,
-            request.input_shape,
-            seed=0,
-            device=device,
-            dtype=request.dtype,
-            build=blank,
-        )
-        strategy = strategy_on_fakes(request)
+        stack.enter_context(surroundings(request))
+        model, strategy, worker = built(request)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1, on_cpu=not request.on_cuda
         )
-        worker = base.Worker(
-            settings=_settings(request),
-            rank=0,
-            world_size=request.world_size,
-            local_world=request.local_world,
-            device=device,
-            folder=RunFolder(Path()),
-            wrap_groups=models.wrap_groups(request.network, model),
-            mark=_marking(trace, model, request.accumulate),
-        )
+        worker.mark = _marking(trace, model, request.accumulate)
         strategy.setup(model, worker)
         _tag_states(trace, strategy, model)
         with trace:
@@ -82,25 +61,60 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
             for batch in batches:
                 _step(trace, strategy, request, batch)
             trace.begin("evaluate")
-            _evaluate(strategy, request)
+            evaluate(strategy, request)
         return trace, strategy
+
+
+@contextmanager
+def surroundings(request: Request, on_fakes: bool = True) -> Iterator[None]:
+    """The process group and torch's ways of which a worker of the request is made, until the block ends."""
+    with ExitStack() as stack:
+        stack.enter_context(fake_group(request.world_size))
+        if on_fakes:
+            stack.enter_context(FakeTensorMode())
+        stack.enter_context(torch_on_fakes(request))
+        yield
+
+
+def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Strategy, base.Worker]:
+    """The network, the strategy and its worker, before `setup`; all within `surroundings`."""
+    model = models.for_training(
+        request.network,
+        request.classes,
+        request.input_shape,
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=request.dtype,
+        build=blank if on_fakes else models.build,
+    )
+    worker = base.Worker(
+        settings=_settings(request),
+        rank=0,
+        world_size=request.world_size,
+        local_world=request.local_world,
+        device=torch.device("cpu"),
+        folder=RunFolder(Path()),
+        wrap_groups=models.wrap_groups(request.network, model),
+    )
+    return model, strategy_on_fakes(request), worker
 
 
 def _step(trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int) -> None:
     strategy.steps = 0  # each is a training's first step and its last: all that may be due, is
     trace.begin("forward")
-    x, y = _batch(request, batch)
+    x, y = batch_of(request, batch)
     trace.tag("activations", (x, y))
     strategy.step(x, y)
 
 
-def _evaluate(strategy: base.Strategy, request: Request) -> None:
+def evaluate(strategy: base.Strategy, request: Request) -> None:
     """As the training loop does: without autocast, the logits in float64."""
     with strategy.evaluating() as model, torch.no_grad():
-        model(_batch(request, request.eval_batch)[0]).double()
+        model(batch_of(request, request.eval_batch)[0]).double()
 
 
-def _batch(request: Request, samples: int) -> tuple[Tensor, Tensor]:
+def batch_of(request: Request, samples: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of so many samples, as the request's model takes them."""
     return example_batch(
         samples,
         request.input_shape,
@@ -232,7 +246,7 @@ def blank(model: str | models.Model, classes: int, shape: tuple[int, ...]) -> nn
     with unset_fake_temporarily(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that weights without memory are not initialised
         made = models.build_without_memory(model, classes, shape)
-    models.replace_tensors(made, lambda t: torch.empty(t.shape, dtype=t.dtype))
+    models.replace_tensors(made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
     return made
 
 

@@ -47,12 +47,16 @@ class Verdict:
     link_s: tuple[float, float]  # of a step's communication, at best and at worst
 
 
+class Refusal(str):
+    """Why a cell is not planned: it cannot be trained."""
+
+
 @dataclass(frozen=True)
 class Planned:
     """One cell's part of the plan. `footprint` is None if it could not be predicted; `why` says why."""
 
     subject: Subject
-    state: str  # done, recorded, failed, infeasible, to do
+    state: str  # done, recorded, failed, refused, infeasible, to do
     why: str
     footprint: Footprint | None
     peak: MemoryPeak | None  # of training, data set included
@@ -95,13 +99,18 @@ class Plan:
 
 
 def make_plan(
-    config: Mapping[str, Any], study: Study, gpu: str | None = None, partition: str | None = "*"
+    config: Mapping[str, Any],
+    study: Study,
+    gpu: str | None = None,
+    partition: str | None = "*",
+    refused: Mapping[Cell, str] | None = None,
 ) -> Plan:
     """The plan of a study. Missing footprints are made first, which takes minutes.
 
     `gpu` replaces `cluster.gpu`. `partition`: of SLURM, where cells will run (several: `a,b`; None:
-    the default one; `*`: any).
+    the default one; `*`: any). `refused`: cells that cannot be trained, and why; they are not planned.
     """
+    refused = refused or {}
     cluster = config["cluster"]
     named = gpu or cluster["gpu"]
     gpus = named_gpus({**cluster, "gpu": named})
@@ -113,11 +122,21 @@ def make_plan(
         if s.request.may_reshard
         and s.cell.gpus == max(study.experiments[s.cell.experiment].matrix["gpus"])
     }
-    wanted = [*(s.request for s in subjects), *twins.values()]
+    for cell in refused:
+        twins.pop(cell, None)
+    wanted = [*(s.request for s in subjects if s.cell not in refused), *twins.values()]
     made = footprints_of(wanted, Path(config["results"]) / "plan-cache")
     records = records_by_cell(study, config["results"])
     planned = [
-        _plan_cell(s, made[s.request], records, gpus, primary, cluster, config["results"])
+        _plan_cell(
+            s,
+            Refusal(refused[s.cell]) if s.cell in refused else made[s.request],
+            records,
+            gpus,
+            primary,
+            cluster,
+            config["results"],
+        )
         for s in subjects
     ]
     on_gpu = any(s.request.on_cuda for s in subjects)
@@ -270,6 +289,8 @@ def _state(
         if found["status"] == "ok":
             return "done", ""
         return "recorded", f"{found['status']}: {found['reason']}"
+    if isinstance(made, Refusal):
+        return "refused", str(made)
     failed = record.failure_reason(s.cell.log_dir(results))
     if failed is not None:
         return "failed", failed

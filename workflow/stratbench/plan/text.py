@@ -108,9 +108,9 @@ def _verdicts(plan: Plan) -> Iterator[str]:
     yield "   " + ", ".join(f"{count} {state}" for state, count in states.items())
     for name in (plan.device, *plan.others):
         yield from _on(plan, name)
-    for state in ("infeasible", "failed", "recorded"):
+    for state in ("refused", "infeasible", "failed", "recorded"):
         yield from _listed(state, [c for c in plan.cells if c.state == state])
-    unknown = [c for c in plan.cells if c.footprint is None]
+    unknown = [c for c in plan.cells if c.footprint is None and c.state != "refused"]
     yield from _listed("not predicted", unknown)
     for sentence in plan.unheld:
         yield f"   no node can hold: {sentence}"

@@ -9,12 +9,13 @@ reads strategies' names and options on every parse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import Options
+from stratbench.workload.own import listed
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState, Stateful
+    from stratbench.workload.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Strategy:
     first_choice: ClassVar[
         Literal["one worker", "equal workers", "unequal workers", "states too large"] | None
     ] = None
+    #: What becomes of buffers that forward writes, such as BatchNorm's statistics, in a few words.
+    buffers_note: ClassVar[str] = "each worker keeps its own"
     #: What the breakdown of a step's time cannot separate, in a sentence; None: nothing is hidden.
     breakdown_note: ClassVar[str | None] = None
     Options: ClassVar[type[Options]] = Options
@@ -121,6 +125,10 @@ class Strategy:
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         """Why it, with all its `options`, cannot train by an experiment's `values`: `.key = ...: why`."""
+        yield from ()
+
+    def refusals_of_model(self, model: nn.Module, trial: Trial, worker: Worker) -> Iterator[str]:
+        """Why it cannot train `model`, with the remedy; `trial`: a step of it. Asked before `setup`."""
         yield from ()
 
     @classmethod
@@ -412,6 +420,21 @@ def norm_of_parts(norm: Tensor, workers: int, group: ProcessGroup | None = None)
     square = norm.square()
     dist.all_reduce(square, group=group)
     return square.sqrt()
+
+
+def sparse_gradient(names: Sequence[str], why: str) -> str:
+    """Why a strategy refuses parameters with a sparse gradient, and the remedy."""
+    return (
+        f"the gradient of {listed(names)} is sparse, which {why}; make the layer with sparse=False"
+    )
+
+
+def by_chance(modules: Sequence[str]) -> str:
+    """Why workers that step together cannot skip modules each as its own dice fall."""
+    return (
+        f"not every forward calls {listed(modules)}: each worker throws its own dice, and they would wait "
+        "for one another in vain; call it always, and multiply what it gives by 0 or 1"
+    )
 
 
 def ring_traffic(sent_bytes: float) -> dict[str, Any]:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
+from stratbench.workload.own import ModelError, listed
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
+
+    from stratbench.workload.trial import Trial
 
 
 #: DDP times ten steps, and then one in so many (its default).
 SAMPLE_EVERY = 100
+
+
+#: How DDP says which parameters, by number, got no gradient in the step before.
+_UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+
+
+def no_gradient(names: Sequence[str]) -> str:
+    """Why parameters without a gradient end a run, and the remedy."""
+    return (
+        f"{listed(names)} got no gradient in a step, and DDP waits for one from every parameter; use what "
+        "it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
+    )
 
 
 class SampledTimes(NamedTuple):
@@ -56,6 +72,7 @@ class DDP(base.Collective):
     )
     alike_on_any_count = True
     first_choice = "equal workers"
+    buffers_note = "rank 0's are sent to all before each forward, and evaluated"
     breakdown_note: ClassVar[str] = (
         "exposed_communication is DDP's own measure of what outlasts the backward computation, "
         "waiting for slower workers included (on a GPU a mean over the steps that DDP samples); "
@@ -71,6 +88,29 @@ class DDP(base.Collective):
         return base.Traits(
             synchronous_alone=True, equals_ddp=True, updates_per_step=1, ring_copies=2
         )
+
+    def refusals_of_model(
+        self, model: nn.Module, trial: Trial, worker: base.Worker
+    ) -> Iterator[str]:
+        if trial.by_chance:
+            yield base.by_chance(trial.by_chance)
+        if trial.unused:
+            yield no_gradient(trial.unused)
+        if trial.sparse:
+            yield base.sparse_gradient(trial.sparse, "DDP does not average as one process would")
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        try:
+            return super().forward(x, y)
+        except RuntimeError as e:
+            if (missing := _UNREDUCED.search(str(e))) is None:
+                raise
+            names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            found = [names[int(i)] for i in missing[1].split()]
+            s = self.worker.settings
+            raise ModelError(
+                f"model {s.model!r}: {s.strategy} cannot train it: {no_gradient(found)}"
+            ) from e
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel

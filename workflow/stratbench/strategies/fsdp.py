@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.strategies import base
 from stratbench.strategies.sharded import Sharded
+from stratbench.workload.own import listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from stratbench.workload.trial import Trial
 
 
 class FSDP(Sharded):
@@ -35,6 +39,7 @@ class FSDP(Sharded):
     )
     uses_wrap_groups = True
     first_choice = "states too large"
+    buffers_note = "each worker keeps its own, and their mean is evaluated"
 
     @dataclass(frozen=True)
     class Options(base.Options):
@@ -59,6 +64,51 @@ class FSDP(Sharded):
             updates_per_step=1,
             ring_copies=2,  # 3 for what is gathered again: all but the root's own parameters, if any
         )
+
+    def refusals_of_model(
+        self, model: nn.Module, trial: Trial, worker: base.Worker
+    ) -> Iterator[str]:
+        scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+        if scalars:
+            yield (
+                f"FSDP divides parameters along a dimension, which {listed(scalars)} does not have; make it "
+                "a tensor of one element, nn.Parameter(torch.ones(1))"
+            )
+        scattered = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+        if scattered:
+            yield (
+                f"FSDP takes contiguous parameters, and these are not: {listed(scattered)}; call "
+                ".contiguous() before nn.Parameter"
+            )
+        if trial.sparse:
+            yield base.sparse_gradient(trial.sparse, "FSDP cannot divide")
+        for label, dtypes in self._dtypes(model, worker):
+            if len(dtypes) > 1:
+                yield (
+                    f"{label} has parameters of several dtypes ({', '.join(sorted(dtypes))}), which FSDP "
+                    "cannot gather together; use one, or shard them apart"
+                )
+        # What is kept after a forward may be read until the next step.
+        early = trial.uncalled
+        if self.options.reshard_after_forward == "always":
+            early += trial.late
+        if early:
+            yield (
+                f"forward reads {listed(early)} outside of a call of the shard group it belongs to, and FSDP "
+                "gathers a group only then; call the module itself (neither its parts nor .forward), or name "
+                "in `shard` only classes whose instances are called"
+            )
+        if worker.world_size > 1 and trial.by_chance:
+            yield base.by_chance(trial.by_chance)
+
+    def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, set[str]]]:
+        """The dtypes of each group's parameters, and of what is in none."""
+        left = set(model.parameters())
+        for label, modules in worker.wrap_groups:
+            own = {p for m in modules for p in m.parameters()}
+            left -= own
+            yield f"the shard group {label}", {str(p.dtype).removeprefix("torch.") for p in own}
+        yield "what is in no shard group", {str(p.dtype).removeprefix("torch.") for p in left}
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch

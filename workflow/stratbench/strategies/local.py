@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.strategies import base
+from stratbench.workload.own import listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from stratbench.workload.trial import Trial
 
 #: Numbers of which a distance is summed up at once: temporary tensors stay small.
 SUMMED_NUMBERS = 1 << 20
@@ -22,6 +25,7 @@ class Local(base.Collective):
     What the optimizer keeps stays each worker's own. The mean of all workers is evaluated.
     """
 
+    buffers_note = "each worker keeps its own, and they are averaged with the weights"
     breakdown_note: ClassVar[str] = (
         "exposed_communication is the exchange of weights after the update, waiting for slower workers "
         "included, as a mean over all steps"
@@ -33,6 +37,15 @@ class Local(base.Collective):
             yield (
                 ".precision = 'fp16': a worker whose gradient overflows would skip its step alone, since "
                 "workers that train by themselves share no loss scale; use bf16"
+            )
+
+    def refusals_of_model(
+        self, model: nn.Module, trial: Trial, worker: base.Worker
+    ) -> Iterator[str]:
+        if found := [name for name, p in model.named_parameters() if p.is_complex()]:
+            yield (
+                f"how far workers are apart is summed in real numbers, and {listed(found)} is complex; keep "
+                "its real and imaginary part as two parameters"
             )
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:

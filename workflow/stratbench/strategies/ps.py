@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stratbench.ps.client import Channel
     from stratbench.ps.flat import FlatSpace
     from stratbench.ps.tickets import Ticket
+    from stratbench.workload.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class ParameterServer(base.Strategy):
 
     kind = "server"
     needs_group = False
+    buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
     alike_on_any_count = True
     breakdown_note: ClassVar[str] = (
         "server_wait is the time from the last byte pushed to the last byte of the reply: the "
@@ -160,6 +162,18 @@ class ParameterServer(base.Strategy):
             yield (
                 f".clip_norm = {values['clip_norm']}: each server takes its part of one worker's gradient, "
                 "so that nobody knows the norm of the whole"
+            )
+
+    def refusals_of_model(
+        self, model: nn.Module, trial: Trial, worker: base.Worker
+    ) -> Iterator[str]:
+        dtypes = {
+            str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad
+        }
+        if len(dtypes) > 1:
+            yield (
+                f"its parameters have several dtypes ({', '.join(sorted(dtypes))}), and servers keep one "
+                "flat tensor; use one dtype"
             )
 
     @classmethod

@@ -18,6 +18,7 @@ class Single(Collective):
     max_workers = 1
     needs_group = False
     first_choice = "one worker"
+    buffers_note = "there is one worker"
 
     def traits(self, gpus: int) -> Traits:
         return Traits(synchronous_alone=True, equals_ddp=True, updates_per_step=1, ring_copies=0)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from stratbench.workload.trial import Trial
+
 
 class Bucket:
     """Parameters that lie in one flat tensor, and their gradients in another, both in equal parts.
@@ -61,6 +63,7 @@ class ZeRO1(base.Collective):
     """
 
     summary: ClassVar[str] = "replicas, optimizer state sharded element by element"
+    buffers_note = DDP.buffers_note
     rule: ClassVar[str] = (
         "As ddp, but each worker holds the velocity of its share of W and updates that alone; g is "
         "averaged to its share while backward runs, W is gathered after the update"
@@ -83,6 +86,12 @@ class ZeRO1(base.Collective):
             updates_per_step=1,
             ring_copies=2,
         )
+
+    def refusals_of_model(
+        self, model: nn.Module, trial: Trial, worker: base.Worker
+    ) -> Iterator[str]:
+        if trial.sparse:
+            yield base.sparse_gradient(trial.sparse, "has no place in a flat bucket")
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch.distributed as dist

@@ -26,7 +26,7 @@ from stratbench.cell.settings import Settings
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.handshake import load_secret
 from stratbench.ps.server import serve
-from stratbench.strategies import strategy_class
+from stratbench.strategies import acceptance, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
@@ -144,6 +144,11 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}
             for label, ms in groups
         ]
+        trial = None
+        if s.own_model:
+            samples = strategy.samples_per_step(s)
+            acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
+            trial = models.trial_of(network, model, facts["classes"], shape, groups)
         slowdown = Slowdown.of(s, rank, model, shape, data.meta["classes"], device)
         worker = Worker(
             s,
@@ -156,6 +161,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             slowdown.wait,
             total_steps=s.epochs * (job.train_samples // s.global_batch),
         )
+        if trial is not None:
+            acceptance.check_model(strategy, network, model, trial, worker)
         strategy.setup(model, worker)
         # From here on only what is random per worker (dropout) draws from the global generator.
         torch.manual_seed(s.seed + 1 + rank)

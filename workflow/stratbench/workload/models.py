@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stratbench.cell.settings import Settings
+    from stratbench.workload.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -263,12 +264,9 @@ def for_training(
 
     The initial weights follow from `seed` alone: they are drawn on the CPU in float32. They are
     contiguous, also where batches are not (`precision.batch_format`). Weights that two layers share
-    stay shared. `build` makes the network. A user's is tried with a batch of two samples first, and
-    ModelError tells what does not fit.
+    stay shared. `build` makes the network.
     """
     import torch
-
-    from stratbench.workload.data import example_batch
 
     torch.manual_seed(seed)
     model = build(name, classes, shape)
@@ -276,10 +274,35 @@ def for_training(
         model, lambda t: t.detach().to(device, dtype if t.is_floating_point() else t.dtype)
     )
     model.train()
-    if (said := _known(name).own) is not None:
-        x, y = example_batch(2, shape, classes, device, dtype, torch.contiguous_format)
-        own.check_output(said, model, classes, x, list(y.shape))
     return model
+
+
+def trial_of(
+    name: str | Model,
+    model: nn.Module,
+    classes: int,
+    shape: tuple[int, ...],
+    groups: list[tuple[str, list[nn.Module]]],
+) -> Trial:
+    """One step of the network that `for_training` made, on two samples; `groups`: its shard groups.
+
+    ModelError tells what does not fit. Neither weights nor buffers are changed.
+    """
+    import torch
+
+    from stratbench.workload import trial
+    from stratbench.workload.data import example_batch
+
+    like = next(model.parameters())
+    dtype = like.dtype if like.is_floating_point() else torch.float32
+    x, y = example_batch(trial.SAMPLES, shape, classes, like.device, dtype, torch.contiguous_format)
+    return trial.take_trial(in_words(name), model, x, y, classes, groups)
+
+
+def in_words(name: str | Model) -> str:
+    """A model in a sentence about it."""
+    said = _known(name).own
+    return str(said) if said is not None else f"model {_name(name)!r}"
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
@@ -319,6 +342,17 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
+def sharding_rule(name: str | Model) -> str:
+    """By which rule `wrap_groups` makes its groups, in words."""
+    model = _known(name)
+    if model.own:
+        from stratbench.workload import sharding
+
+        return sharding.rule_of(model.own.shard)
+    blocks = [path.partition(":")[2] for path in FAMILIES[model.family].blocks]
+    return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
+
+
 def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     from torch import nn
 
@@ -335,11 +369,9 @@ def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 
 def facts_of_own(model: Model, classes: int, shape: tuple[int, ...]) -> dict[str, Any]:
     """What the record says of a user's model: the arguments of its call, and how it is sharded."""
-    from stratbench.workload import sharding
-
     return {
         "arguments": own.arguments(model.own, classes, shape),
-        "sharding": sharding.rule_of(model.own.shard),
+        "sharding": sharding_rule(model),
     }
 
 

@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 #: The environment variable with the folders of the user's code, as PATH has its own.
@@ -292,41 +291,12 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
         raise ModelError(f"{own}: called with ({called}), it raised {told(e)}") from e
     if not isinstance(made, nn.Module):
         raise ModelError(f"{own}: returned {_kind(made)}, which is no torch.nn.Module")
+    for name, p in made.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ModelError(f"{own}: {name} has no shape yet; use the layer that is not lazy")
     if not any(p.requires_grad for p in made.parameters()):
         raise ModelError(f"{own}: has no parameter to train")
     return made
-
-
-def check_output(
-    own: OwnModel, model: nn.Module, classes: int, x: torch.Tensor, targets: Sequence[int]
-) -> None:
-    """ModelError where the model does not give scores [*targets, classes] for the batch `x`.
-
-    One forward pass as in training; buffers are left as they were.
-    """
-    import torch
-
-    kept = [(b, b.detach().clone()) for b in model.buffers()]
-    try:
-        with torch.no_grad():
-            scores = model(x)
-            for b, before in kept:
-                b.copy_(before)
-    except MemoryError:
-        raise
-    except Exception as e:
-        _raise_out_of_memory(e)
-        raise ModelError(f"{own}: its forward of a batch {list(x.shape)} raised {told(e)}") from e
-    wanted = [*targets, classes]
-    if not isinstance(scores, torch.Tensor):
-        raise ModelError(
-            f"{own}: returned {_kind(scores)} for a batch; return one tensor of scores {wanted}"
-        )
-    if list(scores.shape) != wanted:
-        raise ModelError(
-            f"{own}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; with "
-            f"{classes} classes it must be {wanted}"
-        )
 
 
 def _raise_out_of_memory(e: Exception) -> None:
@@ -345,3 +315,9 @@ def told(e: BaseException) -> str:
     """An exception in one line."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Names in a sentence; of many the first few."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

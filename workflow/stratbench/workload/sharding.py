@@ -5,7 +5,11 @@ Importing this file imports torch.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 
 from torch import nn
 
@@ -19,6 +23,9 @@ _HOLDERS = (nn.ModuleList, nn.ModuleDict)
 _CALLERS = (
     nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *_HOLDERS,
 )  # fmt: skip
+
+#: How code reads a weight of what its module holds.
+_READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b")
 
 Groups = list[tuple[str, list[nn.Module]]]
 
@@ -57,7 +64,8 @@ def groups_by_size(model: nn.Module) -> Groups:
     From the root down, a module with more than that is divided into those it holds; neighbours that
     are smaller are put together. A module that is never called (ModuleList) is always divided; one of
     PyTorch's that reads the weights of what it holds (MultiheadAttention), never. What shares a
-    parameter with a module outside stays with the root.
+    parameter with a module outside stays with the root, and so does a module whose weights the class
+    that holds it reads (`self.head.weight` in its code).
     """
     limit = _size([model]) / GROUPS
     found: Groups = []
@@ -69,9 +77,13 @@ def groups_by_size(model: nn.Module) -> Groups:
 
     def divide(prefix: str, parent: nn.Module) -> None:
         waiting: list[tuple[str, nn.Module]] = []
+        read = _read_by(type(parent))
         for name, module in parent.named_children():
             label = prefix + name
             if id(module) in seen or not _size([module]) or _is_parameter_holder(module):
+                continue
+            if name in read:  # left to the root, which is gathered all the time
+                seen.update(id(m) for m in module.modules())
                 continue
             if isinstance(module, _HOLDERS) or (_size([module]) > limit and _may_divide(module)):
                 flush(waiting)
@@ -92,6 +104,21 @@ def _may_divide(module: nn.Module) -> bool:
     if not any(module.children()):
         return False
     return isinstance(module, _CALLERS) or not type(module).__module__.startswith("torch.nn.")
+
+
+@cache
+def _read_by(kind: type[nn.Module]) -> frozenset[str]:
+    """What a class holds and reads the weights of itself, by its code; making them is not reading."""
+    found: set[str] = set()
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if "init" not in name and name != "reset_parameters" and not _is_torchs(method.__module__):
+            with suppress(OSError):  # code that is in no file
+                found |= set(re.findall(_READ, inspect.getsource(method)))
+    return frozenset(found)
+
+
+def _is_torchs(module: str) -> bool:
+    return module.startswith("torch.")
 
 
 def _is_parameter_holder(module: nn.Module) -> bool:

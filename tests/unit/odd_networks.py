@@ -1,0 +1,175 @@
+"""Networks with one oddity each, as a user may bring them; what becomes of each is in test_check.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.inner(x).relu())
+
+
+class Plain(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, classes)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Unused(Plain):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.spare = nn.Linear(8, 8)
+
+
+class UnusedBlock(Plain):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.extra = Block()
+
+
+class Tied(Plain):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.again = nn.Linear(8, 8)
+        self.again.weight = self.blocks[0].outer.weight
+        self.blocks[1].inner.weight = self.blocks[1].outer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.body(x)))
+
+
+class Counts(Plain):
+    """Writes buffers in place, which its output does not depend on."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        self.calls += 1
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x
+
+
+class Replaces(Counts):
+    def body(self, x: Tensor) -> Tensor:
+        x = Plain.body(self, x)
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return x
+
+
+class WritesLate(Counts):
+    """The buffer is needed for backward, and is changed before."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = Plain.body(self, x)
+        y = x * self.mean + x
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return y
+
+
+class Parts(Plain):
+    """Calls parts of its blocks, and never a block."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))
+        for block in self.blocks:
+            x = x + block.outer(block.inner(x).relu())
+        return x
+
+
+class ReadsLate(Plain):
+    """Reads a block's weight after the block was called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(self.body(x), self.blocks[0].outer.weight))
+
+
+class ReadsHead(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.body(x), self.head.weight, self.head.bias)
+
+
+class Branches(Plain):
+    """What it computes depends on the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return self.head(x * 2 if x.abs().sum() > 0 else x)
+
+
+class Dice(Plain):
+    """Skips blocks by chance."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))
+        for block in self.blocks:
+            if torch.rand(()) < 0.5:
+                x = block(x)
+        return x
+
+
+class Scalar(Plain):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+class Transposed(Plain):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.map = nn.Parameter(torch.randn(4, 8).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return self.head(x + x @ self.map @ self.map.t())
+
+
+class Complex(Plain):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.turn = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.body(x) * self.turn).real)
+
+
+class Sparse(Plain):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.table = nn.Embedding(4, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x) + self.table((x.flatten(1)[:, 0] > 0).long()))
+
+
+class Normalises(Plain):
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.norm = nn.BatchNorm1d(8)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.norm(super().body(x))

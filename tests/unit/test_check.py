@@ -1,0 +1,304 @@
+"""The check of a study: what it says of odd networks is what strategies make of them, in real processes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import odd_networks
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from launching import LaunchedCell, settings, sharing
+from stratbench.cell.run_folder import RunFolder
+from stratbench.plan import check
+from stratbench.plan.check_text import check_text
+from stratbench.plan.subject import subject_of
+from stratbench.ps.flat import FlatSpace
+from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies.base import Worker
+from stratbench.study.config import load_config
+from stratbench.workload import own, sharding
+from stratbench.workload.tasks import mean_loss
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS, CLASSES, SHAPE = 3, 10, (1, 8, 8)
+#: name in the table -> strategy, options given, class names in `shard`
+WAYS = {
+    "ddp": ("ddp", {}, ["Block"]),
+    "fsdp": ("fsdp", {}, ["Block"]),
+    "by-size": ("fsdp", {}, None),
+    "kept": ("fsdp", {"reshard_after_forward": "never"}, ["Block"]),
+    "zero1": ("zero1", {}, ["Block"]),
+    "zero1-torch": ("zero1-torch", {}, ["Block"]),
+    "local": ("local-sgd", {"period": 1}, ["Block"]),
+}
+VARIANTS = {
+    "kept": {"strategy": "fsdp", "reshard_after_forward": "never"},
+    "local": {"strategy": "local-sgd", "period": 1},
+}
+#: network -> way -> a part of the reason why it is refused. What is not named trains as one process does.
+DDP = ("ddp", "zero1-torch")
+NOT_GATHERED = "FSDP gathers a group only then"
+REFUSED: dict[str, dict[str, str]] = {
+    "Plain": {},
+    "Unused": dict.fromkeys(DDP, "spare.weight, spare.bias got no gradient in a step"),
+    "UnusedBlock": dict.fromkeys(DDP, "extra.inner.weight, extra.inner.bias, extra.outer.weight"),
+    "Tied": {},
+    "Counts": {},
+    "Replaces": {},
+    "WritesLate": dict.fromkeys(WAYS, "its backward of a batch [2, 1, 8, 8] raised RuntimeError"),
+    "Parts": dict.fromkeys(("fsdp", "kept"), NOT_GATHERED),  # by size, the parts are groups
+    "ReadsLate": dict.fromkeys(("fsdp", "by-size"), "forward reads blocks.0.outer.weight outside"),
+    "ReadsHead": {},  # its code says so, and by size the head is left to the root
+    "Branches": {},
+    "Scalar": dict.fromkeys(("fsdp", "by-size", "kept"), "along a dimension, which scale does"),
+    "Transposed": dict.fromkeys(("fsdp", "by-size", "kept"), "and these are not: map; call"),
+    "Complex": dict.fromkeys(("fsdp", "kept"), "several dtypes (complex64, float32)")
+    | {"zero1-torch": "cannot train it: its step raised ", "local": "turn is complex"},
+    "Sparse": dict.fromkeys(
+        ("ddp", "fsdp", "by-size", "kept", "zero1", "zero1-torch"),
+        "the gradient of table.weight is sparse",
+    ),
+}
+
+
+# --- what strategies really do --------------------------------------------------------------------
+
+
+def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None, float]:
+    """Why the strategy of `way` (None: `single`) fails to train a network, and the last loss of rank 0."""
+    base, options, shard = WAYS[way] if way else ("single", {}, None)
+    torch.manual_seed(0)
+    model = getattr(odd_networks, name)(CLASSES)
+    groups = (
+        sharding.groups_by_class(model, shard, name) if shard else sharding.groups_by_size(model)
+    )
+    s = settings(base, options=option_defaults(base) | options, gpus=world)
+    cls = strategy_class(base)
+    strategy = cls(cls.Options(**s.options))
+    x = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(8) % CLASSES
+    part = slice(rank * 8 // world, (rank + 1) * 8 // world)
+    try:
+        strategy.setup(
+            model, Worker(s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups)
+        )
+        for _ in range(STEPS):
+            strategy.step(x[part], y[part])
+        with strategy.evaluating() as module, torch.no_grad():
+            return None, float(mean_loss(module(x), y))
+    except Exception as e:
+        return own.told(e), float("nan")
+
+
+def work(rank: int, folder: str) -> None:
+    """One of two workers, which try all networks in all ways; rank 0 writes what came of it."""
+    torch.set_num_threads(1)
+    # One group for all: what fails, fails on both workers at the same call.
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    found = {f"{name} {way}": train(name, way, rank, 2) for name in REFUSED for way in WAYS}
+    if rank == 0:
+        found |= {f"{name} alone": train(name, None, 0, 1) for name in REFUSED}
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # as a worker does: taking a group apart whose other end has gone may hang
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | None, float]]:
+    """`network way` -> why it failed, and the loss on all samples at the end."""
+    folder = tmp_path_factory.mktemp("outcomes")
+    context = multiprocessing.get_context("forkserver")
+    workers = [context.Process(target=work, args=(r, str(folder)), daemon=True) for r in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(200)
+        assert worker.exitcode == 0
+    return json.loads((folder / "found.json").read_text())
+
+
+# --- what the check says --------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def code(monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = Path(odd_networks.__file__).parent
+    monkeypatch.setenv(own.CODE_VARIABLE, str(folder))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return folder
+
+
+def study_of(names: dict[str, list[str] | None], **changes):
+    """A config and its study of odd networks; `names`: each with the classes to shard by."""
+    experiment = {
+        "dataset": "digits", "models": list(names),
+        "strategies": [*VARIANTS, "ddp", "fsdp", "zero1", "zero1-torch", "ps-sync"],
+        "gpus": [2], "epochs": 1, "global_batch": 16, "lr": 0.02, "device": "cpu",
+    } | changes  # fmt: skip
+    raw = {
+        "study": "s",
+        "code": [str(Path(odd_networks.__file__).parent)],
+        "models": {
+            name: {"call": f"odd_networks.{name.partition('-')[0]}"}
+            | ({"shard": shard} if shard else {})
+            for name, shard in names.items()
+        },
+        "studies": {"s": {"variants": VARIANTS, "experiments": {"e": experiment}}},
+    }
+    return load_config(raw)
+
+
+def found_of(name: str, shard: list[str] | None = None, **changes) -> dict[str, str | None]:
+    """What the check says of a network: strategy -> why it is refused."""
+    config, study = study_of({name: shard}, **changes)
+    subjects = [subject_of(config, study, cell) for cell in study.cells]
+    requests = list(dict.fromkeys(check.as_checked(s.request) for s in subjects))
+    found = check.find(requests)
+    return {
+        s.cell.strategy: found.error or found.refusals[requests.index(check.as_checked(s.request))]
+        for s in subjects
+    }
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_check_says_what_strategies_really_do(name, outcomes):
+    said = found_of(name, ["Block"])
+    said["by-size"] = found_of(name, None, strategies=["fsdp"])["fsdp"]
+    alone_fails, alone = outcomes[f"{name} alone"]
+    for way in WAYS:
+        why, (failed, loss) = REFUSED[name].get(way), outcomes[f"{name} {way}"]
+        really = failed is None and loss == pytest.approx(alone, rel=1e-4)
+        assert really == (why is None), (way, failed, loss, alone)
+        assert (said[way] is None) == really, (way, said[way], failed)
+        if why is not None:
+            assert why in said[way]
+            assert said[way].startswith(f"model {name!r} (odd_networks.{name}): ")
+    if alone_fails is None:
+        refused_by_servers = _flat_fails(getattr(odd_networks, name)(CLASSES))
+        assert (said["ps-sync"] is None) == (not refused_by_servers)
+
+
+def _flat_fails(model: nn.Module) -> bool:
+    """Whether a worker of a server can put the model's tensors in flat ones."""
+    try:
+        FlatSpace(model, shared=False)
+    except ValueError:
+        return True
+    return False
+
+
+def test_what_is_skipped_by_chance_is_refused_where_workers_would_wait_for_one_another():
+    """In reality FSDP hangs, and DDP ends with an error (tried once; a hang is no test)."""
+    said = found_of("Dice", ["Block"])
+    assert said["ps-sync"] is None
+    for way in ("ddp", "fsdp", "kept", "zero1-torch"):
+        assert "not every forward calls blocks.0, blocks.1" in said[way]
+
+
+def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
+    )
+    names = {"Unused": ["Block"], "Tied": ["Block"], "Counts": None, "Branches": None}
+    config, study = study_of(names, strategies=["ddp", "ps-sync"], gpus=[1, 2])
+    checked = check.check_study(config | {"results": str(tmp_path)}, study)
+    text = check_text(checked)
+    for line in (
+        "Unused on digits\n   970 parameters; takes images [batch, 1, 8, 8], gives scores for 10 classes",
+        "   shard groups, instances of Block: blocks.0 144, blocks.1 144; in none: 682",
+        "   ddp: refused with 1, 2 workers: spare.weight, spare.bias got no gradient in a step, and DDP",
+        "   ps-sync: works with 1, 2 workers",
+        "tied: blocks.0.outer.weight = again.weight is one parameter, and stays one",
+        "buffers that forward writes: rank 0's are sent to all before each forward, and evaluated (ddp); ",
+        "forward writes the buffers calls, mean",
+        "asks for the values of tensors (aten._local_scalar_dense.default): it was tried with zeros",
+        "2 of 16 cells would be refused:\n  e, ddp, Unused, 1, 2 workers (2 cells): model 'Unused' (odd_",
+    ):
+        assert line in text, text
+
+
+def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
+    )
+    config, study = study_of({"Normalises": None}, strategies=["ddp"], gpus=[1, 2], global_batch=2)
+    checked = check.check_study(config | {"results": str(tmp_path)}, study)
+    assert list(checked.refused.values()) == [
+        "model 'Normalises' (odd_networks.Normalises): it normalises over the batch (BatchNorm), and a "
+        "worker's batch is one sample; use a larger batch, or fewer workers"
+    ]
+    assert next(iter(checked.refused)).gpus == 2
+
+
+def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys, monkeypatch):
+    config, study = study_of({"Plain": None, "Unused": None}, strategies=["ddp"])
+    config |= {"results": str(tmp_path)}
+    monkeypatch.setattr(check, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    for round_ in (["Plain", "Unused"], ["Unused"]):
+        checked = check.check_study(config, study)
+        told = capsys.readouterr().out
+        assert f"checking {len(round_)} network" in told
+        assert [name for name in ("Plain", "Unused") if f"  {name}: " in told] == round_
+        assert [cell.model for cell in checked.refused] == ["Unused"]
+    assert checked.found[check.Network.of(checked.subjects[0].request)].parameters == 898
+
+
+# --- what jobs say -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[None]:
+    with sharing():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "batch", "sentence"),
+    [
+        ("Unused", "ddp", 8, "ddp cannot train it: spare.weight, spare.bias got no gradient"),
+        ("Dice", "ddp", 8, "got no gradient in a step, and DDP waits for one"),
+        ("Parts", "fsdp", 8, "fsdp cannot train it: forward reads blocks.0.inner.weight"),
+        ("Normalises", "ddp", 1, "a worker's batch is one sample; use a larger batch"),
+        ("Unused", "ps-sync", 8, None),
+        ("Sparse", "ps-sync", 8, None),
+    ],
+)
+def test_a_job_ends_with_the_checks_sentence(
+    start_cell: Callable[..., LaunchedCell],
+    shared_server,
+    tiny_data,
+    code,
+    name,
+    strategy,
+    batch,
+    sentence,
+):
+    call = f"odd_networks.{name}"
+    spec = {"call": call, "kwargs": {}, "shard": ["Block"]} | own.fingerprint(call, [code])
+    s = settings(
+        strategy, model="odd", own_model=spec, per_worker_batch=batch, global_batch=2 * batch
+    )
+    launched = start_cell(s, data_dir=tiny_data, env=os.environ.copy())
+    exit_code, output = launched.finish()
+    if sentence is None:
+        assert exit_code == 0, output
+        assert launched.read_record()["status"] == "ok"
+    else:
+        assert exit_code == 1
+        failure = json.loads((launched.logs / "failure.json").read_text())
+        assert sentence in failure["reason"]
+        assert "Traceback" not in failure["reason"]

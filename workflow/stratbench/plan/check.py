@@ -1,0 +1,275 @@
+"""Checks every network of a study in seconds: `snakemake check`, and first of all in `snakemake plan`.
+
+Each is built once and takes a step of every strategy on fake tensors, in the way that the study's cells
+will: what a strategy would refuse is told before anything is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.words import counted
+from stratbench.plan.cache import key_parts
+from stratbench.plan.request import Request
+from stratbench.plan.subject import Subject, subject_of
+from stratbench.strategies import acceptance
+from stratbench.study.config import Study
+from stratbench.telemetry.cores import usable_cores
+from stratbench.workload import models
+from stratbench.workload.own import ModelError, told
+
+if TYPE_CHECKING:
+    from stratbench.workload.trial import Trial
+
+#: The most parameters of a network that is tried with real numbers where fake tensors cannot follow it.
+MOST_REAL_PARAMETERS = 50_000_000
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network as some of the study's cells train it: what it is, and its input."""
+
+    model: str
+    own_model: str | None
+    input_shape: tuple[int, ...]
+    classes: int
+
+    @classmethod
+    def of(cls, request: Request) -> Network:
+        return cls(request.model, request.own_model, request.input_shape, request.classes)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the check found of a network, as JSON-able values.
+
+    `error`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
+    `parameters`, `root`: numbers in all, and of what is in no group. `groups`: (label, parameters).
+    `refusals`: for each request, in the order given, why its strategy cannot train it, or None.
+    """
+
+    error: str | None = None
+    unseen: str | None = None
+    parameters: int = 0
+    groups: list[tuple[str, int]] = field(default_factory=list)
+    root: int = 0
+    rule: str = ""
+    batchnorm: bool = False
+    dropout: bool = False
+    writes_buffers: bool = False
+    remarks: list[str] = field(default_factory=list)
+    refusals: list[str | None] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The check of a study. `refused`: why cells cannot be trained."""
+
+    study: str
+    subjects: list[Subject]
+    found: dict[Network, Found]
+    refused: dict[Cell, str]
+
+
+def check_study(config: Mapping[str, Any], study: Study) -> Checked:
+    """Check all networks of a study; prints progress. What had no fault is kept, and not done again."""
+    subjects = [subject_of(config, study, cell) for cell in study.cells]
+    wanted: dict[Network, list[Request]] = {}
+    for s in subjects:
+        requests = wanted.setdefault(Network.of(s.request), [])
+        if (request := as_checked(s.request)) not in requests:
+            requests.append(request)
+    found = _find(wanted, Path(config["results"]) / "plan-cache")
+    refused = {}
+    for s in subjects:
+        network = Network.of(s.request)
+        why = _refusal_of_cell(s, found[network], wanted[network])
+        if why is not None:
+            refused[s.cell] = why
+    return Checked(study.name, subjects, found, refused)
+
+
+def as_checked(request: Request) -> Request:
+    """The request without what makes no difference here: the samples of an evaluation."""
+    return replace(request, eval_batch=2)
+
+
+def _refusal_of_cell(s: Subject, found: Found, requests: list[Request]) -> str | None:
+    if found.error is not None:
+        return found.error
+    try:
+        acceptance.check_batch(
+            s.request.network, found.batchnorm, s.samples_per_step, s.settings.accumulate
+        )
+    except ModelError as error:
+        return str(error)
+    return found.refusals[requests.index(as_checked(s.request))]
+
+
+def _find(wanted: Mapping[Network, list[Request]], folder: Path) -> dict[Network, Found]:
+    """What is found of each network: kept in `folder` from before, or by processes, one for each core."""
+    found: dict[Network, Found] = {}
+    paths = {
+        network: folder / f"check-{_key(requests)}.json" for network, requests in wanted.items()
+    }
+    for network, path in paths.items():
+        if (kept := _read(path)) is not None:
+            found[network] = kept
+    missing = {n: requests for n, requests in wanted.items() if n not in found}
+    if not missing:
+        return found
+    kinds = sum(map(len, missing.values()))
+    print(
+        f"checking {counted(len(missing), 'network')}, {counted(kinds, 'kind')} of cells",
+        flush=True,
+    )
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(usable_cores()), len(missing)), mp_context=context) as pool:
+        running = {pool.submit(find, requests): n for n, requests in missing.items()}
+        for i, done in enumerate(as_completed(running), 1):
+            network = running[done]
+            try:
+                made = done.result()
+            except BrokenProcessPool:
+                made = Found(error="the process that checks it was killed (out of memory?)")
+            found[network] = made
+            print(f"  {network.model}: {made.seconds:.1f} s ({i} of {len(missing)})", flush=True)
+            if made.error is None and not any(made.refusals):  # a fault may be mended elsewhere
+                text = json.dumps(dataclasses.asdict(made) | {"of": _parts(wanted[network])})
+                write_atomic(paths[network], text + "\n")
+    return {network: found[network] for network in wanted}
+
+
+def _parts(requests: Sequence[Request]) -> list[dict[str, object]]:
+    return [key_parts(request) for request in requests]
+
+
+def _key(requests: Sequence[Request]) -> str:
+    text = json.dumps(_parts(requests), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> Found | None:
+    try:
+        kept = read_json(path)
+        del kept["of"]
+        return Found(**kept)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# --- one network ---------------------------------------------------------------------------------
+
+
+def find(requests: Sequence[Request]) -> Found:
+    """What is found of the network that `requests` share. Imports torch, and the user's code."""
+    import torch
+
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():  # what a network warns of here says nothing of the study
+            warnings.simplefilter("ignore")
+            found = _found_of(requests)
+    except ModelError as error:
+        found = Found(error=str(error))
+    except Exception as error:  # whatever a model raises
+        found = Found(error=f"{models.in_words(requests[0].network)}: {told(error)}")
+    return replace(found, seconds=time.perf_counter() - started)
+
+
+def _found_of(requests: Sequence[Request]) -> Found:
+    from stratbench.workload.trial import NeedsData
+
+    try:
+        trial, found = _tried(requests[0], on_fakes=True)
+        on_fakes = True
+    except NeedsData as error:
+        parameters = _parameters(requests[0])
+        if parameters > MOST_REAL_PARAMETERS:
+            raise ModelError(
+                f"{error}: it cannot be checked without data, and with {parameters:,} parameters it is too "
+                "large to be tried with real numbers here"
+            ) from error
+        on_fakes = False
+        trial, found = _tried(requests[0], on_fakes=False)
+        found = replace(found, unseen=f"{error}: it was tried with zeros as its data, on this CPU")
+    return replace(found, refusals=[_refusal(r, trial, on_fakes) for r in requests])
+
+
+def _tried(request: Request, on_fakes: bool) -> tuple[Trial, Found]:
+    from stratbench.plan import fake
+    from stratbench.workload import trial as trials
+
+    with fake.surroundings(request, on_fakes):
+        model, _, worker = fake.built(request, on_fakes)
+        groups = worker.wrap_groups
+        trial = models.trial_of(
+            request.network, model, request.classes, request.input_shape, groups
+        )
+        x, _ = fake.batch_of(request, trials.SAMPLES)
+        trial = replace(trial, by_chance=trials.modules_by_chance(model, x))
+        sizes = [(label, _numel(p for m in ms for p in m.parameters())) for label, ms in groups]
+        parameters = _numel(model.parameters())
+        return trial, Found(
+            parameters=parameters,
+            groups=sizes,
+            root=parameters - sum(size for _, size in sizes),
+            rule=models.sharding_rule(request.network),
+            batchnorm=models.has_batchnorm(model),
+            dropout=models.has_dropout(model),
+            writes_buffers=models.has_batchnorm(model) or bool(trial.written),
+            remarks=list(acceptance.remarks(model, trial)),
+        )
+
+
+def _numel(parameters: Any) -> int:
+    return sum(p.numel() for p in dict.fromkeys(parameters))
+
+
+def _parameters(request: Request) -> int:
+    model = models.build_without_memory(request.network, request.classes, request.input_shape)
+    return _numel(model.parameters())
+
+
+def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
+    """Why the request's strategy cannot train it: its own rules, or what a step or evaluation raises."""
+    from stratbench.plan import fake
+    from stratbench.workload.trial import NO_VALUES, SAMPLES
+
+    with ExitStack() as stack:
+        stack.enter_context(fake.surroundings(request, on_fakes))
+        model, strategy, worker = fake.built(request, on_fakes)
+        try:
+            acceptance.check_model(strategy, request.network, model, trial, worker)
+            strategy.setup(model, worker)
+            if request.autocasts_like_cuda:
+                stack.enter_context(fake.CudaAutocast())
+            strategy.step(*fake.batch_of(request, SAMPLES * request.accumulate))
+            fake.evaluate(strategy, request)
+        except ModelError as error:
+            return str(error)
+        except Exception as error:
+            who = models.in_words(request.network)
+            if isinstance(error, NO_VALUES):
+                return (
+                    f"{who}: its evaluation asks for the values of tensors, which cannot be checked without "
+                    "data"
+                )
+            return f"{who}: {request.strategy} cannot train it: its step raised {told(error)}"
+    return None

@@ -1,0 +1,113 @@
+"""Writes the check of a study as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.words import counted
+from stratbench.plan.check import Checked, Found, Network
+from stratbench.plan.subject import Subject
+from stratbench.strategies import strategy_class
+
+#: Shard groups that are named one by one; of more, the largest and the smallest.
+MOST_GROUPS = 16
+
+
+def check_text(checked: Checked) -> str:
+    """What `snakemake check` prints."""
+    return "\n".join(_lines(checked))
+
+
+def _lines(checked: Checked) -> Iterator[str]:
+    yield f"Study {checked.study}: {counted(len(checked.found), 'network')}"
+    for network, found in checked.found.items():
+        cells = [s for s in checked.subjects if Network.of(s.request) == network]
+        yield ""
+        yield from _network(network, found, cells, checked.refused)
+    yield ""
+    if checked.refused:
+        n = len(checked.refused)
+        yield f"{n} of {counted(len(checked.subjects), 'cell')} would be refused:"
+        yield from (f"  {line}" for line in refused_lines(checked.refused))
+    else:
+        yield f"none of {counted(len(checked.subjects), 'cell')} would be refused"
+
+
+def refused_lines(refused: Mapping[Cell, str]) -> list[str]:
+    """Cells with the reasons why they cannot be trained; those of one reason in one line."""
+    groups: dict[tuple[str, str, str, str], list[Cell]] = {}
+    for cell, why in refused.items():
+        groups.setdefault((cell.experiment, cell.strategy, cell.model, why), []).append(cell)
+    return [
+        f"{experiment}, {strategy}, {model}, {_workers({c.gpus for c in cells})} "
+        f"({counted(len(cells), 'cell')}): {why}"
+        for (experiment, strategy, model, why), cells in groups.items()
+    ]
+
+
+def _network(
+    network: Network, found: Found, subjects: list[Subject], refused: Mapping[Cell, str]
+) -> Iterator[str]:
+    datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
+    yield f"{network.model} on {datasets}"
+    if found.error is not None:
+        yield f"   cannot be trained: {found.error}"
+        return
+    shape = ", ".join(map(str, network.input_shape))
+    kind = "tokens" if len(network.input_shape) == 1 else "images"
+    yield (
+        f"   {found.parameters:,} parameters; takes {kind} [batch, {shape}], gives scores for "
+        f"{network.classes:,} classes"
+    )
+    normalises = (
+        "BatchNorm: each worker normalises over its own batch"
+        if found.batchnorm
+        else "no BatchNorm"
+    )
+    yield f"   {normalises}; {'dropout' if found.dropout else 'no dropout'}"
+    yield f"   shard groups, {found.rule}: {_groups(found)}"
+    if found.writes_buffers:
+        yield f"   buffers that forward writes: {_buffers(subjects)}"
+    yield from (f"   {remark}" for remark in found.remarks)
+    if found.unseen is not None:
+        yield f"   {found.unseen}"
+    for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
+        own = [s.cell for s in subjects if s.cell.strategy == strategy]
+        works = {c.gpus for c in own if c not in refused}
+        if works:
+            yield f"   {strategy}: works with {_workers(works)}"
+        for why in dict.fromkeys(refused[c] for c in own if c in refused):
+            of = {c.gpus for c in own if refused.get(c) == why}
+            yield f"   {strategy}: refused with {_workers(of)}: {_without_subject(why)}"
+
+
+def _without_subject(why: str) -> str:
+    """A reason under the heading of its model and strategy, which need not be told again."""
+    return why.partition(" cannot train it: ")[2] or why
+
+
+def _buffers(subjects: list[Subject]) -> str:
+    """What becomes of them, by what the strategies say."""
+    notes: dict[str, list[str]] = {}
+    for s in subjects:
+        names = notes.setdefault(strategy_class(s.settings.strategy).buffers_note, [])
+        if s.cell.strategy not in names:
+            names.append(s.cell.strategy)
+    return "; ".join(f"{note} ({', '.join(names)})" for note, names in notes.items())
+
+
+def _groups(found: Found) -> str:
+    if not found.groups:
+        return "none, so that fsdp gathers all at once"
+    groups = found.groups
+    if len(groups) <= MOST_GROUPS:
+        said = ", ".join(f"{label} {size:,}" for label, size in groups)
+    else:
+        sizes = sorted(size for _, size in groups)
+        said = f"{len(groups)} of {sizes[0]:,} to {sizes[-1]:,}"
+    return f"{said}; in none: {found.root:,}"
+
+
+def _workers(counts: set[int]) -> str:
+    return f"{', '.join(map(str, sorted(counts)))} worker{'s' if counts != {1} else ''}"

@@ -1,0 +1,64 @@
+"""Whether a strategy can train a network: asked before any training, by jobs and by the check of a study."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stratbench.workload import models
+from stratbench.workload.own import ModelError, listed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stratbench.strategies.base import Strategy, Worker
+    from stratbench.workload.trial import Trial
+
+
+def check_model(
+    strategy: Strategy,
+    network: str | models.Model,
+    model: nn.Module,
+    trial: Trial,
+    worker: Worker,
+) -> None:
+    """ModelError where the strategy would fail to train `model`, of which `trial` was taken."""
+    for why in strategy.refusals_of_model(model, trial, worker):
+        name = worker.settings.strategy
+        raise ModelError(f"{models.in_words(network)}: {name} cannot train it: {why}")
+
+
+def check_batch(network: str | models.Model, batchnorm: bool, samples: int, parts: int) -> None:
+    """ModelError where a worker would normalise over one sample: of `samples` in `parts` parts."""
+    if batchnorm and samples == parts:
+        within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
+        raise ModelError(
+            f"{models.in_words(network)}: it normalises over the batch (BatchNorm), and a worker's batch is "
+            f"one sample{within}; use a larger batch, or fewer workers"
+        )
+
+
+def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
+    """What of a network is worth knowing although every strategy trains it."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from stratbench.workload.trial import tied_parameters
+
+    for names in tied_parameters(model):
+        yield (
+            f"tied: {' = '.join(names)} is one parameter, and stays one with every strategy; what shares it "
+            "with a module outside its shard group stays with the root"
+        )
+    norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, _BatchNorm))
+    if written := [name for name in trial.written if not name.startswith(norms)]:
+        yield f"forward writes the buffers {listed(written)}"
+    if trial.replaced:
+        yield (
+            f"forward puts new tensors in place of the buffers {listed(trial.replaced)}: strategies "
+            "that send or average buffers go on with the old ones; write them in place (copy_, add_)"
+        )
+    if trial.overwritten:
+        yield (
+            f"forward changes the parameters {listed(trial.overwritten)}: strategies that gather or "
+            "pull the weights anew lose the change"
+        )
