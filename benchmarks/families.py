@@ -67,7 +67,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     steps = rows[0]["updates"]
     lines = [
         "MNIST (60,000 images), a network of 57,722 parameters in fp32 (225 KiB), SGD 0.05 with momentum "
-        f"0.9, one epoch of {steps} global batches of 128, three repeats.",
+        f"0.9, one epoch of {steps} global batches of 512, three repeats.",
         "Accuracy on the test set: median (lowest to highest). Bytes a worker sends and receives in a "
         "step, as a mean over the training: collectives counted by the ring algorithms, servers by "
         "what went over the socket or through shared memory. States: parameters, gradients and "
