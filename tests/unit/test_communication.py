@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
+from stratbench.plan.trace import ranks_of_group
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
@@ -94,9 +95,8 @@ class Collectives(TorchDispatchMode):
             ]
             whole = max(t.numel() * t.element_size() for t in tensors)
             self.kinds.append(name)
-            self.sent_bytes += (
-                (self.world - 1) / self.world * whole * (2 if name[-6:] == "reduce" else 1)
-            )
+            ranks = ranks_of_group((args, kwargs)) or self.world
+            self.sent_bytes += (ranks - 1) / ranks * whole * (2 if name[-6:] == "reduce" else 1)
         return op(*args, **(kwargs or {}))
 
 
@@ -126,6 +126,85 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
             for modules in (network(), [network()[i] for i in (0, 4)])
         )
         assert said["sent_bytes_per_step"] > 2 * every + again * (reshard == "always")  # padding
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_groups_average_their_parts_of_the_gradients(group, reshard, clip_norm):
+    """Two groups of two: 3(S-1)/S P within, 2(R-1)/R P/S between them."""
+    options = {"shard_workers": 2, "reshard_after_forward": reshard}
+    strategy = set_up(FSDP, group, clip_norm=clip_norm, **options)
+    strategy.step(*batch())
+    with Collectives(group) as seen:
+        strategy.step(*batch())
+    said = strategy.communication()["sent_bytes_per_step"]
+    assert said == pytest.approx(seen.sent_bytes, abs=1e-6)
+    groups = 3
+    assert seen.kinds.count("allreduce") == groups + (clip_norm is not None)
+    rows = [(p.shape[0], 4 * p.numel() // p.shape[0]) for p in network().parameters()]
+    padded = sum(-(-n // 2) * 2 * row for n, row in rows)
+    never = 0.5 * 2 * padded + 0.5 * 2 * padded / 2 + (4 if clip_norm else 0)
+    assert said == pytest.approx(never) if reshard == "never" else said > never
+    assert strategy.model_states()["optimizer_bytes"] == padded // 2
+
+
+@pytest.mark.parametrize("group", [2, 4], indirect=True)
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_gradients_in_16_bits_are_half_the_bytes(group, kind):
+    strategy = set_up(DDP, group, compress=kind)
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted_reduction(sent))
+        strategy.step(*batch())
+    size = sum(2 * p.numel() for p in network().parameters())
+    assert sum(sent) == size
+    expected = (group - 1) / group * (2 * size + BUFFER_BYTES)
+    assert strategy.communication()["sent_bytes_per_step"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_powersgd_sends_two_factors_of_a_matrix_and_the_rest_as_it_is(group, rank):
+    """The convolution of 5 x 9 and the layers of 13 x 80 and 3 x 13; biases and BatchNorm: 36."""
+    strategy = set_up(DDP, group, compress="powersgd", rank=rank, start=2)
+    with pytest.MonkeyPatch.context() as patch:
+        sent: list[int] = []
+        patch.setattr(dist, "all_reduce", counted_reduction(sent))
+        for _ in range(4):
+            strategy.step(*batch())
+    whole = 4 * sum(p.numel() for p in network().parameters())
+    vectors = 4 * sum(p.numel() for p in network().parameters() if p.dim() == 1)
+    matrices = [(5, 9), (13, 80), (3, 13)]
+    factors = sum(
+        4 * (rank * (n + m) if 2 * rank * (n + m) < n * m else n * m) for n, m in matrices
+    )
+    assert sum(sent) == 2 * whole + 2 * (vectors + factors)
+    expected = (group - 1) / group * (2 * (whole + vectors + factors) / 2 + BUFFER_BYTES)
+    assert strategy.communication()["sent_bytes_per_step"] == pytest.approx(expected)
+    feedback = strategy.report()["details"]["feedback_bytes"]
+    assert feedback > whole  # the errors, and the factors
+    strategy.reset()
+    assert strategy.report()["details"]["feedback_bytes"] == 0
+
+
+def counted_reduction(sent: list[int]):
+    """An all-reduce of a group of which only this process exists: it notes the bytes."""
+
+    class Done:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+        def get_future(self) -> torch.futures.Future:
+            done = torch.futures.Future()
+            done.set_result([self.tensor])
+            return done
+
+    def all_reduce(tensor: torch.Tensor, **kwargs) -> Done:
+        sent.append(tensor.numel() * tensor.element_size())
+        return Done(tensor)
+
+    return all_reduce
 
 
 #: Running mean and variance of the network's BatchNorm, and its count of batches.

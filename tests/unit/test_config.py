@@ -484,6 +484,53 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
     assert study().optimizers() == {}
 
 
+@pytest.mark.parametrize(
+    ("variant", "experiment", "expected"),
+    [
+        (
+            {"strategy": "fsdp", "shard_workers": 2}, {"gpus": [3], "global_batch": 63},
+            "strategies = 'v': shard_workers = 2 does not divide 3 workers into equal groups",
+        ),
+        (
+            {"strategy": "fsdp", "shard_workers": "node"}, {"gpus": [5], "global_batch": 65},
+            "shard_workers = 3 (those of a node) does not divide 5 workers",
+        ),
+        ({"strategy": "fsdp", "shard_workers": 0}, {}, "shard_workers = 0: must be at least 1"),
+        ({"strategy": "fsdp", "shard_workers": "rack"}, {}, "whole number or 'all' or 'node'"),
+        (
+            {"strategy": "fsdp", "offload": "cpu"}, {"precision": "fp16"},
+            "precision = 'fp16': the loss scaler's verdict",
+        ),
+        ({"strategy": "ddp", "rank": 4}, {}, "rank = 4: only compress: powersgd has it"),
+        ({"strategy": "ddp", "compress": "powersgd", "start": 1}, {}, "start = 1: must be at least 2"),
+        ({"strategy": "ddp", "compress": "bf16"}, {"precision": "fp64"}, "precision = 'fp64'"),
+        ({"strategy": "ddp", "compress": "powersgd"}, {"precision": "fp16"}, "loss scale"),
+        ({"strategy": "zero1-torch"}, {"precision": "fp16"}, "use bf16, or zero1"),
+    ],
+)  # fmt: skip
+def test_what_the_synchronous_strategies_cannot_do_is_told(variant, experiment, expected):
+    found = raw(**experiment)
+    found["studies"]["demo"]["variants"] = {"v": variant}
+    found["studies"]["demo"]["experiments"]["first"]["strategies"] = ["v"]
+    message = refusal(found)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_a_later_option_is_stated_only_where_it_is_not_its_default():
+    """So that what was trained before there was such an option is not trained again."""
+    found = raw(strategies=["fsdp", "pairs", "as-ever"])
+    found["studies"]["demo"]["variants"] = {
+        "pairs": {"strategy": "fsdp", "shard_workers": 2},
+        "as-ever": {"strategy": "fsdp", "shard_workers": "all", "offload": "none"},
+    }
+    _, s = config.load_config(found)
+    stated = {c.strategy: s.settings(c).options for c in s.cells}
+    assert stated["fsdp"] == stated["as-ever"]
+    assert set(stated["fsdp"]) == {"reshard_after_forward", "mixed_precision"}
+    assert stated["pairs"] == stated["fsdp"] | {"shard_workers": 2}
+
+
 def test_a_later_setting_at_its_default_is_no_parameter():
     """Snakemake leaves out what is no plain value: what was trained before is not trained again."""
     other = study(

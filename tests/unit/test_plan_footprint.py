@@ -18,6 +18,7 @@ from stratbench.plan import fake, footprint
 from stratbench.plan.footprint import Affine, upper_envelope
 from stratbench.plan.request import Request
 from stratbench.plan.trace import OperatorTrace
+from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
 from stratbench.workload import models
 from stratbench.workload.data import example_batch
@@ -89,6 +90,9 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str):
         ("ddp", {"gradient_as_bucket_view": False}),
         ("fsdp", {}),
         ("fsdp", {"reshard_after_forward": "never"}),
+        ("fsdp", {"shard_workers": 2}),
+        ("ddp", {"compress": "fp16"}),
+        ("ddp", {"compress": "powersgd", "rank": 2}),
         ("zero1", {"bucket_cap_mb": 1}),
         ("zero1-torch", {}),
         ("ps-sync", {}),
@@ -341,6 +345,42 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
     for _ in range(2):
         real.step(x, x)
         assert real.model_states() == predicted
+
+
+def test_states_on_the_host_are_not_in_the_devices_memory():
+    """On a GPU; on a CPU both are one."""
+    plain, away = (
+        footprint.make_footprint(
+            request_for("fsdp", workers=4, on_cuda=True, options={"offload": where})
+        )
+        for where in ("none", "cpu")
+    )
+    states = ("parameters", "optimizer")
+    assert away.host_bytes == {k: plain.between_steps_bytes[k] for k in states} | {"gradients": 0}
+    assert not set(states) & set(away.between_steps_bytes)
+    least = sum(away.host_bytes.values())
+    assert plain.training_peak(8).n_bytes - away.training_peak(8).n_bytes >= least
+    assert away.model_states_bytes == plain.model_states_bytes
+    assert away.collectives == plain.collectives
+    on_cpu, plain = (
+        footprint.make_footprint(request_for("fsdp", options={"offload": where}))
+        for where in ("cpu", "none")
+    )
+    assert on_cpu.moments == plain.moments
+    assert on_cpu.host_bytes == {}
+
+
+def test_groups_of_workers_hold_a_model_each():
+    pairs, two, four = (
+        footprint.make_footprint(request_for("fsdp", workers=n, options={"shard_workers": s}))
+        for n, s in ((4, 2), (2, "all"), (4, "node"))
+    )
+    assert pairs.model_states_bytes == two.model_states_bytes
+    assert pairs.model_states_bytes != four.model_states_bytes
+    between = [c for c in pairs.collectives if c[0] == "all_reduce"]
+    assert {ranks for *_, ranks in pairs.collectives} == {2}
+    assert sum(n for _, n, _ in between) == pairs.model_states_bytes["gradients_bytes"]
+    assert wire_bytes(pairs.collectives, 4, on_gloo=False) > wire_bytes(two.collectives, 2, False)
 
 
 def test_zero1_cuts_vgg16s_huge_tensor_and_torchs_leaves_it_on_one_rank():

@@ -93,6 +93,23 @@ class Ungathered(ZeRO1):
     def _gather_weights(self) -> None: ...
 
 
+class WholeNorm(FSDP):
+    """Mutant: the norm is that of all groups' shards together, though each holds a whole model."""
+
+    def gradient_norm(self) -> Tensor:
+        self.shard_group = None
+        return super().gradient_norm()
+
+
+class FedBack(DDP):
+    """Mutant: what PowerSGD lost in the warm-up is fed back to the training."""
+
+    def reset(self) -> None:
+        compressor, self.compressor = self.compressor, None
+        super().reset()
+        self.compressor = compressor
+
+
 class SameShard(DDP):
     """Mutant: every worker trains on the first worker's samples."""
 
@@ -109,6 +126,8 @@ STRATEGIES: dict[str, tuple[type[Collective], dict[str, Any]]] = {
     "fsdp-always": (FSDP, {"reshard_after_forward": "always"}),
     "fsdp-never": (FSDP, {"reshard_after_forward": "never"}),
     "fsdp-policy": (FSDP, {"mixed_precision": "policy"}),
+    "fsdp-pairs": (FSDP, {"shard_workers": 2}),
+    "fsdp-offload": (FSDP, {"offload": "cpu"}),
     "zero1": (ZeRO1, {}),
     "zero1-torch": (TorchZeRO1, {}),
     "summed": (Summed, {}),
@@ -130,8 +149,15 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]], f
     "parts": ({"accumulate": 2}, (Added, {}), TOLERANCE),
     "clip": ({"clip_norm": 0.2}, (OwnNorm, {"reshard_after_forward": "always"}), TOLERANCE),
 }
-#: In fp64 it is `fsdp-always`.
-SAME = {"fsdp-policy"}
+#: In fp64 or on a CPU they are `fsdp-always`.
+SAME = {"fsdp-policy", "fsdp-offload"}
+#: Ways of DDP to send gradients: options, and whether then a step is the same but for rounding.
+SENDING: dict[str, tuple[dict[str, Any], bool]] = {
+    "fp16": ({"compress": "fp16"}, False),
+    "bf16": ({"compress": "bf16"}, False),
+    "rank-1": ({"compress": "powersgd", "rank": 1, "start": 2}, False),
+    "rank-99": ({"compress": "powersgd", "rank": 99, "start": 2}, True),
+}
 MUTANTS = ["summed", "unsynchronised", "same-shard", "ungathered"]
 #: Of several workers, those that say that their arithmetic is DDP's: each is held to it.
 EQUAL = [
@@ -293,6 +319,25 @@ def transformer_trajectory(
     }
 
 
+def sending(rank: int, world: int) -> dict[Any, Any]:
+    """Of each way to send gradients, with and without a warm-up: losses, weights and what is said of it."""
+    found: dict[Any, Any] = {}
+    runs = [(DDP, name, warm) for name in SENDING for warm in (False, True)]
+    for cls, name, warm in [*runs, (FedBack, "rank-1", True)]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(STRATEGIES, "sending", (cls, SENDING[name][0]))
+            one = trajectory("sending", rank, world, warm)
+        found["fed-back" if cls is FedBack else (name, warm)] = one
+    return found
+
+
+def whole_norm(rank: int, world: int) -> dict[str, Any]:
+    """Two groups of two that clip by the norm of both models together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STRATEGIES, "whole-norm", (WholeNorm, {"shard_workers": 2}))
+        return transformer_trajectory("gpt", "whole-norm", rank, world, "clip")
+
+
 def gathered(tensor: Tensor, world: int) -> Tensor:
     """`tensor` of every rank, [world, ...]."""
     out = [torch.empty_like(tensor) for _ in range(world)]
@@ -436,6 +481,12 @@ def shards(rank: int, world: int) -> Tensor:
     return gathered(torch.stack(list(set_up("ddp", rank, world).batches(order, 0))), world)
 
 
+def ways_of(world: int, names: list[str]) -> list[str]:
+    """Those that are trained in every way; groups of two are all workers where there are two."""
+    alike = SAME | set(MUTANTS) | ({"fsdp-pairs"} if world < 4 else set())
+    return [name for name in names if name not in alike]
+
+
 def work(world: int, rank: int) -> dict[str, Any]:
     """Everything the tests want to know from a group of this size."""
     names = (["single"] if world == 1 else MUTANTS) + EQUAL
@@ -444,7 +495,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
         kind: {name: transformer_trajectory(kind, name, rank, world) for name in names}
         for kind in ("gpt", "vit")
     }
-    ways = [*(name for name in names if name not in MUTANTS and name not in SAME), "mutant"]
+    ways = [*ways_of(world, names), "mutant"]
     found["ways"] = {
         (way, kind, name): transformer_trajectory(kind, name, rank, world, way)
         for way in WAYS
@@ -460,7 +511,10 @@ def work(world: int, rank: int) -> dict[str, Any]:
         }
     else:
         found["shards"] = shards(rank, world)
+    if world == 4:
+        found["whole-norm"] = whole_norm(rank, world)
     if world == 2:
+        found["sending"] = sending(rank, world)
         found["bn"] = {name: batchnorm_statistics(name, rank, world) for name in EQUAL}
         found["bn_evaluated"] = {
             name: [batchnorm_trajectory(name, rank, world, e) for e in (False, True)]
@@ -570,7 +624,7 @@ def test_every_way_to_train_is_the_same_under_all_strategies(found, way, kind, w
         assert agree(plain, reference), difference(plain, reference)
     else:
         assert difference(plain, reference)[1] > 1e-4, "it changes nothing"
-    for name in set(EQUAL) - SAME:
+    for name in ways_of(world, EQUAL):
         loss, weight = difference(found[world]["ways"][way, kind, name], reference)
         assert loss <= TOLERANCE, (name, loss)
         assert weight <= WAYS[way][2], (name, weight)
@@ -579,6 +633,26 @@ def test_every_way_to_train_is_the_same_under_all_strategies(found, way, kind, w
     loss, weight = difference(found[world]["ways"][way, kind, "mutant"], reference)
     assert loss > 1e-6, (loss, weight)
     assert weight > 1e-6, (loss, weight)
+
+
+def test_groups_clip_by_the_norm_of_one_model(found):
+    loss, weight = difference(found[4]["whole-norm"], found[1]["ways"]["clip", "gpt", "single"])
+    assert min(loss, weight) > 1e-6, (loss, weight)
+
+
+@pytest.mark.parametrize("name", SENDING)
+def test_gradients_in_fewer_bytes_are_near_and_their_warm_up_leaves_no_trace(found, name):
+    """Where nothing can be compressed it is DDP; in 16 bits it differs a little, at rank 1 more."""
+    cold, warm = found[2]["sending"][name, False], found[2]["sending"][name, True]
+    loss, weight = difference(cold, found[1]["single"])
+    print(f"{name}: loss off by {loss:.1e}, weights by {weight:.1e}")
+    assert agree(cold, found[1]["single"]) == SENDING[name][1]
+    assert loss < {"fp16": 1e-2, "bf16": 5e-2}.get(name, 0.5)
+    # Another grouping of sums, which rounding to 16 bits makes larger.
+    near = {"fp16": 1e-2, "bf16": 5e-2}.get(name, 1e-9)
+    assert max(difference(warm, cold)) < near, difference(warm, cold)
+    if name == "rank-1":
+        assert min(difference(found[2]["sending"]["fed-back"], cold)) > 1e-4
 
 
 def test_adamws_states_are_two_moments_and_a_count_for_each_tensor(found):

@@ -11,9 +11,19 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
-def option(default: Any, help: str, least: float | None = None, below: float | None = None) -> Any:
-    """A field of `Options` that says what it means (`help`) and between which limits it lies."""
-    return field(default=default, metadata={"help": help, "least": least, "below": below})
+def option(
+    default: Any,
+    help: str,
+    least: float | None = None,
+    below: float | None = None,
+    later: bool = False,
+) -> Any:
+    """A field of `Options` that says what it means (`help`) and between which limits numbers lie.
+
+    `later`: records from before there was such an option are of its default.
+    """
+    said = {"help": help, "least": least, "below": below, "later": later}
+    return field(default=default, metadata=said)
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,11 @@ class Options:
                 raise ValueError(f"{spec.name} = {value!r}: must be {_spell(types[spec.name])}")
             if not _within(value, spec):
                 raise ValueError(f"{spec.name} = {value!r}: must be {' and '.join(_limits(spec))}")
+
+    @classmethod
+    def later(cls) -> dict[str, Any]:
+        """The options that older records do not state, with what those were trained with."""
+        return {f.name: f.default for f in fields(cls) if f.metadata.get("later")}
 
 
 _types = cache(get_type_hints)
@@ -60,6 +75,8 @@ def _spell(hint: Any) -> str:
 
 def _within(value: Any, spec: Field) -> bool:
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
+    if isinstance(value, str):  # of a union with numbers
+        return True
     return (least is None or value >= least) and (below is None or value < below)
 
 

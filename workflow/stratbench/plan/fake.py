@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from stratbench.plan.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import base, strategy_class
+from stratbench.strategies.compression import PowerSGD
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.memory import optimizer_state
@@ -37,6 +38,8 @@ from stratbench.workload.data import example_batch
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
+#: What a strategy that keeps its states on the host holds there beside a GPU.
+HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
 def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrace, base.Strategy]:
@@ -50,7 +53,9 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
         stack.enter_context(surroundings(request))
         model, strategy, worker = built(request)
         trace = OperatorTrace(
-            round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1, on_cpu=not request.on_cuda
+            round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
+            on_cpu=not request.on_cuda,
+            on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
         )
         worker.mark = _marking(trace, model, request.accumulate)
         strategy.setup(model, worker)
@@ -351,12 +356,23 @@ class FakeDDP(DDP):
 
     def kept(self) -> dict[str, list[Tensor]]:
         in_place = self.options.gradient_as_bucket_view
-        return {"gradients" if in_place else "buckets": self.module.buckets}
+        found = {"gradients" if in_place else "buckets": self.module.buckets}
+        return found | {"communication": self.compressor.kept() if self.compressor else []}
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        self.compressor = self.make_compressor(worker)
         return Replica(
-            model, self.options.bucket_cap_mb << 20, self.options.gradient_as_bucket_view
+            model,
+            self.options.bucket_cap_mb << 20,
+            self.options.gradient_as_bucket_view,
+            self.compressor and self.compressor.hook,
         )
+
+    def reset(self) -> None:
+        super().reset()
+        if isinstance(self.compressor, PowerSGD):  # what it keeps comes with its first steps
+            self.compressor.skip_start()
+            self.module.compress_all()
 
 
 class Replica(nn.Module):
@@ -367,12 +383,19 @@ class Replica(nn.Module):
     broadcast before each forward, coalesced, but for one after a backward in `no_sync`.
     """
 
-    def __init__(self, module: nn.Module, cap_bytes: int, as_view: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        cap_bytes: int,
+        as_view: bool,
+        hook: Callable[[None, GradBucket], torch.futures.Future] | None = None,
+    ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._hook = module, hook
         self.synchronises, self._sends_buffers = True, True
         # Backward makes gradients final in about the reverse order of the forward.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        self._hooked: list[GradBucket] = []
         groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
         self.buckets = [
             parameters[group[0]].new_empty(sum(parameters[i].numel() for i in group))
@@ -381,11 +404,14 @@ class Replica(nn.Module):
         for bucket, group in zip(self.buckets, groups, strict=True):
             waiting = [len(group), len(group)]
             sizes = [parameters[i].numel() for i in group]
-            for i, view in zip(group, bucket.split(sizes), strict=True):
-                hook = partial(
-                    self._into_bucket, bucket, view.view(parameters[i].shape), waiting, as_view
-                )
-                parameters[i].register_post_accumulate_grad_hook(hook)
+            views = [
+                v.view(parameters[i].shape) for i, v in zip(group, bucket.split(sizes), strict=True)
+            ]
+            index = len(self._hooked)
+            self._hooked.append(GradBucket(index, bucket, views, index == len(groups) - 1))
+            for i, view in zip(group, views, strict=True):
+                taken = partial(self._into_bucket, index, view, waiting, as_view)
+                parameters[i].register_post_accumulate_grad_hook(taken)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DDP has timed: nothing."""
@@ -410,7 +436,7 @@ class Replica(nn.Module):
         return self.module(x)
 
     def _into_bucket(
-        self, bucket: Tensor, view: Tensor, waiting: list[int], as_view: bool, parameter: Tensor
+        self, index: int, view: Tensor, waiting: list[int], as_view: bool, parameter: Tensor
     ) -> None:
         if not self.synchronises:
             return
@@ -420,4 +446,57 @@ class Replica(nn.Module):
         waiting[0] -= 1
         if waiting[0] == 0:
             waiting[0] = waiting[1]
-            dist.all_reduce(bucket)
+            self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        if self._hook is None:
+            dist.all_reduce(self.buckets[index])
+            return
+        with replaced(dist, "all_reduce", _reduced_at_once):
+            self._hook(None, self._hooked[index]).wait()
+
+    def compress_all(self) -> None:
+        """Call the hook for every bucket, as a step does."""
+        for index in range(len(self.buckets)):
+            self._reduce(index)
+
+
+all_reduce = dist.all_reduce
+
+
+class _Reduced:
+    """What an all-reduce of a real group returns; a fake one's future has no value."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_future(self) -> torch.futures.Future:
+        done = torch.futures.Future()
+        done.set_result([self._tensor])
+        return done
+
+
+def _reduced_at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> _Reduced:
+    all_reduce(tensor, group=kwargs.get("group"))
+    return _Reduced(tensor)
+
+
+class GradBucket(NamedTuple):
+    """What a hook asks of DistributedDataParallel's own bucket."""
+
+    number: int
+    flat: Tensor
+    views: list[Tensor]
+    comes_last: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return self.views
+
+    def is_last(self) -> bool:
+        return self.comes_last

@@ -6,7 +6,7 @@ a fixed size and a size per sample, so the two give the peak for all batches.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stratbench.plan.request import Request
@@ -58,8 +58,9 @@ class MemoryPeak:
 class Footprint:
     """Memory and traffic of rank 0, which holds the largest share.
 
-    `between_steps_bytes`: what exists between two steps, by part. `collectives`: (kind, bytes) of
-    each one in a step. `flops_per_sample`: of the forward pass; backward takes twice as many.
+    `between_steps_bytes`: what exists between two steps, by part; `host_bytes`: the same of what is kept
+    on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, and its ranks where
+    they are not all. `flops_per_sample`: of the forward pass; backward takes twice as many.
     `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
     """
 
@@ -67,11 +68,12 @@ class Footprint:
     between_steps_bytes: dict[str, int]
     moments: list[Moment]
     evaluation: MemoryPeak
-    collectives: list[tuple[str, int]]
+    collectives: list[tuple[Any, ...]]
     flops_per_sample: float
     operations_per_step: int
     touched_bytes: Affine
     flat_bytes: dict[str, int]
+    host_bytes: dict[str, int] = field(default_factory=dict)
 
     def training_peak(self, batch: int) -> MemoryPeak:
         """The peak of a training step with `batch` samples on this rank."""
@@ -106,7 +108,7 @@ class Footprint:
     def payload_bytes(self) -> dict[str, int]:
         """Bytes that the collectives of a step work on, by kind of collective."""
         payload: dict[str, int] = {}
-        for kind, n_bytes in self.collectives:
+        for kind, n_bytes, *_ in self.collectives:
             payload[kind] = payload.get(kind, 0) + n_bytes
         return payload
 
@@ -129,7 +131,7 @@ class Footprint:
             | {
                 "moments": moments,
                 "evaluation": MemoryPeak(**fields["evaluation"]),
-                "collectives": [(kind, n_bytes) for kind, n_bytes in fields["collectives"]],
+                "collectives": [tuple(c) for c in fields["collectives"]],
                 "touched_bytes": Affine(**fields["touched_bytes"]),
             }
         )
@@ -157,11 +159,12 @@ def make_footprint(request: Request) -> Footprint:
         between_steps_bytes=_without_zeros(trace.parts_bytes(edges[0])),
         moments=_moments(trace, edges, parts),
         evaluation=_evaluation(trace, edges[2]),
-        collectives=[(c.kind, c.n_bytes) for c in collectives[1]],
+        collectives=[c.listed for c in collectives[1]],
         flops_per_sample=steps[1][0].flops / BATCHES[1],
         operations_per_step=sum(phase.operations for phase in steps[1]),
         touched_bytes=Affine.through((touched[0], touched[1]), parts),
         flat_bytes=_flat_bytes(strategy) if request.served else {},
+        host_bytes=trace.host_bytes(edges[0]),
     )
 
 

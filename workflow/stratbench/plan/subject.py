@@ -153,7 +153,10 @@ def host_bytes_of(
     if s.request.on_cuda:
         flat = footprint.flat_bytes
         mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
-        worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes + saved_bytes
+        # With gradients as large as the parameters, and what the warm-up keeps, to put it back.
+        kept = footprint.host_bytes
+        kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
+        worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes + saved_bytes + kept_bytes
     servers_bytes = 0
     if s.served:
         worker_bytes += s.settings.epochs * packed_bytes(s.data, s.settings.augment)

@@ -5,8 +5,9 @@ Used on fake tensors (`fake.py`), where nothing is really allocated. It works on
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -42,15 +43,18 @@ class OperatorTrace(TorchDispatchMode):
     `events` are (storage number, change in bytes); `tags` says what a storage is for, if that is
     known, and may be learnt after the event. `round_bytes`: sizes count as multiples of it, as an
     allocator hands them out. `on_cpu`: whether to log also what the CPU's libraries allocate for a
-    moment: gloo in its collectives, oneDNN in its convolutions.
+    moment: gloo in its collectives, oneDNN in its convolutions. `on_host`: parts of memory that are not
+    in the device's, and so in no sum unless it asks for them.
     """
 
-    def __init__(self, round_bytes: int = 1, on_cpu: bool = False) -> None:
+    def __init__(
+        self, round_bytes: int = 1, on_cpu: bool = False, on_host: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.events: list[tuple[int, int]] = []
         self.tags: dict[int, str] = {}
         self.phases = [Phase("setup", 0)]
-        self._round_bytes, self._on_cpu = round_bytes, on_cpu
+        self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
         self._known: dict[
             int, list[Any]
         ] = {}  # address of a storage: number, bytes, weak reference
@@ -129,7 +133,9 @@ class OperatorTrace(TorchDispatchMode):
             if "gather" in kind or "scatter" in kind
             else sum(map(_n_bytes, tensors))
         )
-        collective = CollectiveCall(kind, whole_bytes)
+        ranks = ranks_of_group((args, kwargs))
+        is_all = ranks in (None, torch.distributed.get_world_size())
+        collective = CollectiveCall(kind, whole_bytes, None if is_all else ranks)
         if kind in ("all_gather", "reduce_scatter"):
             for t in tensors:
                 self.tags.setdefault(self._note(t), "communication")
@@ -184,10 +190,21 @@ class OperatorTrace(TorchDispatchMode):
 
     def live_bytes(self, first: int, stop: int) -> list[int]:
         """Bytes that existed after `first`, first + 1, ... and `stop` events."""
-        return list(accumulate((n for _, n in self.events[:stop]), initial=0))[first:]
+        away = {number for number, part in self.tags.items() if part in self._on_host}
+        changes = (0 if number in away else n for number, n in self.events[:stop])
+        return list(accumulate(changes, initial=0))[first:]
 
     def parts_bytes(self, at: int) -> dict[str, int]:
         """Bytes that existed after `at` events, by what they were for."""
+        parts = self._all_parts_bytes(at)
+        return parts | dict.fromkeys(self._on_host, 0)
+
+    def host_bytes(self, at: int) -> dict[str, int]:
+        """The same of what is on the host."""
+        parts = self._all_parts_bytes(at)
+        return {part: parts[part] for part in self._on_host}
+
+    def _all_parts_bytes(self, at: int) -> dict[str, int]:
         sizes: dict[int, int] = {}
         born: dict[int, int] = {}
         for i, (number, change) in enumerate(self.events[:at]):
@@ -235,6 +252,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+
+
+def ranks_of_group(arguments: Any) -> int | None:
+    """How many ranks a collective operator's group has; None where it names none."""
+    for value in torch.utils._pytree.tree_leaves(arguments):
+        if isinstance(value, torch.ScriptObject):
+            with contextlib.suppress(
+                RuntimeError
+            ):  # an object of another class: the operation's kind
+                return torch.distributed.ProcessGroup.unbox(value).size()
+    return None
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:

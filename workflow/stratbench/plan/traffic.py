@@ -5,8 +5,9 @@ No torch here: if all footprints are on disk, a plan takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 #: What memory is for. The first six exist between the steps; the rest come and go within one.
 PARTS = (
@@ -22,11 +23,17 @@ class CollectiveCall:
     """One collective operation: its kind, and the bytes of the tensor that all ranks share.
 
     `n_bytes` is the whole tensor: what is reduced, broadcast, gathered (output), scattered (input), or
-    sent to one rank.
+    sent to one rank. `ranks`: how many take part, where that is not all; None: all.
     """
 
     kind: str
     n_bytes: int
+    ranks: int | None = None
+
+    @property
+    def listed(self) -> tuple[Any, ...]:
+        """Kind and bytes, and the ranks where they are not all."""
+        return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)
 
     def wire_bytes(self, world_size: int) -> float:
         """Bytes that a rank sends (and as many that it receives) by the ring algorithms.
@@ -37,13 +44,13 @@ class CollectiveCall:
         """
         if self.kind == "send":
             return self.n_bytes
-        rounds = 2 if self.kind == "all_reduce" else 1
-        return rounds * (world_size - 1) / world_size * self.n_bytes
+        rounds, ranks = 2 if self.kind == "all_reduce" else 1, self.ranks or world_size
+        return rounds * (ranks - 1) / ranks * self.n_bytes
 
     def on_gloo(self) -> CollectiveCall:
         """What gloo sends in its place: it scatters by all-reducing the whole input."""
         if self.kind == "reduce_scatter":
-            return CollectiveCall("all_reduce", self.n_bytes)
+            return replace(self, kind="all_reduce")
         return self
 
     def staging_bytes(self) -> int:
@@ -63,7 +70,7 @@ class CollectiveCall:
         return 0
 
 
-def wire_bytes(collectives: Iterable[tuple[str, int]], world_size: int, on_gloo: bool) -> float:
-    """Bytes that a rank sends for a step's collectives, given as (kind, bytes)."""
+def wire_bytes(collectives: Iterable[Sequence[Any]], world_size: int, on_gloo: bool) -> float:
+    """Bytes that a rank sends for a step's collectives, given as `CollectiveCall.listed`."""
     each = (CollectiveCall(*c) for c in collectives)
     return sum((c.on_gloo() if on_gloo else c).wire_bytes(world_size) for c in each)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
     "ddp": "stratbench.strategies.ddp:DDP",
+    "fsdp": "stratbench.strategies.fsdp:FSDP",
     "zero1": "stratbench.strategies.zero:ZeRO1",
     "zero1-torch": "stratbench.strategies.zero:TorchZeRO1",
-    "fsdp": "stratbench.strategies.fsdp:FSDP",
     "local-sgd": "stratbench.strategies.local_sgd:LocalSGD",
     "diloco": "stratbench.strategies.diloco:DiLoCo",
     "gossip": "stratbench.strategies.gossip:Gossip",
@@ -46,6 +46,17 @@ def _option_defaults(name: str) -> dict[str, Any]:
 def option_defaults(name: str) -> dict[str, Any]:
     """The options of the strategy registered as `name`, with their defaults."""
     return dict(_option_defaults(name))
+
+
+def stated_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a cell as its settings state them: `given` over the defaults.
+
+    Without later ones at their defaults, so that what was trained before there was such an option is
+    not trained again.
+    """
+    later = strategy_class(name).Options.later()
+    options = option_defaults(name) | given
+    return {k: v for k, v in options.items() if k not in later or v != later[k]}
 
 
 def traits_of(name: str, options: Mapping[str, Any], gpus: int) -> Traits:

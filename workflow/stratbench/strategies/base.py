@@ -48,11 +48,13 @@ class Traits:
     equals_ddp: bool = False
     #: Whether parameters, gradients and optimizer state are divided among the workers.
     shards_states: bool = False
-    #: Parts into which parameters and gradients are divided; each worker holds one.
-    weight_parts: int = 1
-    #: Parts into which the optimizer's state is divided; None: unevenly, a worker holds between a part
-    #: for each worker and the whole.
+    #: Parts into which parameters and gradients are divided; each worker holds one. None: unevenly or
+    #: unknown, a worker holds between a part for each worker and the whole.
+    weight_parts: int | None = 1
+    #: The same of the optimizer's state.
     optimizer_parts: int | None = 1
+    #: Whether what is divided is kept in the host's memory and not in the device's.
+    states_on_host: bool = False
     #: Updates that each global batch makes; None: not fixed, or unknown.
     updates_per_step: float | None = None
     #: Copies of the parameters, times (W - 1) / W, that each of W workers at least sends in a step by
@@ -121,6 +123,10 @@ class Strategy:
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
         """Raise ValueError when options (of the strategy registered as `name`) do not suit a cell."""
+
+    @classmethod
+    def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
+        """Raise ValueError when options do not suit `gpus` workers on nodes of at most `per_node`."""
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
@@ -270,7 +276,7 @@ class Collective(Strategy):
             "weight_decay": s.weight_decay,
             "nesterov": s.nesterov,
             # Fused kernels take the loss scaler's verdict on the device, without a synchronisation.
-            "fused": self.worker.device.type == "cuda",
+            "fused": self.local[0].device.type == "cuda",
         }
 
     def begin_states(self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
+from stratbench.strategies.compression import PowerSGD, SixteenBits, compression
 from stratbench.workload.own import ModelError, listed
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class DDP(base.Collective):
     """torch.nn.parallel.DistributedDataParallel.
 
     BatchNorm normalises with the statistics of each worker's own batch; the running statistics of
-    rank 0 are broadcast before every forward, and those are evaluated.
+    rank 0 are broadcast before every forward, and those are evaluated. `compress` says how gradients
+    are sent; then they are no longer what the other strategies compute.
     """
 
     summary: ClassVar[str] = "replicas, gradients averaged by all-reduce"
@@ -83,10 +85,46 @@ class DDP(base.Collective):
     class Options(base.Options):
         bucket_cap_mb: int = option(25, "size of an all-reduce bucket in MiB", least=1)
         gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
+        compress: Literal["none", "fp16", "bf16", "powersgd"] = option(
+            "none", "how gradients are sent", later=True
+        )
+        rank: int = option(1, "of powersgd: columns of a matrix's factors", least=1, later=True)
+        start: int = option(10, "of powersgd: steps before it begins", least=2, later=True)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name, default in (("rank", 1), ("start", 10)):
+                value = getattr(self, name)
+                if value != default and self.compress != "powersgd":
+                    raise ValueError(f"{name} = {value}: only compress: powersgd has it; remove it")
+
+    @property
+    def compress(self) -> str:
+        """How gradients are sent."""
+        return self.options.compress
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        kind, precision = options.get("compress", "none"), values["precision"]
+        if kind in ("fp16", "bf16") and precision == "fp64":
+            yield (
+                f".precision = 'fp64': gradients that are sent in 16 bits (compress: {kind}) leave "
+                "nothing of it"
+            )
+        if kind == "powersgd" and precision == "fp16":
+            yield (
+                ".precision = 'fp16': PowerSGD adds what it lost of one step to the next, whose loss scale "
+                "may be another, and an overflow would stay in it for good; use bf16"
+            )
 
     def traits(self, gpus: int) -> base.Traits:
+        exact = self.compress == "none" or gpus == 1
         return base.Traits(
-            synchronous_alone=True, equals_ddp=True, updates_per_step=1, ring_copies=2
+            synchronous_alone=True,
+            equals_ddp=exact,
+            updates_per_step=1,
+            # Of what PowerSGD sends, the shapes of all parameters decide.
+            ring_copies={"none": 2, "powersgd": None}.get(self.compress, 1),
         )
 
     def refusals_of_model(
@@ -125,18 +163,32 @@ class DDP(base.Collective):
         self._sample_every = SAMPLE_EVERY if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
             module._set_ddp_runtime_logging_sample_rate(1)
+        self.compressor = self.make_compressor(worker)
+        if self.compressor is not None:
+            module.register_comm_hook(None, self.compressor.hook)
         return module
+
+    def make_compressor(self, worker: base.Worker) -> SixteenBits | PowerSGD | None:
+        """What takes the all-reduce's place; None: nothing does."""
+        if self.compress == "none":
+            return None
+        o = self.options
+        return compression(o.compress, o.rank, o.start, worker.world_size)
 
     def synchronising(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.module.no_sync()
 
     def reset(self) -> None:
         super().reset()
+        if self.compressor is not None:
+            self.compressor.reset()
         self._warm_up = sampled_times(self.module, self._sample_every)
 
     def communication(self) -> dict[str, Any]:
         w = self.worker.world_size
         gradients = sum(p.numel() * p.element_size() for p in self.parameters)
+        if self.compressor is not None:
+            gradients = self.compressor.mean_bytes(self.parameters, self.steps)
         buffers = sum(b.numel() * b.element_size() for b in self.model.buffers())
         # Buffers are broadcast before a step's first forward; of W ranks, one sends nothing on.
         traffic = base.ring_traffic((w - 1) / w * (2 * gradients + buffers))
@@ -168,5 +220,8 @@ class DDP(base.Collective):
         logged = self.module._get_ddp_logging_data()
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         report["details"]["bucket_bytes"] = [int(n) for n in str(sizes).split(",") if n.strip()]
+        if self.compressor is not None:
+            kept = self.compressor.kept()
+            report["details"]["feedback_bytes"] = sum(t.numel() * t.element_size() for t in kept)
         report["evaluated_on"] = "the replicas' weights with rank 0's BatchNorm statistics"
         return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -25,7 +25,9 @@ class FSDP(Sharded):
     them again for backward (like ZeRO-3), but for what is in no group: FSDP2 keeps the root's own
     parameters, since backward begins with the root. `never` keeps all of them (like ZeRO-2: less
     traffic, more memory). BatchNorm's running statistics are never synchronised by FSDP: their
-    average over the workers is evaluated.
+    average over the workers is evaluated. With `shard_workers` the workers form groups, each of which
+    holds a model (HSDP). With `offload` each worker's shards are in host memory, where the optimizer
+    runs; they are copied to the device to be gathered, and their gradients back.
     """
 
     summary: ClassVar[str] = "parameters, gradients and optimizer state sharded"
@@ -35,7 +37,8 @@ class FSDP(Sharded):
     )
     breakdown_note: ClassVar[str] = (
         "gathering parameters is inside forward and backward, reducing gradients inside backward; "
-        "how much of it computation does not hide cannot be separated (`profile: true` shows it)"
+        "how much of it computation does not hide cannot be separated (`profile: true` shows it); with "
+        "offload: cpu the copies are there, too, and the host waits for the gradients in every step"
     )
     uses_wrap_groups = True
     first_choice = "states too large"
@@ -51,16 +54,47 @@ class FSDP(Sharded):
             "autocast: the same arithmetic as every other strategy; policy: FSDP2's own mixed "
             "precision, which also gathers parameters in 16 bits",
         )
+        shard_workers: int | Literal["all", "node"] = option(
+            "all",
+            "workers that hold one model between them; the groups average their gradients",
+            least=1,
+            later=True,
+        )
+        offload: Literal["none", "cpu"] = option(
+            "none", "where parameters, gradients and the optimizer's state are kept", later=True
+        )
+
+    @classmethod
+    def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
+        workers = group_size(options.get("shard_workers", "all"), gpus, per_node)
+        if gpus % workers:
+            whose = " (those of a node)" if options["shard_workers"] == "node" else ""
+            raise ValueError(
+                f"shard_workers = {workers}{whose} does not divide {gpus} workers into equal groups; "
+                "change it or the number of workers"
+            )
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        if options.get("offload") == "cpu" and values["precision"] == "fp16":
+            yield (
+                ".precision = 'fp16': the loss scaler's verdict is on the device, but with offload: cpu the "
+                "gradients that it is about are on the host; use bf16"
+            )
 
     def traits(self, gpus: int) -> base.Traits:
         # By the policy, parameters are rounded to 16 bits where the other strategies keep 32.
         same_rounding = self.options.mixed_precision == "autocast"
+        chosen = self.options.shard_workers
+        # How many workers a node has, the cell's settings do not say.
+        parts = None if chosen == "node" and gpus > 1 else group_size(chosen, gpus, gpus)
         return base.Traits(
             synchronous_alone=same_rounding,
             equals_ddp=same_rounding,
             shards_states=True,
-            weight_parts=gpus,
-            optimizer_parts=gpus,
+            weight_parts=parts,
+            optimizer_parts=parts,
+            states_on_host=self.options.offload == "cpu",
             updates_per_step=1,
             ring_copies=2,  # 3 for what is gathered again: all but the root's own parameters, if any
         )
@@ -113,13 +147,27 @@ class FSDP(Sharded):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
         from torch.nn.modules.batchnorm import _BatchNorm
 
+        self.group_size = group_size(
+            self.options.shard_workers, worker.world_size, worker.local_world
+        )
+        groups = worker.world_size // self.group_size
+        if groups == 1:
+            mesh = init_device_mesh(worker.device.type, (worker.world_size,))
+        else:
+            mesh = init_device_mesh(
+                worker.device.type, (groups, self.group_size), mesh_dim_names=("groups", "shards")
+            )
+            self.shard_group = mesh.get_group("shards")
         arguments = {
-            "mesh": init_device_mesh(worker.device.type, (worker.world_size,)),
+            "mesh": mesh,
             "reshard_after_forward": self.options.reshard_after_forward == "always",
         }
+        if self.options.offload == "cpu":
+            on_cuda = worker.device.type == "cuda"
+            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=on_cuda)
         policy = self._policy(worker)
         if policy is not None:
             # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
@@ -166,25 +214,35 @@ class FSDP(Sharded):
         norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, _BatchNorm)]
         full = {id(p) for m in norms for p in m.parameters()}
         grouped = {id(p) for _, ms in self.worker.wrap_groups for m in ms for p in m.parameters()}
-        w = self.worker.world_size
+        w, s = self.worker.world_size, self.group_size
         frees = self.options.reshard_after_forward == "always"
-        moved_bytes = 0
+        moved_bytes = averaged_bytes = 0
         for p in self.parameters:
             # The first dimension is what is sharded, padded to a multiple of the workers.
-            padded = -(-p.shape[0] // w) * w * (p.numel() // max(1, p.shape[0]))
+            padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
             gathers = 2 if frees and id(p) in grouped | full else 1  # the root's own: once
             gathers *= self.worker.settings.accumulate
             moved_bytes += padded * (gathers * width + p.element_size())
+            averaged_bytes += 2 * padded // s * p.element_size()
         if self.worker.settings.clip_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
-        return base.ring_traffic((w - 1) / w * moved_bytes)
+        # Within a group, and a worker's part of the gradients with those of the other groups.
+        groups = w // s
+        return base.ring_traffic((s - 1) / s * moved_bytes + (groups - 1) / groups * averaged_bytes)
 
     def report(self) -> dict[str, Any]:
         report = super().report()
+        report["details"]["shard_workers"] = self.group_size
         if self._policy(self.worker) is not None:
             dtype = {"bf16": "bfloat16", "fp16": "float16"}[self.worker.settings.precision]
             report["details"]["compute_dtype"] = (
                 f"{dtype} (MixedPrecisionPolicy, float32 reduction)"
             )
         return report
+
+
+def group_size(shard_workers: int | Literal["all", "node"], gpus: int, per_node: int) -> int:
+    """Of `gpus` workers, those that hold one model between them: one group where they are no more."""
+    chosen = {"all": gpus, "node": per_node}.get(shard_workers, shard_workers)
+    return min(chosen, gpus)

@@ -10,6 +10,7 @@ from stratbench.strategies import base
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
 
 class Sharded(base.Collective):
@@ -17,8 +18,13 @@ class Sharded(base.Collective):
 
     The optimizer works on the plain tensors within them, which is the same arithmetic where it is
     element-wise. BatchNorm's running statistics are never synchronised while training: their average
-    over the workers is evaluated.
+    over the workers is evaluated. `wrap` also says which workers hold a model between them.
     """
+
+    #: How many workers hold one model between them.
+    group_size: int
+    #: Those that this one is of; None: all.
+    shard_group: ProcessGroup | None = None
 
     def local_tensors(self) -> list[Tensor]:
         import torch
@@ -40,7 +46,10 @@ class Sharded(base.Collective):
                 p.grad = None
 
     def gradient_norm(self) -> Tensor:
-        return base.norm_of_parts(super().gradient_norm(), self.worker.world_size)
+        norm = super().gradient_norm()
+        # Shards that are kept on the host have their norm there, where NCCL does not reach.
+        on_device = norm.to(self.worker.device)
+        return base.norm_of_parts(on_device, self.group_size, self.shard_group).to(norm.device)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:

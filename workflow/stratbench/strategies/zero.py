@@ -251,8 +251,12 @@ class TorchZeRO1(DDP):
         DDP.breakdown_note + "; the broadcast of parameters is inside the optimizer's phase"
     )
 
+    compress = "none"
+
     @dataclass(frozen=True)
-    class Options(DDP.Options):
+    class Options(base.Options):
+        bucket_cap_mb: int = option(25, "size of an all-reduce bucket in MiB", least=1)
+        gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
         parameters_as_bucket_view: bool = option(
             True, "parameters lie in one flat tensor for each worker, which is broadcast at once"
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import Settings
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, stated_options, strategy_class
 from stratbench.study.data_sets import DataSets
 from stratbench.study.validation import validate
 from stratbench.study.yaml_traps import check_duplicate_keys
@@ -73,7 +73,7 @@ class Study:
         weak = values.get("per_worker_batch")
         return Settings(
             strategy=base,
-            options=option_defaults(base) | given,
+            options=stated_options(base, given),
             model=cell.model,
             dataset=cell.dataset,
             gpus=cell.gpus,

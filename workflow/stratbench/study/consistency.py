@@ -103,7 +103,7 @@ def check_experiment(
     faults = chain(  # lazy: each may rely on those before it having found nothing
         _optimizer_faults(block),
         _batch_faults(block, dataset),
-        _strategy_faults(block, study),
+        _strategy_faults(block, study, config["cluster"]["gpus_per_node"]),
         _model_faults(block, dataset, config["models"]),
         _slowdown_faults(block),
     )
@@ -184,7 +184,9 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
             )
 
 
-def _strategy_faults(block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
+def _strategy_faults(
+    block: Mapping[str, Any], study: Mapping[str, Any], gpus_per_node: int
+) -> Iterator[str]:
     for name in block["strategies"]:
         given = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
         base = given.pop("strategy")
@@ -201,6 +203,7 @@ def _strategy_faults(block: Mapping[str, Any], study: Mapping[str, Any]) -> Iter
                 batch = block.get("per_worker_batch") or block["global_batch"] // n
                 try:
                     strategy.check(base, options, n, batch)
+                    strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
         for why in strategy.refusals(options, block):

@@ -12,7 +12,7 @@ import numpy as np
 
 from stratbench import __version__
 from stratbench.cell.record import Record
-from stratbench.strategies import strategy_class, traits_of
+from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
@@ -50,7 +50,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "strategy": {
             "name": s.strategy,
             "kind": cls.kind,
-            "options": s.options,
+            "options": option_defaults(s.strategy) | s.options,
             "traits": asdict(traits_of(s.strategy, s.options, s.gpus)),
             "wrap_groups": first.get("wrap_groups", []),
             "details": reported.get("details", {}),

@@ -92,9 +92,12 @@ def faults_of_settings(facts: Facts) -> Iterator[str]:
     yield from unless_same(
         "settings.strategy", facts("settings.strategy"), "strategy.name", facts("strategy.name")
     )
-    yield from unless_same(
-        "settings.options", facts("settings.options"), "strategy.options", facts("strategy.options")
-    )
+    stated, used = facts("settings.options"), facts("strategy.options")
+    if (name := facts("strategy.name")) in REGISTRY and stated is not None and used is not None:
+        # Options that came later may be unstated.
+        later = strategy_class(name).Options.later()
+        stated, used = later | stated, later | used
+    yield from unless_same("settings.options", stated, "strategy.options", used)
     yield from unless_same(
         "data.name", facts("data.name"), "the cell's data set", facts("cell.dataset")
     )
@@ -288,12 +291,14 @@ def unlike_its_strategy(record: Record) -> Iterator[str]:
         return
     kind = strategy_class(name).kind
     yield from unless_same("strategy.kind", facts("strategy.kind"), f"that of {name}", kind)
-    method = "measured" if kind == "server" else None
-    if facts("strategy.traits.ring_copies") is not None:
-        method = "ring"
-    yield from unless_same(
-        "communication.method", facts("communication.method"), f"of {name}", method
-    )
+    ring = facts("strategy.traits.ring_copies") is not None
+    if kind == "server" or ring:  # a collective that is silent on its copies may send by rings too
+        yield from unless_same(
+            "communication.method",
+            facts("communication.method"),
+            f"of {name}",
+            "ring" if ring else "measured",
+        )
 
 
 @record_rule(

@@ -174,6 +174,8 @@ def faults_of_peaks(facts: Facts) -> Iterator[str]:
     )
     yield from unless_at_most("memory.peak_over_base_bytes", grown, "memory.peak_bytes", peak)
     states = facts("memory.model_states") or {}
+    if facts("strategy.traits.states_on_host") and method == ALLOCATOR:
+        states = {"buffers_bytes": states.get("buffers_bytes", 0)}
     if states:
         yield from unless_at_least(
             "memory.peak_bytes", peak, "its model states", sum(states.values())

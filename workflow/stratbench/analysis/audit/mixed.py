@@ -12,6 +12,7 @@ from stratbench.analysis.audit.rule import Affects, Evidence, Found, Rule, Sever
 from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
 from stratbench.cell.settings import LATER
+from stratbench.strategies import REGISTRY, strategy_class
 
 #: What a worker's provenance says of the moment or of the rank, and not of the machine.
 OWN = (
@@ -207,6 +208,9 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
     parts = ("settings", "strategy", "model", "data", "batch", "memory", "provenance", "accuracy")
     said = [leaf for part in parts for leaf in values_by_path(record[part], part)]
     said += [(f"settings.{key}", LATER[key]) for key in LATER.keys() - record["settings"].keys()]
+    if (name := value_at(record, "strategy.name")) in REGISTRY:
+        later, stated = strategy_class(name).Options.later(), record["strategy"]["options"]
+        said += [(f"strategy.options.{k}", v) for k, v in later.items() if k not in stated]
     for part in ("compute", "communication"):
         said += values_by_path(record.get(part), part)
     seed = value_at(record, "settings.seed")

@@ -1,0 +1,114 @@
+"""How `ddp` may send gradients in fewer bytes: hooks that take the place of its all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class SixteenBits:
+    """Gradients cross the wire in 16 bits. They are divided by the workers before, as torch's hooks do.
+
+    So their sum overflows where a mean does. torch's own hook for bfloat16 refuses gloo.
+    """
+
+    def __init__(self, dtype: torch.dtype, workers: int) -> None:
+        self._dtype, self._workers = dtype, workers
+
+    def hook(self, state, bucket):
+        """What DistributedDataParallel calls for a full bucket: a future of the mean gradients."""
+        import torch.distributed as dist
+
+        buffer = bucket.buffer()
+        sent = buffer.to(self._dtype).div_(self._workers)
+        future = dist.all_reduce(sent, async_op=True).get_future()
+        return future.then(lambda done: buffer.copy_(sent))
+
+    def reset(self) -> None:
+        """Nothing is kept from one step to the next."""
+
+    def kept(self) -> list[Tensor]:
+        return []
+
+    def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
+        """Bytes that a step reduces, as a mean over the first `steps`."""
+        return sum(2.0 * p.numel() for p in parameters)
+
+
+class PowerSGD:
+    """torch's hook of Vogels et al., PowerSGD, NeurIPS 2019, with error feedback and warm start.
+
+    From step `start` on, a matrix of n x m is sent as two of n x r and m x r, where that is less than
+    half; what is lost is added to the next step's gradient. Vectors are sent as they are.
+    """
+
+    #: torch's default: a matrix is compressed to less than this part of it, or not at all.
+    LEAST_RATE = 2
+
+    def __init__(self, rank: int, start: int) -> None:
+        self._rank, self._start = rank, start
+        self._state = self._fresh()
+
+    def _fresh(self):
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        return PowerSGDState(
+            None,
+            matrix_approximation_rank=self._rank,
+            start_powerSGD_iter=self._start,
+            min_compression_rate=self.LEAST_RATE,
+        )
+
+    def hook(self, state, bucket):
+        """What DistributedDataParallel calls for a full bucket: a future of the mean gradients."""
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+        return powerSGD_hook(self._state, bucket)
+
+    def reset(self) -> None:
+        """Begin anew: no error is fed back, and the first steps are sent as they are."""
+        self._state = self._fresh()
+
+    def skip_start(self) -> None:
+        """Compress from the next step on."""
+        self._state.iter = self._start
+
+    def kept(self) -> list[Tensor]:
+        """The errors that are fed back, and the factors that the next step begins with."""
+        s = self._state
+        return [
+            t for kept in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in kept.values()
+        ]
+
+    def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
+        """Bytes that a step reduces, as a mean over the first `steps`."""
+        whole = sent = 0
+        for p in parameters:
+            n, m = p.shape[0] if p.dim() else 1, p[0].numel() if p.dim() else 1
+            r = min(n, m, self._rank)
+            factors = r * (n + m)
+            whole += p.numel() * p.element_size()
+            fewer = factors * self.LEAST_RATE < n * m
+            sent += (factors if fewer else p.numel()) * p.element_size()
+        compressed = max(0, steps - self._start)
+        return (compressed * sent + (steps - compressed) * whole) / steps if steps else sent
+
+
+def compression(kind: str, rank: int, start: int, workers: int) -> SixteenBits | PowerSGD | None:
+    """What sends gradients by `kind`; None where they are sent as they are, or not at all."""
+    import torch
+
+    if workers == 1:
+        return None
+    match kind:
+        case "fp16":
+            return SixteenBits(torch.float16, workers)
+        case "bf16":
+            return SixteenBits(torch.bfloat16, workers)
+        case "powersgd":
+            return PowerSGD(rank, start)
+    return None
