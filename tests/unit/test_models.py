@@ -137,6 +137,7 @@ def test_compact_models_train_on_every_data_set_of_their_kind(name: str, dataset
     check_step(model, x, facts.classes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FULL)
 def test_full_size_models_accept_every_data_set_of_their_kind(name: str) -> None:
     for shape in set(data_shapes(name).values()):

@@ -53,6 +53,7 @@ def peak_of(request: Request, batch: int) -> int:
     return max(trace.live_bytes(trace.phases[1].first, trace.phases[4].first))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet-compact", "vgg-compact", "vit-compact", "gpt-compact"])
 def test_fake_tensors_allocate_what_real_ones_do(model: str):
     batch = 24
@@ -82,6 +83,7 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str):
     assert predicted.n_bytes == measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -109,6 +111,7 @@ def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
         assert made.training_peak(batch).n_bytes == peak_of(request, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["ddp", "fsdp", "zero1", "zero1-torch", "ps-sync", "local-sgd", "diloco", "gossip"]
 )
@@ -133,6 +136,7 @@ def test_parts_add_up_to_the_peak_and_states_are_exact():
     assert made.model_states_bytes["optimizer_bytes"] == shard_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "workers", "kept", "exchanged"),
     [
@@ -161,6 +165,7 @@ def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
     assert (times * whole <= held <= sent) if strategy == "gossip" else held == 0
 
 
+@pytest.mark.slow
 def test_a_thousand_workers_take_no_longer_than_two_and_hold_less():
     few, many = (footprint.make_footprint(request_for("fsdp", workers=n)) for n in (2, 1024))
     assert many.between_steps_bytes["parameters"] < few.between_steps_bytes["parameters"]
@@ -179,6 +184,7 @@ def test_keeping_gathered_weights_saves_a_gather_and_costs_memory():
     assert never.training_peak(1).n_bytes >= always.training_peak(1).n_bytes
 
 
+@pytest.mark.slow
 def test_fsdp_policy_gathers_in_16_bits():
     kinds = {}
     for choice in ("autocast", "policy"):
@@ -331,6 +337,7 @@ def test_a_batch_in_parts_takes_the_memory_of_one_and_reduces_once(strategy):
     assert parts.payload_bytes() == again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1", "zero1-torch"])
 def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, strategy):
     request = request_for(strategy, "gpt-compact", workers=1, optimizer="adamw")
@@ -347,6 +354,7 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
         assert real.model_states() == predicted
 
 
+@pytest.mark.slow
 def test_states_on_the_host_are_not_in_the_devices_memory():
     """On a GPU; on a CPU both are one."""
     plain, away = (
@@ -370,6 +378,7 @@ def test_states_on_the_host_are_not_in_the_devices_memory():
     assert on_cpu.host_bytes == {}
 
 
+@pytest.mark.slow
 def test_groups_of_workers_hold_a_model_each():
     pairs, two, four = (
         footprint.make_footprint(request_for("fsdp", workers=n, options={"shard_workers": s}))
@@ -383,6 +392,7 @@ def test_groups_of_workers_hold_a_model_each():
     assert wire_bytes(pairs.collectives, 4, on_gloo=False) > wire_bytes(two.collectives, 2, False)
 
 
+@pytest.mark.slow
 def test_zero1_cuts_vgg16s_huge_tensor_and_torchs_leaves_it_on_one_rank():
     """As ZeroRedundancyOptimizer deals them out: 76.5, 12.5, 5.5 and 5.5 % of the momentum."""
     held = {
