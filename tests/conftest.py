@@ -55,9 +55,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, what waits or may take longest starts first; what is to run alone comes last.
+    """Side by side, files that wait (for SLURM) and files that compute start in turn.
 
-    So all cores have work until the end. A file's tests stay together.
+    Of each kind, what may take longest starts first, so that all cores have work until the end. What
+    is to run alone comes last.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -65,18 +66,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     for item in items:
         timeout = item.get_closest_marker("timeout")
-        own_s = timeout.args[0] if timeout else 0
-        limit_s[item.path] = max(own_s, limit_s.get(item.path, 0))
+        limit_s[item.path] = max(timeout.args[0] if timeout else 0, limit_s.get(item.path, 0))
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.xdist_group("alone"))
-    items.sort(
-        key=lambda item: (
-            item.get_closest_marker("alone") is not None,
-            item.get_closest_marker("slurm") is None,
-            -limit_s[item.path],
-            -slow[item.path],
-        )
-    )
+    longest_first = sorted(limit_s, key=lambda path: (-limit_s[path], -slow[path]))
+    wait = {item.path for item in items if item.get_closest_marker("slurm")}
+    waiting, computing = ([p for p in longest_first if (p in wait) == w] for w in (True, False))
+    place = {path: 2 * n for n, path in enumerate(waiting)}
+    place |= {path: 2 * n + 1 for n, path in enumerate(computing)}
+    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, place[item.path]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

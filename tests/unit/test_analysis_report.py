@@ -308,14 +308,14 @@ PAPER_STATUSES = {
 def test_the_whole_paper_study_renders(tmp_path):
     """The experiments of config.yaml's `paper` on up to 2 GPUs, one repeat, of constructed records.
 
-    Without `parameter-server`, whose figures are those of `modified-async`; of one model of each.
+    Without `parameter-server`, whose figures are those of `modified-async`; of a model or two of each.
     """
     raw = yaml.safe_load((ROOT / "config.yaml").read_text()) | {"study": "paper"}
     cells = [
         c
         for c in config.load_config(raw)[1].cells
         if c.repeat == 0 and c.gpus <= 2 and c.experiment != "parameter-server"
-        if c.model == ("convnext_large" if c.experiment == "ddp-fsdp" else "resnet50")
+        if c.model in (("convnext_large", "vgg16") if c.experiment == "ddp-fsdp" else ("resnet50",))
     ]
     path = write_page(tmp_path, cells, PAPER_STATUSES, timelines=True)
     page = Page(path.read_text())

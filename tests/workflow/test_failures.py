@@ -94,7 +94,7 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     servers = fork_servers(workflow.folder)
     assert servers
     os.killpg(run.pid, signal.SIGINT)  # what a terminal sends
-    run.communicate(timeout=60)
+    run.communicate(timeout=200)
     assert_gone([*workers, *servers])
     assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
     assert workflow.jobs()["train_cell"] >= 1
