@@ -162,7 +162,7 @@ def test_outcomes_are_results_and_are_printed_as_such(workflow):
     logs = workflow.folder / "results/tiny/logs/second/single/vgg-compact/1gpu/rep0"
     wait_for(lambda: text_of(RunFolder.of_logs(logs).progress) or None)
     workflow.hold("second")  # it waits for its limit with an epoch behind it, without computing
-    output, _ = run.communicate(timeout=240)
+    output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
     diverged = json.loads(workflow.record("first", "single", "vgg-compact", "1gpu").read_text())
     assert diverged["status"] == "diverged"

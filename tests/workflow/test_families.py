@@ -15,7 +15,7 @@ from stratbench.plan.footprint import make_footprint
 from stratbench.plan.subject import subject_of
 from stratbench.study.config import load_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CELLS = 3 * 3 + 3 + 3 * 3
 GPUS = [1, 2, 4]

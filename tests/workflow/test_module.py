@@ -13,7 +13,7 @@ import pytest
 import yaml
 from tiny_study import ROOT, tiny_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: Has settings of its own, a rule on top of the study's table, and runs the module's handlers.
 SNAKEFILE = """
@@ -65,7 +65,7 @@ class Project:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=240,
+            timeout=540,
             check=False,
         )  # fmt: skip
 

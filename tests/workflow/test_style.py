@@ -14,7 +14,7 @@ BIN = Path(sys.executable).parent
 
 def check(*command: str | Path) -> None:
     done = subprocess.run(
-        command, cwd=ROOT, text=True, capture_output=True, check=False, timeout=120
+        command, cwd=ROOT, text=True, capture_output=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

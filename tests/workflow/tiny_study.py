@@ -15,7 +15,7 @@ from typing import IO
 import yaml
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240
+TIMEOUT_S = 540
 #: Appended to the copy's log of phases: a held worker waits at the start of an epoch.
 WAIT_WHILE_HELD = """
 _write = PhaseLog.write
