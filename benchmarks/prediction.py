@@ -55,6 +55,10 @@ BATCHES = {
 VARIANTS = {
     "ddp-copies": {"strategy": "ddp", "gradient_as_bucket_view": False},
     "fsdp-zero2": {"strategy": "fsdp", "reshard_after_forward": "never"},
+    "fsdp-pairs": {"strategy": "fsdp", "shard_workers": 2},
+    "fsdp-offload": {"strategy": "fsdp", "offload": "cpu"},
+    "ddp-fp16": {"strategy": "ddp", "compress": "fp16"},
+    "ddp-powersgd": {"strategy": "ddp", "compress": "powersgd", "start": 2},
     "ps-sync-tcp": {"strategy": "ps-sync", "transport": "tcp"},
 }
 STRATEGIES = ("single", "ddp", "ddp-copies", "fsdp", "fsdp-zero2", "ps-sync", "ps-sync-tcp")
@@ -151,7 +155,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     for allocator in ALLOCATORS:
-        for name in ("", "single", "ddp", "fsdp", "ps"):
+        for name in ("", "single", "ddp", "zero1", "fsdp", "ps"):
             errors = [
                 r["peak_error_percent"]
                 for r in rows

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import fixture_records as fixture
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import rgb_to_hsv, to_rgb
 from PIL import Image
 
 from stratbench.analysis import audit, collect, plots, style, tables
@@ -15,6 +18,7 @@ from stratbench.analysis.measures import PLOTS
 from stratbench.analysis.summary import read_summary
 from stratbench.analysis.timelines import COLOURS
 from stratbench.analysis.tradeoffs import OTHER_PHASE_LOOKS, PHASE_LOOKS
+from stratbench.strategies import REGISTRY, strategy_class
 
 pytestmark = pytest.mark.slow
 
@@ -203,41 +207,94 @@ def test_phases_and_workers_have_none_of_the_strategies_colours():
     def distance(a, b):
         return sum((x - y) ** 2 for x, y in zip(to_rgb(a), to_rgb(b), strict=True)) ** 0.5
 
-    of_strategies = {known.colour for known in style.KNOWN_STYLES.values()}
+    of_strategies = {known.colour for known in style.known_styles().values()}
     others = {*(c for c, _ in (*PHASE_LOOKS.values(), *OTHER_PHASE_LOOKS)), *COLOURS}
     assert min(distance(a, b) for a in others for b in of_strategies) > 0.15
 
 
-def test_no_two_known_strategies_look_alike():
-    looks = [(s.colour, s.marker, s.hatch) for s in style.KNOWN_STYLES.values()]
-    assert len(set(looks)) == len(looks)
-    assert len({s.marker for s in style.KNOWN_STYLES.values()}) == len(looks)
+#: What someone without green cones sees of linear RGB: Machado et al., A physiologically-based model
+#: for simulation of color vision deficiency, 2009.
+DEUTERANOPIA = np.array(
+    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
+)
+#: sRGB to XYZ, relative to the white point D65.
+TO_XYZ = np.array(
+    [[0.412456, 0.357576, 0.180437], [0.212673, 0.715152, 0.072175], [0.019334, 0.119192, 0.950304]]
+) / np.array([[0.95047], [1.0], [1.08883]])
+
+
+def difference(one: str, other: str) -> float:
+    """CIE 1976 difference of two colours, the smaller of what people with and without deuteranopia see.
+
+    From about 2 on it is noticed side by side, 10 is seen at a glance.
+    """
+
+    def lab(colour: str, seen: np.ndarray) -> np.ndarray:
+        rgb = np.array(to_rgb(colour))
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        xyz = TO_XYZ @ np.clip(seen @ linear, 0, 1)
+        f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
+        return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+    views = (np.eye(3), DEUTERANOPIA)
+    return min(float(np.linalg.norm(lab(one, v) - lab(other, v))) for v in views)
+
+
+def test_the_difference_of_colours_is_what_it_is_known_to_be():
+    assert difference("#000000", "#ffffff") == pytest.approx(100, abs=0.1)
+    # Red and green of one lightness: far apart for most people, and not for some.
+    assert difference("#c04000", "#5c7200") < 20
+
+
+def test_thirty_strategies_can_be_told_apart_also_without_green_cones():
+    """By colour, or else by marker and hatch at once."""
+    variants = [(f"{base}-{i}", base) for base in ("ddp", "fsdp", "ps-async") for i in range(4)]
+    looks = style.styles_by_strategy([*((name, name) for name in REGISTRY), *variants])
+    assert len(looks) >= 30
+    for (one, a), (other, b) in combinations(looks.items(), 2):
+        apart = a.marker != b.marker and a.hatch != b.hatch
+        assert apart or difference(a.colour, b.colour) > 12, (one, other)
+    hues = [hue for hue, _ in style.FAMILIES.values()]
+    assert min(difference(a, b) for a, b in combinations(hues, 2)) > 12
+
+
+def test_a_family_shares_a_hue_and_no_marks():
+    families: dict[str, list[str]] = {}
+    for name in REGISTRY:
+        families.setdefault(strategy_class(name).family, []).append(name)
+    assert set(families) == set(style.FAMILIES) - {"other"}
+    known = style.known_styles()
+    for family, names in families.items():
+        looks = [known[name] for name in names]
+        assert (
+            len({look.marker for look in looks})
+            == len({look.hatch for look in looks})
+            == len(names)
+        )
+        hue = rgb_to_hsv(to_rgb(style.FAMILIES[family][0]))[0]
+        for look in looks:
+            assert rgb_to_hsv(to_rgb(look.colour))[0] == pytest.approx(hue, abs=0.02)
 
 
 def test_a_known_strategy_looks_the_same_whatever_else_the_study_has():
     alone = style.styles_by_strategy([("ddp", "ddp")])
     among = style.styles_by_strategy([("a", "ddp"), ("ddp", "ddp"), ("fsdp", "fsdp"), ("b", None)])
-    assert alone["ddp"] == among["ddp"] == style.KNOWN_STYLES["ddp"]
+    assert alone["ddp"] == among["ddp"] == style.known_styles()["ddp"]
 
 
-def test_variants_take_the_colour_of_their_strategy_and_differ_among_themselves():
-    names = [(f"fsdp-{i}", "fsdp") for i in range(6)]
+def test_variants_are_of_their_strategys_family_in_any_order():
+    names = [("b", "fsdp"), ("a", "fsdp"), ("c", None)]
     found = style.styles_by_strategy(names)
     assert style.styles_by_strategy(reversed(names)) == found
-    assert len({(s.colour, s.marker, s.hatch) for s in found.values()}) == 6
-    red, green, blue = to_rgb(style.KNOWN_STYLES["fsdp"].colour)
-    for variant in found.values():
-        r, g, b = to_rgb(variant.colour)
-        assert r >= red
-        assert g > green
-        assert b > blue
-        assert r > g > b
+    assert found["a"] == style.style_of("shards", 1)
+    assert found["b"] == style.style_of("shards", 2)
+    assert found["c"] == style.style_of("other", 0)
 
 
 def test_a_legend_fits_its_figure():
     from stratbench.analysis.panels import legend_columns
 
-    names = list(style.KNOWN_STYLES)
+    names = list(style.known_styles())
     for width_in in (4.2, 6.6, 9.9):
         columns = legend_columns(names, width_in)
         widest = max(0.68 + 0.073 * len(name) for name in names)

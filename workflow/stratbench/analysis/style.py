@@ -1,19 +1,23 @@
-"""The style of each strategy in all figures: a colour, a marker and a hatch, fixed by its name.
+"""The style of each strategy in all figures: a colour, a marker, a hatch and a line.
 
-The colours are Okabe and Ito's, which people with colour-blindness can tell apart; marker and hatch
-carry the same information in black and white.
+A family of strategies, which each says of itself, shares a hue; the hues are Okabe and Ito's, which people
+with colour-blindness can tell apart. Within a family shades differ, and marker and hatch carry the same
+information in black and white.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib.colors import to_hex, to_rgb
+
+from stratbench.strategies import REGISTRY, strategy_class
 
 
 @dataclass(frozen=True)
@@ -27,33 +31,31 @@ class Style:
 
 
 GREY, BLACK = "#6b6b6b", "#000000"
-ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
+ORANGE, GREEN = "#e69f00", "#009e73"
 BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 
-KNOWN_STYLES = {
-    "single": Style(GREY, "X", ""),
-    "ddp": Style(BLUE, "o", ""),
-    "fsdp": Style(VERMILLION, "s", "////"),
-    "ps-sync": Style(GREEN, "^", ""),
-    "ps-async": Style(ORANGE, "v", "\\\\\\\\"),
-    "ps-async-modified": Style(PURPLE, "D", "xxxx"),
-    "ps-dana": Style(SKY, "P", ".."),
-    "ps-ormo": Style(BLUE, "H", "oooo", "--"),
-    "ps-ssp": Style(YELLOW, "<", ""),
-    "ps-backup": Style(GREEN, ">", "////", "--"),
-    "ps-kbatch": Style(ORANGE, "p", "----", "--"),
-    "ps-dcasgd": Style(SKY, "h", "xxxx", "--"),
-    "ps-gap-aware": Style(PURPLE, "*", "||||", "--"),
-    "ps-staleness-lr": Style(YELLOW, "d", "\\\\\\\\", "--"),
+#: Of each family of strategies the hue, and where its marks begin in the lists below, so that those of
+#: two families differ, too.
+FAMILIES = {
+    "alone": (GREY, 13),
+    "replicas": (BLUE, 0),
+    "shards": (VERMILLION, 1),
+    "own weights": (PURPLE, 8),
+    "averaging servers": (GREEN, 2),
+    "servers": (ORANGE, 3),
+    "other": (BLACK, 10),
 }
 
 #: Colours of what is not a strategy (phases of a step, workers of a cell): muted, none of the above.
-TEAL, DEEP_TEAL, PETROL = "#b5d3cf", "#5f9a94", "#1f4e52"
-ROSE, WINE, BROWN, SAND, PALE = "#d9a5b3", "#7d2b4b", "#6b4a2b", "#d2bf9b", "#dcdcdc"
+TEAL, DEEP_TEAL, PETROL = "#b5d3cf", "#5f9a94", "#2b4a52"
+ROSE, WINE, BROWN, SAND, PALE = "#e0a8a0", "#7d2b4b", "#6b4a2b", "#d2bf9b", "#dcdcdc"
 
-_MARKERS = "d<>ph*8HPX^vDso"
-_HATCHES = ("..", "xxxx", "----", "||||", "++++", "oooo", "\\\\\\\\", "////")
-_LINES = ("--", ":", "-.")
+#: Taken by turns: as many of each that two strategies of a family share no two of them.
+_MARKERS = "os^vXDP<>ph*dH8"
+_HATCHES = ("", "////", "....", "xxxx", "----", "||||", "++++", "oooo", "\\\\\\\\", "**", "//..")
+_LINES = ("-", "--", "-.", ":")
+#: How far the members of a family are from its hue: to white above 0, to black below.
+_SHADES = (0.0, 0.45, -0.4, 0.7)
 
 
 def lightened(colour: str, share: float) -> str:
@@ -61,31 +63,58 @@ def lightened(colour: str, share: float) -> str:
     return to_hex([c + (1 - c) * share for c in to_rgb(colour)])
 
 
-def variant_style(base: Style, index: int) -> Style:
-    """Style of a strategy's `index`-th variant: its colour lightened, with other marks."""
+def shaded(colour: str, share: float) -> str:
+    """`colour` mixed with white, or where `share` is below 0 with black."""
+    return (
+        lightened(colour, share)
+        if share >= 0
+        else to_hex([c * (1 + share) for c in to_rgb(colour)])
+    )
+
+
+def style_of(family: str, index: int) -> Style:
+    """The style of the `index`-th strategy of a family."""
+    hue, first = FAMILIES[family]
     return Style(
-        lightened(base.colour, (0.45, 0.25, 0.6)[index % 3]),
-        _MARKERS[index % len(_MARKERS)],
-        _HATCHES[index % len(_HATCHES)],
+        shaded(hue, _SHADES[index % len(_SHADES)]),
+        _MARKERS[(first + index) % len(_MARKERS)],
+        _HATCHES[(first + index) % len(_HATCHES)],
         _LINES[index % len(_LINES)],
     )
+
+
+@cache
+def _families() -> dict[str, list[str]]:
+    """The registered strategies of each family, in the registry's order."""
+    found: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    for name in REGISTRY:
+        found[strategy_class(name).family].append(name)
+    return found
+
+
+def known_styles() -> dict[str, Style]:
+    """The style of every registered strategy."""
+    return {
+        name: style_of(family, index)
+        for family, names in _families().items()
+        for index, name in enumerate(names)
+    }
 
 
 def styles_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Style]:
     """The style of every strategy of a study, from pairs of its name and the strategy it is one of.
 
-    Known names look the same in every study. Others take the colour of what they are a variant of
-    (black where unknown) and the next free marks, in alphabetical order.
+    Registered ones look the same in every study. Variants are further members of their strategy's family
+    (`other` where that is unknown), in alphabetical order.
     """
-    bases = dict(sorted(names))
-    found = {name: KNOWN_STYLES[name] for name in bases if name in KNOWN_STYLES}
-    used: dict[str | None, int] = {}
+    bases, known = dict(sorted(names)), known_styles()
+    found = {name: known[name] for name in bases if name in known}
+    used = {family: len(members) for family, members in _families().items()}
     for name, base in bases.items():
-        if name in KNOWN_STYLES:
-            continue
-        index = used.get(base, 0)
-        used[base] = index + 1
-        found[name] = variant_style(KNOWN_STYLES.get(base or "", Style(BLACK, "o", "")), index)
+        if name not in known:
+            family = strategy_class(base).family if base in REGISTRY else "other"
+            found[name] = style_of(family, used[family])
+            used[family] += 1
     return found
 
 

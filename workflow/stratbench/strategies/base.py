@@ -92,6 +92,12 @@ class Strategy:
     kind: ClassVar[Literal["collective", "server"]] = "collective"
     #: The policy by which its servers update the weights (`ps/policies.py`); None: it has no servers.
     policy: ClassVar[str | None] = None
+    #: What it is a kind of: figures give each family a hue, `other` black.
+    family: ClassVar[
+        Literal[
+            "alone", "replicas", "shards", "own weights", "averaging servers", "servers", "other"
+        ]
+    ] = "other"
     #: One line for documentation and reports.
     summary: ClassVar[str]
     #: One line for reports: how an update of the weights W comes about. g: a gradient; velocity: SGD's

@@ -67,6 +67,7 @@ class DDP(base.Collective):
     are sent; then they are no longer what the other strategies compute.
     """
 
+    family = "replicas"
     summary: ClassVar[str] = "replicas, gradients averaged by all-reduce"
     rule: ClassVar[str] = (
         "W -= lr velocity(mean of all workers' g) on every worker; g is averaged in buckets while "

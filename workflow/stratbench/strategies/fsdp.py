@@ -30,6 +30,7 @@ class FSDP(Sharded):
     runs; they are copied to the device to be gathered, and their gradients back.
     """
 
+    family = "shards"
     summary: ClassVar[str] = "parameters, gradients and optimizer state sharded"
     rule: ClassVar[str] = (
         "As ddp, but each worker holds and updates its share of W, g and the momentum; W is gathered "

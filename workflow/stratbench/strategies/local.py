@@ -25,6 +25,7 @@ class Local(base.Collective):
     What the optimizer keeps stays each worker's own. The mean of all workers is evaluated.
     """
 
+    family = "own weights"
     buffers_note = "each worker keeps its own, and they are averaged with the weights"
     breakdown_note: ClassVar[str] = (
         "exposed_communication is the exchange of weights after the update, waiting for slower workers "

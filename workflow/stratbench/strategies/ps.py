@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.ps.config import ServerConfig
+from stratbench.ps.options import EveryPushOptions
 from stratbench.ps.policies import policy_class
 from stratbench.strategies import base, strategy_class
 
@@ -53,6 +54,7 @@ def class_of_policy(policy: str) -> type[ParameterServer]:
 
     facts = {
         "policy": policy,
+        "family": "servers" if issubclass(rules.Options, EveryPushOptions) else "averaging servers",
         "summary": rules.summary,
         "rule": rules.rule,
         "first_choice": rules.first_choice,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class Single(Collective):
     """No distribution at all: one worker, no process group."""
 
+    family = "alone"
     summary: ClassVar[str] = "one process, no distribution"
     rule: ClassVar[str] = "W -= lr velocity(g), g of the whole batch"
     max_workers = 1

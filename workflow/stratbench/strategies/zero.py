@@ -62,6 +62,7 @@ class ZeRO1(base.Collective):
     running statistics of rank 0 are broadcast before every step, and those are evaluated.
     """
 
+    family = "replicas"
     summary: ClassVar[str] = "replicas, optimizer state sharded element by element"
     buffers_note = DDP.buffers_note
     rule: ClassVar[str] = (
