@@ -33,7 +33,7 @@ PACKAGE = Path(strategies.__file__).parents[1]
 #: Files that name strategies because what they hold is about those: the paper's own, a colour for
 #: each, ratios that are defined against one of them.
 MAY_NAME = {
-    *("analysis/against.py", "analysis/numbered.py", "analysis/style.py", "analysis/measures.py"),
+    *("analysis/against.py", "analysis/numbered.py", "analysis/measures.py"),
     *("analysis/metrics.py", "analysis/paper_audit.py"),
     "plan/trace.py",  # torch's namespace of FSDP's operators
 }

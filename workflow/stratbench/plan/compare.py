@@ -19,8 +19,7 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.words import MIB
 from stratbench.plan.footprint import Footprint, MemoryPeak
 from stratbench.plan.schedule import Plan, Planned, make_plan, records_by_cell
-from stratbench.plan.subject import Subject, sent_bytes
-from stratbench.plan.traffic import wire_bytes
+from stratbench.plan.subject import Subject, mean_wire_bytes, sent_bytes
 from stratbench.study import config as configuration
 
 #: How the peak of a record was measured on a CPU.
@@ -113,8 +112,8 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
     """
     if s.served:
         return sent_bytes(s, footprint) / s.steps_per_batch
-    counted = [(kind, n) for kind, n in footprint.collectives if n > _FLAG_BYTES]
-    return s.exchanging_share * wire_bytes(counted, s.cell.gpus, on_gloo=False)
+    counted = [c for c in footprint.collectives if c[1] > _FLAG_BYTES]
+    return mean_wire_bytes(s, footprint, counted, on_gloo=False)
 
 
 #: The loss scaler's flag is one float.

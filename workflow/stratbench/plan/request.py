@@ -64,7 +64,8 @@ class Request:
             strategy, most = served_stand_in(), 1
             options = option_defaults(strategy)
         elif planned.alike_on_any_count:
-            most = 2
+            one, two = (traits_of(strategy, options, n) for n in (1, 2))
+            most = 2 if one == two else min(2, s.gpus)  # one that differs is no such count
         return cls(
             strategy=strategy,
             options=tuple(sorted(options.items())),

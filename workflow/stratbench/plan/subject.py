@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from stratbench.plan.projection import Work
 from stratbench.plan.request import Request, data_bytes
 from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import strategy_class
+from stratbench.strategies.base import Strategy
 from stratbench.study import resources
 from stratbench.study.config import Study
 from stratbench.study.messages import ConfigError
@@ -52,8 +53,13 @@ class Subject:
     @property
     def exchanging_share(self) -> float:
         """The share of the steps in which the workers communicate."""
+        return self.strategy.exchanges(self.steps) / self.steps
+
+    @property
+    def strategy(self) -> Strategy:
+        """The cell's strategy, not set up."""
         cls = strategy_class(self.settings.strategy)
-        return cls(cls.Options(**self.settings.options)).exchanges(self.steps) / self.steps
+        return cls(cls.Options(**self.settings.options))
 
 
 def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
@@ -87,8 +93,19 @@ def sent_bytes(s: Subject, footprint: Footprint) -> float:
             s.settings.strategy, s.settings.options, footprint.flat_bytes, over_tcp
         )
         return sent
-    each = wire_bytes(footprint.collectives, s.cell.gpus, on_gloo=not s.request.on_cuda)
-    return s.exchanging_share * each
+    return mean_wire_bytes(s, footprint, footprint.collectives, on_gloo=not s.request.on_cuda)
+
+
+def mean_wire_bytes(
+    s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
+) -> float:
+    """Bytes that a rank sends in a step by these collectives, as a mean over the training."""
+    each = s.exchanging_share * wire_bytes(collectives, s.cell.gpus, on_gloo)
+    if not (first := min(s.strategy.plain_steps, s.steps)):
+        return each
+    whole = [c for c in collectives if c[0] == "broadcast"]
+    whole.append(("all_reduce", footprint.model_states_bytes["gradients_bytes"]))
+    return (first * wire_bytes(whole, s.cell.gpus, on_gloo) + (s.steps - first) * each) / s.steps
 
 
 def peak_with_data(peak: MemoryPeak, s: Subject) -> MemoryPeak:

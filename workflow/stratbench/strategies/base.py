@@ -152,6 +152,11 @@ class Strategy:
         """What is true of it on `gpus` workers."""
         return Traits()
 
+    @property
+    def plain_steps(self) -> int:
+        """Steps at the start in which gradients are averaged whole, before what all later ones do."""
+        return 0
+
     def exchanges(self, steps: int) -> int:
         """In how many of a training's `steps` the workers communicate."""
         return steps

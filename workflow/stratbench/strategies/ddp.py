@@ -104,6 +104,10 @@ class DDP(base.Collective):
         """How gradients are sent."""
         return self.options.compress
 
+    @property
+    def plain_steps(self) -> int:
+        return self.options.start if self.compress == "powersgd" else 0
+
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
         kind, precision = options.get("compress", "none"), values["precision"]
