@@ -89,7 +89,7 @@ def main() -> None:
                     "strategy": cell.strategy,
                     "train_time_s": record["time"]["train_time_s"],
                     "throughput_samples_per_s": record["time"]["throughput_samples_per_s"],
-                    "accuracy": record["accuracy"]["final"],
+                    "accuracy": record["score"]["final"],
                     "slow_workers_tickets": server["workers"][0]["tickets"],
                     "load_1m": os.getloadavg()[0],
                 }

@@ -98,7 +98,7 @@ def look_at(
     # In fp16 the first steps find the loss scale, and are skipped.
     enough = applied == seen if precision != "fp16" else 0.9 * seen <= applied <= seen
     stage.check(f"{name}: samples are applied", enough, f"{applied} of {seen}")
-    accuracy = rec["accuracy"]["final"]
+    accuracy = rec["score"]["final"]
     stage.check(f"{name}: an accuracy", accuracy is not None, f"{accuracy}")
     steps_ms = run_folder.read_worker(0)["step_ms"]
     stage.figures(**{name: {"step_ms": t["step_ms"], "breakdown_ms": t["breakdown_ms"],

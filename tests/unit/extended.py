@@ -115,7 +115,7 @@ def a_strategy(folder: Path) -> None:
     assert planned.training_peak(8).parts_bytes["parameters"] > 0
     strategy, result = trained(folder, "pairs")
     assert result.status == "ok"
-    assert result.progress.per_epoch[-1]["accuracy"] > 0.3
+    assert result.progress.per_epoch[-1]["score"] > 0.3
     assert strategy.report()["evaluated_on"] == "the workers' mean weights and BatchNorm statistics"
 
 
@@ -160,7 +160,7 @@ def a_data_set(folder: Path) -> None:
     np.savez(folder / "shapes.npz", **arrays)
     _, result = trained(folder, "ddp", dataset="shapes")
     assert result.status == "ok"
-    assert result.progress.per_epoch[-1]["accuracy"] > 0.5
+    assert result.progress.per_epoch[-1]["score"] > 0.5
 
 
 def a_metric(folder: Path) -> None:
@@ -169,7 +169,7 @@ def a_metric(folder: Path) -> None:
     assert entry["train_loss_std"] > 0
 
     def change(cell: Any, record: Any) -> Any:
-        for each in record["accuracy"]["per_epoch"]:
+        for each in record["score"]["per_epoch"]:
             each["train_loss_std"] = entry["train_loss_std"]
         return record
 
@@ -184,7 +184,7 @@ def a_metric(folder: Path) -> None:
 def an_audit_rule(folder: Path) -> None:
     def change(cell: Any, record: Any) -> Any:
         if cell.strategy == "ddp" and cell.gpus == 2:
-            record["accuracy"]["final"] = record["accuracy"]["per_epoch"][-1]["accuracy"] = 0.2
+            record["score"]["final"] = record["score"]["per_epoch"][-1]["score"] = 0.2
         return record
 
     for planted, expected in ((None, []), (change, ["ddp"])):

@@ -239,7 +239,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "train_time_s": ends[e],
             "train_loss": loss * 2.3 * math.exp(-0.6 * (e + 1)),
             "test_loss": loss * 2.2 * math.exp(-0.5 * (e + 1)),
-            "accuracy": round(
+            "score": round(
                 TEST_SAMPLES
                 * (
                     0.1
@@ -252,7 +252,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         for e in range(run)
     ]
     if status == "diverged":
-        per_epoch[-1] |= {"train_loss": None, "test_loss": None, "accuracy": 0.1}
+        per_epoch[-1] |= {"train_loss": None, "test_loss": None, "score": 0.1}
     parameters = int(millions * 1e6)
     parameter_bytes = parameters * 4
     held = -(-parameters // traits.weight_parts) * 4
@@ -296,7 +296,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
     updates = round((traits.updates_per_step or 1) * steps * run)
     pushes = Pushes(own_steps * cell.gpus, updates)
     record: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "cell": cell.as_dict(),
         "status": status,
         "reason": {
@@ -353,6 +353,18 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "dropout": cell.model.startswith(("vgg", "convnext", "efficientnet"))
             if finished
             else None,
+        },
+        "task": {
+            "name": "classification",
+            "score": "accuracy",
+            "unit": "share",
+            "better": "higher",
+            "tolerance": 1.0,
+            "guess": 0.1,
+            "counts": "images",
+            "counts_per_sample": 1,
+            "least_loss": None,
+            "own": None,
         },
         "data": {
             "name": cell.dataset,
@@ -418,9 +430,9 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "peak_over_base_bytes": peak - base if finished else None,
             "model_states": states if finished else None,
         },
-        "accuracy": {
-            "final": per_epoch[-1]["accuracy"] if status == "ok" else None,
-            "best": max((p["accuracy"] for p in per_epoch), default=None),
+        "score": {
+            "final": per_epoch[-1]["score"] if status == "ok" else None,
+            "best": max((p["score"] for p in per_epoch), default=None),
             "per_epoch": per_epoch,
             "evaluated_on": "server state" if server else "rank 0",
         },

@@ -147,7 +147,7 @@ def faster(factor: float):
         t["step_ms"] = {k: v if k == "count" else v / factor for k, v in t["step_ms"].items()}
         t["breakdown_ms"] = {k: v / factor for k, v in t["breakdown_ms"].items()}
         t["throughput_samples_per_s"] *= factor
-        for entry in record["accuracy"]["per_epoch"]:
+        for entry in record["score"]["per_epoch"]:
             entry["train_time_s"] /= factor
         for worker in record["workers"]:
             worker["train_time_s"] /= factor

@@ -146,7 +146,7 @@ def test_a_single_repeat_is_called_one(v2):
     rows = judge_claims(v2, NOTHING).set_index("id")["figures"]
     assert rows["fsdp-slowdown-v2"].endswith("; all from one repeat, so that it may be chance")
     assert "repeat" not in rows["vgg16-replica-v2"]
-    twice = pd.concat([v2, v2.assign(repeat=1, accuracy_final=v2["accuracy_final"] + 0.001)])
+    twice = pd.concat([v2, v2.assign(repeat=1, score_final=v2["score_final"] + 0.001)])
     rows = judge_claims(twice, NOTHING).set_index("id")["figures"]
     assert "repeat" not in rows["fsdp-slowdown-v2"]
     assert rows["modified-recovers-v2"].startswith("0.85 (0.85 to 0.85) (vgg16 on 4)")

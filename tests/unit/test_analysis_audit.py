@@ -83,9 +83,9 @@ PLANTED = {
     "superlinear": (only(faster(3), "ddp", 4), "ddp"),
     "memory-reduced-too-much": (only(smaller_states, "fsdp", 2), "fsdp"),
     "bandwidth-impossible": (only(faster(20_000), "ps-sync", 4), "ps-sync"),
-    "accuracy-below-floor": (only(put("accuracy", "final", value=0.2), "ddp", 2), "ddp"),
+    "score-below-floor": (only(put("score", "final", value=0.2), "ddp", 2), "ddp"),
     "async-alone-unlike-sync": (
-        only(put("accuracy", "final", value=0.90), "ps-async", 1),
+        only(put("score", "final", value=0.90), "ps-async", 1),
         "ps-async",
     ),
     "same-value-twice": (only(put("time", "train_time_s", value=123.45), "ddp"), "ddp"),
@@ -251,7 +251,7 @@ def test_the_bandwidth_that_a_record_counted_is_judged(tmp_path):
 
 def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     cells = fixture.expand(strategies=("single", "ddp"), models=MODELS)
-    change = only(put("accuracy", "final", value=0.2), "ddp", 2)
+    change = only(put("score", "final", value=0.2), "ddp", 2)
     study_dir = fixture.write_study(tmp_path, cells, change=change)
     collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     assert (
@@ -261,9 +261,9 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     summary = summarise(rows, audit.read_audit(tmp_path / "a.csv"))
     flagged = summary[summary["flags"] != ""]
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
-        ("ddp", 2, "accuracy")
+        ("ddp", 2, "score")
     ]
-    table = tables.wide_table(rows, summary, MEASURES["accuracy"]).set_index("strategy")
+    table = tables.wide_table(rows, summary, MEASURES["score"]).set_index("strategy")
     assert table.loc["ddp", "2 GPUs"] == "20.00 †"
     assert "†" not in table.loc["ddp", "4 GPUs"]
 

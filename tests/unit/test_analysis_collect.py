@@ -60,8 +60,8 @@ def test_a_row_holds_what_the_record_holds(tmp_path, cells):
     assert row["host"] == "constructed-host"
     epochs = [e for e in read(study_dir / "epochs.csv") if e["strategy"] == "ddp"]
     assert len(epochs) == 6 * fixture.EPOCHS
-    last = record["accuracy"]["per_epoch"][-1]
-    assert float(epochs[-1]["accuracy"]) == last["accuracy"]
+    last = record["score"]["per_epoch"][-1]
+    assert float(epochs[-1]["score"]) == last["score"]
 
 
 def test_missing_and_failed_cells_have_rows_too(tmp_path, cells, capsys):
@@ -185,15 +185,20 @@ def test_thousands_of_records_are_collected_about_as_fast_as_read_and_none_is_ke
     assert peak_kib < 100 * 2**10  # twice what a study of a few needs, also for 10,000
 
 
-def test_time_to_an_accuracy():
+def test_time_to_a_score():
     epochs = [
-        {"train_time_s": t, "accuracy": a}
-        for t, a in ((1.0, 0.5), (2.0, 0.8), (3.0, 0.7), (4.0, 0.9))
+        {"train_time_s": t, "score": a} for t, a in ((1.0, 0.5), (2.0, 0.8), (3.0, 0.7), (4.0, 0.9))
     ]
-    assert collect.time_to_accuracy_s(epochs, 0.8) == 2.0
-    assert collect.time_to_accuracy_s(epochs, 0.85) == 4.0
-    assert collect.time_to_accuracy_s(epochs, 0.95) is None
-    assert collect.time_to_accuracy_s(epochs, None) is None
+    assert collect.time_to_score_s(epochs, 0.8, "higher") == 2.0
+    assert collect.time_to_score_s(epochs, 0.85, "higher") == 4.0
+    assert collect.time_to_score_s(epochs, 0.95, "higher") is None
+    assert collect.time_to_score_s(epochs, None, "higher") is None
+    # A loss is reached from above; an epoch whose loss is not finite reaches nothing.
+    losses = [{"train_time_s": 0.5, "score": None}] + [
+        e | {"score": 1 - e["score"]} for e in epochs
+    ]
+    assert collect.time_to_score_s(losses, 0.25, "lower") == 2.0
+    assert collect.time_to_score_s(losses, 0.05, "lower") is None
 
 
 def study_of(lr: float) -> config.Study:
@@ -224,7 +229,7 @@ def test_a_record_trained_with_other_settings_is_refused_and_told(tmp_path):
 def test_what_trains_nothing_is_no_part_of_how_cells_are_trained():
     changed = study_of(0.01)
     changed.experiments["main"].values["time_limit_s"] = 10
-    changed.experiments["main"].values["target_accuracy"] = 0.5
+    changed.experiments["main"].values["target_score"] = 0.5
     assert changed.as_trained() == study_of(0.01).as_trained()
 
 
@@ -246,7 +251,7 @@ def test_time_to_the_target_of_an_experiment(tmp_path, cells):
     study_dir = fixture.write_study(tmp_path, cells)
     assert run(study_dir, "--targets", json.dumps({"main": 0.7, "other": 0.1})) == 0
     row = read(study_dir / "cells.csv")[0]
-    epochs = json.loads((study_dir / row["record_path"]).read_text())["accuracy"]["per_epoch"]
-    expected = next(e["train_time_s"] for e in epochs if e["accuracy"] >= 0.7)
+    epochs = json.loads((study_dir / row["record_path"]).read_text())["score"]["per_epoch"]
+    expected = next(e["train_time_s"] for e in epochs if e["score"] >= 0.7)
     assert float(row["time_to_target_s"]) == expected
-    assert float(row["target_accuracy"]) == 0.7
+    assert float(row["target_score"]) == 0.7

@@ -12,6 +12,7 @@ import pytest
 from stratbench.analysis import audit, columns, groups
 from stratbench.analysis.measures import FACTORS, MEASURES, PLOTS
 from stratbench.analysis.plots import CHARTS, OTHERS
+from stratbench.analysis.score import Score
 from stratbench.cell.record import RecordError
 
 ANALYSIS = Path(columns.__file__).parent
@@ -43,7 +44,7 @@ def test_a_measure_shows_its_column_in_a_unit_that_there_is_a_factor_for():
 
 def test_every_plot_has_a_title_a_column_and_somebody_who_draws_it():
     for plot in PLOTS.values():
-        assert plot.title
+        assert plot.title_of(Score())
         assert plot.needs in columns.BY_NAME
         assert (plot.name in OTHERS) != (plot.name in MEASURES and plot.chart in CHARTS)
 

@@ -90,7 +90,7 @@ def test_points_without_a_result_are_crossed_and_named(tmp_path, draw):
         found.count("×") == 3 + 2
     )  # one on the axis for each point, one for each line of the list
     assert "ddp, 1: OOM" in texts(draw(experiment, "throughput"))
-    assert "× ddp: OOM" in texts(draw(experiment, "accuracy"))
+    assert "× ddp: OOM" in texts(draw(experiment, "score"))
 
 
 def test_repeats_give_error_bars_and_one_repeat_none(tmp_path, draw):
@@ -122,8 +122,8 @@ def test_every_figure_says_what_a_worker_is(tmp_path, draw):
 
 #: Figures of constructed records of `ddp` alone: none of servers, of `single` or of samplers.
 OF_DDP = {
-    *("training_time", "throughput", "speedup", "memory", "accuracy", "breakdown"),
-    *("accuracy_over_time", "tradeoff"),
+    *("training_time", "throughput", "speedup", "memory", "score", "breakdown"),
+    *("score_over_time", "tradeoff"),
 }
 
 
@@ -181,7 +181,7 @@ def test_many_worker_counts_are_drawn_on_logarithmic_axes(tmp_path, draw):
 def test_a_doubted_figure_has_a_dagger_and_the_note_says_what_it_means(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
     experiment, _ = analysed(tmp_path, cells)
-    names = ("training_time", "throughput", "memory", "accuracy", "tradeoff")
+    names = ("training_time", "throughput", "memory", "score", "tradeoff")
     for name in names:
         figure = draw(experiment, name)
         assert not any("†" in text for text in texts(figure)), name
@@ -196,7 +196,7 @@ def test_a_doubted_figure_has_a_dagger_and_the_note_says_what_it_means(tmp_path,
 
 def test_numbers_of_updates_and_epochs_have_whole_ticks(tmp_path, draw):
     experiment, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
-    for name in ("staleness", "accuracy"):
+    for name in ("staleness", "score"):
         figure = draw(experiment, name)
         figure.draw_without_rendering()
         for axis in figure.axes:

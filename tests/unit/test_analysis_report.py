@@ -157,7 +157,7 @@ def test_every_figure_and_table_is_there_with_words_for_it(page):
     assert len(page.all("figcaption")) == len(images)
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     # This study has ddp and ps-sync, so that no other table is without a number.
-    told = set(MEASURES) - {"utilisation"}
+    told = set(MEASURES) - {"utilisation", "perplexity"}
     assert {f"t-main-{name}" for name in told} <= ids
     assert "t-main-utilisation" not in ids
     described = [t["aria-describedby"] for t in page.all("table") if "aria-describedby" in t]
@@ -220,17 +220,17 @@ def test_a_cpu_study_says_first_that_it_is_one(tmp_path):
 def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path):
     def change(cell, record):
         if cell.gpus == 2:
-            for entry in record["accuracy"]["per_epoch"]:
-                entry |= {"accuracy": 0.11, "test_loss": 2.3}
-            record["accuracy"] |= {"final": 0.11, "best": 0.11}
+            for entry in record["score"]["per_epoch"]:
+                entry |= {"score": 0.11, "test_loss": 2.3}
+            record["score"] |= {"final": 0.11, "best": 0.11}
         return record
 
     cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",), gpus=(1, 2))
     text = write_page(tmp_path, cells, change=change, figures=False).read_text()
     said = " ".join(" ".join(Page(text).text).split())
-    assert "doubtful accuracy-below-floor (1; affects accuracy)" in said
+    assert "doubtful score-below-floor (1; affects score)" in said
     assert "main, ddp, vgg16, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
-    assert text.count('<sup><a href="#audit" title="accuracy-below-floor">') == 1
+    assert text.count('<sup><a href="#audit" title="score-below-floor">') == 1
     assert "No rule was tripped" in write_page(tmp_path / "sound", cells, figures=False).read_text()
 
 

@@ -122,8 +122,8 @@ def test_repeats_that_ended_differently_are_all_told(tmp_path):
         return record
 
     _, summary = analysed(tmp_path, small(repeats=3), change=change)
-    assert pick(summary, "accuracy", "ddp", 4).endswith("] (2 of 3; OOM)")
-    assert pick(summary, "accuracy", "ddp", 4, "ok") == 2
+    assert pick(summary, "score", "ddp", 4).endswith("] (2 of 3; OOM)")
+    assert pick(summary, "score", "ddp", 4, "ok") == 2
 
 
 def test_no_group_of_cells_is_left_out(tmp_path):

@@ -35,9 +35,9 @@ SERVER = "server.servers.0"
 
 
 def less_accurate(record: dict[str, Any]) -> None:
-    for entry in record["accuracy"]["per_epoch"]:
-        entry["accuracy"] = 0.5
-    record["accuracy"] |= {"final": 0.5, "best": 0.5}
+    for entry in record["score"]["per_epoch"]:
+        entry["score"] = 0.5
+    record["score"] |= {"final": 0.5, "best": 0.5}
 
 
 def without_worker(record: dict[str, Any]) -> None:
@@ -56,10 +56,10 @@ def stale(record: dict[str, Any]) -> None:
 
 
 def losses_of(place: planted.Place) -> Callable[[dict[str, Any]], None]:
-    theirs = sound("cuda")[place]["accuracy"]["per_epoch"]
+    theirs = sound("cuda")[place]["score"]["per_epoch"]
 
     def plant(record: dict[str, Any]) -> None:
-        for mine, other in zip(record["accuracy"]["per_epoch"], theirs, strict=True):
+        for mine, other in zip(record["score"]["per_epoch"], theirs, strict=True):
             mine |= {name: other[name] for name in ("train_loss", "test_loss")}
 
     return plant
@@ -132,7 +132,7 @@ FAULTS = [
     Fault(
         "an epoch ends before the one before",
         FSDP,
-        swap("accuracy.per_epoch", 1, 2),
+        swap("score.per_epoch", 1, 2),
         "contradictory-time",
         "ascending",
     ),
@@ -288,7 +288,7 @@ FAULTS = [
     Fault(
         "an epoch's accuracy missing",
         DDP,
-        change("accuracy.per_epoch", lambda old: old[:-1]),
+        change("score.per_epoch", lambda old: old[:-1]),
         "contradictory-counts",
         "per_epoch",
     ),
@@ -389,7 +389,7 @@ FAULTS = [
     Fault(
         "ok with a loss that is not finite",
         FSDP,
-        put("accuracy.per_epoch.3.test_loss", None),
+        put("score.per_epoch.3.test_loss", None),
         "contradictory-status",
         "finite",
     ),
@@ -410,7 +410,7 @@ FAULTS = [
     Fault(
         "stopped, with a final accuracy",
         TIMEOUT,
-        put("accuracy.final", 0.5),
+        put("score.final", 0.5),
         "contradictory-status",
         "final",
     ),
@@ -431,16 +431,14 @@ FAULTS = [
     Fault(
         "diverged, and every loss is finite",
         DIVERGED,
-        both(
-            put("accuracy.per_epoch.0.train_loss", 2.0), put("accuracy.per_epoch.0.test_loss", 2.0)
-        ),
+        both(put("score.per_epoch.0.train_loss", 2.0), put("score.per_epoch.0.test_loss", 2.0)),
         "contradictory-status",
         "finite",
     ),
     Fault(
         "diverged, with a final accuracy",
         SERVED_DIVERGED,
-        put("accuracy.final", 0.5),
+        put("score.final", 0.5),
         "contradictory-status",
         "final",
     ),
@@ -738,48 +736,54 @@ FAULTS = [
     Fault(
         "final accuracy of no epoch",
         DDP,
-        put("accuracy.final", 0.9612),
-        "contradictory-accuracy",
+        put("score.final", 0.9612),
+        "contradictory-score",
         "final",
     ),
     Fault(
         "the best below an epoch",
         FSDP,
-        times("accuracy.best", 0.5),
-        "contradictory-accuracy",
+        times("score.best", 0.5),
+        "contradictory-score",
         "best",
     ),
     Fault(
         "half a sample right",
         DDP,
-        change("accuracy.per_epoch.1.accuracy", lambda a: a + 5e-5),
-        "contradictory-accuracy",
+        change("score.per_epoch.1.score", lambda a: a + 5e-5),
+        "contradictory-score",
         "whole",
     ),
     Fault(
         "too small a loss",
         DDP,
-        put("accuracy.per_epoch.0.test_loss", 0.01),
-        "contradictory-accuracy",
+        put("score.per_epoch.0.test_loss", 0.01),
+        "contradictory-score",
         "test_loss",
     ),
     Fault(
+        "a loss that nothing can reach",
+        DDP,
+        put("task.least_loss", 9.0),
+        "loss-below-least",
+        "the least possible 9.0000",
+    ),
+    Fault("another task", DDP, put("task.name", "mine:Task"), "mixed-tasks", "task.name"),
+    Fault(
         "epochs numbered twice",
         DDP,
-        put("accuracy.per_epoch.2.epoch", 2),
-        "contradictory-accuracy",
+        put("score.per_epoch.2.epoch", 2),
+        "contradictory-score",
         "epochs",
     ),
     Fault(
         "losses unlike equal strategies'",
         DDP,
-        times("accuracy.per_epoch.4.train_loss", 3),
+        times("score.per_epoch.4.train_loss", 3),
         "equal-arithmetic-unequal-loss",
         "train_loss",
     ),
-    Fault(
-        "did not learn", ("main", "ps-async", 2, 1), less_accurate, "accuracy-below-floor", "50.0%"
-    ),
+    Fault("did not learn", ("main", "ps-async", 2, 1), less_accurate, "score-below-floor", "50.0%"),
     Fault("alone unlike synchronous", ALONE, less_accurate, "async-alone-unlike-sync", "ps-sync"),
     # Speed.
     Fault("superlinear against itself", DDP, faster(3), "superlinear", "on 2 as on 1"),
@@ -1138,7 +1142,7 @@ UNGUARDED = {
     "time.eval_s": "only their sum is bounded, by the whole",
     "time.time_limit_s": "it is no part of the settings",
     "communication.timed_steps": "DDP times only some steps",
-    "accuracy.per_epoch": "of epochs but the last nothing else is told, and whole samples stay whole",
+    "score.per_epoch": "of epochs but the last nothing else is told, and whole samples stay whole",
     "workers[0].memory.reserved_peak_bytes": "the allocator may keep anything",
     "workers[0].memory.nvml_used_bytes": "others may be on the device",
     "workers[0].provenance.load_1m": "it is of the moment",

@@ -27,7 +27,7 @@ from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.study.config import load_config
 from stratbench.workload import own, sharding
-from stratbench.workload.tasks import mean_loss
+from stratbench.workload.tasks import Classification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -96,7 +96,7 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         for _ in range(STEPS):
             strategy.step(x[part], y[part])
         with strategy.evaluating() as module, torch.no_grad():
-            return None, float(mean_loss(module(x), y))
+            return None, float(Classification().loss(module(x), y))
     except Exception as e:
         return own.told(e), float("nan")
 

@@ -543,9 +543,13 @@ def test_a_later_setting_at_its_default_is_no_parameter():
         partition="by-class",
     )
     for s, stated in ((study(), False), (other, True)):
-        for key in LATER.keys() - {"own_model", "own_data"}:
+        for key in LATER.keys() - {"own_model", "own_data", "own_task", "steps"}:
             text = s.settings(s.cells[0]).as_parameter(key)
             assert isinstance(text, str) == stated, key
+    for given in ({"task": "my_tasks:MyTask"}, {"steps": 7, "epochs": None}):
+        s = study(**given)
+        stated = [s.settings(s.cells[0]).as_parameter(key) for key in ("own_task", "steps")]
+        assert [isinstance(text, str) for text in stated] == ["task" in given, "steps" in given]
     s = study(models=["vgg-compact", "resnet18"])
     for cell in s.cells:
         text = s.settings(cell).as_parameter("own_model")
@@ -626,4 +630,4 @@ def test_constraints_from_the_command_line_are_numbers_again():
     raw["decide"] = {"gpus": "2", "homogeneous": "false", "deadline_s": "null", "model": "vgg16"}
     decide = validation.validate(raw)["decide"]
     assert (decide["gpus"], decide["homogeneous"], decide["deadline_s"]) == (2, False, None)
-    assert (decide["model"], decide["accuracy_tolerance"]) == ("vgg16", 1.0)
+    assert (decide["model"], decide["score_tolerance"]) == ("vgg16", {})

@@ -127,5 +127,5 @@ def test_a_cell_trains_with_a_strategy_and_a_metric_of_ones_own(tmp_path, start_
     assert found["strategy"]["name"] == "pairs"
     assert found["strategy"]["options"] == {"period": 3}
     assert found["batch"]["updates_applied"] == 8
-    assert found["accuracy"]["evaluated_on"] == "the workers' mean weights and BatchNorm statistics"
-    assert all(entry["train_loss_std"] > 0 for entry in found["accuracy"]["per_epoch"])
+    assert found["score"]["evaluated_on"] == "the workers' mean weights and BatchNorm statistics"
+    assert all(entry["train_loss_std"] > 0 for entry in found["score"]["per_epoch"])

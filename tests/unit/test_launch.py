@@ -78,8 +78,8 @@ def test_a_cell_that_finishes(start_cell):
     assert sum(t["epoch_times_s"]) <= t["train_time_s"] * (1 + 1e-9)
     parts = ("train_time_s", "setup_s", "data_s", "warmup_s", "eval_s")
     assert 0 < sum(t[part] for part in parts) < t["total_s"]
-    assert [e["epoch"] for e in found["accuracy"]["per_epoch"]] == [1, 2]
-    assert found["accuracy"]["final"] == found["accuracy"]["per_epoch"][-1]["accuracy"]
+    assert [e["epoch"] for e in found["score"]["per_epoch"]] == [1, 2]
+    assert found["score"]["final"] == found["score"]["per_epoch"][-1]["score"]
     assert found["provenance"]["device"] == "cpu"
     assert launched.folder.log("rank0").read_text().count("epoch ") == 2
     with launched.timeline.open() as f:
@@ -157,11 +157,11 @@ def test_time_limit(start_cell, warm):
     assert found["time"]["train_time_s"] is None
     assert found["time"]["time_limit_s"] == limit_s
     assert limit_s <= found["time"]["total_s"] < limit_s + LIMIT_S
-    epochs = found["accuracy"]["per_epoch"]
+    epochs = found["score"]["per_epoch"]
     assert len(epochs) >= 1
     assert epochs[0]["epoch"] == 1
-    assert found["accuracy"]["final"] is None
-    assert found["accuracy"]["best"] == max(e["accuracy"] for e in epochs)
+    assert found["score"]["final"] is None
+    assert found["score"]["best"] == max(e["score"] for e in epochs)
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_time_limit_before_training_has_begun(start_cell):
     assert code == 0, output
     found = record.read(launched.record)
     assert found["status"] == "timeout"
-    assert found["accuracy"]["per_epoch"] == []
+    assert found["score"]["per_epoch"] == []
     assert found["model"]["parameters"] is None
     assert found["model"]["input_shape"] == [1, 16, 16]
 
@@ -184,9 +184,9 @@ def test_divergence(start_cell, warm):
     found = record.read(launched.record)
     assert found["status"] == "diverged"
     assert "of 50" in found["reason"]
-    assert found["accuracy"]["per_epoch"][-1]["train_loss"] is None
-    assert found["accuracy"]["final"] is None
-    assert len(found["accuracy"]["per_epoch"]) < 50
+    assert found["score"]["per_epoch"][-1]["train_loss"] is None
+    assert found["score"]["final"] is None
+    assert len(found["score"]["per_epoch"]) < 50
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
 from stratbench.workload.data import DeviceData
+from stratbench.workload.tasks import Classification
 
 LATE_S = 0.5
 
@@ -68,7 +69,7 @@ def test_workers_share_out_the_test_set(data, monkeypatch, workers, batch):
     shares, rounds = [], []
     for rank in range(workers):
         calls.clear()
-        shares.append(loop.evaluate(strategy, data, rank, workers))
+        shares.append(loop.evaluate(strategy, data, Classification(), rank, workers))
         rounds.append(len(calls))
     assert len(set(rounds)) == 1
     with torch.no_grad():

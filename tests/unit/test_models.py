@@ -23,7 +23,7 @@ from stratbench.workload.models import (
     input_shape,
     wrap_groups,
 )
-from stratbench.workload.tasks import mean_loss
+from stratbench.workload.tasks import Classification
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 COMPACT = [name for name in MODELS if name.endswith("-compact")]
@@ -119,7 +119,7 @@ def check_step(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
     per_sample = inputs.shape[1:] if inputs.dim() == 2 else ()
     assert output.shape == (len(inputs), *per_sample, classes)
     targets = torch.arange(output[..., 0].numel(), device=inputs.device) % classes
-    mean_loss(output, targets.view(output.shape[:-1])).backward()
+    Classification().loss(output, targets.view(output.shape[:-1])).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     if not inputs.is_meta:
         assert output.isfinite().all()

@@ -49,8 +49,8 @@ FOUND = (
     ("server", '{"servers": [{"staleness_all_shards": ["a", null]}]}'),
     *(("settings.slowdown", '"x"'), ("settings.slowdown", '{"workers": [0]}')),
     *(("settings", '{"epochs": "many", "precision": 16}'), ("batch.global_batch", "0")),
-    *(("time.train_time_s", "NaN"), ("time.train_time_s", "0"), ("accuracy.final", "NaN")),
-    *(("accuracy.per_epoch.0.accuracy", "NaN"), ("time.breakdown_ms", '{"data": Infinity}')),
+    *(("time.train_time_s", "NaN"), ("time.train_time_s", "0"), ("score.final", "NaN")),
+    *(("score.per_epoch.0.score", "NaN"), ("time.breakdown_ms", '{"data": Infinity}')),
     *(
         ("time.breakdown_ms", '{"forward": "1"}'),
         ("memory.model_states", '{"parameters_bytes": "1"}'),

@@ -322,7 +322,7 @@ def test_built_in_models_have_no_such_setting_and_others_keep_theirs_through_jso
     s = first_settings({"call": "a.B"}, tmp_path, models=["mine"])
     assert Settings.from_json(s.as_json()) == s
     _, study = study_of({"call": "a.B"}, tmp_path)
-    kept = study.as_trained() | {"own_models": study.own_models()}
+    kept = study.as_trained() | {"own_code": study.own_code()}
     assert Study(kept, "s").settings(study.cells[0]) == study.settings(study.cells[0])
 
 

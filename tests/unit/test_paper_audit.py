@@ -77,7 +77,7 @@ def test_most_accuracies_are_below_a_linear_classifiers(found):
     below = {
         (f["version"], f["strategy"], f["model"], f["gpus"])
         for f in found
-        if f["rule"] == "accuracy-below-floor"
+        if f["rule"] == "score-below-floor"
     }
     # Only VGG16 under sync reaches what the simplest models do: on one and two GPUs, in v1 on four.
     assert len([place for place in below if place[0] == "v2"]) == 18 + 3 - 2
@@ -114,7 +114,7 @@ def test_figures_of_vgg16_have_the_size_of_convnext(found):
 def test_nothing_else_is_found_and_the_file_has_everything(found, tmp_path):
     rules = {
         *("superlinear", "sharding-slow-alone", "async-alone-unlike-sync", "same-value-twice"),
-        *("bandwidth-impossible", "accuracy-below-floor", "memory-reduced-too-much"),
+        *("bandwidth-impossible", "score-below-floor", "memory-reduced-too-much"),
         *("no-common-cell", "versions-disagree", "size-of-another-model"),
     }
     assert {f["rule"] for f in found} == rules

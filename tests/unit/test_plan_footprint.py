@@ -22,7 +22,7 @@ from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
 from stratbench.workload import models
 from stratbench.workload.data import example_batch
-from stratbench.workload.tasks import mean_loss
+from stratbench.workload.tasks import Classification
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -76,7 +76,7 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str):
     )
     trace.tag("activations", (x, y))
     with trace:
-        loss = mean_loss(net(x), y)
+        loss = Classification().loss(net(x), y)
         loss.backward()
         optimizer.step()
     measured = max(trace.live_bytes(0, len(trace.events)))

@@ -381,7 +381,7 @@ def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, scra
     [server] = found["server"]["servers"]
     assert [entry["worker"] for entry in server["lost"]] == [1]
     assert server["tickets_settled"] == 20 * 8 * 3
-    assert len(found["accuracy"]["per_epoch"]) == 20
+    assert len(found["score"]["per_epoch"]) == 20
     assert not folder.secret.exists(), "the job's secret is removed"
     left = [*tmp_path.rglob("epoch*"), *scratch.rglob("epoch*")]
     assert not left, "evaluated snapshots are removed"
@@ -434,7 +434,7 @@ def test_a_stopped_worker_is_given_up_and_ended(tmp_path):
     assert process.returncode == 0, output
     found = json.loads(record.read_text())
     assert min(found["time"]["epoch_times_s"]) >= 0
-    ends = [e["train_time_s"] for e in found["accuracy"]["per_epoch"]]
+    ends = [e["train_time_s"] for e in found["score"]["per_epoch"]]
     assert ends == sorted(ends)
     [server] = found["server"]["servers"]
     assert "no heartbeat" in server["lost"][0]["reason"]

@@ -33,7 +33,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path, good):
         (lambda r: r["cell"].update(gpus=0), "cell.gpus"),
         (lambda r: r["time"].update(train_time_s="1"), "time.train_time_s"),
         (lambda r: r["time"].update(total_s=-7187.0), "time.total_s"),
-        (lambda r: r["accuracy"].update(final=1.5), "accuracy.final"),
+        (lambda r: r["score"].update(final="x"), "score.final"),
         (lambda r: r["workers"][0].pop("rank"), "workers.0"),
     ],
 )
@@ -116,6 +116,6 @@ def test_every_field_of_the_schema_is_described():
 def test_every_figure_is_explained():
     schema = json.loads(record.SCHEMA_PATH.read_text())["properties"]
     page = (record.SCHEMA_PATH.parents[2] / "docs" / "methodology.md").read_text()
-    parts = ("batch", "time", "compute", "communication", "energy", "memory", "accuracy", "profile")
+    parts = ("batch", "time", "compute", "communication", "energy", "memory", "score", "profile")
     figures = [(part, name) for part in parts for name in schema[part]["properties"]]
     assert [f"{part}.{name}" for part, name in figures if name not in page] == []

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from launching import LaunchedCell, settings
-from stratbench.analysis.audit.accuracy import contradictory_accuracy
+from stratbench.analysis.audit.scores import contradictory_score, loss_below_least
 from stratbench.cell import record
 from stratbench.workload.prepare import prepare
 
@@ -47,15 +47,22 @@ def test_a_transformer_learns_a_text(
     assert rec["model"]["classes"] == VOCABULARY
     assert rec["data"]["synthetic"]
     # Better than guessing: it has begun to learn which token follows which.
-    assert rec["accuracy"]["per_epoch"][-1]["test_loss"] < math.log(VOCABULARY) - 0.1
-    assert rec["accuracy"]["per_epoch"][-1]["accuracy"] > 1.5 / VOCABULARY
-    # The audit counts tokens as answers: an honest record is sound, one off by half a token is not.
-    assert list(contradictory_accuracy.check(SimpleNamespace(records=[rec]))) == []
-    rec["accuracy"]["per_epoch"][-1]["accuracy"] += 0.5 / (24 * LENGTH)
-    faults = [
-        found.figures for found in contradictory_accuracy.check(SimpleNamespace(records=[rec]))
-    ]
-    assert any(f"of {24 * LENGTH} answers no whole number" in fault for fault in faults)
+    assert rec["score"]["per_epoch"][-1]["test_loss"] < math.log(VOCABULARY) - 0.1
+    assert rec["task"]["score"] == "loss"
+    assert rec["task"]["counts_per_sample"] == LENGTH
+    # The score is the loss; the least possible is known, and an honest record is above it.
+    last, least = rec["score"]["per_epoch"][-1], rec["task"]["least_loss"]
+    assert last["score"] == pytest.approx(last["test_loss"], rel=1e-9) == rec["score"]["final"]
+    assert 0 < last["score_error"] < 0.2
+    evidence = SimpleNamespace(records=[rec])
+    for rule in (contradictory_score, loss_below_least):
+        assert list(rule.check(evidence)) == []
+    last["score"] += 0.01
+    assert any("its test_loss" in found.figures for found in contradictory_score.check(evidence))
+    last["test_loss"] = least - 2 * last["score_error"]  # chance explains it
+    assert list(loss_below_least.check(evidence)) == []
+    last["test_loss"] = least - 4 * last["score_error"]
+    assert [found.figures for found in loss_below_least.check(evidence)]
     # Two for each weight that a token is multiplied with, at least.
     flops = rec["compute"]["forward_flops_per_sample"]
     assert flops > 2 * LENGTH * 4 * 12 * 128**2

@@ -168,7 +168,7 @@ def test_outcomes_are_results_and_are_printed_as_such(workflow):
     assert diverged["status"] == "diverged"
     late = json.loads(workflow.record("second", "single", "vgg-compact", "1gpu").read_text())
     assert late["status"] == "timeout"
-    assert late["accuracy"]["per_epoch"], "the epochs finished before the limit are kept"
+    assert late["score"]["per_epoch"], "the epochs finished before the limit are kept"
     assert "div." in (workflow.folder / tables / "first/training_time.csv").read_text()
     assert ">60" in (workflow.folder / tables / "second/training_time.csv").read_text()
     assert workflow.jobs(tables) == {}

@@ -78,7 +78,7 @@ def test_every_strategy_trains_images_and_text_on_one_two_and_four(trained):
     for (experiment, strategy, gpus), record in found.items():
         assert record["status"] == "ok", (experiment, strategy, gpus)
         chance = math.log(record["model"]["classes"])
-        learns = record["accuracy"]["per_epoch"][-1]["test_loss"] < chance
+        learns = record["score"]["per_epoch"][-1]["test_loss"] < chance
         assert learns or experiment == "own-classes"
         distances = record["strategy"]["details"].get("consensus_distance", [0.0])
         assert len(distances) == record["settings"]["epochs"]
@@ -96,7 +96,7 @@ def test_every_strategy_trains_images_and_text_on_one_two_and_four(trained):
 def test_a_worker_with_few_classes_learns_less(trained):
     """Each knows two or three of ten digits: what all have in common is known to none."""
     found = records(trained)
-    accuracy = {s: found["own-classes", s, 4]["accuracy"]["final"] for s in ("ddp", "late")}
+    accuracy = {s: found["own-classes", s, 4]["score"]["final"] for s in ("ddp", "late")}
     assert accuracy["late"] < accuracy["ddp"] - 0.05
     assert found["own-classes", "ddp", 4]["settings"]["partition"] == "by-class"
     assert found["digits", "gossip", 4]["settings"]["partition"] == "iid"

@@ -52,7 +52,7 @@ def test_a_network_in_a_file_is_planned_trained_reported_and_decided_on(tmp_path
     assert labels == ["blocks.1", "blocks.2"]
     assert records[0]["model"]["parameters"] == 2090
     # Strategies of equal rules have trained the same network equally.
-    losses = [r["accuracy"]["per_epoch"][-1]["test_loss"] for r in records]
+    losses = [r["score"]["per_epoch"][-1]["test_loss"] for r in records]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)
     assert "unusable" not in (tmp_path / "results/tiny/audit.csv").read_text()
     assert "mine" in (tmp_path / "results/tiny/report.html").read_text()

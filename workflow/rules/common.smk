@@ -74,13 +74,13 @@ def skipped(wildcards):
 
 
 def targets(wildcards):
-    """The accuracies to reach, for `collect`."""
-    return json.dumps(STUDY.target_accuracies())
+    """The scores to reach, for `collect`."""
+    return json.dumps(STUDY.target_scores())
 
 
 def as_trained(wildcards, input):
     """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
-    resolved = {"own_models": STUDY.own_models(), "own_data": STUDY.own_data()}
+    resolved = {"own_code": STUDY.own_code(), "own_data": STUDY.own_data()}
     return json.dumps(
         STUDY.as_trained() | {key: own for key, own in resolved.items() if own},
         sort_keys=True,

@@ -24,7 +24,7 @@ from stratbench.analysis.usable import UsableGroups
 #: Column of cells.csv, and factor to the published unit, of each published measure.
 COLUMNS_OF = {
     "training_time_s": ("train_time_s", 1.0),
-    "accuracy_percent": ("accuracy_final", 100.0),
+    "accuracy_percent": ("score_final", 100.0),
 }
 #: The strategy that others of its kind are divided by.
 REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
@@ -47,7 +47,7 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
     for key, rows in groups.groups.items():
         experiment, strategy, model, gpus = key
         for measure, (column, scale) in COLUMNS_OF.items():
-            values = groups.values(key, column, "time" if scale == 1.0 else "accuracy")
+            values = groups.values(key, column, "time" if scale == 1.0 else "score")
             if len(values):
                 place = (measure, rows["dataset"].iloc[0], model, strategy, gpus)
                 ours.setdefault(place, (scale * float(values.median()), experiment))

@@ -10,17 +10,18 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from stratbench.analysis.accuracy import judge_accuracy
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.groups import findings_by_group, rows_by_group
 from stratbench.analysis.measures import GIB, MIB
+from stratbench.analysis.score import Score, score_of
+from stratbench.analysis.tolerance import judge_scores
 from stratbench.strategies.base import Traits
 
 #: Up to how many times the largest measured count a time is extrapolated: public series of training
 #: times are missed by a + b/N by 2.7 % (median) and 15 % (90th percentile) at 2, by 8 and 28 % at 4.
 FARTHEST = 2
-#: The audit's rule for accuracies that say that training did not work.
-FLOOR_RULE = "accuracy-below-floor"
+#: The audit's rule for scores that say that training did not work.
+FLOOR_RULE = "score-below-floor"
 
 
 @dataclass(eq=False)
@@ -33,7 +34,12 @@ class Candidate:
     basis: str = "measured"
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
     time_s: float | None = None
-    accuracies: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in %
+    score: Score = field(default_factory=Score)
+    scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, as shown
+    #: Standard error of a repeat's score by the finite test set, as shown; None: not recorded.
+    score_error: float | None = None
+    #: Trained for a number of steps and not evaluated.
+    unscored: bool = False
     memory_bytes: float | None = None
     states_bytes: float | None = None
     test_samples: float | None = None
@@ -42,7 +48,7 @@ class Candidate:
     batchnorm: bool = True
     global_batch: float | None = None
     hosts: frozenset[str] = frozenset()  # of each repeat all in one text
-    #: What its accuracy loses at most (95 %), in points; None: not known.
+    #: By how much its score may be worse at most (95 %), as shown; None: not known.
     may_lose: float | None = None
     price_per_gpu_hour: float | None = None
     kind: str = ""
@@ -63,9 +69,9 @@ class Candidate:
         return float("inf") if value is None else value
 
     @property
-    def accuracy_percent(self) -> float | None:
-        """The mean over the repeats."""
-        return float(self.accuracies.mean()) if len(self.accuracies) else None
+    def mean_score(self) -> float | None:
+        """The mean over the repeats, as shown."""
+        return float(self.scores.mean()) if len(self.scores) else None
 
     def exclude(self, kind: str, why: str) -> None:
         """Exclude it, unless something already does."""
@@ -86,7 +92,7 @@ def candidates_among(
     found += extrapolated_candidates(found, constraints)
     for candidate in found:
         exclude_by_constraints(candidate, constraints)
-    judge_accuracy(found, constraints.accuracy_tolerance)
+    judge_scores(found, constraints)
     return found
 
 
@@ -101,14 +107,19 @@ def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candida
         values = pd.to_numeric(ok[column], errors="coerce").dropna()
         return float(values.max()) if len(values) else None
 
-    accuracies = pd.Series(ok["accuracy_final"].to_numpy(dtype=float), index=ok["repeat"])
+    score = score_of(frame)
+    scores = pd.Series(ok["score_final"].to_numpy(dtype=float), index=ok["repeat"])
+    error = most("score_error")
     return Candidate(
         strategy=str(first["strategy"]),
         gpus=int(first["gpus"]),
         traits=traits_of_group(frame),
         times=times,
         time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
-        accuracies=100 * accuracies.dropna(),
+        score=score,
+        scores=score.factor * scores.dropna(),
+        score_error=None if error is None else score.factor * error,
+        unscored=bool(frame["steps"].notna().any()),
         test_samples=most("test_samples"),
         memory_bytes=most("peak_memory_bytes"),
         states_bytes=most("model_states_bytes"),
@@ -147,7 +158,7 @@ def exclude_by_records(
                 over = "its time limit" if pd.isna(limit) else f"{limit:g} s"
                 candidate.exclude("too slow", f"{share}not done after {over}")
             case "diverged":
-                candidate.exclude("loses accuracy", f"{share}training diverged")
+                candidate.exclude("worse score", f"{share}training diverged")
             case "error":
                 candidate.exclude("failed", f"{share}{reason}")
     if candidate.time_s is None:
@@ -160,7 +171,9 @@ def exclude_by_records(
             text = f"the audit: {finding['rule']} ({finding['figures']})"
             candidate.exclude("unusable record", text)
         elif finding["rule"] == FLOOR_RULE:
-            candidate.exclude("does not learn", f"the audit: accuracy {finding['figures']}")
+            candidate.exclude(
+                "does not learn", f"the audit: {candidate.score.name} {finding['figures']}"
+            )
         elif finding["severity"] == "doubtful" and finding["rule"] not in candidate.doubts:
             candidate.doubts.append(finding["rule"])
 
@@ -204,7 +217,7 @@ def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Itera
     get shorter with more workers, and the share that does. From three counts at least, since any two
     fit; from the least to FARTHEST times the largest of them; never for CPU processes, of which more
     are no more hardware; and never where the largest count was no faster than some smaller one:
-    more workers would not help there, whatever a fit says. Memory and accuracy are those of the
+    more workers would not help there, whatever a fit says. Memory and score are those of the
     nearest lower count measured; with the same global batch that memory is an upper bound.
     """
     for name in dict.fromkeys(c.strategy for c in found):
@@ -229,7 +242,10 @@ def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Itera
             basis=f"extrapolated from {', '.join(str(c.gpus) for c in usable)} workers by "
             f"{fixed_s:.3g} s + {shared_s:.3g} s / N, which misses the measured by {off:.0%} at most",
             time_s=float(fixed_s + shared_s / given.gpus),
-            accuracies=nearest.accuracies,
+            score=nearest.score,
+            scores=nearest.scores,
+            score_error=nearest.score_error,
+            unscored=nearest.unscored,
             test_samples=nearest.test_samples,
             memory_bytes=nearest.memory_bytes,
             states_bytes=nearest.states_bytes,

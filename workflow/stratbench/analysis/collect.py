@@ -39,7 +39,7 @@ WITHOUT_RECORD = ("missing", "error")
 class Expected:
     """What the config says beside the cells.
 
-    Why some are skipped (by path), accuracies to reach (by experiment), and the study, by whose
+    Why some are skipped (by path), scores to reach (by experiment), and the study, by whose
     settings every record must have been trained; None: they are not looked at.
     """
 
@@ -48,11 +48,20 @@ class Expected:
     study: Study | None = None
 
 
-def time_to_accuracy_s(per_epoch: list[Row], target: float | None) -> float | None:
-    """Training time at the end of the first epoch that reached `target`; None if none did."""
+def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
+    """Training time at the end of the first epoch that reached `target`; None if none did.
+
+    A score is reached by at least as much where `better` is `higher`, else by at most as much.
+    """
     if target is None:
         return None
-    return next((e["train_time_s"] for e in per_epoch if e["accuracy"] >= target), None)
+    sign = 1 if better == "higher" else -1
+    reached = (
+        e["train_time_s"]
+        for e in per_epoch
+        if e["score"] is not None and sign * e["score"] >= sign * target
+    )
+    return next(reached, None)
 
 
 def describe_other_settings(rec: record.Record, settings: Settings) -> str | None:
@@ -108,9 +117,11 @@ def rows_of_cell(cell: Cell, study_dir: Path, asked: Expected) -> tuple[Row, lis
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return row | {"status": "error", "reason": on_one_line(reason)}, []
     row |= found
-    row["target_accuracy"] = target = asked.targets.get(cell.experiment)
-    row["time_to_target_s"] = time_to_accuracy_s(rec["accuracy"]["per_epoch"], target)
-    epochs = [coordinates | epoch for epoch in rec["accuracy"]["per_epoch"]]
+    row["target_score"] = target = asked.targets.get(cell.experiment)
+    row["time_to_target_s"] = time_to_score_s(
+        rec["score"]["per_epoch"], target, rec["task"]["better"]
+    )
+    epochs = [coordinates | epoch for epoch in rec["score"]["per_epoch"]]
     return row, epochs
 
 
@@ -181,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--skipped", default="{}", help="JSON: cells not trained, and why")
     parser.add_argument("--study", default="null", help="JSON: the config of the study alone")
-    parser.add_argument("--targets", default="{}", help="JSON: accuracy to reach, by experiment")
+    parser.add_argument("--targets", default="{}", help="JSON: score to reach, by experiment")
     args = parser.parse_args(argv)
     cells = read_expected(args.expected)
     config = json.loads(args.study)

@@ -81,11 +81,26 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("throughput_samples_per_s", "number", "samples/s", "time.throughput_samples_per_s",
            "Training samples of all workers whose gradients entered the weights, divided by the "
            "training time: what a server dropped, or what overflowed, was no training."),
-    Column("accuracy_final", "number", "share", "accuracy.final",
-           "Share of the whole test set classified correctly, evaluated outside the timed region."),
-    Column("accuracy_best", "number", "share", "accuracy.best",
-           "The highest test accuracy after any epoch."),
-    Column("evaluated_on", "text", "", "accuracy.evaluated_on"),
+    Column("task", "text", "", "task.name"),
+    Column("score_name", "text", "", "task.score"),
+    Column("score_unit", "text", "", "task.unit"),
+    Column("score_better", "text", "", "task.better"),
+    Column("score_tolerance", "number", "", "task.tolerance"),
+    Column("score_guess", "number", "", "task.guess"),
+    Column("score_final", "number", "", "score.final",
+           "The score of the experiment's task after the last epoch, over the whole test set, "
+           "evaluated outside the timed region. Accuracy: the share classified correctly. Loss: the "
+           "mean cross-entropy of the next token."),
+    Column("score_best", "number", "", "score.best"),
+    Column("score_error", "number", "", derived.score_error,
+           "Standard error of the score, over the samples of the test set."),
+    Column("perplexity", "number", "", derived.perplexity,
+           "Of a score in nats a token, e to its power: among how many equally likely tokens the "
+           "model would be as unsure."),
+    Column("least_loss", "number", "nats/token", "task.least_loss"),
+    Column("counts", "text", "", "task.counts"),
+    Column("counts_per_sample", "number", "", "task.counts_per_sample"),
+    Column("evaluated_on", "text", "", "score.evaluated_on"),
     Column("memory_method", "text", "", "memory.method"),
     Column("parameters_bytes", "number", "bytes", "memory.model_states.parameters_bytes"),
     Column("gradients_bytes", "number", "bytes", "memory.model_states.gradients_bytes"),
@@ -133,6 +148,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("per_worker_batch", "number", "samples", "batch.per_worker_batch"),
     Column("steps_per_epoch", "number", "", "batch.steps_per_epoch"),
     Column("epochs", "number", "", "settings.epochs"),
+    Column("steps", "number", "", "settings.steps"),
     Column("precision", "text", "", "settings.precision"),
     Column("compute_dtype", "text", "", "strategy.details.compute_dtype"),
     Column("model_parameters", "number", "", "model.parameters"),
@@ -150,11 +166,11 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Parameters, gradients, optimizer state and buffers that the largest worker holds between "
            "two steps, counted exactly. Activations and communication buffers are not in it, nor is "
            "what a parameter server holds."),
-    Column("target_accuracy", "number", "share", None,
-           "The accuracy to reach, as the configuration gives it (target_accuracy)."),
+    Column("target_score", "number", "", None,
+           "The score to reach, as the configuration gives it (target_score)."),
     Column("time_to_target_s", "number", "s", None,
-           "Training time at the end of the first epoch whose test accuracy reached the target of the "
-           "configuration (target_accuracy)."),
+           "Training time at the end of the first epoch whose test score reached the target of the "
+           "configuration (target_score)."),
     Column("device_kind", "text", "", derived.device_kind, "cuda or cpu: what the workers ran on."),
     Column("device_name", "text", "", derived.device_name, "The GPUs, or the CPUs, by name."),
     Column("host", "text", "", derived.hosts, "Names of the hosts of the workers."),
@@ -203,11 +219,12 @@ _TIMELINE = "timeline: "
 # fmt: off
 #: Columns of epochs.csv beside the coordinates; sources are fields of an entry of per_epoch.
 _EPOCH = (
-    Column("epoch", "number", "", "accuracy.per_epoch.epoch"),
-    Column("train_time_s", "number", "s", "accuracy.per_epoch.train_time_s"),
-    Column("train_loss", "number", "", "accuracy.per_epoch.train_loss"),
-    Column("test_loss", "number", "", "accuracy.per_epoch.test_loss"),
-    Column("accuracy", "number", "share", "accuracy.per_epoch.accuracy"),
+    Column("epoch", "number", "", "score.per_epoch.epoch"),
+    Column("train_time_s", "number", "s", "score.per_epoch.train_time_s"),
+    Column("train_loss", "number", "", "score.per_epoch.train_loss"),
+    Column("test_loss", "number", "", "score.per_epoch.test_loss"),
+    Column("score", "number", "", "score.per_epoch.score"),
+    Column("score_error", "number", "", "score.per_epoch.score_error"),
 )
 # fmt: on
 #: The names of the columns of epochs.csv.

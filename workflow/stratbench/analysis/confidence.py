@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from stratbench.analysis.accuracy import chance_points
 from stratbench.analysis.candidates import Candidate
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.ranking import ROUGH, Ranking
+from stratbench.analysis.tolerance import chance_difference
 from stratbench.cell.words import counted
 
 
@@ -30,8 +30,8 @@ def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> t
         level = min(level, 1)
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         told.append(f"All repeats ran on {on}: others may order them differently." if hosts else "")
-    told += accuracy_caveats(first, given)
-    if first.may_lose is None or first.may_lose > given.accuracy_tolerance:
+    told += score_caveats(first, given)
+    if first.may_lose is None or first.may_lose > given.tolerance_of(first.score):
         level = min(level, 1)
     for c in (first, *nearest_rivals(ranking)):
         others = [doubt for doubt in c.doubts if c is first or doubt not in first.doubts]
@@ -86,20 +86,24 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     return (1 if ranking.at_most <= ROUGH else 0), told
 
 
-def accuracy_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
-    """What is not known of the chosen one's accuracy."""
+def score_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
+    """What is not known of the chosen one's score."""
     if first.may_lose is None:
-        yield "Nothing is known of the accuracy that it loses."
+        if first.unscored:
+            yield "No score was measured (steps): equal scores are assumed."
+        else:
+            yield f"Nothing is known of how much worse its {first.score.name} is."
         return
-    if first.may_lose > given.accuracy_tolerance:
-        by = "repeats" if len(first.accuracies) > 1 else "its one repeat"
+    score, tolerance = first.score, given.tolerance_of(first.score)
+    if first.may_lose > tolerance:
+        by = "repeats" if len(first.scores) > 1 else "its one repeat"
         yield (
-            f"It may lose up to {first.may_lose:.1f} points of accuracy by {by} (95 %), more than "
-            f"the {given.accuracy_tolerance:g} allowed."
+            f"Its {score.name} may be up to {score.difference(first.may_lose, score.decimals - 1)} worse "
+            f"by {by} (95 %), more than the {tolerance:g} allowed."
         )
-    chance = chance_points(first, first)
-    if chance > given.accuracy_tolerance:
+    chance = chance_difference(first, first)
+    if chance > tolerance:
         yield (
-            f"Chance makes {chance:.1f} points of a test set of {first.test_samples:.0f} samples, "
-            f"more than the {given.accuracy_tolerance:g} allowed."
+            f"Chance makes {score.difference(chance, score.decimals - 1)} of a test set of "
+            f"{first.test_samples:.0f} samples, more than the {tolerance:g} allowed."
         )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from stratbench.analysis.score import Score
 from stratbench.cell.words import counted
 
 
@@ -23,8 +24,9 @@ class Constraints:
     deadline_s: float | None = None
     #: Rank by cost instead of time.
     price_per_gpu_hour: float | None = None
-    #: Points of accuracy that may be lost against the most accurate strategy.
-    accuracy_tolerance: float = 1.0
+    #: By how much a score may be worse than the best strategy's, by the score's name, as shown (points
+    #: of accuracy); a score that is not in it has its task's tolerance.
+    score_tolerance: Mapping[str, float] = field(default_factory=dict)
     #: Share by which strategies may differ in time (or cost) and still count as equal.
     equivalence_margin: float = 0.03
     #: Share of a peak kept free on top of it before it fits: `cluster.memory_margin`.
@@ -41,6 +43,10 @@ class Constraints:
         """From a JSON object with these keys; `{}` gives the defaults."""
         return cls(**json.loads(text))
 
+    def tolerance_of(self, score: Score) -> float:
+        """By how much a score may be worse, as shown."""
+        return self.score_tolerance.get(score.name, score.tolerance)
+
     def sentences(self) -> Iterator[str]:
         """The constraints in words, the defaults that matter included."""
         if self.gpus is not None:
@@ -50,7 +56,11 @@ class Constraints:
             yield f"{self.gpu_memory_gib:g} GiB of memory each{reserve}"
         if self.deadline_s is not None:
             yield f"trained within {self.deadline_s:g} s"
-        yield f"at most {self.accuracy_tolerance:g} points of accuracy lost"
+        for name, most in self.score_tolerance.items():
+            unit = " points" if name == "accuracy" else ""
+            yield f"{name} at most {most:g}{unit} worse than the best"
+        if not self.score_tolerance:
+            yield "scores at most their task's tolerance worse than the best"
         yield f"strategies within {100 * self.equivalence_margin:g} % of each other are equals"
         yield "equally fast workers" if self.homogeneous else "workers of unequal speed"
         yield (

@@ -30,8 +30,8 @@ from stratbench.cell.words import counted, worker_noun
 
 MATRIX_COLUMNS = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
-    *("repeats", "time_s", "cost", "memory_mib", "accuracy_percent"),
-    *("ratio_to_first", "low", "high", "may_lose_points", "doubts"),
+    *("repeats", "time_s", "cost", "memory_mib", "score", "score_name", "score_unit"),
+    *("ratio_to_first", "low", "high", "may_lose", "doubts"),
 )
 
 
@@ -129,11 +129,14 @@ def headline_of(ranking: Ranking, noun: str, given: Constraints) -> str:
         text += " (extrapolated, not measured)"
     elif ranking.chance:
         text += f" ({ranking.chance}: it may be chance)"
-    if first.may_lose is not None and first.may_lose > given.accuracy_tolerance:
+    if first.may_lose is not None and first.may_lose > given.tolerance_of(first.score):
+        score = first.score
         text += (
-            f"; it may lose up to {first.may_lose:.1f} points of accuracy "
-            f"({given.accuracy_tolerance:g} allowed)"
+            f"; its {score.name} may be up to {score.difference(first.may_lose, score.decimals - 1)} "
+            f"worse ({given.tolerance_of(score):g} allowed)"
         )
+    if first.unscored:
+        text += "; no score was measured, equal ones are assumed"
     return text + "."
 
 
@@ -160,8 +163,8 @@ def reason_for(ranking: Ranking, noun: str) -> str:
         if other is not found:
             on, paid = counted(other.rival.gpus, noun), describe_amount(other.rival)
             text += f", {other.rival.strategy} on {on} {describe_ratio(other)} times ({paid})"
-    if first.accuracy_percent is not None:
-        text += f"; it reaches {first.accuracy_percent:.2f} % accuracy"
+    if first.mean_score is not None:
+        text += f"; it reaches {first.score.name} {first.score.text(first.mean_score)}"
     if first.memory_bytes is not None:
         above = " above its base" if first.on_cpu else ""
         text += f" with a peak of {first.memory_bytes / MIB:.0f} MiB a worker{above}"
@@ -191,12 +194,12 @@ def sentences_on_changes(
     elif ranking.chance or not ranking.is_clear:
         yield "More repeats: they would say whether this order holds."
     yield from sentences_on_constraints(found, first)
-    tolerance = given.accuracy_tolerance
+    tolerance = given.tolerance_of(first.score)
     if first.may_lose is not None and first.may_lose > tolerance:
         sure = [c for c in ranked if c.may_lose is not None and c.may_lose <= tolerance]
         if sure:
             yield (
-                f"An accuracy that is certain: then {sure[0].strategy} on {sure[0].gpus} "
+                f"A score that is certain: then {sure[0].strategy} on {sure[0].gpus} "
                 f"({describe_amount(sure[0])})."
             )
     smaller = [c for c in ranked if smaller_than(c, first)]
@@ -220,7 +223,7 @@ def sentences_on_constraints(found: list[Candidate], first: Candidate | None) ->
     lift = {
         "does not fit": "More memory",
         "too slow": "A later deadline",
-        "loses accuracy": "Less accuracy wanted",
+        "worse score": "A worse score allowed",
         "needs all workers": "Workers that stay until the end",
         "needs more GPUs": "More GPUs",
     }
@@ -281,11 +284,13 @@ def matrix_rows(
                 "time_s": c.time_s,
                 "cost": c.cost,
                 "memory_mib": c.memory_bytes and c.memory_bytes / MIB,
-                "accuracy_percent": c.accuracy_percent,
+                "score": c.mean_score,
+                "score_name": c.score.name,
+                "score_unit": c.score.shown_unit,
                 "ratio_to_first": against.ratio if against else 1.0 if place == 1 else None,
                 "low": against and against.low,
                 "high": against and against.high,
-                "may_lose_points": c.may_lose,
+                "may_lose": c.may_lose,
                 "doubts": "; ".join(c.doubts),
             }
         )

@@ -27,6 +27,23 @@ def value_at(value: Any, path: str) -> Any:
     return value
 
 
+# ---------------------------------------------------------------- the score
+
+
+def score_error(record: Record) -> float | None:
+    """Standard error of the last epoch's score, of a cell that finished."""
+    entries = value_at(record, "score.per_epoch") or [{}]
+    return None if value_at(record, "score.final") is None else entries[-1].get("score_error")
+
+
+def perplexity(record: Record) -> float | None:
+    """e to the score, where the score is in nats a token and e to it is a number."""
+    final = value_at(record, "score.final")
+    if final is None or value_at(record, "task.unit") != "nats/token" or final > 700:
+        return None
+    return math.exp(final)
+
+
 # ---------------------------------------------------------------- the machine
 
 

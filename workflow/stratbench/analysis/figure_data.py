@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from stratbench.analysis.measures import DOUBT, Measure
+from stratbench.analysis.measures import DOUBT, Measure, measures_of
+from stratbench.analysis.score import Score, score_of
 from stratbench.analysis.style import Style, styles_by_strategy
 from stratbench.analysis.tables import spread_note, workers_are
 
@@ -27,6 +28,16 @@ class FigureData:
     def models(self) -> list[str]:
         """Models in the order of the config."""
         return list(dict.fromkeys(self.cells["model"]))
+
+    @property
+    def score(self) -> Score:
+        """The score of the experiment's task."""
+        return score_of(self.cells)
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        """The measures as the experiment names them."""
+        return measures_of(self.cells)
 
     @property
     def on_cpu(self) -> bool:

@@ -5,10 +5,14 @@ A measure that shows a column as it is takes unit and definition from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from stratbench.analysis.columns import BY_NAME
+from stratbench.analysis.score import Score, score_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MIB, GIB = 2**20, 2**30
 #: What marks a figure that the audit doubts, in tables as in figures.
@@ -47,9 +51,13 @@ class Measure:
     #: Divide by the number of workers too.
     per_worker: bool = False
     #: Which of the audit's findings cast doubt on it.
-    concerns: Literal["time", "memory", "accuracy"] = "time"
+    concerns: Literal["time", "memory", "score"] = "time"
     #: Digits after the point; None: three significant digits.
     decimals: int | None = None
+    #: What each experiment's records name: the `score`, or what throughput `counts`.
+    named_by: Literal["score", "counts"] | None = None
+    #: The factor from the column's values to what is shown; None: by the units.
+    own_scale: float | None = None
 
     @property
     def unit(self) -> str:
@@ -61,6 +69,8 @@ class Measure:
     @property
     def scale(self) -> float:
         """The factor from the column's values to what is shown; a ratio needs none."""
+        if self.own_scale is not None:
+            return self.own_scale
         unit = BY_NAME[self.column].unit
         return 1.0 if self.baseline or self.unit == unit else FACTORS[unit, self.unit]
 
@@ -74,6 +84,22 @@ class Measure:
         """Title with the unit, as axes and captions carry it."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
+    def named(self, score: Score) -> Measure:
+        """The measure as an experiment with this score shows it."""
+        if self.named_by == "score":
+            return replace(
+                self,
+                title=self.title.replace("score", score.name),
+                shown_unit=score.shown_unit,
+                better=score.better,
+                decimals=score.decimals,
+                own_scale=score.factor,
+            )
+        if self.named_by == "counts":
+            unit = f"{score.counts}/s"
+            return replace(self, shown_unit=unit, own_scale=score.counts_per_sample)
+        return self
+
 
 _THROUGHPUT = "throughput_samples_per_s"
 _SPEEDUP = (
@@ -85,7 +111,9 @@ MEASURES: dict[str, Measure] = {
     m.name: m
     for m in (
         Measure("training_time", "Training time", "train_time_s"),
-        Measure("throughput", "Training throughput", _THROUGHPUT, better="higher"),
+        Measure(
+            "throughput", "Training throughput", _THROUGHPUT, better="higher", named_by="counts"
+        ),
         Measure(
             "achieved",
             "Achieved arithmetic rate",
@@ -187,16 +215,16 @@ MEASURES: dict[str, Measure] = {
             better=None,
         ),
         Measure("energy", "Energy of the GPUs per sample", "joules_per_sample"),
-        Measure("time_to_target", "Training time to the target accuracy", "time_to_target_s"),
+        Measure("time_to_target", "Training time to the target score", "time_to_target_s"),
         Measure(
-            "accuracy",
-            "Test accuracy after the last epoch",
-            "accuracy_final",
-            "%",
+            "score",
+            "Test score after the last epoch",
+            "score_final",
             better="higher",
-            concerns="accuracy",
-            decimals=2,
+            concerns="score",
+            named_by="score",
         ),
+        Measure("perplexity", "Perplexity per token", "perplexity", concerns="score"),
         Measure(
             "utilisation",
             "Utilisation while training",
@@ -206,6 +234,13 @@ MEASURES: dict[str, Measure] = {
         ),
     )
 }
+
+
+def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
+    """The measures by name, as the records of one experiment (rows of cells.csv) name them."""
+    score = score_of(rows)
+    return {name: measure.named(score) for name, measure in MEASURES.items()}
+
 
 _CROSSES = "A cross on the horizontal axis is a cell without a result, named in the panel."
 
@@ -229,10 +264,11 @@ class Plot:
     #: Whether the report shows it at once, and not folded.
     primary: bool = False
 
-    @property
-    def title(self) -> str:
-        """Its title, with the unit."""
-        return self.own_title or MEASURES[self.name].heading
+    def title_of(self, score: Score) -> str:
+        """Its title, with the unit, in an experiment with this score."""
+        if self.own_title:
+            return self.own_title.replace("score", score.name)
+        return MEASURES[self.name].named(score).heading
 
     @property
     def caption(self) -> str:
@@ -271,26 +307,30 @@ PLOTS: dict[str, Plot] = {
             primary=True,
         ),
         Plot(
-            "accuracy",
+            "score",
             "By epoch; with repeats, the line is the median and the band goes from the lowest to the "
-            "highest. A cross ends the line of a cell that was cut short.",
+            "highest. A cross ends the line of a cell that was cut short. Dotted: the least possible "
+            "loss, where it is known.",
             "Line chart by epoch",
+            needs="epochs",
             primary=True,
         ),
         Plot(
-            "accuracy_over_time",
+            "score_over_time",
             "On the most workers of the experiment; the time is that of the training steps alone. "
             "With repeats, the medians of both at each epoch.",
             "Line chart by time",
-            "Test accuracy over training time",
+            "Test score over training time",
+            "epochs",
         ),
         Plot(
             "tradeoff",
             "Each point is a strategy on the number of workers beside it; its area is the peak "
             "memory of a worker. The grey line joins those that no other beats in both time and "
-            "accuracy.",
+            "score.",
             "Scatter chart",
-            "Training time, memory and accuracy together",
+            "Training time, memory and score together",
+            "epochs",
         ),
         Plot(
             "staleness",

@@ -108,7 +108,7 @@ def points_between(one: str, other: str) -> Callable[[UsableGroups], Iterator[Cl
     def figures(groups: UsableGroups) -> Iterator[ClaimFigure]:
         for group in groups.groups:
             for rival in counterparts(groups, group, other) if group.strategy == one else ():
-                pair = groups.common_repeats(group, rival, "accuracy_final", "accuracy")
+                pair = groups.common_repeats(group, rival, "score_final", "score")
                 if pair is not None:
                     yield median_figure(group, 100 * (pair[0] - pair[1]))
 
@@ -127,7 +127,7 @@ def share_recovered(groups: UsableGroups) -> Iterator[ClaimFigure]:
         others = [next(counterparts(groups, group, n), None) for n in ("ps-sync", "ps-async")]
         if None in others:
             continue
-        found = [groups.values(g, "accuracy_final", "accuracy") for g in (*others, group)]
+        found = [groups.values(g, "score_final", "score") for g in (*others, group)]
         sync, lossy, mine = pd.concat(found, axis=1, join="inner").to_numpy().T
         shares = (mine - lossy)[sync > lossy] / (sync - lossy)[sync > lossy]
         if shares.size:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.measures import DOUBT, MEASURES, NO_CELL, format_number
+from stratbench.analysis.measures import DOUBT, NO_CELL, Measure, format_number, measures_of
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ TABLES = {
         ),
         NumberedTable(
             "table_4",
-            "Accuracy of the synchronous and the asynchronous server (%)",
+            "Test score of the synchronous and the asynchronous server",
             ("ps-sync", "ps-async"),
-            ("accuracy",),
+            ("score",),
         ),
         NumberedTable(
             "table_5",
@@ -57,7 +57,7 @@ TABLES = {
             "table_7",
             "Standard, modified and staleness-mitigated asynchronous server",
             ("ps-async", "ps-async-modified", "ps-dana"),
-            ("accuracy", "training_time"),
+            ("score", "training_time"),
             largest_only=True,
         ),
     )
@@ -75,14 +75,18 @@ QUALITIES = {
     "time_vs_ddp": "time against ddp",
     "time_vs_sync": "time against ps-sync",
     "memory_reduction": "memory reduction against ddp",
-    "accuracy": "accuracy (%)",
+    "score": "test score",
 }
 
 
 def numbered_table(
-    summary: pd.DataFrame, bases: dict[str, str], table: NumberedTable
+    summary: pd.DataFrame,
+    bases: dict[str, str],
+    measures: dict[str, dict[str, Measure]],
+    table: NumberedTable,
 ) -> pd.DataFrame:
-    """One of tables 3 to 7 from the rows of summary.csv; `bases` maps a strategy to what it is one of.
+    """One of tables 3 to 7 from the rows of summary.csv; `bases` maps a strategy to what it is one of;
+    `measures` are those of each experiment.
 
     Columns: experiment, strategy, model, measure, and one for each worker count; empty where the
     study has no such strategy.
@@ -97,7 +101,9 @@ def numbered_table(
     for key, line in rows.groupby(keys, sort=False):
         by_count = {row.gpus: text_as_in_the_paper(row) for row in line.itertuples()}
         cells = {f"{n} workers": by_count.get(n, NO_CELL) for n in counts}
-        place = dict(zip(keys, key, strict=True)) | {"measure": MEASURES[key[3]].heading}
+        place = dict(zip(keys, key, strict=True)) | {
+            "measure": measures[str(key[0])][key[3]].heading
+        }
         found.append(place | cells)
     columns = [*keys, *(f"{n} workers" for n in counts)]
     return pd.DataFrame(found, columns=columns)
@@ -109,13 +115,13 @@ def text_as_in_the_paper(row: object) -> str:
     return f"{text} {DOUBT}" if row.flags else text
 
 
-def qualities(summary: pd.DataFrame) -> pd.DataFrame:
+def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     """Table 8: a strategy's figures on the most workers of each experiment.
 
     Columns: experiment, strategy, workers, property, text (the range over models), models, records
     (the cells it is from), outcomes (what did not finish).
     """
-    found = []
+    found, measures = [], measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
     largest = summary[summary["gpus"] == most]
     for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
@@ -131,7 +137,7 @@ def qualities(summary: pd.DataFrame) -> pd.DataFrame:
                     "strategy": strategy,
                     "workers": workers,
                     "property": quality,
-                    "text": describe_range(known, MEASURES[measure].decimals),
+                    "text": describe_range(known, measures[str(experiment)][measure]),
                     "models": len(known),
                     "records": " ".join(of.format(model) for model in known["model"]),
                     "outcomes": "; ".join(
@@ -143,12 +149,18 @@ def qualities(summary: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def describe_range(known: pd.DataFrame, decimals: int | None) -> str:
-    """The range of the medians over models, as one number where there is one model."""
+def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
+    """The measures by name, as each experiment names them."""
+    return {str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
+
+
+def describe_range(known: pd.DataFrame, measure: Measure) -> str:
+    """The range of the medians over models, as one number where there is one model, with the unit."""
     if known.empty:
         return NO_CELL
-    ends = [format_number(end, decimals) for end in (known["value"].min(), known["value"].max())]
-    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+    low, high = known["value"].min(), known["value"].max()
+    ends = [format_number(end, measure.decimals) for end in (low, high)]
+    return f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} {measure.unit}".rstrip()
 
 
 def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
@@ -172,7 +184,7 @@ def paper_tables(
     known = cells.dropna(subset=["strategy_base"])
     bases = dict(zip(known["strategy"], known["strategy_base"], strict=True))
     for table in TABLES.values():
-        yield table.name, numbered_table(summary, bases, table)
+        yield table.name, numbered_table(summary, bases, measures_by_experiment(cells), table)
     yield "table_8", qualities_wide(table_8)
 
 

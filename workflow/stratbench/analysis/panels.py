@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import ScalarFormatter
 
 from stratbench.analysis.measures import DOUBT
+from stratbench.analysis.score import Score
 from stratbench.analysis.style import Style
 
 PANEL_IN = (3.3, 2.45)
@@ -25,6 +26,8 @@ MOST_COLUMNS = 3
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
 INK = "#222222"
+#: The line of the least possible loss.
+LEAST_LOOK: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.1, "zorder": 1}
 #: Size of the line below a figure, in points.
 NOTE_PT = 6.5
 #: Lines of a panel's list of what has no result.
@@ -169,6 +172,14 @@ def cross(axis: Axes, at: Any, coordinates: Any, offset: Any, colour: str) -> No
     """The mark of a cell without a result."""
     bold = {"fontsize": 9, "fontweight": "bold", "ha": "center", "va": "center", "zorder": 6}
     annotate(axis, "×", at, coordinates, offset, color=colour, **bold)
+
+
+def least_handles(score: Score) -> list[Line2D]:
+    """The legend entry of the least possible loss, where it is known."""
+    least = score.least_possible
+    if least is None:
+        return []
+    return [Line2D([], [], label=f"least possible ({score.text(least)})", **LEAST_LOOK)]
 
 
 def line_handle(name: str, style: Style) -> Line2D:

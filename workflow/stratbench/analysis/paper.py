@@ -81,7 +81,11 @@ def cells_of_version(version: str) -> pd.DataFrame:
                 "strategy_kind": strategy_class(strategy).kind,
                 "train_time_s": time_s,
                 "throughput_samples_per_s": work / time_s if time_s else None,
-                "accuracy_final": accuracy / 100 if accuracy else None,
+                "task": "classification",
+                "score_name": "accuracy",
+                "score_unit": "share",
+                "score_better": "higher",
+                "score_final": accuracy / 100 if accuracy else None,
                 "time_limit_s": values["limit_s"].max(),
                 "samples_seen": samples,
                 "samples_applied": samples,
@@ -106,4 +110,5 @@ def is_counterpart(cells: pd.DataFrame) -> pd.Series:
     published = set(published_tables()[place].itertuples(index=False, name=None))
     there = [row in published for row in cells[place].itertuples(index=False, name=None)]
     plain = (cells["strategy"] == cells["strategy_base"]) & cells["slowdown"].isna()
+    plain &= cells["task"].fillna("classification") == "classification"
     return pd.Series(there, index=cells.index) & plain & (cells["device_kind"] == "cuda")

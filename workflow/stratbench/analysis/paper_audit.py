@@ -93,7 +93,7 @@ def findings_between_versions() -> Iterator[dict[str, Any]]:
             "version": "both",
             "rule": "versions-disagree",
             "severity": "unusable",
-            "affects": "accuracy" if measure == "accuracy_percent" else "time",
+            "affects": "score" if measure == "accuracy_percent" else "time",
             "strategy": strategy,
             "model": model,
             "gpus": gpus,

@@ -28,6 +28,7 @@ from stratbench.analysis.figure_data import FigureData, figure_data_by_experimen
 from stratbench.analysis.measures import MEASURES, PLOTS, Measure
 from stratbench.analysis.panels import (
     INK,
+    LEAST_LOOK,
     add_legend_and_note,
     annotate,
     counts_axis,
@@ -35,6 +36,7 @@ from stratbench.analysis.panels import (
     error_bar,
     figure_with_panels,
     first_of_each_row,
+    least_handles,
     line_handle,
     mark_doubt,
     mark_failures,
@@ -44,8 +46,8 @@ from stratbench.analysis.style import GREY, RC, Style
 from stratbench.analysis.summary import read_summary
 from stratbench.analysis.timelines import memory_figure, utilisation_figure
 from stratbench.analysis.tradeoffs import (
-    accuracy_over_time_figure,
     breakdown_figure,
+    score_over_time_figure,
     staleness_figure,
     tradeoff_figure,
 )
@@ -180,9 +182,9 @@ def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -
         mark_doubt(axis, row["flags"], (row["gpus"], row["value"]), (5, 2))
 
 
-def accuracy_figure(data: FigureData, measure: Measure) -> Figure:
-    """Test accuracy by epoch: a row of panels for each model, a column for each worker count."""
-    noun = worker_noun(data.cells["device_kind"])
+def score_figure(data: FigureData, measure: Measure) -> Figure:
+    """Test score by epoch: a row of panels for each model, a column for each worker count."""
+    noun, score = worker_noun(data.cells["device_kind"]), data.score
     grid = [(model, n) for model in data.models for n in data.counts]
     titles = [f"{model}, {counted(n, noun)}" for model, n in grid]
     figure, axes = figure_with_panels(titles, columns=len(data.counts))
@@ -195,20 +197,25 @@ def accuracy_figure(data: FigureData, measure: Measure) -> Figure:
         for name, line in epochs.groupby("strategy", sort=False):
             cut = name in set(rows["strategy"])
             flags = "; ".join(panel.loc[panel["strategy"] == name, "flags"])
-            accuracy_line(axis, line, data.styles[str(name)], cut, flags)
-        accuracy_notes(axis, [f"× {r.strategy}: {r.text}" for r in rows.itertuples()])
+            score_line(axis, line, data.styles[str(name)], cut, flags, score.factor)
+        score_notes(axis, [f"× {r.strategy}: {r.text}" for r in rows.itertuples()])
         axis.set_xlabel("epoch")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        if score.least_possible is not None:
+            axis.axhline(score.least_possible, **LEAST_LOOK)
     share_rows(axes, len(data.counts))
-    first_of_each_row(axes, "Test accuracy (%)")
+    first_of_each_row(axes, f"Test {score.name} ({score.shown_unit})")
     handles = [line_handle(name, style) for name, style in styles_in_order(data).items()]
+    handles += least_handles(score)
     add_legend_and_note(figure, handles, data.note + data.doubt_note(measure.name))
     return figure
 
 
-def accuracy_line(axis: Axes, rows: pd.DataFrame, style: Style, cut: bool, flags: str) -> None:
+def score_line(
+    axis: Axes, rows: pd.DataFrame, style: Style, cut: bool, flags: str, factor: float
+) -> None:
     """Median over the repeats with a band from lowest to highest; a cross where it was cut."""
-    by_epoch = (rows["accuracy"] * 100).groupby(rows["epoch"])
+    by_epoch = (rows["score"] * factor).groupby(rows["epoch"])
     median = by_epoch.median()
     axis.plot(
         median.index,
@@ -238,8 +245,8 @@ def accuracy_line(axis: Axes, rows: pd.DataFrame, style: Style, cut: bool, flags
         )
 
 
-def accuracy_notes(axis: Axes, notes: Sequence[str]) -> None:
-    """List the cells without a final accuracy in the lower right corner."""
+def score_notes(axis: Axes, notes: Sequence[str]) -> None:
+    """List the cells without a final score in the lower right corner."""
     place = {"ha": "right", "va": "bottom"}
     annotate(axis, "\n".join(notes), (0.98, 0.03), "axes fraction", (0, 0), **place)
 
@@ -248,12 +255,12 @@ def accuracy_notes(axis: Axes, notes: Sequence[str]) -> None:
 CHARTS: dict[str, Callable[[FigureData, Measure], Figure]] = {
     "Bar chart": bar_figure,
     "Line chart": scaling_figure,
-    "Line chart by epoch": accuracy_figure,
+    "Line chart by epoch": score_figure,
 }
 #: Figures that show something else than one measure.
 OTHERS: dict[str, Callable[[FigureData], Figure]] = {
     "breakdown": breakdown_figure,
-    "accuracy_over_time": accuracy_over_time_figure,
+    "score_over_time": score_over_time_figure,
     "tradeoff": tradeoff_figure,
     "staleness": staleness_figure,
     "utilisation_timelines": utilisation_figure,
@@ -265,7 +272,7 @@ def draw_figure(name: str, data: FigureData) -> Figure:
     """The figure of one experiment that PLOTS lists as `name`."""
     if name in OTHERS:
         return OTHERS[name](data)
-    return CHARTS[PLOTS[name].chart](data, MEASURES[name])
+    return CHARTS[PLOTS[name].chart](data, data.measures[name])
 
 
 def has_data(name: str, data: FigureData) -> bool:

@@ -22,8 +22,9 @@ from PIL import Image
 from stratbench.analysis import paper_audit
 from stratbench.analysis.audit import SEVERITIES, read_audit
 from stratbench.analysis.columns import CELL_COLUMNS, Row, read_cells
-from stratbench.analysis.measures import MEASURES, MIB, NO_CELL, PLOTS, Measure
+from stratbench.analysis.measures import MEASURES, MIB, NO_CELL, PLOTS, Measure, measures_of
 from stratbench.analysis.numbered import read_paper_tables
+from stratbench.analysis.score import score_of
 from stratbench.analysis.sections import (
     machine_lines,
     paper_section,
@@ -77,7 +78,8 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
                 "models": distinct_values(rows, "model"),
                 "workers": f"{distinct_values(rows, 'gpus')} {plural(noun)}",
                 "repeats": str(rows["repeat"].nunique()),
-                "epochs": distinct_values(rows, "epochs"),
+                "task": distinct_values(rows, "task"),
+                "epochs or steps": length_of_training(rows),
                 "global batch": distinct_values(rows, "global_batch"),
                 "precision": distinct_values(rows, "precision"),
                 "device": distinct_values(rows, "device_name"),
@@ -86,6 +88,13 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
             }
         )
     return lines
+
+
+def length_of_training(rows: pd.DataFrame) -> str:
+    """The epochs, or the steps of cells that were not evaluated."""
+    if rows["steps"].notna().any():
+        return f"{distinct_values(rows, 'steps')} steps, no score"
+    return distinct_values(rows, "epochs")
 
 
 def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
@@ -101,7 +110,7 @@ def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
             "processes are no more hardware. Where data files say gpus, read processes."
         )
     if known["synthetic_data"].astype(str).eq("True").any():
-        yield "Some cells train on generated data: their accuracy means nothing outside this study."
+        yield "Some cells train on generated data: their score means nothing outside this study."
     for column, name in (
         ("device_name", "devices"),
         ("host", "hosts"),
@@ -116,6 +125,7 @@ def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
 
 def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """The figures that were drawn, as data URIs, each with a text for who cannot see it."""
+    score = score_of(rows)
     for name, plot in PLOTS.items():
         svg_path = plots_dir / experiment / f"{name}.svg"
         if not svg_path.exists():
@@ -123,9 +133,9 @@ def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Itera
         svg = svg_path.read_text(encoding="utf-8")
         width = width_pt(svg)
         yield {
-            "title": plot.title,
+            "title": plot.title_of(score),
             "caption": plot.caption,
-            "alt": f"{plot.chart}: {plot.title} of {distinct_values(rows, 'strategy')} for "
+            "alt": f"{plot.chart}: {plot.title_of(score)} of {distinct_values(rows, 'strategy')} for "
             f"{distinct_values(rows, 'model')} on {distinct_values(rows, 'gpus')} "
             f"{plural(worker_noun(rows['device_kind']))}.",
             "uri": data_uri(svg, svg_path),
@@ -139,6 +149,8 @@ def note_on_experiment(rows: pd.DataFrame) -> str:
     """What holds for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
     told = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
+    if rows["steps"].notna().any():
+        told += f" Trained for {length_of_training(rows)}: nothing was evaluated."
     return workers_are(rows) + told
 
 
@@ -234,7 +246,9 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
             return None
         return quote(Path(os.path.relpath(study_dir / path, page_dir)).as_posix())
 
+    scores = {name: score_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
     for row in cells.itertuples():
+        score = scores[row.experiment]
         yield {
             "status": row.status,
             "experiment": row.experiment,
@@ -243,7 +257,7 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
             "gpus": row.gpus,
             "repeat": row.repeat,
             "time": "" if pd.isna(row.train_time_s) else f"{row.train_time_s:.2f}",
-            "accuracy": "" if pd.isna(row.accuracy_final) else f"{100 * row.accuracy_final:.2f}",
+            "score": "" if pd.isna(row.score_final) else score.text(score.factor * row.score_final),
             "reason": row.reason if isinstance(row.reason, str) else "",
             "record": link(row.record_path),
             "log": link(row.log_path),
@@ -300,7 +314,7 @@ def experiment_sections(
             "figures": list(drawn_figures(folder / "plots", str(name), rows)),
             "tables": [
                 table_values(rows, summary, measure, margin)
-                for measure in MEASURES.values()
+                for measure in measures_of(rows).values()
                 if has_table(rows, summary, measure)
             ],
         }

@@ -14,7 +14,14 @@ import pandas as pd
 
 from stratbench.analysis.columns import Row, read_table
 from stratbench.analysis.groups import GROUP, Group, findings_by_group, rows_by_group
-from stratbench.analysis.measures import ALONE, MEASURES, Measure, format_number, status_label
+from stratbench.analysis.measures import (
+    ALONE,
+    MEASURES,
+    Measure,
+    format_number,
+    measures_of,
+    status_label,
+)
 from stratbench.analysis.stats import mean_ratio, median_and_spread, ratio_intervals
 
 SUMMARY_COLUMNS = (
@@ -59,6 +66,10 @@ class MeasuredGroups:
         columns = list(dict.fromkeys(measure.column for measure in MEASURES.values()))
         numbers = {name: pd.to_numeric(cells[name], errors="coerce") for name in columns}
         self.rows = rows_by_group(cells.assign(**numbers))
+        #: The measures by name, by experiment: each names its own score.
+        self.measures = {
+            str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)
+        }
         #: Values of the cells that are `ok`, by repeat, in the column's unit; absent ones left out.
         self._values: dict[tuple[Group, str], dict[int, float]] = {}
         for group, rows in self.rows.items():
@@ -82,7 +93,12 @@ def absolute_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
     """Median of a measure and the ends of its spread; `text` says why where there are none."""
     found = list(groups.values_of(group, measure).values())
     if not found:
-        return {"text": groups.why_none(group) or "n/a (not recorded)"}
+        steps = groups.rows[group]["steps"].dropna()
+        unscored = measure.concerns == "score" and len(steps)
+        why = (
+            f"n/a (not evaluated: {steps.iloc[0]:.0f} steps)" if unscored else "n/a (not recorded)"
+        )
+        return {"text": groups.why_none(group) or why}
     median, low, high, spread = median_and_spread(found)
     return {"value": median} | (
         {"low": low, "high": high, "spread": spread} if len(found) > 1 else {}
@@ -163,13 +179,13 @@ def cell_text(row: Row, measure: Measure) -> str:
 def doubts_by_group(
     findings: list[Row], groups: dict[Group, pd.DataFrame]
 ) -> dict[tuple[Any, ...], list[str]]:
-    """Rules that doubt the time, the memory or the accuracy of a group: (what, *group) to rules."""
+    """Rules that doubt the time, the memory or the score of a group: (what, *group) to rules."""
     doubts: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
     told = [finding for finding in findings if finding["severity"] != "note"]
     for key, found in findings_by_group(told, groups):
         for finding in found:
             affects = finding["affects"]
-            for what in ("time", "memory", "accuracy") if affects == "all" else (affects,):
+            for what in ("time", "memory", "score") if affects == "all" else (affects,):
                 if finding["rule"] not in doubts[what, *key]:
                     doubts[what, *key].append(finding["rule"])
     return doubts
@@ -188,16 +204,18 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
             "ok": int((repeats["status"] == "ok").sum()),
             "outcome": describe_outcome(repeats),
         }
-        for measure in MEASURES.values():
+        for measure in groups.measures[group.experiment].values():
             row_of = ratio_row if measure.baseline else absolute_row
             found = row_of(groups, group, measure)
             rows.append(common | {"measure": measure.name, "unit": measure.unit} | found)
     fill_intervals(rows)
     doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups.rows)
     for row in rows:
-        measure = MEASURES[row["measure"]]
+        measure = groups.measures[row["experiment"]][row["measure"]]
         row["text"] = cell_text(row, measure)
-        row["flags"] = "; ".join(doubts.get((measure.concerns, *(row[name] for name in GROUP)), ()))
+        flags = doubts.get((measure.concerns, *(row[name] for name in GROUP)), ())
+        # A figure that the cells do not have is not doubted.
+        row["flags"] = "" if row["text"].startswith("n/a") else "; ".join(flags)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))
 
 

@@ -16,8 +16,9 @@ import pandas as pd
 
 from stratbench.analysis.audit import read_audit
 from stratbench.analysis.columns import read_cells
-from stratbench.analysis.measures import DOUBT, MEASURES, NO_CELL, Measure
+from stratbench.analysis.measures import DOUBT, NO_CELL, Measure, measures_of
 from stratbench.analysis.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
+from stratbench.analysis.score import score_of
 from stratbench.analysis.stats import QUARTILES_FROM
 from stratbench.analysis.summary import summarise
 from stratbench.cell.words import counted, worker_noun
@@ -96,7 +97,16 @@ def table_heading(cells: pd.DataFrame, measure: Measure) -> str:
 
 def describe_numbers(cells: pd.DataFrame, measure: Measure) -> str:
     """What the numbers of one experiment are, what stands in brackets, and what a worker is."""
-    return f"{measure.definition} {spread_note(cells, measure)} {workers_are(cells)}"
+    parts = (measure.definition, spread_note(cells, measure), least_note(cells, measure))
+    return " ".join(part for part in (*parts, workers_are(cells)) if part)
+
+
+def least_note(cells: pd.DataFrame, measure: Measure) -> str:
+    """A sentence on the least that a score can be, where it is known; else empty."""
+    score = score_of(cells)
+    if measure.named_by != "score" or score.least_possible is None:
+        return ""
+    return f"The least possible {score.name} is {score.text(score.least_possible)}."
 
 
 def wide_rows(
@@ -191,7 +201,7 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
     for experiment, rows in cells.groupby("experiment", sort=False):
         folder = out_dir / str(experiment)
         folder.mkdir(parents=True, exist_ok=True)
-        for measure in MEASURES.values():
+        for measure in measures_of(rows).values():
             if not has_table(rows, summary, measure):
                 for kind in ("csv", "md", "tex"):
                     (folder / f"{measure.name}.{kind}").unlink(missing_ok=True)
@@ -209,7 +219,7 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
 def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
     """Write the paper's tables 3 to 8 from these records, and the sources of table 8's figures."""
     out_dir.mkdir(parents=True, exist_ok=True)
-    table_8 = qualities(summary)
+    table_8 = qualities(cells, summary)
     for name, table in paper_tables(cells, summary, table_8):
         table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
         caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"

@@ -58,7 +58,7 @@ def choice_by_theory(
             *reasons,
             why,
             "An asynchronous server does not; of these, one that corrects for staleness loses the "
-            "least accuracy. Measure the accuracy before you rely on it.",
+            "least accuracy. Measure the score before you rely on it.",
         ]
     return first_choice_in("equal workers"), [
         *reasons,

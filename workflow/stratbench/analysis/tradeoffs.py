@@ -1,4 +1,4 @@
-"""Figures that combine measures: time against accuracy, the phases of a step, staleness of pushes."""
+"""Figures that combine measures: time against the score, the phases of a step, staleness of pushes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from stratbench.analysis.figure_data import FigureData, styles_in_order
 from stratbench.analysis.measures import ALONE, DOUBT
 from stratbench.analysis.panels import (
     INK,
+    LEAST_LOOK,
     add_legend_and_note,
     annotate,
     figure_with_panels,
     first_of_each_row,
+    least_handles,
     line_handle,
 )
+from stratbench.analysis.score import Score
 from stratbench.analysis.style import (
     BROWN,
     DEEP_TEAL,
@@ -53,7 +56,7 @@ PHASE_LOOKS = {
 }
 OTHER_PHASE_LOOKS = ((ROSE, "xxxx"), (ROSE, "...."))
 #: Measures that a point of the scatter chart stands for.
-TRADED = ("training_time", "accuracy", "memory")
+TRADED = ("training_time", "score", "memory")
 #: Points of a scatter chart: area of the largest, in square points.
 LARGEST_POINT = 220.0
 
@@ -111,10 +114,10 @@ def breakdown_figure(data: FigureData) -> Figure:
     return figure
 
 
-def accuracy_over_time_figure(data: FigureData) -> Figure:
-    """Accuracy after each epoch over the training time until then, on the most workers."""
+def score_over_time_figure(data: FigureData) -> Figure:
+    """Score after each epoch over the training time until then, on the most workers."""
     figure, axes = figure_with_panels(panel_titles(data))
-    epochs = data.epochs
+    epochs, score = data.epochs, data.score
     for axis, model in zip(axes, data.models, strict=True):
         rows = epochs[(epochs["model"] == model) & (epochs["gpus"] == data.most)]
         alone = epochs[(epochs["model"] == model) & (epochs["strategy"] == ALONE)]
@@ -124,24 +127,27 @@ def accuracy_over_time_figure(data: FigureData) -> Figure:
             continue
         for name, line in drawn.groupby("strategy", sort=False):
             style = data.styles[str(name)]
-            by_epoch = line.groupby("epoch")[["train_time_s", "accuracy"]].median()
+            by_epoch = line.groupby("epoch")[["train_time_s", "score"]].median()
             axis.plot(
-                by_epoch["train_time_s"], by_epoch["accuracy"] * 100,
+                by_epoch["train_time_s"], by_epoch["score"] * score.factor,
                 color=style.colour, linestyle=style.line, marker=style.marker, markersize=3.5,
                 markeredgecolor=INK, markeredgewidth=0.3,
                 markevery=max(1, len(by_epoch) // 10),
             )  # fmt: skip
+        if score.least_possible is not None:
+            axis.axhline(score.least_possible, **LEAST_LOOK)
         axis.set_xlim(left=0)
         axis.set_xlabel("training time (s)")
-    first_of_each_row(axes, "Test accuracy (%)")
+    first_of_each_row(axes, f"Test {score.name} ({score.shown_unit})")
     noted = f" {ALONE}: on one worker." if data.most > 1 and ALONE in data.strategies else ""
     handles = [line_handle(name, style) for name, style in styles_in_order(data).items()]
+    handles += least_handles(score)
     add_legend_and_note(figure, handles, data.note + noted)
     return figure
 
 
 def tradeoff_figure(data: FigureData) -> Figure:
-    """Time against accuracy, memory as area, and the line of those that none beats in both."""
+    """Time against the score, memory as area, and the line of those that none beats in both."""
     figure, axes = figure_with_panels(data.models)
     for axis, model in zip(axes, data.models, strict=True):
         found = [
@@ -150,13 +156,13 @@ def tradeoff_figure(data: FigureData) -> Figure:
         ]
         flags = [data.rows(name, model).set_index(["strategy", "gpus"])["flags"] for name in TRADED]
         found.append(sum(flags[1:], flags[0]).rename("flags"))
-        points = pd.concat(found, axis=1).dropna(subset=["training_time", "accuracy"])
+        points = pd.concat(found, axis=1).dropna(subset=["training_time", "score"])
         if points.empty:
             mark_empty(axis)
             continue
-        draw_points(axis, points, data.styles)
+        draw_points(axis, points, data.styles, data.score)
         axis.set_xlabel("training time (s)")
-    first_of_each_row(axes, "Test accuracy (%)")
+    first_of_each_row(axes, f"Test {data.score.name} ({data.score.shown_unit})")
     handles = [
         Line2D(
             [], [], linestyle="", marker=style.marker, markerfacecolor=style.colour,
@@ -169,31 +175,33 @@ def tradeoff_figure(data: FigureData) -> Figure:
     return figure
 
 
-def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style]) -> None:
-    """One panel of `tradeoff_figure`; `points` has training_time, accuracy, memory by (strategy, gpus)."""
-    front = are_unbeaten(points["training_time"].to_numpy(), points["accuracy"].to_numpy())
+def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style], score: Score) -> None:
+    """One panel of `tradeoff_figure`; `points` has training_time, score, memory by (strategy, gpus)."""
+    front = are_unbeaten(
+        points["training_time"].to_numpy(), score.sign * points["score"].to_numpy()
+    )
     on_front = points[front].sort_values("training_time")
-    axis.plot(on_front["training_time"], on_front["accuracy"], color=GREY, linewidth=1, zorder=1)
+    axis.plot(on_front["training_time"], on_front["score"], color=GREY, linewidth=1, zorder=1)
     largest = points["memory"].max()
     for (strategy, gpus), row in points.iterrows():
         known = row["memory"] == row["memory"] and largest > 0
         area = max(8.0, LARGEST_POINT * row["memory"] / largest) if known else 20.0
         style = looks[strategy]
         axis.scatter(
-            row["training_time"], row["accuracy"], s=area, marker=style.marker,
+            row["training_time"], row["score"], s=area, marker=style.marker,
             color=style.colour, edgecolors=INK, linewidths=0.5, alpha=0.85, zorder=3,
         )  # fmt: skip
-        at = (row["training_time"], row["accuracy"])
+        at = (row["training_time"], row["score"])
         label = f"{gpus}{DOUBT if row['flags'] else ''}"
         annotate(axis, label, at, "data", (0.5 * area**0.5 + 1, 0), va="center", zorder=4)
     axis.margins(0.12)
 
 
-def are_unbeaten(times: np.ndarray, accuracies: np.ndarray) -> np.ndarray:
-    """Which points no other beats: is not slower and not less accurate, and better in one."""
+def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Which points no other beats: is not slower and scores no less, and is better in one."""
     beaten = [
-        np.any((times <= t) & (accuracies >= a) & ((times < t) | (accuracies > a)))
-        for t, a in zip(times, accuracies, strict=True)
+        np.any((times <= t) & (scores >= s) & ((times < t) | (scores > s)))
+        for t, s in zip(times, scores, strict=True)
     ]
     return ~np.array(beaten, dtype=bool)
 

@@ -17,7 +17,7 @@ class UsableGroups:
     def __init__(self, cells: pd.DataFrame, findings: Sequence[dict[str, Any]] = ()) -> None:
         ok = cells[cells["status"] == "ok"]
         groups = rows_by_group(ok)
-        #: What the audit calls unusable of each group: time, memory, accuracy or all.
+        #: What the audit calls unusable of each group: time, memory, score or all.
         self.rejected = {
             key: {f["affects"] for f in found if f["severity"] == "unusable"}
             for key, found in findings_by_group(findings, groups)

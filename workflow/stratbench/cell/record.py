@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from stratbench.cell.settings import LATER
 
 Record = dict[str, Any]
 SCHEMA_PATH = Path(__file__).parents[2] / "schemas" / "record.schema.json"
+SCHEMA_VERSION = 2
 #: What the launcher leaves in a cell's log folder when the cell failed.
 FAILURE_FILE = "failure.json"
 
@@ -97,9 +99,12 @@ def write(path: str | Path, record: Record) -> None:
 
 
 def read(path: str | Path) -> Record:
-    """The record in `path`. Raises RecordError, which names the file, if it is not a valid record."""
+    """The record in `path`, as today's version writes it.
+
+    Raises RecordError, which names the file, if it is not a valid record.
+    """
     try:
-        record = read_json(path)
+        record = upgraded(read_json(path))
         validate(record, path)
     except OSError as e:
         raise RecordError(f"{path} cannot be read: {e.strerror}") from e
@@ -107,7 +112,45 @@ def read(path: str | Path) -> Record:
         raise
     except ValueError as e:
         raise RecordError(f"{path} is not JSON as records are: {e}") from e
+    except (KeyError, TypeError, AttributeError, IndexError) as e:
+        raise RecordError(f"{path} is no whole record of version 1: {type(e).__name__}: {e}") from e
     return record
+
+
+def upgraded(record: Any) -> Any:
+    """A record of version 1 as today's; anything else as it is.
+
+    Version 1 knew accuracy alone. A text's score is its test loss, which it has too.
+    """
+    if not isinstance(record, dict) or record.get("schema_version") != 1:
+        return record
+    old = dict(record)
+    shape, classes = old["model"]["input_shape"], old["model"]["classes"]
+    is_text = len(shape) == 1
+    accuracy = old.pop("accuracy")
+    entries = [
+        {key: entry[key] for key in ("epoch", "train_time_s", "train_loss", "test_loss")}
+        | {"score": entry["test_loss" if is_text else "accuracy"]}
+        for entry in accuracy["per_epoch"]
+    ]
+    final, best = accuracy["final"], accuracy["best"]
+    if is_text:
+        known = [entry["score"] for entry in entries if entry["score"] is not None]
+        final, best = final and entries[-1]["score"], min(known, default=None)
+    described = {
+        "name": "next-token" if is_text else "classification",
+        "score": "loss" if is_text else "accuracy",
+        "unit": "nats/token" if is_text else "share",
+        "better": "lower" if is_text else "higher",
+        "tolerance": 0.05 if is_text else 1.0,
+        "guess": math.log(classes) if is_text else 1 / classes,
+        "counts": "tokens" if is_text else "images",
+        "counts_per_sample": shape[0] if is_text else 1,
+        "least_loss": None,
+        "own": None,
+    }
+    score = accuracy | {"final": final, "best": best, "per_epoch": entries}
+    return old | {"schema_version": SCHEMA_VERSION, "task": described, "score": score}
 
 
 def failure_reason(log_dir: Path) -> str | None:

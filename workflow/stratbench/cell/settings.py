@@ -29,7 +29,8 @@ class Settings:
     dataset: str
     gpus: int
     seed: int
-    epochs: int
+    #: Passes over the training set; None where `steps` says how long.
+    epochs: int | None
     global_batch: int
     per_worker_batch: int
     lr: float
@@ -54,6 +55,9 @@ class Settings:
     clip_norm: float | None = field(default=None, metadata=_LATER)
     #: Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its version.
     own_model: dict[str, Any] | None = field(default=None, metadata=_LATER)
+    #: Of a task that is not built in: call, and the sha256 of its code or its version. None: the data
+    #: set's own.
+    own_task: dict[str, Any] | None = field(default=None, metadata=_LATER)
     #: Parts in which a worker computes a step's batch, one after the other.
     accumulate: int = field(default=1, metadata=_LATER)
     #: iid: all workers draw from the whole training set; by-class: each has few classes of its own.
@@ -71,6 +75,17 @@ class Settings:
     def changes_lr(self) -> bool:
         """Whether the learning rate is not the same in all steps."""
         return self.schedule != "constant" or self.lr_warmup_steps > 0
+
+    #: Steps of the whole training, which is then not evaluated; None: `epochs` says how long.
+    steps: int | None = field(default=None, metadata=_LATER)
+
+    def total_steps(self, train_samples: int) -> int:
+        """Steps of the whole training, on a set of so many samples."""
+        return self.steps or self.epochs * (train_samples // self.global_batch)
+
+    def passes(self, train_samples: int) -> int:
+        """Passes over the training set; with `steps` the last may be left before its end."""
+        return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
     def as_json(self) -> str:
         """Canonical JSON: equal settings give equal text."""

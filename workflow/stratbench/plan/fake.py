@@ -6,6 +6,7 @@ sees what rank 0 of a thousand GPUs would allocate and send.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,7 @@ from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload import models
 from stratbench.workload.data import example_batch
+from stratbench.workload.tasks import task_of
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
@@ -100,6 +102,7 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
         wrap_groups=models.wrap_groups(request.network, model),
+        task=task_of(_settings(request), request.input_shape),
     )
     return model, strategy_on_fakes(request), worker
 
@@ -240,6 +243,7 @@ def _settings(request: Request) -> Settings:
         eps=1e-8 if request.optimizer == "adamw" else None,
         clip_norm=1.0 if request.clips else None,
         accumulate=request.accumulate,
+        own_task=request.own_task and json.loads(request.own_task),
     )
 
 

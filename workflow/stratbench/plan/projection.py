@@ -61,7 +61,7 @@ class Work:
     )
     steps: int  # of the whole training
     test_samples: int
-    epochs: int
+    evaluations: int
     workers: int
     nodes: int
     slowdown: float = 1.0  # how many times slower the slowest worker is made on purpose
@@ -100,7 +100,7 @@ def communication_s(work: Work, device: Device, slow: int) -> float:
 
 def overhead_span(work: Work, device: Device) -> Span:
     """Seconds that a cell takes beside its training: start-up and evaluations."""
-    flops = work.footprint.flops_per_sample * work.test_samples * work.epochs
+    flops = work.footprint.flops_per_sample * work.test_samples * work.evaluations
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION

@@ -48,6 +48,7 @@ class Request:
     optimizer: str = "sgd"
     clips: bool = False
     own_model: str | None = None
+    own_task: str | None = None
     accumulate: int = 1
 
     @classmethod
@@ -71,6 +72,7 @@ class Request:
             options=tuple(sorted(options.items())),
             model=s.model,
             own_model=s.own_model and json.dumps(s.own_model, sort_keys=True),
+            own_task=s.own_task and json.dumps(s.own_task, sort_keys=True),
             input_shape=models.input_shape(models.model_of(s), data.shape),
             classes=data.classes,
             world_size=most,

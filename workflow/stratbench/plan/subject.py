@@ -48,7 +48,7 @@ class Subject:
     @property
     def steps(self) -> int:
         """Global batches of the whole training."""
-        return self.data.train_samples // self.settings.global_batch * self.settings.epochs
+        return self.settings.total_steps(self.data.train_samples)
 
     @property
     def exchanging_share(self) -> float:
@@ -134,7 +134,7 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         server_bytes=through_server,
         steps=s.steps,
         test_samples=s.data.test_samples,
-        epochs=s.settings.epochs,
+        evaluations=s.settings.epochs or 0,
         workers=s.cell.gpus,
         nodes=nodes,
         slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
@@ -157,7 +157,7 @@ def server_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> int:
 
 def snapshot_bytes_of(s: Subject, footprint: Footprint) -> int:
     """Bytes on disk of the servers' snapshots, one an epoch, until they are evaluated."""
-    return s.settings.epochs * sum(footprint.flat_bytes.values()) if s.served else 0
+    return (s.settings.epochs or 0) * sum(footprint.flat_bytes.values()) if s.served else 0
 
 
 def host_bytes_of(
@@ -176,7 +176,8 @@ def host_bytes_of(
         worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes + saved_bytes + kept_bytes
     servers_bytes = 0
     if s.served:
-        worker_bytes += s.settings.epochs * packed_bytes(s.data, s.settings.augment)
+        passes = s.settings.passes(s.data.train_samples)
+        worker_bytes += passes * packed_bytes(s.data, s.settings.augment)
         on_this_node = -(-s.settings.options["servers"] // nodes)
         servers_bytes = on_this_node * (CPU_PROCESS_BYTES + server_bytes)
     return -(-s.cell.gpus // nodes) * worker_bytes + servers_bytes

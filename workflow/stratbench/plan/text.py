@@ -45,8 +45,9 @@ def _experiment(name: str, cells: list[Planned]) -> Iterator[str]:
     s = cells[0].subject.settings
     repeats = 1 + max(c.cell.repeat for c in cells)
     batch = f"global batch {s.global_batch}"
+    length = counted(s.steps, "step") if s.steps else counted(s.epochs, "epoch")
     yield (
-        f"== {name}: {cells[0].cell.dataset}, {s.precision}, {batch}, {counted(s.epochs, 'epoch')}, "
+        f"== {name}: {cells[0].cell.dataset}, {s.precision}, {batch}, {length}, "
         f"{counted(len(cells), 'cell')} ({counted(repeats, 'repeat')})"
     )
     workers = sorted({c.cell.gpus for c in cells})

@@ -17,7 +17,8 @@ class ServerConfig:
     the fields of `policy.Hyper` but `workers` and `lr_scale`. `bind`: address to listen on; other
     than loopback only where workers run on other hosts. `advertise`: the name by which those reach
     it. `schedule`: how the learning rate changes, `schedule`, `warmup` and `final` of `share_of_lr`; None:
-    not at all. Server 0 of `n_servers` hands out the tickets: `epochs` x `steps_per_epoch` x `slices`.
+    not at all. Server 0 of `n_servers` hands out the tickets: `epochs` x `steps_per_epoch` x `slices`,
+    or `steps` x `slices` where the last epoch is left before its end.
     """
 
     rendezvous: str
@@ -40,6 +41,7 @@ class ServerConfig:
     snapshot_dir: str | None = None
     stats_path: str | None = None
     max_model_bytes: int = 64 << 30
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1 or not 0 <= self.server < self.n_servers:

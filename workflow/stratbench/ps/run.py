@@ -54,7 +54,7 @@ class Run:
         self.error: str | None = None
         self.done = False  # every ticket is settled
         self.lost: list[dict[str, Any]] = []
-        self.plan = TicketPlan(config.epochs, config.steps_per_epoch, config.slices)
+        self.plan = TicketPlan(config.epochs, config.steps_per_epoch, config.slices, config.steps)
         self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands them out
         self._writer: SnapshotWriter | None = None
         if config.snapshot_dir:

@@ -200,7 +200,7 @@ class EpochLog:
         self.ends: list[dict[str, float]] = []
         self._plan, self._writer = plan, writer
         self._seen = Once()
-        self._left = [plan.steps_per_epoch * plan.slices] * plan.epochs
+        self._left = [plan.tickets_of(epoch) for epoch in range(plan.epochs)]
 
     @property
     def complete(self) -> bool:

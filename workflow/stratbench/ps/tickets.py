@@ -19,18 +19,30 @@ class Ticket(NamedTuple):
 
 @dataclass(frozen=True)
 class TicketPlan:
-    """Every batch of a run: `epochs` x `steps_per_epoch` global batches x `slices` of each."""
+    """Every batch of a run: `epochs` x `steps_per_epoch` global batches x `slices` of each.
+
+    With `steps`, so many global batches: the last epoch is left before its end.
+    """
 
     epochs: int
     steps_per_epoch: int
     slices: int
+    steps: int | None = None
 
     def __post_init__(self) -> None:
+        most = self.epochs * self.steps_per_epoch
+        if self.steps is not None and not most - self.steps_per_epoch < self.steps <= most:
+            raise ValueError(f"{self.steps} steps do not end in the last of the epochs of {self}")
         if min(self.epochs, self.steps_per_epoch, self.slices) < 1:
             raise ValueError(f"a plan needs epochs, steps_per_epoch, slices >= 1, got {self}")
 
     def __len__(self) -> int:
-        return self.epochs * self.steps_per_epoch * self.slices
+        return (self.steps or self.epochs * self.steps_per_epoch) * self.slices
+
+    def tickets_of(self, epoch: int) -> int:
+        """How many tickets an epoch has."""
+        whole = self.steps_per_epoch * self.slices
+        return min(whole, len(self) - epoch * whole)
 
     def ticket(self, number: int) -> Ticket:
         """Ticket `number`; raises IndexError outside 0..len-1."""

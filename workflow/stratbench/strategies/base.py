@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import Options
 from stratbench.workload.own import listed
+from stratbench.workload.tasks import Classification, Task
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,8 @@ class Worker:
     delay: Callable[[], None] = lambda: None
     #: Called with a phase's name at its end within a step.
     mark: Callable[[str], None] = lambda phase: None
+    #: What is learnt.
+    task: Task = field(default_factory=Classification)
     #: Steps of all epochs together, over which a schedule changes the learning rate.
     total_steps: int = 1
 
@@ -340,10 +343,8 @@ class Collective(Strategy):
         return get_total_norm([t.grad for t in self.local if t.grad is not None])
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        from stratbench.workload.tasks import mean_loss
-
         with autocast(self.worker):
-            return mean_loss(self.module(x), y)
+            return self.worker.task.loss(self.module(x), y)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         parts = self.worker.settings.accumulate

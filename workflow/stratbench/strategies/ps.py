@@ -80,7 +80,8 @@ def server_configs(
         ServerConfig(
             rendezvous=str(folder.rendezvous),
             workers=s.gpus,
-            epochs=s.epochs,
+            epochs=s.passes(train_samples),
+            steps=s.steps,
             steps_per_epoch=train_samples // s.global_batch,
             slices=s.gpus * options.pushes_per_ticket,
             policy=strategy.policy,
@@ -105,7 +106,7 @@ def server_configs(
             n_servers=options.servers,
             bind="127.0.0.1" if host is None else "0.0.0.0",
             advertise=host,
-            snapshot_dir=str(folder.snapshots),
+            snapshot_dir=None if s.steps else str(folder.snapshots),
             stats_path=str(folder.server_statistics(k)),
         )
         for k in range(options.servers)
@@ -254,11 +255,9 @@ class ParameterServer(base.Strategy):
         return self.channel.wait_s, self.channel.bytes_out, self.channel.bytes_in
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        from stratbench.workload.tasks import mean_loss
-
         mark = self.worker.mark
         with base.autocast(self.worker):
-            loss = mean_loss(self.model(x), y)
+            loss = self.worker.task.loss(self.model(x), y)
         mark("forward")
         if self.worker.settings.slowdown:
             self.worker.delay()

@@ -88,7 +88,7 @@ def measure_step_s(
     from stratbench.telemetry.clock import synchronise
     from stratbench.workload.data import example_batch
     from stratbench.workload.precision import batch_format
-    from stratbench.workload.tasks import mean_loss
+    from stratbench.workload.tasks import task_of
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
@@ -96,12 +96,13 @@ def measure_step_s(
     samples = strategy_class(s.strategy).samples_per_step(s) // s.accumulate
     layout = batch_format(s.precision, device.type)
     x, y = example_batch(samples, shape, classes, device, dtype, layout)
+    task = task_of(s, shape)
     times = []
     for _ in range(4):
         synchronise(device)
         begun = time.perf_counter()
         with torch.autocast(device.type, dtype=half, enabled=half is not None):
-            loss = mean_loss(model(x), y)
+            loss = task.loss(model(x), y)
         loss.backward()
         synchronise(device)
         times.append(time.perf_counter() - begun)

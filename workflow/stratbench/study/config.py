@@ -17,7 +17,7 @@ from stratbench.strategies import REGISTRY, stated_options, strategy_class
 from stratbench.study.data_sets import DataSets
 from stratbench.study.validation import validate
 from stratbench.study.yaml_traps import check_duplicate_keys
-from stratbench.workload import models, own
+from stratbench.workload import models, own, tasks
 from stratbench.workload.datasets import Dataset
 
 
@@ -40,7 +40,7 @@ class Study:
         self.description = self._study.get("description", "")
         self.seed: int = self._study["seed"]
         self._own = {key: config[key] for key in ("models", "code") if config.get(key)}
-        self._own_models: dict[str, dict[str, Any] | None] = dict(config.get("own_models", {}))
+        self._own_code: dict[str, dict[str, Any] | None] = dict(config.get("own_code", {}))
         self._data = DataSets(config)
         self.experiments = {}
         for key, values in self._study["experiments"].items():
@@ -80,12 +80,13 @@ class Study:
             seed=cell_seed(self.seed, cell.model, cell.repeat),
             own_model=self.own_model(cell.model),
             own_data=self._data.identity(cell.dataset),
+            own_task=self.own_task(values["task"]),
             global_batch=weak * cell.gpus if weak else values["global_batch"],
             per_worker_batch=weak or values["global_batch"] // cell.gpus,
             **{
                 key: values[key]
                 for key in (
-                    "epochs", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
+                    "epochs", "steps", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
                     "warmup_steps", "device", "threads", "slowdown", "profile", "optimizer", "betas",
                     "eps", "schedule", "lr_warmup_steps", "final_lr", "clip_norm", "accumulate",
                     "partition",
@@ -95,16 +96,30 @@ class Study:
 
     def own_model(self, name: str) -> dict[str, Any] | None:
         """Of a model that is not built in: what it calls, how it is sharded, which code it is."""
-        if name not in self._own_models:
-            spec = models.spec_of(name, self._own.get("models", {}))
-            folders = [Path(folder).expanduser() for folder in self._own.get("code", [])]
-            self._own_models[name] = spec and spec | own.fingerprint(spec["call"], folders)
-        return self._own_models[name]
+        return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
-    def own_models(self) -> dict[str, dict[str, Any]]:
-        """`own_model` of each of the study's models that is not built in."""
-        found = {cell.model: self.own_model(cell.model) for cell in self.cells}
-        return {name: spec for name, spec in found.items() if spec}
+    def own_task(self, name: str | None) -> dict[str, Any] | None:
+        """Of a task that is not built in: what it calls, and which code it is."""
+        if name is None or name in tasks.TASKS:
+            return None
+        return self._with_fingerprint(f"task {name}", {"call": name})
+
+    def _with_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
+        if key not in self._own_code:
+            folders = [Path(folder).expanduser() for folder in self._own.get("code", [])]
+            self._own_code[key] = spec and spec | own.fingerprint(spec["call"], folders)
+        return self._own_code[key]
+
+    def own_code(self) -> dict[str, dict[str, Any]]:
+        """What is not built in of the study's models and tasks, with its code, by name.
+
+        As `own_code` in a config it spares `Study` to read the code again.
+        """
+        for cell in self.cells:
+            self.own_model(cell.model)
+        for experiment in self.experiments.values():
+            self.own_task(experiment.values["task"])
+        return {name: spec for name, spec in self._own_code.items() if spec}
 
     def dataset(self, name: str) -> Dataset:
         """What is known of a data set; of a user's own little, until it is prepared."""
@@ -120,23 +135,23 @@ class Study:
 
     def as_trained(self) -> dict[str, Any]:
         """A config of this study alone, without what no cell is trained with: `Study` reads it."""
-        apart = ("time_limit_s", "target_accuracy")
+        apart = ("time_limit_s", "target_score")
         experiments = {
             name: {key: value for key, value in e.values.items() if key not in apart}
             for name, e in self.experiments.items()
         }
         study = {key: value for key, value in self._study.items() if key != "description"}
         trained = {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
-        return trained | self._own if self.own_models() or self.own_data() else trained
+        return trained | self._own if self.own_code() or self.own_data() else trained
 
     def optimizers(self) -> dict[str, str]:
         """Experiments whose optimizer is not SGD, and which it is."""
         found = {e: x.values["optimizer"] for e, x in self.experiments.items()}
         return {e: optimizer for e, optimizer in found.items() if optimizer != "sgd"}
 
-    def target_accuracies(self) -> dict[str, float]:
-        """Experiments with a target accuracy, and the target; changing one retrains nothing."""
-        targets = {e: x.values["target_accuracy"] for e, x in self.experiments.items()}
+    def target_scores(self) -> dict[str, float]:
+        """Experiments with a score to reach, and the score; changing one retrains nothing."""
+        targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 
     def _matrix(self, experiment: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
 from stratbench.study.schema import read_as
-from stratbench.workload import models, own
+from stratbench.workload import models, own, tasks
 from stratbench.workload.datasets import DATASETS, Dataset
 from stratbench.workload.sources import DataError
 
@@ -101,6 +101,7 @@ def check_experiment(
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
     faults = chain(  # lazy: each may rely on those before it having found nothing
+        _task_faults(block, dataset),
         _optimizer_faults(block),
         _batch_faults(block, dataset),
         _strategy_faults(block, study, config["cluster"]["gpus_per_node"]),
@@ -109,6 +110,27 @@ def check_experiment(
     )
     for fault in faults:
         raise ConfigError(f"config: {where}{fault}")
+
+
+def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+    name, target = block["task"], block["target_score"]
+    if name is not None and (fault := tasks.fault_of_task(name, dataset.shape)):
+        yield f".task = {repr_of(name)}: {fault}; remove it, or use another data set"
+    if (block["epochs"] is None) == (block["steps"] is None):
+        yield (
+            ": give either epochs or steps (time and memory alone, without a score), and not both; "
+            f"given: epochs = {block['epochs']}, steps = {block['steps']}"
+        )
+    if target is None:
+        return
+    if block["steps"] is not None:
+        yield f".target_score = {target}: with steps nothing is evaluated; remove it, or give epochs"
+    if name is None and dataset.shape is None:
+        return  # of a user's data that are not read yet
+    task = tasks.TASKS.get(name or tasks.natural_task(dataset.shape))
+    if task is not None and (target <= 0 or (task.unit == "share" and target > 1)):
+        within = "a share of 1, as 0.9" if task.unit == "share" else f"more than 0 {task.unit}"
+        yield f".target_score = {target}: the score is {task.score_name}, {within}"
 
 
 def settle_optimizer(block: dict[str, Any]) -> None:
@@ -161,8 +183,10 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
                 f".{key} = {value}: a step of {n} workers would take {together} samples, but "
                 f"{block['dataset']} has {dataset.train_samples} to train on; use a smaller batch"
             )
-        steps = dataset.is_read and block["epochs"] * (dataset.train_samples // together)
-        if dataset.is_read and block["lr_warmup_steps"] >= steps:
+        steps = block["steps"]
+        if steps is None and dataset.is_read:
+            steps = block["epochs"] * (dataset.train_samples // together)
+        if steps is not None and block["lr_warmup_steps"] >= steps:
             yield (
                 f".lr_warmup_steps = {block['lr_warmup_steps']}: {n} workers train for {steps} steps in "
                 "all, so the learning rate would never be reached; use fewer"

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from stratbench import __version__
-from stratbench.cell.record import Record
+from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
-from stratbench.workload import models, own, prepared
+from stratbench.workload import models, own, prepared, tasks
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -38,11 +38,13 @@ def make_record(job: Job, ending: Ending) -> Record:
         run = served_run(whole, servers, samples_per_step) if servers else collective_run(whole)
     train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
     per_epoch = run.get("per_epoch") or job.folder.read_epochs()
-    accuracies = [e["accuracy"] for e in per_epoch]
+    task = task_entry(job, first, meta)
+    scores = [e["score"] for e in per_epoch]
+    known = [score for score in scores if score is not None]
     reported = first.get("strategy", {})
     communication = efficiency.communication_figures(whole, servers, run)
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "cell": job.cell.as_dict(),
         "status": ending.status,
         "reason": ending.reason,
@@ -56,6 +58,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "details": reported.get("details", {}),
         },
         "model": model_entry(job, first.get("model") or unbuilt_model(job, meta["classes"])),
+        "task": task,
         "data": {
             "name": job.cell.dataset,
             "sha256": meta["sha256"],
@@ -92,9 +95,9 @@ def make_record(job: Job, ending: Ending) -> Record:
         "communication": communication,
         "energy": efficiency.energy_figures(job, whole, run),
         "memory": worst_memory(whole),
-        "accuracy": {
-            "final": accuracies[-1] if accuracies and ending.status == "ok" else None,
-            "best": max(accuracies, default=None),
+        "score": {
+            "final": scores[-1] if scores and ending.status == "ok" else None,
+            "best": (max if task["better"] == "higher" else min)(known, default=None),
             "per_epoch": per_epoch,
             "evaluated_on": reported.get("evaluated_on"),
         },
@@ -198,8 +201,21 @@ def model_entry(job: Job, built: dict[str, Any]) -> dict[str, Any]:
     return built | {"own": stated | code_entry(spec)}
 
 
+def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """The record's `task`: of a user's own, too, which files it comes from and their git revision."""
+    s, shape = job.settings, job.data_shape
+    said = worker.get("task") or tasks.facts_of_task(
+        tasks.task_of(s, shape),
+        tasks.name_of_task(s, shape),
+        meta["classes"],
+        shape,
+        meta.get("least_loss"),
+    )
+    return said | {"own": s.own_task and code_entry(s.own_task)}
+
+
 def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
-    """What is called, the hash or version of its code, its files and their git revision."""
+    """What a record says of a user's code: what is called, its hash, its files, their git revision."""
     files = own.sources(spec["call"], own.code_folders())
     return {key: spec[key] for key in ("call", "sha256", "version")} | {
         "files": list(files),

@@ -80,8 +80,12 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
     RunFolder.of_logs(args.logs).create()
-    if settings.own_model:
-        check_unchanged(settings.model, settings.own_model)
+    for what, spec in (
+        (f"model {settings.model!r}", settings.own_model),
+        ("its task", settings.own_task),
+    ):
+        if spec:
+            check_unchanged(what, spec)
     check_data(args.data, settings)
     with job_of(args, cell, settings) as job:
         exits = launch(job, args.cpus_per_node)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.workload.data import Augmentation, DeviceData, EpochTables, eval_batch
 from stratbench.workload.partition import ByClass
-from stratbench.workload.tasks import loss_and_hits
+from stratbench.workload.tasks import Task, loss_and_score, sums_of_batch
 
 
 @dataclass
@@ -72,7 +73,7 @@ def train(
     """Warm up, then train and evaluate all epochs; `strategy.setup` has been called.
 
     A loss that is not finite, in training or on the test set, ends the run after its epoch with
-    status `diverged`.
+    status `diverged`. With `steps` there is no evaluation, and the last epoch ends where they do.
     """
     s = worker.settings
     with phases("warmup"):
@@ -81,31 +82,33 @@ def train(
     clock = StepClock(worker.device)
     worker.mark = clock.mark
     status, reason = "ok", None
-    steps = 0
+    steps, in_all = 0, s.total_steps(data.train_samples)
     parts = None
     if s.partition == "by-class":
         parts = ByClass(data.train_targets, worker.world_size, s.seed)
-    for epoch in range(s.epochs):
-        losses = train_epoch(strategy, data, worker, clock, log, epoch, parts)
+    for epoch in range(s.passes(data.train_samples)):
+        losses = train_epoch(strategy, data, worker, clock, log, epoch, in_all - steps, parts)
         if epoch == 0:  # before an evaluation, whose batches may need more than training's
             used = memory.read()
         steps += len(losses)
         loss = mean_over_workers(torch.stack(losses).double().mean(), worker)
-        with phases("eval"):
-            test_loss, accuracy = evaluate(strategy, data, worker.rank, worker.world_size)
-        entry = {
-            "epoch": epoch + 1,
-            "train_time_s": clock.train_time_s,
-            "train_loss": finite(loss),
-            "test_loss": finite(test_loss),
-            "accuracy": accuracy,
-        }
-        progress.add(entry)
-        report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
-        for name, value in (("training", loss), ("test", test_loss)):
+        found = {"training": loss}
+        if s.steps:
+            report_steps(steps, in_all, clock, worker)
+        else:
+            with phases("eval"):
+                evaluated = evaluate(strategy, data, worker.task, worker.rank, worker.world_size)
+            entry = epoch_entry(epoch, clock.train_time_s, loss, evaluated)
+            progress.add(entry)
+            report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
+            found["test"] = evaluated[0]
+        for name, value in found.items():
             if status == "ok" and not isfinite(value):
+                where = (
+                    f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
+                )
                 status = "diverged"
-                reason = f"the {name} loss became {value} in epoch {epoch + 1} of {s.epochs}"
+                reason = f"the {name} loss became {value} in {where}"
         if status == "diverged":
             break
     return Result(
@@ -131,7 +134,8 @@ def train_with_server(
     with phases("warmup"):
         warm_up(strategy, data, worker)
     # There is no pause between two epochs in which the next one's could be drawn.
-    drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in range(s.epochs)]
+    passes = range(s.passes(data.train_samples))
+    drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in passes]
 
     @lru_cache(maxsize=2)  # a ticket of a lost worker may be from the epoch before
     def tables(epoch: int) -> EpochTables:
@@ -150,7 +154,7 @@ def train_with_server(
             clock.begin()
             reports.submit(log.write, "train", "start", at_s=time.monotonic())
         if epoch not in losses:
-            reports.submit(announce_epoch, epoch, worker)
+            reports.submit(announce_epoch, epoch, len(passes), worker)
         order, augmentation = tables(epoch)
         x, y = data.batch(order[where], augmentation)
         clock.mark("data")
@@ -165,7 +169,7 @@ def train_with_server(
     used = memory.read()
     sums = {e: (float(torch.stack(v).double().sum()), len(v)) for e, v in losses.items()}
     diverged = [f"training loss of epoch {e + 1}" for e, (x, _) in sums.items() if not isfinite(x)]
-    if strategy.is_evaluator:
+    if strategy.is_evaluator and not s.steps:
         with phases("eval"):
             diverged += evaluate_epochs(strategy, data, worker, progress)
     status = "diverged" if diverged else "ok"
@@ -182,30 +186,47 @@ def evaluate_epochs(
     diverged = []
     for epoch in range(worker.settings.epochs):
         train_time_s = strategy.load_epoch(epoch)
-        test_loss, accuracy = evaluate(strategy, data, rank=0, world_size=1)
+        evaluated = evaluate(strategy, data, worker.task, rank=0, world_size=1)
         strategy.drop_epoch(epoch)
-        if not isfinite(test_loss):
+        if not isfinite(evaluated[0]):
             diverged.append(f"test loss after epoch {epoch + 1}")
-        progress.add(
-            {
-                "epoch": epoch + 1,
-                "train_time_s": train_time_s,
-                "train_loss": None,  # the launcher has all workers' losses
-                "test_loss": finite(test_loss),
-                "accuracy": accuracy,
-            }
-        )
+        # The launcher has all workers' losses.
+        entry = epoch_entry(epoch, train_time_s, None, evaluated)
+        progress.add(entry)
         print(
             f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
-            f"{train_time_s:.2f} s: accuracy {accuracy:.2%}",
+            f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",
             flush=True,
         )
     return diverged
 
 
-def announce_epoch(epoch: int, worker: Worker) -> None:
+def epoch_entry(
+    epoch: int, train_time_s: float, train_loss: float | None, evaluated: tuple[float, float, float]
+) -> dict[str, Any]:
+    """What a record holds of an epoch, counted from 0 here; `evaluated`: what `evaluate` gave."""
+    test_loss, score, error = evaluated
+    return {
+        "epoch": epoch + 1,
+        "train_time_s": train_time_s,
+        "train_loss": finite(train_loss),
+        "test_loss": finite(test_loss),
+        "score": finite(score),
+        "score_error": finite(error),
+    }
+
+
+def describe_score(task: Task, score: float | None) -> str:
+    """The score with its name and unit, for a line of progress."""
+    if score is None:
+        return f"{task.score_name} not finite"
+    shown = f"{score:.2%}" if task.unit == "share" else f"{score:.4f} {task.unit}"
+    return f"{task.score_name} {shown}"
+
+
+def announce_epoch(epoch: int, epochs: int, worker: Worker) -> None:
     """Print a line of progress; every worker does, since each reaches an epoch at its own time."""
-    print(f"epoch {epoch + 1}/{worker.settings.epochs} begun", flush=True)
+    print(f"epoch {epoch + 1}/{epochs} begun", flush=True)
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
@@ -280,9 +301,10 @@ def train_epoch(
     clock: StepClock,
     log: PhaseLog,
     epoch: int,
+    most: int,
     parts: ByClass | None = None,
 ) -> list[torch.Tensor]:
-    """One timed epoch; returns the loss of each step, still on the device.
+    """One timed epoch, of `most` steps at most; returns each step's loss, still on the device.
 
     `parts`: of the training set, each a worker's own; None: all draw from the whole.
     """
@@ -294,7 +316,8 @@ def train_epoch(
     settle_garbage()
     log.write("train", "start")
     line_up(worker)  # nothing between this and the clock: it would be charged to all the others
-    losses = timed_steps(strategy, data, clock, strategy.batches(order, epoch), augmentation)
+    batches = islice(strategy.batches(order, epoch), most)
+    losses = timed_steps(strategy, data, clock, batches, augmentation)
     log.write("train", "end")
     return losses
 
@@ -336,16 +359,16 @@ def settle_garbage() -> None:
 
 
 def evaluate(
-    strategy: Strategy, data: DeviceData, rank: int, world_size: int
-) -> tuple[float, float]:
-    """Mean loss and share of correct answers on the whole test set.
+    strategy: Strategy, data: DeviceData, task: Task, rank: int, world_size: int
+) -> tuple[float, float, float]:
+    """Mean loss, score, and the score's standard error, on the whole test set.
 
     `world_size` workers divide the test set among them. Each calls the model equally often, since a
     sharded forward is a collective; batches beyond the end do not count.
     """
     total, batch = data.test_samples, eval_batch(data.meta["shape"])
     rounds = math.ceil(total / (batch * world_size))
-    sums = torch.zeros(2, dtype=torch.float64, device=data.test_targets.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=data.test_targets.device)
     with strategy.evaluating() as model, torch.no_grad():
         for i in range(rounds):
             start = (i * world_size + rank) * batch
@@ -355,11 +378,10 @@ def evaluate(
             else:
                 x, y = data.test_batch(0, 1)
                 weight = 0.0
-            sums += weight * loss_and_hits(model(x), y)
+            sums += weight * sums_of_batch(task, model(x), y)
     if world_size > 1:
         dist.all_reduce(sums)
-    loss, correct = (sums / data.test_targets.numel()).tolist()
-    return loss, correct
+    return loss_and_score(sums.tolist(), total)
 
 
 def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
@@ -369,9 +391,16 @@ def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
     return float(value) / worker.world_size
 
 
-def finite(value: float) -> float | None:
-    """The loss, or None if it is not finite: JSON has no NaN."""
-    return value if isfinite(value) else None
+def finite(value: float | None) -> float | None:
+    """The value, or None if it is not finite: JSON has no NaN."""
+    return value if value is not None and isfinite(value) else None
+
+
+def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
+    """Print one line of progress of a cell that is not evaluated; only rank 0 does."""
+    if worker.rank == 0:
+        rate = done * worker.settings.global_batch / clock.train_time_s
+        print(f"step {done}/{in_all}: {rate:,.0f} samples/s, no evaluation", flush=True)
 
 
 def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int) -> None:
@@ -383,7 +412,7 @@ def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, sample
     left_s = clock.train_time_s / done * (epochs - done)
     loss = "not finite" if entry["train_loss"] is None else f"{entry['train_loss']:.4f}"
     print(
-        f"epoch {done}/{epochs}: loss {loss}, accuracy {entry['accuracy']:.2%}, "
+        f"epoch {done}/{epochs}: loss {loss}, {describe_score(worker.task, entry['score'])}, "
         f"{samples / epoch_s:,.0f} samples/s, {epoch_s:.2f} s, about {left_s:.0f} s of training left",
         flush=True,
     )

@@ -37,7 +37,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
-from stratbench.workload import models
+from stratbench.workload import models, tasks
 from stratbench.workload.data import DeviceData
 from stratbench.workload.precision import batch_format, weights_dtype
 
@@ -129,6 +129,10 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             dtype=weights_dtype(s.precision),
         )
         initial = sha256_of_state(model.state_dict())
+        task = tasks.task_of(s, shape)
+        if s.own_task:
+            y = data.test_batch(0, 2)[1]
+            tasks.check_task(task, tasks.OwnTask(s.own_task["call"]), data.meta["classes"], y.shape)
         facts = {
             "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "initial_weights_sha256": initial,
@@ -159,7 +163,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             job.folder,
             groups,
             slowdown.wait,
-            total_steps=s.epochs * (job.train_samples // s.global_batch),
+            task=task,
+            total_steps=s.total_steps(job.train_samples),
         )
         if trial is not None:
             acceptance.check_model(strategy, network, model, trial, worker)
@@ -172,7 +177,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     result = train(strategy, data, worker, phases, log, memory, progress)
     measured = worker_result(result, strategy, phases, rank)
     # Of a server's workers, the one that has evaluated; the others are through, or lost.
-    chosen = bool(result.progress.per_epoch) if strategy.kind == "server" else rank == 0
+    chosen = strategy.is_evaluator if strategy.kind == "server" else rank == 0
     if s.profile and result.status == "ok" and (chosen or strategy.kind == "collective"):
         with phases("profile"):
             trace = job.folder.profile_trace if chosen else None
@@ -186,6 +191,9 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
                 raise
             traceback.print_exc()  # a user's network that needs real numbers; its figure is left out
     measured["model"] = facts
+    measured["task"] = tasks.facts_of_task(
+        task, tasks.name_of_task(s, shape), facts["classes"], shape, data.meta.get("least_loss")
+    )
     measured["wrap_groups"] = group_sizes if strategy.uses_wrap_groups else []
     measured["started_s"] = started_s
     measured["provenance"] = worker_provenance(device)

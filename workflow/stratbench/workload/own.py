@@ -1,4 +1,4 @@
-"""The models that a user brings: what is called, with which arguments, and the code they come from.
+"""The code that a user brings, and its models: what is called, with which arguments, from which files.
 
 The Snakefile imports this: neither torch nor a user's code is imported before a model is built.
 """
@@ -18,7 +18,7 @@ from functools import cache
 from importlib import metadata, util
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +40,14 @@ _DOUBTFUL = "channels"
 
 
 class ModelError(RuntimeError):
-    """A user's model cannot be built, or gives what cannot be trained: one sentence, with its name."""
+    """A user's model or task cannot be built, or cannot be trained: one sentence, with its name."""
+
+
+class Called(Protocol):
+    """What a user names by a call; as a text it is what errors call it."""
+
+    @property
+    def call(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -228,17 +235,17 @@ def _version_of(package: str) -> str | None:
         return metadata.version(names[0]) if names else None
 
 
-def check_unchanged(name: str, spec: Mapping[str, Any]) -> None:
-    """ModelError where a model's files are no longer those that the cell was planned with."""
+def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
+    """ModelError where the files of `what` are no longer those that the cell was planned with."""
     now = fingerprint(spec["call"], code_folders())["sha256"]
     if spec["sha256"] != now:
         raise ModelError(
-            f"model {name!r} ({spec['call']}): its code has changed, or is not in the folders of `code` "
+            f"{what} ({spec['call']}): its code has changed, or is not in the folders of `code` "
             "here, since the run was started; start it again"
         )
 
 
-def named(own: OwnModel) -> Callable[..., Any]:
+def named(own: Called) -> Callable[..., Any]:
     """What the call names. ModelError, in one sentence, where it cannot be imported."""
     sys.dont_write_bytecode = True  # nothing is left in the user's folders
     for folder in reversed(code_folders()):
@@ -263,7 +270,7 @@ def named(own: OwnModel) -> Callable[..., Any]:
     return found
 
 
-def _imported_module(own: OwnModel, name: str) -> ModuleType:
+def _imported_module(own: Called, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as e:

@@ -1,26 +1,242 @@
-"""What a model learns: its loss, and how often it is right.
+"""Tasks: what a model learns. A task is a loss, a score, and what counts as one of the score's answers.
 
-One rule does for images and for text: scores [..., classes] are held to targets [...], the class of
-each image or the next token after each. Importing this file imports torch.
+A user's own is a class with the same attributes and methods, named as `package.module:Task`. torch is
+imported where a loss is computed, not before: the Snakefile reads this file.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from stratbench.workload import own
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratbench.cell.settings import Settings
 
 
-def mean_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy over all targets, in nats."""
-    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+class Task:
+    """A loss and a score of a model's outputs [batch, ...] against targets [batch, ...].
 
-
-def loss_and_hits(scores: Tensor, targets: Tensor) -> Tensor:
-    """The summed cross-entropy in nats, and the number of right answers: float64 [2].
-
-    Computed in float64, so that a sum over a large test set loses nothing.
+    The score is the mean over the test set of a value that each answer has, so that workers can
+    divide the test set and its standard error is known.
     """
-    scores, targets = scores.double().flatten(0, -2), targets.flatten()
-    loss = F.cross_entropy(scores, targets, reduction="sum")
-    return torch.stack([loss, (scores.argmax(1) == targets).sum().double()])
+
+    #: The score's name, in tables and on axes.
+    score_name: str
+    #: `share` of 1, shown in percent, or any other unit, shown as it is.
+    unit: str
+    better: Literal["higher", "lower"]
+    #: What throughput counts: images, tokens.
+    counts: str
+    #: By how much the score may be worse before a decision excludes a strategy, in the unit as shown.
+    tolerance: float
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss, a scalar: what training makes small."""
+        raise NotImplementedError
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The score of each answer: [batch], or [batch, ...] where a sample has several answers."""
+        raise NotImplementedError
+
+    def guess(self, classes: int) -> float | None:
+        """The score of who knows nothing; None where it cannot be said."""
+        return None
+
+
+class _CrossEntropy(Task):
+    """Outputs are scores [batch, ..., classes] of the classes, targets are classes [batch, ...]."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy over all targets, in nats."""
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+class Classification(_CrossEntropy):
+    """The class of each image; the score is the share that is right."""
+
+    score_name, unit, better, counts, tolerance = "accuracy", "share", "higher", "images", 1.0
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """1 where the class with the highest score is the right one, else 0."""
+        return (outputs.argmax(-1) == targets).double()
+
+    def guess(self, classes: int) -> float:
+        return 1 / classes
+
+
+class NextToken(_CrossEntropy):
+    """The token after each token of a text; the score is the mean cross-entropy."""
+
+    score_name, unit, better, counts, tolerance = "loss", "nats/token", "lower", "tokens", 0.05
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of each token, in nats."""
+        from torch.nn.functional import cross_entropy
+
+        each = cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+        return each.view(targets.shape)
+
+    def guess(self, classes: int) -> float:
+        return math.log(classes)
+
+
+#: The tasks by the names that config.yaml has for them.
+TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken}
+
+
+@dataclass(frozen=True)
+class OwnTask:
+    """A task that a user brings: the class that is called without arguments."""
+
+    call: str
+
+    def __str__(self) -> str:
+        return f"task {self.call!r}"
+
+
+def natural_task(shape: Sequence[int]) -> str:
+    """The name of the task that follows from a sample's shape: of a text, or of an image."""
+    return "next-token" if len(shape) == 1 else "classification"
+
+
+def fault_of_task(name: str, shape: Sequence[int] | None) -> str | None:
+    """Why a task is not one of samples of this shape, in words; None where it is. Imports nothing.
+
+    The shape is None where the data are not read yet.
+    """
+    if name in TASKS:
+        natural = name if shape is None else natural_task(shape)
+        what = "a text" if natural == "next-token" else "images"
+        return None if name == natural else f"the data set is {what}, whose task is {natural}"
+    if own.fault_of_call(name):
+        return f"is neither of {', '.join(TASKS)} nor a class of your own; write my_tasks:MyTask"
+    return None
+
+
+def name_of_task(s: Settings, shape: Sequence[int]) -> str:
+    """The name of a cell's task: a built-in one's, or the user's call."""
+    return s.own_task["call"] if s.own_task else natural_task(shape)
+
+
+def task_of(s: Settings, shape: Sequence[int]) -> Task:
+    """A cell's task, whose samples have this shape. ModelError, in a sentence, where a user's is none."""
+    return own_task(s.own_task["call"]) if s.own_task else TASKS[natural_task(shape)]()
+
+
+def own_task(call: str) -> Task:
+    """The task that a user's class makes; ModelError for what lacks something of the protocol."""
+    what = OwnTask(call)
+    cls = own.named(what)
+    try:
+        task = cls()
+    except Exception as e:
+        raise own.ModelError(f"{what}: called without arguments, it raised {own.told(e)}") from e
+    wanted = {
+        "score_name": (str, "a text, the score's name"),
+        "unit": (str, "a text: share, or the score's unit"),
+        "better": (str, "higher or lower"),
+        "counts": (str, "a text, what throughput counts: images, tokens"),
+        "tolerance": ((int, float), "a number, what a decision lets the score lose"),
+    }
+    for name, (kind, means) in wanted.items():
+        value = getattr(task, name, None)
+        good = isinstance(value, kind) and not isinstance(value, bool) and value != ""
+        if name == "better":
+            good = value in ("higher", "lower")
+        elif name == "tolerance":
+            good = good and math.isfinite(value) and value >= 0
+        if not good:
+            raise own.ModelError(f"{what}: its {name} is {value!r}; it must be {means}")
+    for name in ("loss", "score"):
+        if not inspect.ismethod(getattr(task, name, None)):
+            raise own.ModelError(f"{what}: it has no method {name}(outputs, targets)")
+    return task
+
+
+def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> None:
+    """ModelError where a task does not take outputs [*targets, classes] or gives no loss or score.
+
+    In float32 as training computes, and in float64 as the evaluation does.
+    """
+    import torch
+
+    y = torch.zeros(targets, dtype=torch.int64)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(
+            (*targets, classes), dtype=dtype, generator=torch.Generator().manual_seed(0)
+        ).requires_grad_()
+        given = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
+        found = {}
+        for name in ("loss", "score"):
+            try:
+                found[name] = getattr(task, name)(x, y)
+            except Exception as e:
+                raise own.ModelError(f"{what}: {name} of {given} raised {own.told(e)}") from e
+            if not isinstance(found[name], torch.Tensor):
+                kind = type(found[name]).__name__
+                raise own.ModelError(f"{what}: {name} returned a {kind}; return a tensor")
+        if found["loss"].dim() or not found["loss"].requires_grad:
+            raise own.ModelError(
+                f"{what}: loss of {given} returned a tensor {list(found['loss'].shape)}"
+                f"{'' if found['loss'].requires_grad else ' without a gradient'}; return the mean, a "
+                "scalar that has a gradient"
+            )
+        if list(found["score"].shape[:1]) != list(targets[:1]):
+            raise own.ModelError(
+                f"{what}: score of {given} returned a tensor {list(found['score'].shape)}; return the "
+                f"score of each answer, [{targets[0]}] or [{targets[0]}, ...]"
+            )
+
+
+def facts_of_task(
+    task: Task, name: str, classes: int, shape: Sequence[int], least_loss: float | None
+) -> Mapping[str, Any]:
+    """What a record says of its cell's task; all that tables, figures and decisions call it by."""
+    guess = getattr(task, "guess", lambda classes: None)(classes)
+    return {
+        "name": name,
+        "score": task.score_name,
+        "unit": task.unit,
+        "better": task.better,
+        "tolerance": task.tolerance,
+        "guess": None if guess is None else float(guess),
+        "counts": task.counts,
+        # A piece of text is as many tokens as it is long.
+        "counts_per_sample": shape[0] if len(shape) == 1 else 1,
+        # The entropy rate bounds the mean cross-entropy; of another loss nothing is known.
+        "least_loss": least_loss if isinstance(task, NextToken) else None,
+    }
+
+
+def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of a test batch the loss, the score and its square, summed over the samples: float64 [3].
+
+    A sample's score is the mean over its answers. In float64, so that a sum over a large test set
+    loses nothing; batches and workers add theirs up.
+    """
+    import torch
+
+    outputs = outputs.double()
+    each = task.score(outputs, targets).double()
+    each = each.flatten(1).mean(1) if each.dim() > 1 else each
+    loss = task.loss(outputs, targets).double() * len(targets)
+    return torch.stack([loss, each.sum(), each.square().sum()])
+
+
+def loss_and_score(sums: Sequence[float], samples: int) -> tuple[float, float, float]:
+    """Mean loss, score, and the score's standard error over `samples`, from their sums.
+
+    Samples are drawn independently, answers within one are not: the error is that of the mean over
+    samples, sqrt(variance / samples).
+    """
+    loss, score, square = (total / samples for total in sums)
+    return loss, score, math.sqrt(max(0.0, square - score**2) / samples)

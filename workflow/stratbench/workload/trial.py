@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from stratbench.workload.own import ModelError, told
-from stratbench.workload.tasks import mean_loss
+from stratbench.workload.tasks import Classification
 
 #: Samples of the step; BatchNorm cannot normalise one.
 SAMPLES = 2
@@ -82,7 +82,7 @@ def take_trial(
         overwritten = [name for p, name in names.items() if p._version != versions[p]]
         with _gradients_dropped(names) as reached:
             try:
-                mean_loss(scores, y).backward()
+                Classification().loss(scores, y).backward()
             except Exception as e:
                 _raise_told(who, e, f"backward of a batch {list(x.shape)}")
     trainable = {p: name for p, name in names.items() if p.requires_grad}

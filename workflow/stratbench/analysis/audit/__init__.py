@@ -14,13 +14,13 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import (
-    accuracy,
     comparability,
     counts,
     efficiency,
     machines,
     memory,
     mixed,
+    scores,
     servers,
     speed,
     times,
@@ -50,11 +50,11 @@ DESCRIPTION = (
 KINDS = (
     counts,
     times,
+    scores,
     servers,
     traffic,
     memory,
     efficiency,
-    accuracy,
     mixed,
     comparability,
     speed,

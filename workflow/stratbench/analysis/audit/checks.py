@@ -45,8 +45,19 @@ class Facts:
 
     @property
     def epochs_run(self) -> int:
-        """Epochs that were trained to their end, as the accuracies tell it."""
-        return len(self("accuracy.per_epoch") or ())
+        """Epochs that were trained to their end, as the scores tell it."""
+        return len(self("score.per_epoch") or ())
+
+    @property
+    def passes_run(self) -> int:
+        """Passes over the data; of a cell that was trained for `steps`, the last may be incomplete."""
+        return len(self("time.epoch_times_s") or ()) if self("settings.steps") else self.epochs_run
+
+    @property
+    def steps_run(self) -> int:
+        """Global batches that were trained on, of a cell whose workers trained to an end."""
+        whole = self.passes_run * (self("batch.steps_per_epoch") or 0)
+        return min(whole, self("settings.steps") or whole)
 
     @property
     def skips(self) -> int:

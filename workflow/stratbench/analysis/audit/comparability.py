@@ -37,7 +37,7 @@ def comparable_cells(
     "unequal-samples",
     "unusable",
     "all",
-    "Strategies that saw different numbers of samples do not compare in time or accuracy.",
+    "Strategies that saw different numbers of samples do not compare in time or score.",
 )
 def unequal_samples(evidence: Evidence) -> Iterator[Found]:
     for (experiment, model), rows in comparable_cells(evidence, "samples_seen"):
@@ -50,7 +50,7 @@ def unequal_samples(evidence: Evidence) -> Iterator[Found]:
 @rule(
     "unequal-start",
     "unusable",
-    "accuracy",
+    "score",
     "The strategies of a repeat must start from the same weights.",
 )
 def unequal_start(evidence: Evidence) -> Iterator[Found]:

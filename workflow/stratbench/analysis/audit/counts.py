@@ -22,7 +22,7 @@ from stratbench.strategies import REGISTRY, strategy_class, traits_of
 #: Settings that the cell's coordinates repeat.
 REPEATED = ("model", "dataset", "gpus")
 #: Figures that only a cell with a result has.
-RESULTS = ("accuracy.final", "time.train_time_s", "batch.samples_seen", "batch.samples_applied")
+RESULTS = ("score.final", "time.train_time_s", "batch.samples_seen", "batch.samples_applied")
 
 
 @record_rule(
@@ -30,17 +30,19 @@ RESULTS = ("accuracy.final", "time.train_time_s", "batch.samples_seen", "batch.s
     "unusable",
     "all",
     "What the record says of its end does not go with what it holds: a cell that finished has all "
-    "its results and no reason, one that did not has a reason and no final accuracy.",
+    "its results and no reason, one that did not has a reason and no final score.",
 )
 def contradictory_status(record: Record) -> Iterator[str]:
     facts = Facts(record)
-    status, entries = facts.status, facts("accuracy.per_epoch")
+    status, entries = facts.status, facts("score.per_epoch")
     finite = all(e["train_loss"] is not None and e["test_loss"] is not None for e in entries)
     if status == "ok":
         why = "although the cell ended well"
         if facts("reason") is not None:
             yield f"the reason is {facts('reason')!r}, {why}"
-        for path in (*RESULTS, "batch.updates_applied", "time.step_ms", "model.parameters"):
+        # What was trained for `steps` was not evaluated.
+        results = RESULTS[1:] if facts("settings.steps") else RESULTS
+        for path in (*results, "batch.updates_applied", "time.step_ms", "model.parameters"):
             yield from unless_given(path, facts(path), why)
         yield from unless_given("workers", record["workers"] or None, why)
         if not finite:
@@ -48,9 +50,7 @@ def contradictory_status(record: Record) -> Iterator[str]:
     else:
         if not facts("reason"):
             yield f"no reason is given, although the cell ended as {status}"
-        yield from unless_absent(
-            "accuracy.final", facts("accuracy.final"), "although it did not finish"
-        )
+        yield from unless_absent("score.final", facts("score.final"), "although it did not finish")
     if status in ("oom", "timeout"):
         why = f"although the cell ended as {status}"
         for path in RESULTS[1:]:
@@ -136,27 +136,39 @@ def faults_of_batches(facts: Facts) -> Iterator[str]:
 def faults_of_epochs(facts: Facts) -> Iterator[str]:
     """How many epochs there were."""
     asked, run = facts("settings.epochs"), facts.epochs_run
+    if (steps := facts("settings.steps")) is not None:
+        yield from unless_equal("the number of score.per_epoch", run, "that of no evaluation", 0)
+        if facts.status == "ok":
+            yield from unless_equal(
+                "the passes of time.epoch_times_s",
+                facts.passes_run,
+                "those of settings.steps",
+                -(-steps // max(1, facts("batch.steps_per_epoch"))),
+            )
+        return
     if facts.status == "ok":
-        yield from unless_equal("the number of accuracy.per_epoch", run, "settings.epochs", asked)
+        yield from unless_equal("the number of score.per_epoch", run, "settings.epochs", asked)
     else:
-        yield from unless_at_most("the number of accuracy.per_epoch", run, "settings.epochs", asked)
+        yield from unless_at_most("the number of score.per_epoch", run, "settings.epochs", asked)
     if facts.finished:
         timed = len(facts("time.epoch_times_s"))
         yield from unless_equal(
-            "the number of time.epoch_times_s", timed, "that of accuracy.per_epoch", run
+            "the number of time.epoch_times_s", timed, "that of score.per_epoch", run
         )
 
 
 def faults_of_samples(facts: Facts) -> Iterator[str]:
     """Samples of the cell and of its workers."""
     seen, applied = facts("batch.samples_seen"), facts("batch.samples_applied")
-    whole = facts.product("batch.steps_per_epoch", "batch.global_batch")
-    if facts("strategy.kind") == "server" and facts.status == "diverged":
-        whole = None if whole is None else whole * (facts("settings.epochs") or facts.epochs_run)
-    else:
-        whole = None if whole is None else whole * facts.epochs_run
+    steps_run = facts.steps_run
+    if (
+        facts("strategy.kind") == "server"
+        and facts.status == "diverged"
+        and facts("settings.epochs")
+    ):
+        steps_run = facts("settings.epochs") * (facts("batch.steps_per_epoch") or 0)
     yield from unless_equal(
-        "batch.samples_seen", seen, "epochs x steps_per_epoch x global_batch", whole
+        "batch.samples_seen", seen, "steps x global_batch", steps_run * facts("batch.global_batch")
     )
     yield from unless_at_most("batch.samples_applied", applied, "samples_seen", seen)
     each = [worker["samples"] for worker in facts.workers]
@@ -173,16 +185,15 @@ def faults_of_samples(facts: Facts) -> Iterator[str]:
                 steps * per_step,
             )
         if facts("strategy.kind") == "collective":
-            expected = facts.epochs_run * facts("batch.steps_per_epoch")
             yield from unless_equal(
-                f"steps of rank {worker['rank']}", steps, "epochs x steps_per_epoch", expected
+                f"steps of rank {worker['rank']}", steps, "the steps of all epochs", facts.steps_run
             )
 
 
 def faults_of_updates(facts: Facts) -> Iterator[str]:
     """Updates as the strategy says that it makes them."""
     updates, applied = facts("batch.updates_applied"), facts("batch.samples_applied")
-    steps = facts.epochs_run * facts("batch.steps_per_epoch")
+    steps = facts.steps_run
     if facts("strategy.kind") == "collective":
         yield from unless_equal(
             "batch.updates_applied", updates, "steps - skipped_steps", steps - facts.skips

@@ -58,6 +58,13 @@ TABLE = (
         ),
     ),
     Compared(
+        "mixed-tasks",
+        "unusable",
+        "all",
+        "Cells of a comparison learn different tasks, whose scores and speeds do not compare.",
+        ("task", "settings.own_task"),
+    ),
+    Compared(
         "mixed-data",
         "unusable",
         "all",
@@ -95,7 +102,7 @@ TABLE = (
     Compared(
         "mixed-seeds",
         "unusable",
-        "accuracy",
+        "score",
         "All cells of a repeat draw weights and samples from one seed.",
         ("seed",),
         ("repeat",),
@@ -178,7 +185,7 @@ TABLE = (
         "Repeats of a cell differ in what does not depend on chance.",
         (
             *("memory.model_states", "strategy.wrap_groups", "strategy.options", "strategy.traits"),
-            *("strategy.name", "strategy.kind", "accuracy.evaluated_on", "batch.samples_per_step"),
+            *("strategy.name", "strategy.kind", "score.evaluated_on", "batch.samples_per_step"),
             *("communication.method", "strategy.details.bucket_bytes"),
         ),
         ("strategy", "gpus"),
@@ -205,7 +212,17 @@ def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def texts_by_path(record: Record) -> dict[str, set[str]]:
     """What a record says that could make it incomparable: texts by path, of all its workers."""
     found: dict[str, set[str]] = defaultdict(set)
-    parts = ("settings", "strategy", "model", "data", "batch", "memory", "provenance", "accuracy")
+    parts = (
+        "settings",
+        "strategy",
+        "model",
+        "task",
+        "data",
+        "batch",
+        "memory",
+        "provenance",
+        "score",
+    )
     said = [leaf for part in parts for leaf in values_by_path(record[part], part)]
     said += [(f"settings.{key}", LATER[key]) for key in LATER.keys() - record["settings"].keys()]
     if (name := value_at(record, "strategy.name")) in REGISTRY:

@@ -22,7 +22,7 @@ SEVERITIES = ("unusable", "doubtful", "note")
 
 Severity = Literal["unusable", "doubtful", "note"]
 #: Which figures of the cells a rule casts doubt on.
-Affects = Literal["time", "memory", "accuracy", "all"]
+Affects = Literal["time", "memory", "score", "all"]
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
     skips = sum(link.get("skips") or 0 for link in server["workers"])
     tickets = sum(link.get("tickets") or 0 for link in server["workers"])
     per_step = facts("strategy.traits.updates_per_step")
-    steps = facts.epochs_run * facts("batch.steps_per_epoch")
+    steps = facts.steps_run
     for i, (count, made, late) in enumerate(zip(counts, updates, dropped, strict=True)):
         shard, pushes = f"shard {i} of {name}", sum(count)
         if tickets and not facts.lost and not server.get("reassigned"):
@@ -198,7 +198,7 @@ def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator
             f"epochs of {name}",
             [e["epoch"] for e in epochs],
             "what was asked for",
-            list(range(facts.epochs_run)),
+            list(range(facts.passes_run)),
         )
     ends = [e["end_s"] for e in epochs]
     yield from unless_rising(f"end_s of {name}", ends)
@@ -210,11 +210,11 @@ def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator
             f"the last end_s of {name}", ends[-1], "its train_time_s", train_time_s, 0.05
         )
     if name == "server 0" and facts.finished and len(ends) == len(facts("time.epoch_times_s")):
-        for i, (end, entry) in enumerate(zip(ends, facts("accuracy.per_epoch"), strict=False), 1):
+        for i, (end, entry) in enumerate(zip(ends, facts("score.per_epoch"), strict=False), 1):
             yield from unless_equal(
                 f"end_s of epoch {i}",
                 end,
-                "accuracy.per_epoch's train_time_s",
+                "score.per_epoch's train_time_s",
                 entry["train_time_s"],
             )
     if train_time_s is None:

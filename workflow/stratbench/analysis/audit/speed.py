@@ -54,7 +54,9 @@ def sharding_slow_alone(evidence: Evidence) -> Iterator[Found]:
             continue
         # What the host does for each group in a step is a fixed time, which small models show; and
         # a busy machine has a rule of its own.
-        steps = evidence.product(group, "steps_per_epoch", "epochs")
+        steps = evidence.median(group, "steps") or evidence.product(
+            group, "steps_per_epoch", "epochs"
+        )
         busy = any((evidence.median(k, "other_cpu_cores") or 0.0) > OTHERS for k in (group, other))
         if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
             continue

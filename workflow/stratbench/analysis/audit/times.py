@@ -107,8 +107,8 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
 def faults_of_epochs(facts: Facts) -> Iterator[str]:
     """Epochs one after the other, and their sum."""
     spans = facts("time.epoch_times_s")
-    ends = [entry["train_time_s"] for entry in facts("accuracy.per_epoch")]
-    yield from unless_rising("accuracy.per_epoch's train_time_s", ends)
+    ends = [entry["train_time_s"] for entry in facts("score.per_epoch")]
+    yield from unless_rising("score.per_epoch's train_time_s", ends)
     if any(not span > 0 for span in spans):
         yield f"time.epoch_times_s holds {min(spans):.6g}"
     if len(set(spans)) < len(spans):
@@ -260,7 +260,7 @@ def faults_of_the_whole(facts: Facts) -> Iterator[str]:
             "time.total_s", total_s, "the time limit at which it ended", limit_s, 0.02
         )
         if facts.epochs_run:
-            last = facts("accuracy.per_epoch")[-1]["train_time_s"]
+            last = facts("score.per_epoch")[-1]["train_time_s"]
             yield from unless_at_most(
                 "train_time_s after the last epoch", last, "time.total_s", total_s
             )

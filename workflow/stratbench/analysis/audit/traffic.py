@@ -128,7 +128,7 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     more = gathers_more * whole / copies if shards else 0.0
     buffers = facts("memory.model_states.buffers_bytes") or 0
     # A training ends with an exchange, which may come before its time.
-    last = 2 * share * size / max(1, facts.epochs_run * facts("batch.steps_per_epoch"))
+    last = 2 * share * size / max(1, facts.steps_run)
     yield from unless_at_most(
         "communication.sent_bytes_per_step",
         sent,

@@ -1,4 +1,4 @@
-"""Rules on accuracy: values that contradict each other, and training that did not work."""
+"""Rules on scores: values that contradict each other, and training that did not work."""
 
 from __future__ import annotations
 
@@ -27,61 +27,82 @@ from stratbench.analysis.audit.rule import (
     rule,
 )
 from stratbench.analysis.measures import ALONE
+from stratbench.analysis.score import Score, score_of
 from stratbench.cell.record import Record
 
 #: What of the reference's gain over guessing training that works reaches in the same epochs.
 WORKING = 0.5
-#: Difference of accuracies that need no explanation, and how many standard deviations of chance.
-ALIKE, DEVIATIONS = 0.01, 3.0
+#: How many standard deviations chance explains.
+DEVIATIONS = 3.0
 #: Differences of losses to which rounding grows in some epochs: absolute, and of the loss.
 LOSS, LOSS_SHARE = 0.05, 0.25
 
 
 @rule(
-    "accuracy-below-floor",
+    "score-below-floor",
     "doubtful",
-    "accuracy",
+    "score",
     "It learnt less than half of what `single`, or a synchronous strategy on the fewest workers, "
     "learnt in as many epochs, or no more than guessing. Look at the learning rate, BatchNorm "
     "statistics that never reach the evaluated model, summed gradients.",
 )
-def accuracy_below_floor(evidence: Evidence) -> Iterator[Found]:
+def score_below_floor(evidence: Evidence) -> Iterator[Found]:
+    scores = {name: score_of(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)}
     for row in evidence.ok.itertuples():
-        if pd.isna(row.accuracy_final):
+        if pd.isna(row.score_final):
             continue
-        guess = 1 / row.classes if row.classes > 0 else 0.0
-        name, reference = expected_accuracy(evidence, row)
-        floor = 0.0 if reference is None else guess + WORKING * (reference - guess)
-        told = f"{name} reaches {reference:.1%}" if reference is not None else ""
-        n = row.test_samples or math.nan
-        by_chance = guess if pd.isna(n) else guess + DEVIATIONS * math.sqrt(guess * (1 - guess) / n)
-        if by_chance > floor:
-            floor, told = by_chance, f"guessing reaches {guess:.0%}"
-        if (given := evidence.floors.get(row.dataset, 0.0)) > floor:
-            floor, told = given, f"known of this data set: {given:.0%} with the simplest models"
-        if row.accuracy_final < floor:
-            yield Found(coordinates_of_row(row), f"{row.accuracy_final:.1%}; {told}")
+        score = scores[row.experiment]
+        # Tables that say too little are of accuracies.
+        guess = 0.0 if score.is_share and pd.isna(row.score_guess) else row.score_guess
+        if pd.isna(guess):
+            continue
+        # Gains over guessing: the better the score, the larger, whatever its direction.
+        reached = score.sign * (row.score_final - guess)
+        name, reference = expected_score(evidence, row, score)
+        gain = 0.0 if reference is None else WORKING * score.sign * (reference - guess)
+        told = f"{name} reaches {in_words(score, reference)}" if reference is not None else ""
+        if (by_chance := DEVIATIONS * error_of_guessing(score, guess, row)) > gain:
+            gain, told = by_chance, f"guessing reaches {in_words(score, guess)}"
+        if (given := evidence.floors.get(row.dataset, 0.0)) > guess + gain and score.is_share:
+            gain = given - guess
+            told = f"known of this data set: {given:.0%} with the simplest models"
+        if reached < gain:
+            figures = f"{in_words(score, row.score_final)}; {told}"
+            yield Found(coordinates_of_row(row), figures)
 
 
-def expected_accuracy(evidence: Evidence, row: Any) -> tuple[str, float | None]:
-    """The accuracy to expect, and whose: synchronous training in as many epochs, on fewest workers."""
+def in_words(score: Score, value: float) -> str:
+    """A score as records have it, in words."""
+    return f"{value:.1%}" if score.is_share else score.text(score.factor * value)
+
+
+def error_of_guessing(score: Score, guess: float, row: Any) -> float:
+    """The standard error of a guess on the test set; each token of a text is an answer."""
+    if not score.is_share:
+        return 0.0 if pd.isna(row.score_error) else row.score_error
+    answers = row.test_samples * (row.counts_per_sample if row.counts_per_sample > 0 else 1)
+    return math.sqrt(guess * (1 - guess) / answers) if answers > 0 else 0.0
+
+
+def expected_score(evidence: Evidence, row: Any, score: Score) -> tuple[str, float | None]:
+    """The score to expect, and whose: synchronous training in as many epochs, on fewest workers."""
     rows = evidence.ok
     as_long = rows["epochs"].isna() if pd.isna(row.epochs) else rows["epochs"] == row.epochs
     same = (rows["experiment"] == row.experiment) & (rows["model"] == row.model) & as_long
     plain = rows[same & rows["equals_ddp"].eq(True) & rows["ends_with_a_worker"].eq(True)]
-    plain = plain[plain["accuracy_final"].notna()]
+    plain = plain[plain["score_final"].notna()]
     if plain.empty:
         return "", None
     few = plain[plain["gpus"] == plain["gpus"].min()]
-    best = few.groupby("strategy", sort=False)["accuracy_final"].median()
-    name = ALONE if ALONE in best.index else str(best.idxmax())
+    best = few.groupby("strategy", sort=False)["score_final"].median()
+    name = ALONE if ALONE in best.index else str((score.sign * best).idxmax())
     return f"{name} on {few['gpus'].iloc[0]}", float(best[name])
 
 
 @rule(
     "async-alone-unlike-sync",
     "unusable",
-    "accuracy",
+    "score",
     "With one worker nothing is ever stale, and this strategy says that it then trains as plain "
     "synchronous SGD does: the implementations differ in something else.",
 )
@@ -108,20 +129,29 @@ def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Found]:
         ] or plain
         if not nearest:
             continue
-        mine, its = (evidence.median(k, "accuracy_final") for k in (group, nearest[0]))
+        mine, its = (evidence.median(k, "score_final") for k in (group, nearest[0]))
         if mine is None or its is None:
             continue
-        n = evidence.median(group, "test_samples")
-        chance = DEVIATIONS * math.sqrt(2 * its * (1 - its) / n) if n else 0.0
-        if abs(mine - its) > max(ALIKE, chance):
-            figures = f"on one worker: accuracy {mine:.1%}, {nearest[0].strategy} {its:.1%}"
+        score = score_of(evidence.groups[group])
+        n = evidence.product(group, "test_samples", "counts_per_sample") or evidence.median(
+            group, "test_samples"
+        )
+        error = evidence.median(group, "score_error") or 0.0
+        if score.is_share:
+            error = math.sqrt(its * (1 - its) / n) if n else 0.0
+        chance = DEVIATIONS * math.sqrt(2) * error
+        if abs(mine - its) > max(score.tolerance / score.factor, chance):
+            figures = (
+                f"on one worker: {score.name} {in_words(score, mine)}, {nearest[0].strategy} "
+                f"{in_words(score, its)}"
+            )
             yield Found(coordinates_of_strategy(group), figures)
 
 
 @rule(
     "equal-arithmetic-unequal-loss",
     "doubtful",
-    "accuracy",
+    "score",
     "These strategies say that their updates are DDP's, but for rounding, and on as many workers from "
     "the same weights their losses differ by more than rounding grows to.",
 )
@@ -138,7 +168,7 @@ def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
         if len(members) < 3:
             continue  # which of two is wrong, nobody can say
         for epoch, entries in enumerate(
-            zip(*(facts("accuracy.per_epoch") for facts in members), strict=False), 1
+            zip(*(facts("score.per_epoch") for facts in members), strict=False), 1
         ):
             for name in ("train_loss", "test_loss"):
                 losses = [entry[name] for entry in entries]
@@ -154,7 +184,7 @@ def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
 @rule(
     "same-losses-twice",
     "unusable",
-    "accuracy",
+    "score",
     "Two cells that start from other weights, or of which one follows the order in which pushes arrive, "
     "never have the same losses to the last digit in all epochs: one is a copy.",
 )
@@ -162,7 +192,7 @@ def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
     alike: dict[tuple[float, ...], list[Facts]] = defaultdict(list)
     for record in evidence.records:
         facts = Facts(record)
-        entries = facts("accuracy.per_epoch")
+        entries = facts("score.per_epoch")
         losses = tuple(e[name] for e in entries for name in ("train_loss", "test_loss"))
         if facts.status == "ok" and losses and None not in losses:
             alike[losses].append(facts)
@@ -180,41 +210,46 @@ def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
 
 
 @record_rule(
-    "contradictory-accuracy",
+    "contradictory-score",
     "unusable",
-    "accuracy",
-    "Accuracies and losses of the record do not agree: the last epoch and the final accuracy, the best "
-    "of all, whole samples of the test set, a loss too small for its errors.",
+    "score",
+    "Scores and losses of the record do not agree: the last epoch and the final score, the best of all, "
+    "whole samples of the test set, a loss too small for its errors, a score that is no such loss.",
 )
-def contradictory_accuracy(record: Record) -> Iterator[str]:
+def contradictory_score(record: Record) -> Iterator[str]:
     facts = Facts(record)
-    entries = facts("accuracy.per_epoch")
+    entries = facts("score.per_epoch")
     numbered = [entry["epoch"] for entry in entries]
     yield from unless_same(
-        "epochs of accuracy.per_epoch", numbered, "counted they", list(range(1, len(entries) + 1))
+        "epochs of score.per_epoch", numbered, "counted they", list(range(1, len(entries) + 1))
     )
-    reached = [entry["accuracy"] for entry in entries]
+    reached = [entry["score"] for entry in entries]
+    best_of = max if facts("task.better") == "higher" else min
     if reached:
         yield from unless_equal(
-            "accuracy.final", facts("accuracy.final"), "that of the last epoch", reached[-1]
+            "score.final", facts("score.final"), "that of the last epoch", reached[-1]
         )
         yield from unless_equal(
-            "accuracy.best", facts("accuracy.best"), "the best epoch's", max(reached)
+            "score.best",
+            facts("score.best"),
+            "the best epoch's",
+            best_of((s for s in reached if s is not None), default=None),
         )
     else:
         for name in ("final", "best"):
-            yield from unless_absent(
-                f"accuracy.{name}", facts(f"accuracy.{name}"), "without any epoch"
-            )
-    # Of a text, each token is an answer.
-    shape = facts("model.input_shape") or []
-    n = (facts("data.test_samples") or 0) * (shape[0] if len(shape) == 1 else 1)
+            yield from unless_absent(f"score.{name}", facts(f"score.{name}"), "without any epoch")
+    task, unit = facts("task.name"), facts("task.unit")
+    n = facts.product("data.test_samples", "task.counts_per_sample")
     for entry in entries:
-        name, right = f"epoch {entry['epoch']}", entry["accuracy"]
+        name, right = f"epoch {entry['epoch']}", entry["score"]
+        if task == "next-token":
+            yield from unless_equal(f"score of {name}", right, "its test_loss", entry["test_loss"])
+        if unit == "share" and right is not None and not 0 <= right <= 1:
+            yield f"the {facts('task.score')} of {name} is {right:.6g}"
+        if task != "classification" or right is None:
+            continue
         if n and abs(right * n - round(right * n)) > 1e-3:
             yield f"the accuracy of {name}, {right:.6g}, is of {n} answers no whole number"
-        if not 0 <= right <= 1:
-            yield f"the accuracy of {name} is {right:.6g}"
         # Who errs gives the right class half at most.
         yield from unless_at_least(
             f"test_loss of {name}",
@@ -223,3 +258,22 @@ def contradictory_accuracy(record: Record) -> Iterator[str]:
             math.log(2) * (1 - right),
             1e-3,
         )
+
+
+@record_rule(
+    "loss-below-least",
+    "unusable",
+    "score",
+    "A test loss is less than the least possible, the entropy rate of the source that the text is drawn "
+    "from, by more than chance explains: the model has seen the answers, or the loss is no such mean.",
+)
+def loss_below_least(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    least = facts("task.least_loss")
+    for entry in facts("score.per_epoch") if least is not None else ():
+        loss, error = entry["test_loss"], entry.get("score_error") or 0.0
+        if loss is not None and loss < least - DEVIATIONS * error:
+            yield (
+                f"the test loss of epoch {entry['epoch']} is {loss:.4f} nats a token, the least possible "
+                f"{least:.4f} (standard error {error:.4f})"
+            )

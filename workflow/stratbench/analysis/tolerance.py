@@ -1,0 +1,128 @@
+"""Excludes candidates whose score is worse than allowed, and says how much worse the others may be.
+
+Repeats of a cell differ a little, and a test set leaves something to chance. So a
+loss is excluded where it exceeds the tolerance beyond chance, and stated where it only may.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis import stats
+
+if TYPE_CHECKING:
+    from stratbench.analysis.candidates import Candidate
+    from stratbench.analysis.constraints import Constraints
+
+#: What is not compared with: training that does not work is no measure.
+NO_MEASURE = ("unusable record", "does not learn")
+
+
+def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
+    """Exclude what loses more than the score's tolerance; give the others `may_lose`.
+
+    What is lost is against the best class of candidates: those of equal arithmetic have the same
+    score but for chance, so those of one global batch are one class with one mean (with BatchNorm,
+    for each number of workers), and any other is a class of its own. Cells that were not evaluated
+    are taken for equal; the confidence says so.
+    """
+    for c in found:
+        if c.mean_score is None and not c.kind and not c.unscored:
+            c.doubts.append(f"its {c.score.name} was not recorded")
+    known = [c for c in found if c.mean_score is not None and c.basis == "measured"]
+    usable = [c for c in known if c.kind not in NO_MEASURE]
+    if not usable:
+        return
+    score = usable[0].score
+    tolerance = given.tolerance_of(score)
+    classes = classes_of(usable, tolerance)
+    names = [" and ".join(f"{c.strategy} on {c.gpus}" for c in members[:2]) for members in classes]
+    series = [pd.concat([c.scores for c in m], axis=1).mean(axis=1) for m in classes]
+    best = max(range(len(classes)), key=lambda i: score.sign * series[i].mean())
+    widths = loss_uncertainties(series, series[best])
+    for members, own, width in zip(classes, series, widths, strict=True):
+        lost = score.sign * float(series[best].mean() - own.mean())
+        if own is series[best]:
+            width = 0.0
+        elif not np.isfinite(width):
+            width = chance_difference(members[0], classes[best][0])
+        for c in members:
+            c.may_lose = lost + width
+            if lost - width > tolerance:
+                chance = f", {width:.{score.decimals}f} may be chance" if width else ""
+                c.exclude(
+                    "worse score",
+                    f"{score.text(own.mean())}, {score.difference(lost)} {score.worse_word} than "
+                    f"{names[best]} ({tolerance:g} allowed{chance})",
+                )
+    for c in found:
+        if c.basis != "measured":
+            for like in (k for k in usable if k.scores is c.scores):
+                c.may_lose = like.may_lose
+                if like.kind:
+                    c.exclude(like.kind, like.why)
+
+
+def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
+    """Candidates of equal arithmetic together.
+
+    One that is farther from the median of its class (of two, from the other) than tolerance and
+    chance explain stands by itself, with a doubt: something is wrong with it, or with the others.
+    """
+    classes: dict[tuple[object, ...], list[Candidate]] = {}
+    for c in usable:
+        alone = ("alone", c.strategy, c.gpus)
+        equal = ("equal", c.gpus if c.batchnorm else None, c.global_batch)
+        classes.setdefault(equal if c.traits.equals_ddp else alone, []).append(c)
+    result = []
+    for members in classes.values():
+        middle = float(np.median([c.mean_score for c in members]))
+        odd = []
+        for c in members:
+            off = ((c.mean_score or 0.0) - middle) * (2 if len(members) == 2 else 1)
+            if abs(off) > tolerance + chance_difference(c, c):
+                odd.append(c)
+                c.doubts.append(
+                    f"its {c.score.name} differs by {c.score.difference(abs(off))} from that of equal "
+                    "arithmetic"
+                )
+        rest = [c for c in members if c not in odd]
+        result += ([rest] if rest else []) + [[c] for c in odd]
+    return result
+
+
+def loss_uncertainties(series: Sequence[pd.Series], best: pd.Series) -> np.ndarray:
+    """How far what each class loses may be from its true value (95 %, one side), by the repeats.
+
+    As shown, by moderated t on differences paired by repeat; infinite without two repeats.
+    """
+    repeats = sorted(set(best.index).union(*(s.index for s in series)))
+    values = np.array([s.reindex(repeats).to_numpy(dtype=float) for s in series])
+    found = stats.paired_differences(values, best.reindex(repeats).to_numpy(dtype=float))
+    itself = np.array([s is best for s in series])
+    found = found._replace(repeats=np.where(itself, 0, found.repeats))
+    variance, dof = stats.moderated_variances(found, np.zeros(len(series), dtype=bool))
+    return stats.half_widths(variance, dof, found.repeats, stats.ALPHA)
+
+
+def chance_difference(one: Candidate, other: Candidate) -> float:
+    """By how much the scores of two equally good models may differ on a finite test set, as shown.
+
+    Half the 95 % interval of the difference of two means; that both are tested on the same samples
+    narrows it, so this is the cautious side. 0 where a standard error is not known.
+    """
+    errors = [standard_error(one), standard_error(other)]
+    return 0.0 if None in errors else 1.96 * math.hypot(*errors)
+
+
+def standard_error(c: Candidate) -> float | None:
+    """That of its score, as shown: as recorded, or of a share by its binomial variance."""
+    if c.score_error is not None or not c.score.is_share or not c.test_samples:
+        return c.score_error
+    share = (c.mean_score or 0.0) / 100
+    return 100 * math.sqrt(share * (1 - share) / c.test_samples)
