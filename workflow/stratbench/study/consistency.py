@@ -133,6 +133,20 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
         yield f".target_score = {target}: the score is {task.score_name}, {within}"
 
 
+def check_tolerances(config: Mapping[str, Any]) -> None:
+    """ConfigError for the tolerance of a score that no task of the config has."""
+    given = config["decide"]["score_tolerance"]
+    blocks = [e for s in config["studies"].values() for e in s["experiments"].values()]
+    if any(block["task"] not in (None, *tasks.TASKS) for block in blocks):
+        return  # a user's own names its score when it is imported
+    names = [task.score_name for task in tasks.TASKS.values()]
+    for name in given:
+        if name not in names:
+            raise ConfigError(
+                wrong_value_message("decide.score_tolerance", name, "is not a score", names)
+            )
+
+
 def settle_optimizer(block: dict[str, Any]) -> None:
     """Before the defaults: what only the other optimizer has is off, and AdamW's own are torch's."""
     if block.get("optimizer") == "adamw":

@@ -10,6 +10,7 @@ from typing import Any
 from stratbench.study.consistency import (
     check_experiment,
     check_models,
+    check_tolerances,
     check_variants,
     settle_optimizer,
 )
@@ -48,6 +49,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
     check_models(config)
     known = DataSets(config)
+    check_tolerances(config)
     for study, values in config["studies"].items():
         if study == "data":
             raise ConfigError(

@@ -87,7 +87,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "setup_s": setup_s(first),
             "data_s": longest_phase_s(whole, "data_s"),
             "warmup_s": longest_phase_s(whole, "warmup_s"),
-            "eval_s": longest_phase_s(whole, "eval_s"),
+            "eval_s": None if s.steps else longest_phase_s(whole, "eval_s"),
             "total_s": job.elapsed_s,
             "time_limit_s": job.time_limit_s,
         },

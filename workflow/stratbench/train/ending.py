@@ -75,7 +75,8 @@ def classify_served(job: Job, exits: Exits) -> Ending:
     if len(servers) < job.n_servers:
         dead = next((p for p in exits.processes if rank_of(p.name) is None and p.exit_code), None)
         return Ending("error", str(dead or "a parameter server left no statistics"))
-    if not any(w["status"] == "ok" and w["per_epoch"] for w in workers.values()):
+    evaluates = not job.settings.steps  # else whoever is through tells as much
+    if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):
         failed = next((w for w in workers.values() if w["status"] == "error"), None)
         return Ending("error", failed["reason"] if failed else "no worker lived to evaluate")
     return Ending("ok", None)

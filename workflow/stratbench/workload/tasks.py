@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,6 +90,8 @@ class NextToken(_CrossEntropy):
         return math.log(classes)
 
 
+#: How a name or a unit of a user's is written: axes, tables and pages print it.
+_WORD = re.compile(r"[A-Za-z0-9 %/._^()+-]{1,40}", re.ASCII)
 #: The tasks by the names that config.yaml has for them.
 TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken}
 
@@ -141,19 +144,21 @@ def own_task(call: str) -> Task:
     except Exception as e:
         raise own.ModelError(f"{what}: called without arguments, it raised {own.told(e)}") from e
     wanted = {
-        "score_name": (str, "a text, the score's name"),
-        "unit": (str, "a text: share, or the score's unit"),
+        "score_name": (str, "a short text, the score's name"),
+        "unit": (str, "a short text: share, or the score's unit"),
         "better": (str, "higher or lower"),
-        "counts": (str, "a text, what throughput counts: images, tokens"),
+        "counts": (str, "a short text, what throughput counts: images, tokens"),
         "tolerance": ((int, float), "a number, what a decision lets the score lose"),
     }
     for name, (kind, means) in wanted.items():
         value = getattr(task, name, None)
-        good = isinstance(value, kind) and not isinstance(value, bool) and value != ""
+        good = isinstance(value, kind) and not isinstance(value, bool)
         if name == "better":
             good = value in ("higher", "lower")
         elif name == "tolerance":
             good = good and math.isfinite(value) and value >= 0
+        else:
+            good = good and bool(_WORD.fullmatch(value))
         if not good:
             raise own.ModelError(f"{what}: its {name} is {value!r}; it must be {means}")
     for name in ("loss", "score"):

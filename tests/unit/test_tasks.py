@@ -1,0 +1,460 @@
+"""Tasks: their scores, a user's own and what each mistake says, cells of steps, records of version 1."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from pathlib import Path
+
+import fixture_records as fixture
+import pandas as pd
+import pytest
+import torch
+from test_analysis_decide import cell, decided, verdicts
+from test_own_models import experiment, study_of
+
+from launching import settings
+from stratbench.analysis import audit, collect, report, tables
+from stratbench.analysis.audit import RULES
+from stratbench.analysis.columns import COLUMNS, read_cells, read_epochs
+from stratbench.analysis.figure_data import figure_data_by_experiment
+from stratbench.analysis.measures import measures_of
+from stratbench.analysis.plots import draw_figure, has_data
+from stratbench.analysis.summary import summarise
+from stratbench.cell import record
+from stratbench.ps.store import EpochLog
+from stratbench.ps.tickets import TicketPlan
+from stratbench.study.config import load_config
+from stratbench.study.messages import ConfigError
+from stratbench.workload import own, tasks
+from stratbench.workload.own import ModelError
+
+LEAST = 1.5
+RULE = {rule.id: rule for rule in RULES}
+NO_CELLS = pd.DataFrame(columns=list(COLUMNS))
+
+
+def unusable(found: dict) -> list[str]:
+    """What the audit finds in a record that no busy machine explains."""
+    listed = audit.audit(NO_CELLS, [found])
+    return [f["figures"] for f in listed if f["severity"] == "unusable"]
+
+
+# --- the built-in tasks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("parts", [[24], [7, 1, 16]])
+def test_batches_add_up_to_the_score_of_the_whole_test_set(name, parts):
+    """And its standard error is that of the mean over samples, of whose answers one tells of the next."""
+    task, shape = tasks.TASKS[name](), {"classification": [24], "next-token": [24, 5]}[name]
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(*shape, 6), torch.randint(0, 6, shape)
+    sums = sum(
+        tasks.sums_of_batch(task, x, y)
+        for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
+    )
+    loss, score, error = tasks.loss_and_score(sums.tolist(), 24)
+    flat = outputs.double().flatten(0, -2), targets.flatten()
+    expected = torch.nn.functional.cross_entropy(*flat)
+    assert loss == pytest.approx(float(expected), rel=1e-12)
+    each = (outputs.argmax(-1) == targets).double()
+    if name == "next-token":
+        assert score == pytest.approx(loss, rel=1e-12)
+        each = torch.nn.functional.cross_entropy(*flat, reduction="none").view(24, 5).mean(1)
+    assert score == pytest.approx(float(each.mean()), rel=1e-12)
+    assert error == pytest.approx(float(each.std(correction=0)) / math.sqrt(24), rel=1e-9)
+
+
+def test_who_guesses_has_the_score_that_the_task_says():
+    outputs, targets = torch.zeros(4, 3, 10), torch.randint(0, 10, (4, 3))
+    assert tasks.NextToken().score(outputs, targets).mean() == pytest.approx(
+        tasks.NextToken().guess(10)
+    )
+    assert tasks.Classification().guess(10) == 0.1
+
+
+# --- a user's own ---------------------------------------------------------------------------------
+
+OWN = """
+import torch.nn.functional as F
+
+class Top3:
+    score_name, unit, better, counts, tolerance = "top-3 accuracy", "share", "higher", "images", 2.0
+
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+    def score(self, outputs, targets):
+        return (outputs.topk(3).indices == targets[:, None]).any(1)
+
+class Nameless(Top3):
+    score_name = ""
+
+class Injects(Top3):
+    unit = "<b>$x$"
+
+class Sideways(Top3):
+    better = "bigger"
+
+class Free(Top3):
+    tolerance = -1
+
+class Scoreless(Top3):
+    score = None
+
+class Needs(Top3):
+    def __init__(self, classes): ...
+
+class Vector(Top3):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+class Detached(Top3):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets).detach()
+
+class OneNumber(Top3):
+    def score(self, outputs, targets):
+        return super().score(outputs, targets).double().mean()
+
+class Python(Top3):
+    def score(self, outputs, targets):
+        return 0.5
+
+class Half(Top3):
+    def loss(self, outputs, targets):
+        return F.mse_loss(outputs, targets)
+"""
+
+
+@pytest.fixture
+def own_tasks(tmp_path, monkeypatch, request) -> str:
+    name = f"tasks_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def checked(call: str) -> tasks.Task:
+    task = tasks.own_task(call)
+    tasks.check_task(task, tasks.OwnTask(call), 10, [2])
+    return task
+
+
+def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
+    task = checked(f"{own_tasks}:Top3")
+    sums = tasks.sums_of_batch(task, torch.eye(5), torch.arange(5))
+    assert tasks.loss_and_score(sums.tolist(), 5)[1:] == (1.0, 0.0)
+    facts = tasks.facts_of_task(task, "mine", 10, (1, 8, 8), 1.2)
+    assert (facts["score"], facts["guess"], facts["least_loss"]) == ("top-3 accuracy", None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Absent", "has no 'Absent'"),
+        ("Nameless", "its score_name is ''; it must be a short text"),
+        ("Injects", "its unit is '<b>\\$x\\$'; it must be a short text"),
+        ("Sideways", "its better is 'bigger'; it must be higher or lower"),
+        ("Free", "its tolerance is -1; it must be a number"),
+        ("Scoreless", "no method score"),
+        ("Needs", "called without arguments, it raised TypeError"),
+        ("Vector", r"a tensor \[2\]; return the mean"),
+        ("Detached", "without a gradient; return the mean"),
+        ("OneNumber", r"a tensor \[\]; return the score of each answer"),
+        ("Python", "score returned a float; return a tensor"),
+        ("Half", r"loss of outputs \[2, 10\] in float32 and targets \[2\] raised RuntimeError"),
+    ],
+)
+def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
+    with pytest.raises(ModelError, match=says) as e:
+        checked(f"{own_tasks}:{name}")
+    assert str(e.value).startswith(f"task '{own_tasks}:{name}'")
+    assert "\n" not in str(e.value)
+
+
+def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
+    own_tasks, tmp_path, start_cell
+):
+    code = own.fingerprint(f"{own_tasks}:Top3", [tmp_path])
+    s = settings("ddp", own_task={"call": f"{own_tasks}:Top3"} | code)
+    env = os.environ | {own.CODE_VARIABLE: str(tmp_path)}
+    launched = start_cell(s, env=env)
+    exit_code, output = launched.finish()
+    assert exit_code == 0, output
+    found = record.read(launched.record)
+    assert found["task"]["name"] == f"{own_tasks}:Top3"
+    assert found["task"]["own"]["files"] == [f"{own_tasks}.py"]
+    assert found["task"]["own"]["sha256"] == code["sha256"]
+    assert found["score"]["final"] == 1.0  # of three classes the right one is among three
+    assert found["score"]["per_epoch"][-1]["test_loss"] > 0.1
+    assert unusable(found) == []
+
+
+# --- the config -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"task": "next-token"}, "the data set is images, whose task is classification"),
+        ({"task": "regression"}, "neither of classification, next-token nor a class of your own"),
+        ({"steps": 3}, "give either epochs or steps"),
+        ({"epochs": None}, "give either epochs or steps"),
+        ({"epochs": None, "steps": 9, "target_score": 0.5}, "with steps nothing is evaluated"),
+        ({"target_score": 90}, "the score is accuracy, a share of 1"),
+        ({"epochs": None, "steps": 9, "lr_warmup_steps": 9}, "would never be reached"),
+        ({"target_accuracy": 0.9}, "target_score"),
+    ],
+)
+def test_a_mistake_about_the_task_is_told_before_any_job(changes, says):
+    with pytest.raises(ConfigError, match=says) as e:
+        study_of({"call": "my_net.Net"}, models=["vgg-compact"], **changes)
+    assert "\n" not in str(e.value)
+
+
+def test_the_tolerance_of_a_score_that_nobody_has_is_a_mistake():
+    raw = {"study": "s", "decide": {"score_tolerance": {"acuracy": 1}}, "studies": {"s": {}}}
+
+    raw["studies"]["s"] = {"experiments": {"e": experiment(models=["vgg-compact"])}}
+    with pytest.raises(ConfigError, match=r"acuracy.*is not a score.*accuracy"):
+        load_config(raw)
+
+
+def test_a_built_in_task_by_name_is_the_data_sets_own_and_retrains_nothing(tmp_path):
+    (tmp_path / "my_tasks.py").write_text("class Mine: ...\n")
+    told = []
+    for task in (None, "classification", "my_tasks:Mine"):
+        _, study = study_of({"call": "x.y"}, tmp_path, models=["vgg-compact"], task=task)
+        told.append(study.settings(study.cells[0]).own_task)
+    assert told[:2] == [None, None]
+    assert told[2]["call"] == "my_tasks:Mine"
+    kept = study.as_trained() | {"own_code": study.own_code()}
+    (tmp_path / "my_tasks.py").write_text("class Mine: changed = 1\n")
+    _, changed = study_of({"call": "x.y"}, tmp_path, models=["vgg-compact"], task="my_tasks:Mine")
+    assert changed.settings(changed.cells[0]).own_task["sha256"] != told[2]["sha256"]
+    again = type(study)(json.loads(json.dumps(kept)), "s")
+    assert again.settings(again.cells[0]).own_task == told[2]
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_steps_ends_within_its_last_epoch():
+    plan = TicketPlan(3, 4, 2, steps=9)
+    assert len(plan) == 18
+    assert [plan.tickets_of(epoch) for epoch in range(3)] == [8, 8, 2]
+    assert plan.ticket(17)[1:] == (2, 0, 1)
+    log = EpochLog(plan, None)
+    store = type("Store", (), {"shards": {}, "buffers": None})
+    for number in range(18):
+        log.count(number, float(number), store)
+    assert log.complete
+    assert [end["end_s"] for end in log.ends] == [7.0, 15.0, 17.0]
+    with pytest.raises(ValueError, match="do not end in the last"):
+        TicketPlan(3, 4, 2, steps=8)
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 2), ("ps-async", 2)])
+def test_steps_start_the_data_over_and_leave_no_score(strategy, workers, start_cell):
+    """64 samples are 4 batches of 16: 10 steps are two and a half passes."""
+    s = settings(strategy, epochs=None, steps=10)
+    launched = start_cell(s)
+    exit_code, output = launched.finish()
+    assert exit_code == 0, output
+    found = record.read(launched.record)
+    assert found["status"] == "ok"
+    assert found["batch"]["samples_seen"] == 160
+    assert len(found["time"]["epoch_times_s"]) == 3
+    assert sum(worker["steps"] for worker in found["workers"]) == 20
+    assert (found["score"]["final"], found["score"]["best"]) == (None, None)
+    assert found["score"]["per_epoch"] == []
+    assert found["time"]["eval_s"] is None
+    assert found["compute"]["forward_flops_per_sample"] > 0
+    assert unusable(found) == []
+    odd = copy.deepcopy(found)
+    odd["batch"]["samples_seen"] -= 16
+    assert any(RULE["contradictory-counts"].check(audit.Evidence(NO_CELLS, [odd])))
+
+
+# --- the analysis ---------------------------------------------------------------------------------
+
+
+def as_text(rec: dict) -> dict:
+    """A constructed record as one of a text: the test loss, above the least possible, is the score."""
+    rec["task"] |= {
+        "name": "next-token", "score": "loss", "unit": "nats/token", "better": "lower",
+        "tolerance": 0.05, "guess": math.log(64), "counts": "tokens", "counts_per_sample": 32,
+        "least_loss": LEAST,
+    }  # fmt: skip
+    for entry in rec["score"]["per_epoch"]:
+        entry["test_loss"] += LEAST
+        entry |= {"score": entry["test_loss"], "score_error": 0.01}
+    last = rec["score"]["per_epoch"][-1]["score"]
+    rec["score"] |= {"final": last, "best": last}
+    return rec
+
+
+def as_steps(rec: dict) -> dict:
+    """A constructed record as one of a cell that was trained for steps."""
+    steps = rec["batch"]["steps_per_epoch"] * rec["settings"]["epochs"]
+    rec["settings"] |= {"epochs": None, "steps": steps}
+    rec["score"] |= {"final": None, "best": None, "per_epoch": []}
+    return rec
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> tuple[Path, pd.DataFrame, list[dict]]:
+    """Three experiments of one study: images, a text, and a cell of steps."""
+    names, root = ("single", "ddp", "ps-async"), tmp_path_factory.mktemp("study")
+    kinds = {"images": lambda r: r, "text": as_text, "steps": as_steps}
+    cells = [
+        c
+        for name in kinds
+        for c in fixture.expand(names, ("vgg16",), (1, 2), experiment=name, dataset=name)
+    ]
+    folder = fixture.write_study(root, cells, change=lambda c, r: kinds[c.experiment](r))
+    asked = collect.Expected(targets={"text": 1.7, "images": 0.9})
+    assert collect.collect(cells, folder, folder / "cells.csv", folder / "epochs.csv", asked) == []
+    found = [record.read(c.record_path(root)) for c in cells]
+    return folder, read_cells(folder / "cells.csv"), found
+
+
+def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
+    folder, cells, records = study
+    assert [f for f in audit.audit(cells, records) if f["severity"] != "note"] == []
+    summary = summarise(cells)
+    by = dict(list(cells.groupby("experiment", sort=False)))
+    measure = {n: measures_of(rows) for n, rows in by.items()}
+    assert measure["images"]["score"].heading == "Test accuracy after the last epoch (%)"
+    assert measure["text"]["score"].heading == "Test loss after the last epoch (nats/token)"
+    assert measure["images"]["throughput"].unit == "images/s"
+    assert measure["text"]["throughput"].unit == "tokens/s"
+    units = summary[summary["measure"] == "score"].groupby("experiment")["unit"].first()
+    assert (units["images"], units["text"]) == ("%", "nats/token")
+    scored = summary[(summary["measure"] == "score") & (summary["strategy"] == "ddp")]
+    texts = dict(zip(scored["experiment"], scored["text"], strict=False))
+    assert texts["steps"] == "n/a (not evaluated: 2340 steps)"
+    assert 1.5 < float(texts["text"]) < 1.7
+    ddp = cells[(cells["strategy"] == "ddp") & (cells["gpus"] == 2)].set_index("experiment")
+    assert ddp.loc["text", "perplexity"] == pytest.approx(math.exp(ddp.loc["text", "score_final"]))
+    assert ddp.loc["text", "least_loss"] == LEAST
+    assert pd.isna(ddp.loc["images", "perplexity"])
+    # The loss is reached from above: 1.7 by the fourth of six epochs.
+    assert 0 < ddp.loc["text", "time_to_target_s"] < ddp.loc["text", "train_time_s"]
+    rates = summary[(summary["measure"] == "throughput") & (summary["strategy"] == "single")]
+    rates = rates.set_index("experiment")["value"]
+    single = by["text"][by["text"]["strategy"] == "single"].iloc[0]
+    assert rates["text"] == pytest.approx(32 * single["throughput_samples_per_s"])
+    # Tables and figures name it, with the least possible loss.
+    tables.write_tables(cells, summary, tmp_path)
+    text = (tmp_path / "text" / "score.md").read_text()
+    assert "The least possible loss is 1.500 nats/token." in text
+    assert "accuracy of" not in text.lower()
+    assert not (tmp_path / "steps" / "score.md").exists()
+    drawn = figure_data_by_experiment(cells, read_epochs(folder / "epochs.csv"), summary)
+    assert not has_data("score", drawn["steps"])
+    for name in ("score", "score_over_time", "tradeoff"):
+        figure = draw_figure(name, drawn["text"])
+        assert figure.axes[0].get_ylabel() == "Test loss (nats/token)"
+        labels = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
+        assert ("least possible (1.500 nats/token)" in labels) == (name != "tradeoff")
+    assert report.length_of_training(by["steps"]) == "2340 steps, no score"
+    told = {line["experiment"]: line["score"] for line in report.cell_lines(cells, folder, folder)}
+    assert told["images"].endswith(" %")
+    assert told["text"].endswith(" nats/token")
+    assert told["steps"] == ""
+
+
+LOSS = {
+    "task": "next-token", "score_name": "loss", "score_unit": "nats/token", "score_better": "lower",
+    "score_tolerance": 0.05, "counts": "tokens", "counts_per_sample": 32, "score_guess": 4.2,
+    "dataset": "text", "test_samples": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "tolerance", "verdict"),
+    [
+        (1.60, 0.001, {}, "worse score"),  # 0.1 more than ddp, and 0.05 are allowed
+        (1.60, 0.001, {"loss": 0.2}, "recommended"),
+        (1.60, 0.001, {"accuracy": 50}, "worse score"),  # another score's
+        (1.60, 0.05, {}, "recommended"),  # chance explains it
+        (1.40, 0.001, {}, "recommended"),  # a lower loss is better
+    ],
+)
+def test_the_decision_goes_by_the_direction_and_the_tolerance_of_the_score(
+    loss, error, tolerance, verdict
+):
+    rows = [
+        cell("ddp", 30.0, **LOSS, score_error=error) | {"score_final": 1.5},
+        cell("ps-async", 10.0, **LOSS, score_error=error) | {"score_final": loss},
+    ]
+    found = decided(rows, score_tolerance=tolerance)
+    assert verdicts(found)["ps-async", 4] == verdict
+    words = " ".join((found.headline, found.reason, *found.changes, found.confidence_why))
+    words += str(found.excluded)
+    assert "accuracy" not in words
+    assert "%, " not in found.reason
+    if verdict == "worse score":
+        assert "1.600 nats/token, 0.100 nats/token more than ddp on 4 (0.05 allowed" in words
+    if loss == 1.4:
+        assert verdicts(found)["ddp", 4] == "worse score"
+
+
+def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():
+    rows = [
+        cell(name, t, steps=100) | {"score_final": None}
+        for name, t in (("ddp", 30.0), ("ps-async", 10.0))
+    ]
+    found = decided(rows)
+    assert found.choice.strategy == "ps-async"
+    assert "no score was measured, equal ones are assumed" in found.headline
+    assert "No score was measured (steps): equal scores are assumed." in found.confidence_why
+    assert found.confidence != "high"
+
+
+def test_a_loss_no_better_than_guessing_is_below_the_floor(study):
+    _, cells, _ = study
+    cells = cells.copy()
+    bad = (cells["experiment"] == "text") & (cells["strategy"] == "ps-async") & (cells["gpus"] == 2)
+    cells.loc[bad, "score_final"] = 4.0
+    (found,) = RULE["score-below-floor"].check(audit.Evidence(cells))
+    assert found.where["strategy"] == "ps-async"
+    assert found.figures.startswith("4.000 nats/token; single on 1 reaches 1.6")
+
+
+# --- older records --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [[3, 32, 32], [16]])
+def test_a_record_of_version_1_is_read_as_todays(tmp_path, shape):
+    (one, *_) = fixture.expand(("ddp",), ("vgg16",), (2,))
+    today = fixture.make_record(one)
+    old = copy.deepcopy(today) | {"schema_version": 1}
+    del old["task"]
+    accuracy = old.pop("score")
+    for entry in accuracy["per_epoch"]:
+        entry["accuracy"] = entry.pop("score")
+    old["accuracy"] = accuracy
+    old["model"]["input_shape"] = shape
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(old))
+    found = record.read(path)
+    if len(shape) == 3:
+        assert found == today
+        return
+    assert found["task"]["score"] == "loss"
+    assert found["task"]["counts_per_sample"] == 16
+    last = found["score"]["per_epoch"][-1]
+    assert found["score"]["final"] == last["score"] == last["test_loss"]
+    assert RULE["contradictory-score"].id
+    assert not any(RULE["contradictory-score"].check(audit.Evidence(NO_CELLS, [found])))
+    for damage in ({"model": None}, {"accuracy": {"per_epoch": [{}]}}):
+        path.write_text(json.dumps(old | damage))
+        with pytest.raises(record.RecordError, match="version 1"):
+            record.read(path)
