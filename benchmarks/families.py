@@ -32,8 +32,8 @@ def row_of(record: dict[str, Any]) -> dict[str, Any]:
     apart = record["strategy"]["details"].get("consensus_distance") or [None]
     return {key: record["cell"][key] for key in ("experiment", "strategy", "gpus", "repeat")} | {
         "status": record["status"],
-        "accuracy": record["accuracy"]["final"],
-        "test_loss": record["accuracy"]["per_epoch"][-1]["test_loss"],
+        "accuracy": record["score"]["final"],
+        "test_loss": record["score"]["per_epoch"][-1]["test_loss"],
         "updates": record["batch"]["updates_applied"],
         "sent_bytes_per_step": moved.get("sent_bytes_per_step"),
         "received_bytes_per_step": moved.get("received_bytes_per_step"),
