@@ -152,7 +152,7 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
         staging.deliver_weights()
 
     channel = mock.create_autospec(client.Channel, instance=True)
-    channel.wait_s = channel.bytes_in = channel.bytes_out = 0
+    channel.wait_s, channel.moved_bytes = 0.0, [0, 0]
     channel.arm.side_effect = staging.arm
     channel.rehearse.side_effect = channel.push_pull.side_effect = push
     channel.first.return_value = Ticket(0, 0, 0, 0)

@@ -82,22 +82,27 @@ def sends(n_bytes: float, method: str = "ring", **times: float) -> dict[str, Any
     return {"method": method} | rates | times
 
 
-def test_a_workers_bytes_are_weighted_by_its_steps():
+def test_a_workers_bytes_are_weighted_by_its_steps(tmp_path):
+    moved = {"by_server_bytes": [(3000, 6000), (0, 0)]}
     workers = [
-        worker(0, communication=sends(100, "measured")) | {"steps": 30},
-        worker(1, communication=sends(500, "measured")) | {"steps": 10},
+        worker(0, communication=sends(100, "measured") | moved) | {"steps": 30},
+        worker(1, communication=sends(500, "measured") | moved) | {"steps": 10},
     ]
     servers = [{"workers": [{"bytes_in": 3000, "bytes_out": 1}] * 2}, {"workers": []}]
-    found = efficiency.communication_figures(workers, servers, RUN)
+    found = efficiency.communication_figures(
+        job(tmp_path, strategy="ps-async"), workers, servers, RUN
+    )
     assert found["sent_bytes_per_step"] == 200
+    assert found["local_bytes_per_step"] == 2 * 9000 / 40  # all on one node
+    assert found["busiest_link_bytes_per_batch"] == 0
     # Both together receive 400 bytes 40 times in 2 s: half of it on each link.
     assert found["implied_bytes_per_s"] == 400 * 40 / 2 / 2
     assert found["busiest_server_bytes_per_s"] == 6002 / 2
 
 
 def test_strategies_that_do_not_say():
-    assert efficiency.communication_figures([worker(0, communication=None)], [], RUN) is None
-    assert efficiency.communication_figures([], [], {}) is None
+    assert efficiency.communication_figures(None, [worker(0, communication=None)], [], RUN) is None
+    assert efficiency.communication_figures(None, [], [], {}) is None
 
 
 def test_exposed_communication_comes_out_of_backward():
@@ -106,7 +111,7 @@ def test_exposed_communication_comes_out_of_backward():
         worker(r, breakdown_ms=marked, communication=sends(1, exposed_ms=2.0 + 2 * r))
         for r in (0, 1)
     ]
-    found = efficiency.communication_figures(workers, [], RUN)
+    found = efficiency.communication_figures(None, workers, [], RUN)
     split = efficiency.mean_phases_ms(workers, found)
     assert split == {
         "data": 1.0, "forward": 2.0, "backward": 2.0, "exposed_communication": 3.0, "optimizer": 0.5,
@@ -121,7 +126,9 @@ def test_exposed_communication_comes_out_of_backward():
 def test_the_wait_comes_out_of_the_exchange():
     marked = {"forward": 2.0, "backward": 5.0, "server": 4.0, "other": 0.1}
     workers = [worker(0, breakdown_ms=marked, communication=sends(1, server_wait_ms=3.0))]
-    split = efficiency.mean_phases_ms(workers, efficiency.communication_figures(workers, [], RUN))
+    split = efficiency.mean_phases_ms(
+        workers, efficiency.communication_figures(None, workers, [], RUN)
+    )
     assert split == {"forward": 2.0, "backward": 5.0, "push": 1.0, "server_wait": 3.0, "other": 0.1}
 
 

@@ -31,7 +31,7 @@ from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.ps.policies import make_policy
 from stratbench.ps.scale import LossScale
 from stratbench.ps.server import serve
-from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies import option_defaults, stated_options, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.workload.prepare import prepare
@@ -106,6 +106,8 @@ def settings(strategy: str, world: int, name: str = "") -> Settings:
     if name.startswith("adamw"):
         s = replace(s, lr=0.01, optimizer="adamw", momentum=0.0, nesterov=False, betas=[0.9, 0.99],
                     eps=1e-8)  # fmt: skip
+    if name.startswith("colocated"):
+        s = replace(s, options=stated_options(strategy, {"placement": "colocated"}, world))
     if name.startswith("cosine"):
         s = replace(s, schedule="cosine", lr_warmup_steps=3, final_lr=0.01)
     return s
@@ -189,11 +191,11 @@ def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
             continue
         write_secret(RunFolder(own).secret, new_secret())
         policy = name if name in ("summed", "cosine-unscheduled") else base
-        [config] = server_configs(
+        for config in server_configs(
             settings(base, world, name), STEPS * GLOBAL_BATCH, RunFolder(own), None
-        )
-        arguments = (json.dumps(config.__dict__), policy, own)
-        processes.append(context.Process(target=server_process, args=arguments))
+        ):
+            arguments = (json.dumps(config.__dict__), policy, own)
+            processes.append(context.Process(target=server_process, args=arguments))
     processes += [
         context.Process(target=worker_process, args=(runs, rank, world, folder))
         for rank in range(world)
@@ -236,7 +238,7 @@ def together(request, tmp_path_factory) -> dict:
         ("fp16-ps-sync", "ps-sync", True), ("fp16-ddp", "ddp", True),
         ("adamw-ps-sync", "ps-sync", False), ("adamw-ddp", "ddp", False),
         ("cosine-ps-sync", "ps-sync", False), ("cosine-ddp", "ddp", False),
-        ("cosine-unscheduled", "ps-sync", False),
+        ("cosine-unscheduled", "ps-sync", False), ("colocated", "ps-sync", True),
     ]  # fmt: skip
     return run(runs, request.param, tmp_path_factory.mktemp("together"))
 
@@ -246,6 +248,13 @@ def test_ps_sync_agrees_with_ddp(together, batchnorm):
     server, ddp = together["ps-sync", batchnorm], together["ddp", batchnorm]
     assert distance(server, ddp, "losses") <= TOLERANCE
     assert distance(server, ddp, "weights") <= TOLERANCE
+
+
+def test_ps_sync_with_a_server_beside_each_worker_agrees_with_ddp(together):
+    colocated = together["colocated", True]
+    assert distance(colocated, together["ddp", True], "losses") <= TOLERANCE
+    assert distance(colocated, together["ddp", True], "weights") <= TOLERANCE
+    assert distance(colocated, together["ps-sync", True], "buffers") == 0
 
 
 def test_ps_sync_agrees_with_ddp_in_adamw(together):
@@ -424,6 +433,24 @@ def test_a_killed_server_ends_the_cell_with_an_error(tmp_path):
     assert process.returncode == 1
     assert "server0: killed by SIGKILL" in output
     assert not record.exists()
+
+
+@pytest.mark.parametrize("strategy", ["ps-async", "ps-sync"])
+def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, strategy):
+    """As any lost server does: a part of the weights is gone, under every policy."""
+    options = stated_options(strategy, {"placement": "colocated"}, 3)
+    process, record, folder = launch(tmp_path, strategy, 3, epochs=400, options=options)
+    pids = [pid_of(folder, f"{kind}{n}") for kind in ("server", "rank") for n in range(3)]
+    for pid in (pids[1], pids[4]):
+        os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "FAILED" in output
+    assert any(
+        why in output for why in ("worker 1 was lost", "server1: killed", "server 1 was lost")
+    )
+    assert not record.exists()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_a_stopped_worker_is_given_up_and_ended(tmp_path):

@@ -43,6 +43,7 @@ def plan_row(plan: Plan, c: Planned) -> dict[str, Any]:
         "largest_per_worker_batch": main.largest_batch if main else "",
         "wire_bytes_per_step": round(c.wire_bytes) if c.footprint else "",
         "collectives_per_step": c.collectives if c.footprint else "",
+        "busiest_link_bytes_per_batch": round(c.link_bytes) if c.link_bytes else "",
         "server_mib": _mib(c.server_bytes) if c.server_bytes else "",
         "snapshots_mib": _mib(c.snapshot_bytes) if c.snapshot_bytes else "",
     }

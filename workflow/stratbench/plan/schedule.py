@@ -21,6 +21,7 @@ from stratbench.plan.subject import (
     Subject,
     data_bytes_of,
     host_bytes_of,
+    link_bytes_of,
     peak_with_data,
     sent_bytes,
     server_bytes_of,
@@ -63,6 +64,7 @@ class Planned:
     needed_bytes: int  # with warm-up and evaluation
     wire_bytes: float  # sent by a rank in a step
     collectives: int
+    link_bytes: float  # a global batch, over the busiest link between nodes of servers and workers
     server_bytes: int  # memory of a server process
     host_bytes: int  # memory of a node's processes, as far as known
     snapshot_bytes: int  # disk, until they are evaluated
@@ -228,6 +230,7 @@ def _plan_cell(
         needed_bytes=needed_bytes,
         wire_bytes=wire,
         collectives=len(footprint.collectives) if footprint else 0,
+        link_bytes=link_bytes_of(s, footprint, n_nodes) if footprint is not None else 0.0,
         server_bytes=server_bytes,
         host_bytes=host_bytes,
         snapshot_bytes=snapshot_bytes_of(s, footprint) if footprint is not None else 0,

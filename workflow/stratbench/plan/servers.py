@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from stratbench.cell.settings import Settings
 from stratbench.ps.config import ServerConfig
 from stratbench.strategies import strategy_class
+from stratbench.strategies.ps import node_of_server
 
 #: A lane over TCP has a shard's gradient and its reply in memory, and one in the wire's format.
 _STREAM_SHARDS = 3
@@ -73,3 +75,30 @@ def worker_traffic_bytes(
         gradients_bytes //= 2
     pushes = strategy_class(strategy).Options(**options).pushes_per_ticket
     return pushes * (gradients_bytes + flat_bytes["buffers"]), pushes * flat_bytes["weights"]
+
+
+def busiest_link_bytes(s: Settings, flat_bytes: dict[str, int], n_nodes: int) -> float:
+    """Bytes a global batch, one way, over the busiest link of a node to the others; 0 on one node.
+
+    With w of all W workers on a node, and a share p of the weights P (bytes) served there, the node's link
+    carries w (1 - p) P for its workers and (W - w) p P for its servers, each way; buffers go to server 0
+    alone. With a machine for each worker: at that of a single server (W - 1) P; with a server beside each
+    worker 2 (W - 1) / W P at every one (Jiang et al., BytePS, OSDI 2020).
+    """
+    workers, servers = s.gpus, s.options["servers"]
+    a_node = -(-workers // n_nodes)
+    sent, received = worker_traffic_bytes(s.strategy, s.options, flat_bytes, over_tcp=True)
+    pushes = strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
+    buffers = pushes * flat_bytes["buffers"]
+    busiest = 0.0
+    for node in range(n_nodes):
+        here = min(a_node, workers - node * a_node)
+        served = sum(node_of_server(s, k, n_nodes) == node for k in range(servers)) / servers
+        first = node_of_server(s, 0, n_nodes) == node
+        pushed, pulled = sent - buffers, received
+        out = here * ((1 - served) * pushed + (not first) * buffers)
+        out += (workers - here) * served * pulled
+        back = here * (1 - served) * pulled
+        back += (workers - here) * (served * pushed + first * buffers)
+        busiest = max(busiest, out, back)
+    return busiest

@@ -130,7 +130,8 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         footprint=footprint,
         batch=s.samples_per_step,
         pushes=s.steps_per_batch,
-        wire_bytes=wire,
+        # The nodes' link carries what all workers and servers on it send.
+        wire_bytes=max(wire, link_bytes_of(s, footprint, nodes)),
         server_bytes=through_server,
         steps=s.steps,
         test_samples=s.data.test_samples,
@@ -139,6 +140,11 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         nodes=nodes,
         slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
     )
+
+
+def link_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> float:
+    """Bytes a global batch over the busiest link between nodes of a cell with servers; else 0."""
+    return servers.busiest_link_bytes(s.settings, footprint.flat_bytes, nodes) if s.served else 0.0
 
 
 def server_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> int:

@@ -60,7 +60,6 @@ class Channel:
         self.evaluator: int | None = None  # after the end: the live worker with the lowest number
         self.version = 0  # updates in the weights now held, as the shard that came last counts them
         self.wait_s = 0.0  # between the last byte pushed and the reply's last byte
-        self.bytes_out = self.bytes_in = 0
         self._wire = wire
         self._links: list[Link] = []
         self._ticket = NO_TICKET
@@ -190,6 +189,21 @@ class Channel:
         """What carries the shards to each server: "shm" or "tcp"."""
         return [link.transport for link in self._links]
 
+    @property
+    def moved_bytes(self) -> list[int]:
+        """Of each server in turn, the bytes sent to it and received from it since `first`."""
+        return [n for link in self._links for n in (link.bytes_out, link.bytes_in)]
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent to all servers since `first`."""
+        return sum(self.moved_bytes[::2])
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes received from all servers since `first`."""
+        return sum(self.moved_bytes[1::2])
+
     # --- what the worker calls -------------------------------------------------------------------
 
     def first(self) -> Ticket | None:
@@ -198,7 +212,8 @@ class Channel:
         The initial weights are one worker's own: call it when the model is as training shall begin.
         """
         self._rehearsing = False
-        self.bytes_out = self.bytes_in = 0
+        for link in self._links:
+            link.bytes_out = link.bytes_in = 0
         self._expect()
         for link in reversed(self._links):  # server 0 last: it starts the run
             self._send(link, Frame(Kind.PULL))
@@ -304,7 +319,7 @@ class Channel:
         if link.has_buffers:
             payload = b"" if link.transport == "shm" else as_bytes(self.flat.host.buffers)
             self._send(link, Frame(Kind.PUSH, BUFFERS, 0, self._ticket), payload)
-            self.bytes_out += self.flat.layout.buffer_bytes
+            link.bytes_out += self.flat.layout.buffer_bytes
 
     def _push_shards(self, first: int, stop: int) -> None:
         """Push shards first..stop-1, ready in the host's gradients, to the servers they belong to."""
@@ -321,7 +336,7 @@ class Channel:
         if link.transport == "shm":
             self._send(link, Frame(Kind.PUSH, shards.start, len(shards), ticket))
             start, stop = self._bounds[shards.start][0], self._bounds[shards.stop - 1][1]
-            self.bytes_out += (stop - start) * self._itemsize
+            link.bytes_out += (stop - start) * self._itemsize
             return
         for shard in shards:
             start, stop = self._bounds[shard]
@@ -329,7 +344,7 @@ class Channel:
                 self._grads[start:stop].copy_(self.flat.host.grads[start:stop])
             payload = as_bytes(self._grads[start:stop])
             self._send(link, Frame(Kind.PUSH, shard, 1, ticket), payload)
-            self.bytes_out += len(payload)
+            link.bytes_out += len(payload)
 
     def _queue(self, link: Link, frame: Frame) -> None:
         """Send a frame to another server than the first, behind the shards queued for it."""
@@ -423,7 +438,7 @@ class Channel:
             # What comes back in the warm-up are no weights; gradients that were pushed are free.
             target = self._grad_bytes if self._rehearsing else self._weight_bytes
             link.connection.receive_into(target[start : start + n_bytes])
-        self.bytes_in += n_bytes
+        link.bytes_in += n_bytes
         self.version = frame.version
         link.arrived(range(first, last + 1))
 

@@ -28,6 +28,7 @@ class Link:
         self.has_buffers = bool(welcome["buffers"])
         self.snapshot_dir: str | None = welcome["snapshot_dir"]
         self.deadline_s = float(welcome["heartbeat_deadline_s"])
+        self.bytes_out = self.bytes_in = 0  # of gradients and buffers sent, and weights received
         self.awaited: set[int] = set()  # shards whose weights are still to come
         self.outdated = False  # what is under way now will be sent again
         self.replied = threading.Event()  # all shards' weights have come

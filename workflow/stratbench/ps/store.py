@@ -44,7 +44,9 @@ class Store:
         if 2 * layout.weight_bytes + layout.buffer_bytes > most_bytes:
             raise ProtocolError(f"the model needs more than max_model_bytes = {most_bytes}")
         itemsize = DTYPES[layout.dtype].itemsize
-        numel = min(max(1, shard_bytes // itemsize), -(-layout.numel // n_servers))
+        # Servers have equal parts, and shards are equal, too: nobody has a shard more than the others.
+        part = -(-layout.numel // n_servers)
+        numel = max(1, -(-part // -(-part // max(1, shard_bytes // itemsize))))
         self.layout = layout
         self.shard_numel = numel
         self.bounds = cut(layout.numel, numel)

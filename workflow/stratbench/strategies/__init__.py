@@ -48,14 +48,14 @@ def option_defaults(name: str) -> dict[str, Any]:
     return dict(_option_defaults(name))
 
 
-def stated_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a cell as its settings state them: `given` over the defaults.
+def stated_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """The options of a cell on `gpus` workers as its settings state them: `given` over the defaults.
 
     Without later ones at their defaults, so that what was trained before there was such an option is
     not trained again.
     """
-    later = strategy_class(name).Options.later()
-    options = option_defaults(name) | given
+    cls = strategy_class(name)
+    later, options = cls.Options.later(), cls.resolve(option_defaults(name) | given, gpus)
     return {k: v for k, v in options.items() if k not in later or v != later[k]}
 
 

@@ -130,6 +130,11 @@ class Strategy:
         self.options = options
 
     @classmethod
+    def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
+        """The options as a cell on `gpus` workers has them: what follows from the workers is filled in."""
+        return options
+
+    @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
         """Raise ValueError when options (of the strategy registered as `name`) do not suit a cell."""
 

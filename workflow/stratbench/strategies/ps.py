@@ -41,6 +41,12 @@ class ServerOptions(base.Options):
     wire: Literal["native", "bfloat16"] = option(
         "native", "bfloat16 halves a push of fp32 over TCP"
     )
+    placement: Literal["central", "colocated"] = option(
+        "central",
+        "central: `servers` processes, dealt over the nodes from the first; colocated: one for each "
+        "worker, on the worker's node",
+        later=True,
+    )
 
 
 @cache
@@ -113,6 +119,13 @@ def server_configs(
     ]
 
 
+def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
+    """The number of the node on which a server of a cell runs."""
+    placement = strategy_class(s.strategy).Options(**s.options).placement
+    # As workers are: each node full but the last (`Job.ranks_of`).
+    return server // -(-s.gpus // n_nodes) if placement == "colocated" else server % n_nodes
+
+
 class ParameterServer(base.Strategy):
     """A worker of parameter servers; `class_of_policy` makes a subclass for each policy."""
 
@@ -138,7 +151,16 @@ class ParameterServer(base.Strategy):
         )
 
     @classmethod
+    def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
+        return options | {"servers": gpus} if options["placement"] == "colocated" else options
+
+    @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
+        if options["placement"] == "colocated" and options["servers"] != 1:
+            raise ValueError(
+                f"servers = {options['servers']} with placement = 'colocated', which runs a server for each "
+                "worker; leave servers out, or set placement to 'central'"
+            )
         pushes = cls.Options(**options).pushes_per_ticket
         if per_worker_batch % pushes:
             raise ValueError(
@@ -192,7 +214,7 @@ class ParameterServer(base.Strategy):
         self.channel = self.connect()
         self.ticket: Ticket | None = None
         self._exchange: Callable[[], None] | None = self.channel.rehearse  # None: the run is over
-        self._before = (0.0, 0, 0)
+        self._before: tuple[float, ...] = (0.0,)
         self.reset()
 
     def flatten(self) -> FlatSpace:
@@ -250,9 +272,9 @@ class ParameterServer(base.Strategy):
         self.ticket = self.channel.push_pull()
         self.steps += 1
 
-    def _exchanged(self) -> tuple[float, int, int]:
-        """Seconds waited, bytes sent and bytes received so far."""
-        return self.channel.wait_s, self.channel.bytes_out, self.channel.bytes_in
+    def _exchanged(self) -> tuple[float, ...]:
+        """So far: seconds waited, and for each server the bytes sent to it and received from it."""
+        return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         mark = self.worker.mark
@@ -328,13 +350,15 @@ class ParameterServer(base.Strategy):
     def communication(self) -> dict[str, Any] | None:
         if not self.steps:
             return None
-        wait_s, sent, received = (
+        wait_s, *moved = (
             now - then for now, then in zip(self._exchanged(), self._before, strict=True)
         )
+        sent, received = moved[::2], moved[1::2]
         return {
             "method": "measured",
-            "sent_bytes_per_step": sent / self.steps,
-            "received_bytes_per_step": received / self.steps,
+            "sent_bytes_per_step": sum(sent) / self.steps,
+            "received_bytes_per_step": sum(received) / self.steps,
+            "by_server_bytes": list(zip(sent, received, strict=True)),
             "server_wait_ms": 1e3 * wait_s / self.steps,
         }
 

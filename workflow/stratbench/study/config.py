@@ -73,7 +73,7 @@ class Study:
         weak = values.get("per_worker_batch")
         return Settings(
             strategy=base,
-            options=stated_options(base, given),
+            options=stated_options(base, given, cell.gpus),
             model=cell.model,
             dataset=cell.dataset,
             gpus=cell.gpus,

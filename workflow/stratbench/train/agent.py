@@ -105,11 +105,11 @@ def servers_of(job: Job, node: int) -> list[ServerConfig]:
     """What the parameter servers on this node are told; empty for a collective strategy."""
     if not job.has_servers:
         return []
-    from stratbench.strategies.ps import server_configs
+    from stratbench.strategies.ps import node_of_server, server_configs
 
     host = socket.gethostname() if job.n_nodes > 1 else None
     configs = server_configs(job.settings, job.train_samples, job.folder, host)
-    return [c for c in configs if c.server % job.n_nodes == node]
+    return [c for c in configs if node_of_server(job.settings, c.server, job.n_nodes) == node]
 
 
 def supervise(

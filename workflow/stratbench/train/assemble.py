@@ -42,7 +42,7 @@ def make_record(job: Job, ending: Ending) -> Record:
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     reported = first.get("strategy", {})
-    communication = efficiency.communication_figures(whole, servers, run)
+    communication = efficiency.communication_figures(job, whole, servers, run)
     return {
         "schema_version": SCHEMA_VERSION,
         "cell": job.cell.as_dict(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stratbench.strategies.ps import node_of_server
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.hardware import datasheet_of
 from stratbench.telemetry.timeline import energy_within, read_phases
@@ -49,7 +50,7 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
 
 
 def communication_figures(
-    workers: list[dict[str, Any]], servers: list[dict[str, Any]], run: dict[str, Any]
+    job: Job, workers: list[dict[str, Any]], servers: list[dict[str, Any]], run: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Bytes that a worker sends and receives in a step, and the bandwidth and times that follow.
 
@@ -71,7 +72,37 @@ def communication_figures(
         if servers:
             moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in servers]
             found["busiest_server_bytes_per_s"] = max(moved) / train_time_s
+    if servers:
+        found |= links_of_nodes(job, workers)
     return found
+
+
+def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
+    """Bytes that stay on a node, and those over the busiest link between nodes, as the workers counted.
+
+    Workers of which nothing is known, being lost, are left out.
+    """
+    sent, received, local = [0] * job.n_nodes, [0] * job.n_nodes, 0
+    steps = 0
+    for w in workers:
+        if not w.get("communication"):
+            continue
+        steps += w["steps"]
+        own = w["rank"] // job.workers_per_node
+        for k, (out, back) in enumerate(w["communication"]["by_server_bytes"]):
+            node = node_of_server(job.settings, k, job.n_nodes)
+            if node == own:
+                local += out + back
+                continue
+            for at, gone, come in ((own, out, back), (node, back, out)):
+                sent[at] += gone
+                received[at] += come
+    # A step of all workers is a global batch.
+    batches = steps / job.world_size
+    return {
+        "local_bytes_per_step": local / steps,
+        "busiest_link_bytes_per_batch": max(*sent, *received) / batches,
+    }
 
 
 def mean_phases_ms(
