@@ -331,6 +331,19 @@ def sending(rank: int, world: int) -> dict[Any, Any]:
     return found
 
 
+def powersgd_in_buckets(rank: int, world: int) -> list[Tensor]:
+    """Every worker's weights, [world, ...], after steps whose gradients fill several buckets."""
+    torch.manual_seed(0)
+    wide = [layer for _ in range(4) for layer in (nn.Linear(400, 400), nn.ReLU())]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 400), nn.ReLU(), *wide, nn.Linear(400, 3))
+    options = {"compress": "powersgd", "start": 2, "bucket_cap_mb": 1}
+    strategy = set_up("ddp", rank, world, model=model.double(), **options)
+    x, y, order = samples(torch.float64)
+    train(strategy, x, y, order)
+    assert len(strategy.report()["details"]["bucket_bytes"]) > 3
+    return [gathered(w, world) for w in full_weights(strategy)]
+
+
 def whole_norm(rank: int, world: int) -> dict[str, Any]:
     """Two groups of two that clip by the norm of both models together."""
     with pytest.MonkeyPatch.context() as patch:
@@ -515,6 +528,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
         found["whole-norm"] = whole_norm(rank, world)
     if world == 2:
         found["sending"] = sending(rank, world)
+        found["buckets"] = powersgd_in_buckets(rank, world)
         found["bn"] = {name: batchnorm_statistics(name, rank, world) for name in EQUAL}
         found["bn_evaluated"] = {
             name: [batchnorm_trajectory(name, rank, world, e) for e in (False, True)]
@@ -653,6 +667,13 @@ def test_gradients_in_fewer_bytes_are_near_and_their_warm_up_leaves_no_trace(fou
     assert max(difference(warm, cold)) < near, difference(warm, cold)
     if name == "rank-1":
         assert min(difference(found[2]["sending"]["fed-back"], cold)) > 1e-4
+
+
+def test_workers_agree_on_which_bucket_powersgd_compresses(found):
+    """torch's hook begins collectives in callbacks, which gloo runs in any order."""
+    for weights in found[2]["buckets"]:
+        assert weights.isfinite().all()
+        assert torch.equal(weights[0], weights[1])
 
 
 def test_adamws_states_are_two_moments_and_a_count_for_each_tensor(found):

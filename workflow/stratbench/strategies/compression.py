@@ -43,7 +43,8 @@ class PowerSGD:
     """torch's hook of Vogels et al., PowerSGD, NeurIPS 2019, with error feedback and warm start.
 
     From step `start` on, a matrix of n x m is sent as two of n x r and m x r, where that is less than
-    half; what is lost is added to the next step's gradient. Vectors are sent as they are.
+    half; what is lost is added to the next step's gradient. Vectors are sent as they are. Buckets are
+    compressed one after the other, and backward waits for each.
     """
 
     #: torch's default: a matrix is compressed to less than this part of it, or not at all.
@@ -67,7 +68,13 @@ class PowerSGD:
         """What DistributedDataParallel calls for a full bucket: a future of the mean gradients."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-        return powerSGD_hook(self._state, bucket)
+        compresses = self._state.iter >= self._start
+        mean = powerSGD_hook(self._state, bucket)
+        if compresses:
+            # It begins collectives in callbacks, which gloo runs in any order: with two buckets at a time,
+            # workers would mix up which is which.
+            mean.wait()
+        return mean
 
     def reset(self) -> None:
         """Begin anew: no error is fed back, and the first steps are sent as they are."""

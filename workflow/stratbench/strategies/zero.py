@@ -191,9 +191,8 @@ class ZeRO1(base.Collective):
         if self.worker.world_size == 1:
             return
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gathers = [gather(b.weights, b.own_weights, async_op=True) for b in self.buckets]
-        for gathered in gathers:
-            gathered.wait()
+        for bucket in self.buckets:  # not all at once: gloo copies what it gathers
+            gather(bucket.weights, bucket.own_weights)
 
     def _share_buffers(self) -> None:
         """Make the buffers of all workers those of rank 0; one broadcast for each dtype."""
