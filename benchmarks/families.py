@@ -2,7 +2,7 @@
 
     STRATBENCH_DATA=... snakemake --profile profiles/local --configfile benchmarks/families.yaml \\
         results/mnist-families/cells.csv
-    python benchmarks/families.py results/mnist-families
+    PYTHONPATH=workflow python benchmarks/families.py results/mnist-families
 
 Writes results/families-mnist.csv, a row a cell, and results/families-mnist.md beside this file. No times:
 the workers share a machine's cores, and their times would say more of the machine than of the strategies.
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell import record as records
+
 OUT = Path(__file__).parent / "results"
-KIB = 1024
+KIB, REPEATS = 1024, 3
 TITLES = {
     "one": "One worker",
     "same-data": "Two workers, all data for both",
@@ -52,6 +54,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
     apart = [r["consensus_distance"] for r in rows if r["consensus_distance"] is not None]
     cells = (
         first["strategy"],
+        str(len(values)),
         accuracy,
         f"{first['sent_bytes_per_step'] / KIB:.1f}",
         f"{first['received_bytes_per_step'] / KIB:.1f}",
@@ -67,22 +70,31 @@ def page(rows: list[dict[str, Any]]) -> str:
     steps = rows[0]["updates"]
     lines = [
         "MNIST (60,000 images), a network of 57,722 parameters in fp32 (225 KiB), SGD 0.05 with momentum "
-        f"0.9, one epoch of {steps} global batches of 512, three repeats.",
-        "Accuracy on the test set: median (lowest to highest). Bytes a worker sends and receives in a "
-        "step, as a mean over the training: collectives counted by the ring algorithms, servers by "
-        "what went over the socket or through shared memory. States: parameters, gradients and "
-        "optimizer's state of the worker that holds most; those that parameter servers hold are not "
-        "in it. Apart: how far the workers' weights are from their mean at the end, relative to it.",
+        f"0.9, one epoch of {steps} global batches of 512.",
+        "Accuracy on the test set: median (lowest to highest) of the repeats. Bytes a worker sends "
+        "and receives in a step, as a mean over the training: collectives counted by the ring "
+        "algorithms, servers by what went over the socket or through shared memory. States: "
+        "parameters, gradients and optimizer's state of the worker that holds most; those that "
+        "parameter servers hold are not in it. Apart: how far the workers' weights are from their "
+        "mean at the end, relative to it.",
     ]
+    counts = Counter((r["experiment"], r["strategy"]) for r in rows)
+    if min(counts.values()) < REPEATS:
+        lines += [
+            "",
+            "The study was stopped before its end, on a machine with much else to do: strategies are "
+            "absent or have fewer than three repeats, and one repeat says little of an accuracy. Bytes "
+            "and states are exact all the same.",
+        ]
     for experiment, title in TITLES.items():
         own = [r for r in rows if r["experiment"] == experiment]
         lines += [
             "",
             f"## {title}",
             "",
-            "| strategy | accuracy, % | sent, KiB | received, KiB "
+            "| strategy | repeats | accuracy, % | sent, KiB | received, KiB "
             "| states, KiB | of the optimizer, KiB | apart |",
-            "|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for strategy in dict.fromkeys(r["strategy"] for r in own):
             lines.append(shown([r for r in own if r["strategy"] == strategy]))
@@ -97,8 +109,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the two files")
     args = parser.parse_args()
     rows = [
-        row_of(json.loads(path.read_text(encoding="utf-8")))
-        for path in sorted((args.study / "cells").rglob("record.json"))
+        row_of(records.read(path)) for path in sorted((args.study / "cells").rglob("record.json"))
     ]
     with (args.out / "families-mnist.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
