@@ -2,10 +2,10 @@
 
     STRATBENCH_DATA=... PYTHONPATH=workflow python benchmarks/straggler.py --dataset mnist
 
-Trains a compact model under ps-sync, ps-async and ps-dana in turn, `--rounds` times, with worker 0 slowed
-by `--factor`, each cell through the launcher as the workflow does it. Writes a CSV and a Markdown table of
-throughput ratios (paired by round) and accuracies. The workers share this machine's cores; only ratios
-mean anything.
+Trains a compact model under ps-sync, ps-async, ps-dana and ps-ormo in turn, `--rounds` times, with worker 0
+slowed by `--factor`, each cell through the launcher as the workflow does it. Writes a CSV and a Markdown
+table of throughput ratios (paired by round) and accuracies. The workers share this machine's cores;
+only ratios mean anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.study.config import load_config
 from stratbench.workload.prepare import prepare
 
-STRATEGIES = ("ps-sync", "ps-async", "ps-dana")
+STRATEGIES = ("ps-sync", "ps-async", "ps-dana", "ps-ormo")
 
 
 def study(args: argparse.Namespace) -> dict:
@@ -95,7 +95,8 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-    name = f"straggler-{args.dataset}-x{args.factor:g}"
+    few = "" if args.workers == 4 else f"-{args.workers}-workers"
+    name = f"straggler-{args.dataset}-x{args.factor:g}{few}"
     args.out.mkdir(exist_ok=True)
     with (args.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
