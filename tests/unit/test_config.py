@@ -541,6 +541,7 @@ def test_a_later_setting_at_its_default_is_no_parameter():
         clip_norm=2.0,
         accumulate=2,
         partition="by-class",
+        placement="host",
     )
     for s, stated in ((study(), False), (other, True)):
         for key in LATER.keys() - {"own_model", "own_data", "own_task", "steps"}:

@@ -27,6 +27,8 @@ rule plan:
 # The check: which strategy would refuse which network and why, in seconds, before anything is planned or
 # trained. Its exit code says whether one would. It has no output, so that it always runs.
 rule check:
+    input:
+        rules.plan.input,
     log:
         f"{RESULTS}/{STUDY.name}/logs/check.log",
     localrule: True

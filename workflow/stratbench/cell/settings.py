@@ -62,6 +62,8 @@ class Settings:
     accumulate: int = field(default=1, metadata=_LATER)
     #: iid: all workers draw from the whole training set; by-class: each has few classes of its own.
     partition: str = field(default="iid", metadata=_LATER)
+    #: device: the data lie there; host: in host memory, from where batches are copied ahead.
+    placement: str = field(default="device", metadata=_LATER)
     #: Of a data set of the user's: its kind and keys, and the sha256 of its files or code, or a version.
     own_data: dict[str, Any] | None = field(default=None, metadata=_LATER)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from stratbench.strategies.base import Traits
 from stratbench.workload import models
 from stratbench.workload.data import eval_batch
 from stratbench.workload.datasets import Dataset
+from stratbench.workload.placement import BUFFERED_BATCHES
 from stratbench.workload.precision import batch_format, weights_dtype
 
 if TYPE_CHECKING:
@@ -140,3 +142,15 @@ def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:
     _, height, width = models.input_shape(model, data.shape)
     pixels = samples * data.shape[0] * height * width
     return pixels * data.stored_bytes + 8 * (samples + numbers)
+
+
+def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
+    """Bytes of the batches of `samples` that wait on the device, if the data lie in host memory.
+
+    As they are stored, with int64 labels, and three int64 numbers a sample where it is augmented.
+    """
+    if data.is_text:
+        each = 2 * data.shape[0] * data.stored_bytes
+    else:
+        each = math.prod(data.shape) * data.stored_bytes + 8 + (24 if augment else 0)
+    return BUFFERED_BATCHES * samples * each

@@ -300,8 +300,16 @@ def _state(
     if isinstance(made, str):
         return "to do", f"could not be predicted: {made}"
     if verdict is not None and not verdict.fits:
-        return "infeasible", f"needs {needed_bytes / GIB:.1f} GiB"
+        return "infeasible", f"needs {needed_bytes / GIB:.1f} GiB{_share_of_data(s, needed_bytes)}"
     return "to do", ""
+
+
+def _share_of_data(s: Subject, needed_bytes: int) -> str:
+    """What keeps the data off the device, where they are a tenth or more of what a cell needs there."""
+    n_bytes = data_bytes_of(s)
+    if s.settings.placement == "host" or not s.request.on_cuda or n_bytes < needed_bytes / 10:
+        return ""
+    return f", {n_bytes / GIB:.1f} of it for the data (placement: host keeps them in host memory)"
 
 
 def longest_time_s(verdict: Verdict | None) -> int | None:

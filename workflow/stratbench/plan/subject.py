@@ -12,7 +12,7 @@ from stratbench.plan import servers
 from stratbench.plan.devices import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
 from stratbench.plan.footprint import Footprint, MemoryPeak
 from stratbench.plan.projection import Work
-from stratbench.plan.request import Request, data_bytes
+from stratbench.plan.request import Request, buffer_bytes, data_bytes
 from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
@@ -109,12 +109,18 @@ def mean_wire_bytes(
 
 
 def peak_with_data(peak: MemoryPeak, s: Subject) -> MemoryPeak:
-    """The peak with the data set, which lies on the device."""
+    """The peak with what lies on the device of the data set."""
     n_bytes = data_bytes_of(s)
     return MemoryPeak(peak.n_bytes + n_bytes, peak.phase, peak.parts_bytes | {"data": n_bytes})
 
 
 def data_bytes_of(s: Subject) -> int:
+    """Bytes on the device: of the whole data set, or of the batches that wait there.
+
+    On a CPU what is mapped from files becomes resident as it is read, so that it counts whole.
+    """
+    if s.settings.placement == "host" and s.request.on_cuda:
+        return buffer_bytes(s.data, s.samples_per_step, s.settings.augment)
     return data_bytes(s.data, models.model_of(s.settings), s.settings.augment)
 
 
@@ -180,6 +186,8 @@ def host_bytes_of(
         kept = footprint.host_bytes
         kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
         worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes + saved_bytes + kept_bytes
+        if s.settings.placement == "host":  # pinned; mapped files are the kernel's to keep or drop
+            worker_bytes += data_bytes_of(s)
     servers_bytes = 0
     if s.served:
         passes = s.settings.passes(s.data.train_samples)

@@ -257,16 +257,31 @@ class ParameterServer(base.Strategy):
 
         The first waits until all workers are ready. `step` must be called for each.
         """
-        s = self.worker.settings
-        samples = self.samples_per_step(s)
         self.ticket = self.channel.first()
         self._before = self._exchanged()
         self._exchange = self._take_ticket
         while self.ticket is not None:
             t = self.ticket
-            start = t.step * s.global_batch + t.slice * samples
-            yield t.epoch, slice(start, start + samples)
+            yield t.epoch, self._samples_of(t.step, t.slice)
         self._exchange = None
+
+    def likely_ticket(self, train_samples: int) -> tuple[int, slice] | None:
+        """The batch that this worker is probably handed next, as `tickets` gives it; None at the end.
+
+        Its slice of the next step, which the server keeps for it while it keeps pace. Which one it
+        really is, is known after the push only.
+        """
+        s, t = self.worker.settings, self.ticket
+        steps = train_samples // s.global_batch
+        following = t.epoch * steps + t.step + 1
+        if following >= self.worker.total_steps:
+            return None
+        return following // steps, self._samples_of(following % steps, t.slice)
+
+    def _samples_of(self, step: int, part: int) -> slice:
+        samples = self.samples_per_step(self.worker.settings)
+        start = step * self.worker.settings.global_batch + part * samples
+        return slice(start, start + samples)
 
     def _take_ticket(self) -> None:
         self.ticket = self.channel.push_pull()

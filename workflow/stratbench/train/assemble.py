@@ -19,6 +19,7 @@ from stratbench.train import efficiency
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.workload import models, own, prepared, tasks
+from stratbench.workload.placement import BUFFERED_BATCHES
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -65,6 +66,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "train_samples": meta["train_samples"],
             "test_samples": meta["test_samples"],
             "synthetic": meta["generated"],
+            **({"buffered_batches": BUFFERED_BATCHES} if s.placement == "host" else {}),
             **own_data_entry(job),
         },
         "batch": {

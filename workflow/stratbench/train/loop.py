@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -139,7 +139,7 @@ def train_with_server(
 
     @lru_cache(maxsize=2)  # a ticket of a lost worker may be from the epoch before
     def tables(epoch: int) -> EpochTables:
-        return drawn[epoch].on(worker.device)
+        return drawn[epoch].on(data.index_device)
 
     memory.start()
     clock = StepClock(worker.device)
@@ -157,6 +157,9 @@ def train_with_server(
             reports.submit(announce_epoch, epoch, len(passes), worker)
         order, augmentation = tables(epoch)
         x, y = data.batch(order[where], augmentation)
+        if data.fetches_ahead and (likely := strategy.likely_ticket(data.train_samples)):
+            order, augmentation = tables(likely[0])
+            data.expect(order[likely[1]], augmentation)
         clock.mark("data")
         losses.setdefault(epoch, []).append(strategy.step(x, y))
         clock.tick()
@@ -253,8 +256,8 @@ def practice_batches(
     """A function that makes a batch like those of the training, for steps that do not count."""
     s = worker.settings
     samples = strategy.samples_per_step(s)
-    indices = torch.arange(samples, device=worker.device) % data.train_samples
-    _, augmentation = data.tables(s.seed, 0, s.augment).on(worker.device)
+    indices = torch.arange(samples, device=data.index_device) % data.train_samples
+    _, augmentation = data.tables(s.seed, 0, s.augment).on(data.index_device)
     return lambda: data.batch(indices, augmentation)
 
 
@@ -312,7 +315,7 @@ def train_epoch(
     tables = data.tables(s.seed, epoch, s.augment)
     if parts is not None:
         tables = parts.applied_to(tables, s.global_batch)
-    order, augmentation = tables.on(worker.device)
+    order, augmentation = tables.on(data.index_device)
     settle_garbage()
     log.write("train", "start")
     line_up(worker)  # nothing between this and the clock: it would be charged to all the others
@@ -332,13 +335,27 @@ def timed_steps(
     """Time a step for each of `batches` (sample numbers); returns the losses, still on the device."""
     losses = []
     clock.begin()
-    for indices in batches:
+    for indices, following in with_next(batches):
         x, y = data.batch(indices, augmentation)
+        if following is not None:
+            data.expect(following, augmentation)
         clock.mark("data")
         losses.append(strategy.step(x, y))
         clock.tick()
     clock.end()
     return losses
+
+
+def with_next(
+    batches: Iterable[torch.Tensor],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Each of `batches` with the one after it, None after the last."""
+    batches = iter(batches)
+    now = next(batches, None)
+    while now is not None:
+        following = next(batches, None)
+        yield now, following
+        now = following
 
 
 def line_up(worker: Worker) -> None:
@@ -368,7 +385,7 @@ def evaluate(
     """
     total, batch = data.test_samples, eval_batch(data.meta["shape"])
     rounds = math.ceil(total / (batch * world_size))
-    sums = torch.zeros(3, dtype=torch.float64, device=data.test_targets.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=data.device)
     with strategy.evaluating() as model, torch.no_grad():
         for i in range(rounds):
             start = (i * world_size + rank) * batch

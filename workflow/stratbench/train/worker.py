@@ -118,6 +118,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             shape,
             dtype=weights_dtype(s.precision),
             memory_format=batch_format(s.precision, device.type),
+            placement=s.placement,
         )
     with phases("build"):
         model = models.for_training(

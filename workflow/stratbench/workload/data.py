@@ -1,7 +1,7 @@
-"""A prepared data set, held whole on the device: images or text.
+"""A prepared data set, held whole on the device or in host memory: images or text.
 
-Shuffling, padding, augmenting and normalising happen on the device, in batched operations that
-depend on a sample's number, the seed and the epoch, and not on which worker holds the sample.
+Padding, augmenting and normalising happen on the device, in batched operations that depend on a
+sample's number, the seed and the epoch, and not on which worker holds the sample.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.workload import prepared
 from stratbench.workload.datasets import Dataset
+from stratbench.workload.placement import HostRows
 from stratbench.workload.sources import DataError
 
 if TYPE_CHECKING:
@@ -122,16 +123,27 @@ def example_batch(
 
 
 class DeviceData(ABC):
-    """A prepared data set, whole, on one device.
+    """A prepared data set, whole, for training on one device.
 
     Attributes: `train_inputs`, `test_inputs`, `train_targets`, `test_targets` [N, ...] as they are
-    stored, `meta` (the prepared folder's meta.json).
+    stored, `meta` (the prepared folder's meta.json). They lie on the device, or are mapped from the
+    prepared files: then each batch's rows are gathered there, and copied ahead (`HostRows`).
     """
 
-    def __init__(self, meta: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        meta: Mapping[str, Any],
+        arrays: Mapping[str, torch.Tensor],
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: where batches are wanted, if the arrays lie in host memory; None: where they are."""
         self.meta = dict(meta)
         self.train_inputs, self.test_inputs = arrays["train_inputs"], arrays["test_inputs"]
         self.train_targets, self.test_targets = arrays["train_targets"], arrays["test_targets"]
+        self._rows = device and HostRows(self.train_inputs, self.train_targets, device)
+        self.device = device or self.train_inputs.device
+        #: Where the sample numbers and the tables of an epoch are wanted.
+        self.index_device = self.train_inputs.device
 
     @staticmethod
     def load(
@@ -140,23 +152,26 @@ class DeviceData(ABC):
         shape: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
+        placement: str = "device",
     ) -> DeviceData:
         """Read a folder that `prepare` made, for a model whose input is of `shape`.
 
         Images come in `dtype`, float32 unless given, and in `memory_format`, contiguous unless
-        given; tokens as int64. Raises DataError if the folder is not whole.
+        given; tokens as int64. `placement`: `device`, or `host` where the data are to stay in host
+        memory. Raises DataError if the folder is not whole.
         """
         import torch
 
         meta, arrays = prepared.read(Path(directory))
-        on_device = {
-            name: torch.from_numpy(array).to(device, copy=True) for name, array in arrays.items()
-        }
+        given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        at = torch.device(device) if placement == "host" else None
+        if at is None:
+            given = {name: t.to(device, copy=True) for name, t in given.items()}
         if len(meta["shape"]) == 1:
-            return Texts(meta, on_device)
+            return Texts(meta, given, at)
         shape = shape or tuple(meta["shape"])
         memory_format = memory_format or torch.contiguous_format
-        return Images(meta, on_device, shape, dtype or torch.float32, memory_format)
+        return Images(meta, given, shape, dtype or torch.float32, memory_format, at)
 
     @property
     def train_samples(self) -> int:
@@ -179,27 +194,53 @@ class DeviceData(ABC):
     def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
         return None
 
-    @abstractmethod
     def batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The training samples `indices` [b] as a model takes them, and their targets."""
+        if self._rows is not None:
+            return self._made(*self._rows.take(indices, augmentation))
+        drawn = augmentation and [table[indices] for table in augmentation]
+        return self._made(self.train_inputs[indices], self.train_targets[indices], drawn)
 
-    @abstractmethod
+    def expect(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
+        """Say which batch probably comes next; from host memory it is fetched meanwhile.
+
+        Call it after `batch`, before the training step on what that returned.
+        """
+        if self._rows is not None:
+            self._rows.fetch(indices, augmentation)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether `expect` does something."""
+        return self._rows is not None
+
     def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Test samples `start` to `stop` (exclusive), or to the last: never augmented."""
+        rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
+        return self._made(*rows)
+
+    @abstractmethod
+    def _made(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        drawn: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch of samples as they are stored, on the device; `drawn`: how each is augmented."""
 
 
 class Texts(DeviceData):
     """Text: batches of tokens [b, length] and of the tokens that come next, int64 both."""
 
-    def batch(
-        self, indices: torch.Tensor, augmentation: Augmentation | None = None
+    def _made(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.train_inputs[indices].long(), self.train_targets[indices].long()
-
-    def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.test_inputs[start:stop].long(), self.test_targets[start:stop].long()
+        return inputs.long(), targets.long()
 
 
 class Images(DeviceData):
@@ -216,30 +257,34 @@ class Images(DeviceData):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         memory_format: torch.memory_format,
+        device: torch.device | None = None,
     ) -> None:
         import torch
 
-        super().__init__(meta, arrays)
+        super().__init__(meta, arrays, device)
         channels, height, width = shape
         if meta["shape"][0] not in (1, channels):
             raise DataError(
                 f"{meta['name']} has {meta['shape'][0]} channels; they cannot become {channels}"
             )
-        self.train_inputs = fit(self.train_inputs, height, width)
-        self.test_inputs = fit(self.test_inputs, height, width)
+        self._size = height, width
+        if device is None:
+            self.train_inputs = fit(self.train_inputs, height, width)
+            self.test_inputs = fit(self.test_inputs, height, width)
+        else:
+            fit(self.test_inputs[:1], height, width)  # DataError now, and not in the first batch
         self._memory_format = memory_format
         self._padding = meta["crop_padding"]
         self._flip = meta["flip"]
-        device = self.train_inputs.device
         mean, std = (torch.tensor(meta[key], dtype=torch.float64) for key in ("mean", "std"))
         # (x / one - mean) / std as one product and one sum; the shape repeats a lone channel.
         one = 1 if meta.get("floats") else 255
         self._scale, self._offset = (
-            values.expand(channels).reshape(1, -1, 1, 1).to(device, dtype)
+            values.expand(channels).reshape(1, -1, 1, 1).to(self.device, dtype)
             for values in (1 / (one * std), -mean / std)
         )
-        columns = torch.arange(width, device=device)
-        self._rows = torch.arange(height, device=device)
+        columns = torch.arange(width, device=self.device)
+        self._row_numbers = torch.arange(height, device=self.device)
         self._columns = torch.stack([columns, columns.flip(0)])
 
     def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
@@ -255,16 +300,17 @@ class Images(DeviceData):
             torch.randint(2 if self._flip else 1, draw, generator=generator),
         )
 
-    def batch(
-        self, indices: torch.Tensor, augmentation: Augmentation | None = None
+    def _made(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        images = self.train_inputs[indices]
-        if augmentation is not None:
-            images = self._crop(images, *(table[indices] for table in augmentation))
-        return self._normalised(images), self.train_targets[indices]
-
-    def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._normalised(self.test_inputs[start:stop]), self.test_targets[start:stop]
+        if inputs.shape[2:] != self._size:  # from host memory they come as they are stored
+            inputs = fit(inputs, *self._size)
+        if drawn is not None:
+            inputs = self._crop(inputs, *drawn)
+        return self._normalised(inputs), targets
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
         import torch
@@ -286,7 +332,7 @@ class Images(DeviceData):
 
         batch, channels, height, width = images.shape
         padded = functional.pad(images, (self._padding,) * 4)
-        rows = (top[:, None] + self._rows) * padded.shape[-1]
+        rows = (top[:, None] + self._row_numbers) * padded.shape[-1]
         columns = left[:, None] + self._columns[flip]
         pixels = (rows[:, :, None] + columns[:, None, :]).reshape(batch, 1, -1)
         cropped = padded.flatten(2).gather(2, pixels.expand(-1, channels, -1))
