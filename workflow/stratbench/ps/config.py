@@ -59,7 +59,7 @@ class ServerConfig:
         """
         if self.schedule is None:
             return None
-        steps, schedule = self.epochs * self.steps_per_epoch, self.schedule
+        steps, schedule = self.steps or self.epochs * self.steps_per_epoch, self.schedule
         return lambda pushes: share_of_lr(
             step=max(0, pushes - 1) // self.slices, steps=steps, **schedule
         )

@@ -222,9 +222,9 @@ def epoch_entry(
 def describe_score(task: Task, score: float | None) -> str:
     """The score with its name and unit, for a line of progress."""
     if score is None:
-        return f"{task.score_name} not finite"
+        return f"test {task.score_name} not finite"
     shown = f"{score:.2%}" if task.unit == "share" else f"{score:.4f} {task.unit}"
-    return f"{task.score_name} {shown}"
+    return f"test {task.score_name} {shown}"
 
 
 def announce_epoch(epoch: int, epochs: int, worker: Worker) -> None:
@@ -429,7 +429,7 @@ def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, sample
     left_s = clock.train_time_s / done * (epochs - done)
     loss = "not finite" if entry["train_loss"] is None else f"{entry['train_loss']:.4f}"
     print(
-        f"epoch {done}/{epochs}: loss {loss}, {describe_score(worker.task, entry['score'])}, "
+        f"epoch {done}/{epochs}: training loss {loss}, {describe_score(worker.task, entry['score'])}, "
         f"{samples / epoch_s:,.0f} samples/s, {epoch_s:.2f} s, about {left_s:.0f} s of training left",
         flush=True,
     )
