@@ -1,7 +1,8 @@
-"""A stranger's network: a file and a few lines of config; it is planned, trained, reported, decided on."""
+"""A stranger's network in a file: it is checked, planned, trained, reported and decided on."""
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -14,6 +15,11 @@ SENTENCE = (
     "model 'two' (my_net:TwoAnswers): returned a tuple for a batch; return one tensor of scores "
     "[2, 10]"
 )
+REFUSAL = (
+    "spare.weight, spare.bias got no gradient in a step, and DDP waits for one from every parameter; use "
+    "what it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
+)
+DDP = f"ddp cannot train it: {REFUSAL}"
 
 
 def config_with(models: dict[str, dict]) -> dict:
@@ -27,12 +33,43 @@ def config_with(models: dict[str, dict]) -> dict:
     return config
 
 
-def test_a_network_in_a_file_is_planned_trained_reported_and_decided_on(tmp_path):
+def test_a_network_in_a_file_is_checked_planned_trained_reported_and_decided_on(tmp_path):
     mine = {"mine": {"call": "my_net.MyNet", "shard": ["Block"]}}
     work = Workflow(tmp_path, config_with(mine))
     (tmp_path / "my_net.py").write_text(NETWORK)
     (tmp_path / "my_layers.py").write_text(LAYERS)
 
+    # The check comes first. It refuses one network for one strategy, and says what to do.
+    spared = {"call": "my_net:Spared", "shard": ["Block"]}
+    work.write_config(config_with(mine | {"spared": spared}))
+    check = work.run("check")
+    assert check.returncode != 0, check.stdout
+    for line in (
+        "mine on tiny-images\n   2,090 parameters; takes images [batch, 1, 16, 16], gives scores for 10",
+        "   shard groups, instances of Block: blocks.1 544, blocks.2 544; in none: 1,002",
+        "   tied: blocks.0.second.weight = again.weight is one parameter",
+        "   fsdp: works with 2 workers",
+        f"   ddp: refused with 2 workers: {REFUSAL}",
+        f"first, ddp, spared, 2 workers (1 cell): model 'spared' (my_net:Spared): {DDP}",
+    ):
+        assert line in check.stdout, check.stdout
+    # The plan says the same, and plans the others.
+    plan = work.run("plan")
+    assert plan.returncode == 0, plan.stdout
+    assert (
+        f"refused: first, ddp, spared, 2 workers: model 'spared' (my_net:Spared): {DDP}"
+        in plan.stdout
+    )
+    with open(tmp_path / "results/tiny/plan.csv", newline="") as file:
+        states = {(r["strategy"], r["model"]): r["state"] for r in csv.DictReader(file)}
+    assert states["ddp", "spared"] == "refused"
+    assert states["fsdp", "spared"] == states["ddp", "mine"] == "to do"
+    # Trained all the same, its cell ends with the reason.
+    failed = work.run("results/tiny/cells/first/ddp/spared/2gpu/rep0/record.json")
+    assert failed.returncode != 0
+    assert f"FAILED: ModelError: model 'spared' (my_net:Spared): {DDP}" in failed.stdout
+
+    work.write_config(config_with(mine))
     plan = work.run("plan")
     assert plan.returncode == 0, plan.stdout
     assert "first, mine, 2 workers on CPU: the study uses 16 samples a worker" in plan.stdout
