@@ -13,18 +13,37 @@ pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 #: A collective one, and one with a server on each node, to which the workers of both connect.
 SPANNING = ("fsdp", "two-servers")
+#: A user's own, in a folder beside: jobs on other nodes find it by `code`.
+NETWORK = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes, channels, image_size):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(channels * image_size**2, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x):
+        return self.head(self.body(x.flatten(1)))
+"""
 
 
 @pytest.fixture
 def finished(slurm: SlurmCluster, tmp_path: Path) -> ClusterWorkflow:
-    """A study with a cell on two nodes for each strategy and a cell on one, after its run."""
+    """A study with a cell on two nodes for each strategy and a cell on one, after its run.
+
+    What spans nodes trains a user's own network.
+    """
     # Nodes that are taken to have one GPU each: the cells of two workers span both.
     experiments = {
-        "spread": {"strategies": list(SPANNING), "gpus": [2]},
+        "spread": {"strategies": list(SPANNING), "gpus": [2], "models": ["mine"]},
         "near": {"strategies": ["ddp"], "gpus": [1]},
     }
     config = study(experiments, mem_mib_per_cpu_worker=6000)
     config["studies"]["tiny"]["variants"] = {"two-servers": {"strategy": "ps-async", "servers": 2}}
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a_net.py").write_text(NETWORK)
+    config |= {"models": {"mine": {"call": "a_net.Net"}}, "code": ["elsewhere"]}
     workflow = ClusterWorkflow(tmp_path, config, slurm)
     output = workflow.finish(workflow.start(), limit_s=400)
     assert (tmp_path / "results/tiny/report.html").exists(), output
@@ -36,8 +55,10 @@ def test_a_study_with_cells_on_one_and_two_nodes_reaches_its_report(
 ) -> None:
     cells = [("spread", strategy, 2) for strategy in SPANNING] + [("near", "ddp", 1)]
     for experiment, strategy, gpus in cells:
-        path = finished.record(experiment, strategy, "vgg-compact", f"{gpus}gpu")
-        record = json.loads(path.read_text())
+        model = "mine" if experiment == "spread" else "vgg-compact"
+        record = json.loads(finished.record(experiment, strategy, model, f"{gpus}gpu").read_text())
+        if model == "mine":
+            assert record["model"]["own"]["files"] == ["a_net.py"]
         assert record["status"] == "ok"
         assert record["provenance"]["nodes"] == gpus
         assert record["provenance"]["slurm_job_id"]

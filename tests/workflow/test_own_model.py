@@ -64,16 +64,9 @@ def test_a_network_in_a_file_is_checked_planned_trained_reported_and_decided_on(
         states = {(r["strategy"], r["model"]): r["state"] for r in csv.DictReader(file)}
     assert states["ddp", "spared"] == "refused"
     assert states["fsdp", "spared"] == states["ddp", "mine"] == "to do"
-    # Trained all the same, its cell ends with the reason.
-    failed = work.run("results/tiny/cells/first/ddp/spared/2gpu/rep0/record.json")
-    assert failed.returncode != 0
-    assert f"FAILED: ModelError: model 'spared' (my_net:Spared): {DDP}" in failed.stdout
-
-    work.write_config(config_with(mine))
-    plan = work.run("plan")
-    assert plan.returncode == 0, plan.stdout
     assert "first, mine, 2 workers on CPU: the study uses 16 samples a worker" in plan.stdout
 
+    work.write_config(config_with(mine))
     done = work.run()
     assert done.returncode == 0, done.stdout
     assert "mine (first): " in done.stdout
@@ -111,8 +104,11 @@ def test_a_network_in_a_file_is_checked_planned_trained_reported_and_decided_on(
     work.write_config(config_with(mine) | {"code": ["elsewhere"]})
     assert "train_cell" not in work.jobs()
 
-    # One that gives what cannot be trained says so at once.
-    work.write_config(config_with({"two": {"call": "my_net:TwoAnswers"}}) | {"code": ["elsewhere"]})
-    failed = work.run("results/tiny/cells/first/ddp/two/2gpu/rep0/record.json")
+    # What gives something else than scores, or what was refused, says so at once when it is trained.
+    two = {"two": {"call": "my_net:TwoAnswers"}, "spared": spared}
+    work.write_config(config_with(two) | {"code": ["elsewhere"]})
+    records = [work.record("first", "ddp", name, "2gpu").relative_to(tmp_path) for name in two]
+    failed = work.run("--keep-going", *map(str, records))
     assert failed.returncode != 0
     assert SENTENCE in failed.stdout
+    assert f"FAILED: ModelError: model 'spared' (my_net:Spared): {DDP}" in failed.stdout

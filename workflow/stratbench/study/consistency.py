@@ -104,7 +104,7 @@ def check_experiment(
         _task_faults(block, dataset),
         _optimizer_faults(block),
         _batch_faults(block, dataset),
-        _strategy_faults(block, study, config["cluster"]["gpus_per_node"]),
+        _all_at_once(where, _strategy_faults(block, study, config["cluster"]["gpus_per_node"])),
         _model_faults(block, dataset, config["models"]),
         _slowdown_faults(block),
     )
@@ -145,6 +145,12 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 wrong_value_message("decide.score_tolerance", name, "is not a score", names)
             )
+
+
+def _all_at_once(where: str, faults: Iterator[str]) -> Iterator[str]:
+    """Faults that do not follow from one another, as one: of strategies all that are refused are told."""
+    if found := list(dict.fromkeys(faults)):
+        yield f"\nconfig: {where}".join(found)
 
 
 def settle_optimizer(block: dict[str, Any]) -> None:

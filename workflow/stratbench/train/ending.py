@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stratbench.cell.run_folder import rank_of
+from stratbench.ps.link import RunEnded, ServerLost
 from stratbench.train.agent import Exits, has_joined
 from stratbench.train.job import Job
 
@@ -65,7 +68,8 @@ def classify_served(job: Job, exits: Exits) -> Ending:
             return Ending(status, found["reason"])
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
-        return Ending("error", lost)
+        own = [_own_reason(workers.get(w["worker"])) for f in servers for w in f["lost"]]
+        return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
     # The servers do not begin before every worker has joined.
     for rank, worker in workers.items():
         if worker["status"] == "error" and not has_joined(job, rank):
@@ -80,6 +84,12 @@ def classify_served(job: Job, exits: Exits) -> Ending:
         failed = next((w for w in workers.values() if w["status"] == "error"), None)
         return Ending("error", failed["reason"] if failed else "no worker lived to evaluate")
     return Ending("ok", None)
+
+
+def _own_reason(worker: Mapping[str, Any] | None) -> str | None:
+    """What a lost worker says itself, unless it only repeats what the servers told it."""
+    told = worker is not None and worker["status"] == "error" and worker["reason"]
+    return told if told and not told.startswith((RunEnded.__name__, ServerLost.__name__)) else None
 
 
 def host_out_of_memory(exits: Exits) -> bool:
