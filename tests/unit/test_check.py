@@ -26,6 +26,7 @@ from stratbench.ps.flat import FlatSpace
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.study.config import load_config
+from stratbench.study.messages import ConfigError
 from stratbench.workload import own, sharding
 from stratbench.workload.tasks import Classification
 
@@ -255,6 +256,14 @@ def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys,
         assert [name for name in ("Plain", "Unused") if f"  {name}: " in told] == round_
         assert [cell.model for cell in checked.refused] == ["Unused"]
     assert checked.found[check.Network.of(checked.subjects[0].request)].parameters == 898
+
+
+def test_every_strategy_that_the_settings_refuse_is_told_at_once():
+    with pytest.raises(ConfigError) as raised:
+        study_of({"Plain": None}, strategies=["ps-dana", "ddp", "ps-dcasgd"], optimizer="adamw")
+    lines = str(raised.value).splitlines()
+    assert [line.partition("; remove ")[2].split()[0] for line in lines] == ["ps-dana", "ps-dcasgd"]
+    assert all(line.startswith("config: studies.s.experiments.e.optimizer = ") for line in lines)
 
 
 # --- what jobs say -------------------------------------------------------------------------------

@@ -541,6 +541,22 @@ def test_an_error_of_a_worker_that_servers_wait_for_wins_over_the_deadline(
     assert ending.classify(job, exits).status == expected
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("ValueError: my network broke", "worker 1 was lost: ValueError: my network broke"),
+        ("RunEnded: it was given up", "worker 1 was lost"),  # a consequence, no cause
+    ],
+)
+def test_what_a_worker_that_servers_lost_says_itself_is_told(tmp_path, said, reason):
+    lost = {"status": "error", "reason": said}
+    job = replace(job_with(tmp_path, [None, lost]), settings=settings("ps-sync"))
+    statistics = {"error": "worker 1 was lost", "lost": [{"worker": 1, "reason": "closed"}]}
+    RunFolder(tmp_path).server_statistics(0).write_text(json.dumps(statistics))
+    exits = Exits([ProcessExit("rank1", 1)], timed_out=False)
+    assert ending.classify(job, exits) == ending.Ending("error", reason)
+
+
 class FakeProcess:
     """A process that never ends, for the deadline."""
 

@@ -68,7 +68,7 @@ def classify_served(job: Job, exits: Exits) -> Ending:
             return Ending(status, found["reason"])
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
-        own = [_own_reason(workers.get(w["worker"])) for f in servers for w in f["lost"]]
+        own = [_own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
         return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
     # The servers do not begin before every worker has joined.
     for rank, worker in workers.items():
