@@ -139,6 +139,10 @@ def refusal(config_: Any) -> str:
         ({"accumulate": 0}, ["accumulate = 0: must be at least 1"]),
         ({"accumulate": 3}, ["accumulate = 3: a batch of", "equal parts"]),
         ({"accumulate": 2, "strategies": ["ps-sync"]}, ["accumulate = 2: a worker's flat"]),
+        (
+            {"activation_checkpointing": True, "models": ["vgg16"]},
+            ["activation_checkpointing = true: vgg16", "single layers", "set it to false"],
+        ),
         ({"clip_norm": 0}, ["clip_norm = 0: must be greater than 0"]),
         ({"clip_norm": 1.0, "strategies": ["ddp", "ps-sync"]}, ["clip_norm = 1.0: each server"]),
         ({"partition": "by-user"}, ["partition = 'by-user'", "by-class"]),
@@ -542,6 +546,8 @@ def test_a_later_setting_at_its_default_is_no_parameter():
         accumulate=2,
         partition="by-class",
         placement="host",
+        activation_checkpointing=True,
+        models=["resnet-compact"],
     )
     for s, stated in ((study(), False), (other, True)):
         for key in LATER.keys() - {"own_model", "own_data", "own_task", "steps"}:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from stratbench.workload import models
 from stratbench.workload.datasets import DATASETS
 from stratbench.workload.gpt import GPT
 from stratbench.workload.models import (
@@ -280,3 +281,63 @@ def test_models_build_whether_or_not_torchvisions_compiled_part_loads(compiled_p
         "print(sum(p.numel() for p in models.build('vgg-compact', 1000).parameters()))"
     )
     assert run_python(code) == str(MODELS["vgg-compact"].parameters)
+
+
+# ---------------------------------------------------------------- activation checkpointing
+
+
+def trained_by_two_steps(
+    name: str, checkpointing: bool, dropout: float = 0.0
+) -> list[torch.Tensor]:
+    """Loss, gradients, buffers and the next random number after two steps in float64."""
+    text = name.startswith("gpt")
+    shape, device = (16,) if text else (3, 32, 32), torch.device("cpu")
+
+    def build(*args: object) -> torch.nn.Module:
+        model = models.build(*args)
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm | torch.nn.ReLU) and dropout:
+                module.register_forward_hook(
+                    lambda m, a, out: torch.nn.functional.dropout(out, dropout, m.training)
+                )
+        return model
+
+    model = models.for_training(
+        name, 10, shape, 0, device, torch.float64, build, checkpointing=checkpointing
+    )
+    x = torch.randint(10, (4, *shape)) if text else torch.randn(4, *shape, dtype=torch.float64)
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters()), *model.buffers(), torch.rand(1)]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [("resnet-compact", 0), ("densenet-compact", 0), ("efficientnet-compact", 0), ("gpt-compact", 0.2)],
+)  # fmt: skip
+def test_what_is_computed_again_is_the_same_bit_for_bit(name, dropout):
+    """BatchNorm's statistics and counts, and what dropout draws, included."""
+    plain, again = (trained_by_two_steps(name, c, dropout) for c in (False, True))
+    assert equal(plain, again)
+
+
+def test_statistics_taken_twice_and_other_random_numbers_are_seen(monkeypatch):
+    """Mutants of the test above."""
+    from contextlib import nullcontext
+    from functools import partial
+
+    from stratbench.workload import checkpointing
+
+    plain = trained_by_two_steps("resnet-compact", False)
+    with monkeypatch.context() as m:
+        m.setattr(checkpointing, "_contexts", lambda norms: (nullcontext(), nullcontext()))
+        assert not equal(plain, trained_by_two_steps("resnet-compact", True))
+    forgets = partial(checkpointing.checkpoint, preserve_rng_state=False)
+    monkeypatch.setattr(checkpointing, "checkpoint", forgets)
+    plain = trained_by_two_steps("gpt-compact", False, 0.2)
+    assert not equal(plain, trained_by_two_steps("gpt-compact", True, 0.2))

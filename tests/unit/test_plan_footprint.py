@@ -22,6 +22,7 @@ from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
 from stratbench.workload import models
 from stratbench.workload.data import example_batch
+from stratbench.workload.own import ModelError
 from stratbench.workload.tasks import Classification
 
 pytestmark = pytest.mark.timeout(120)
@@ -335,6 +336,24 @@ def test_a_batch_in_parts_takes_the_memory_of_one_and_reduces_once(strategy):
     gathers_again = strategy == "fsdp"
     again = {k: 2 * n if gathers_again and k == "all_gather" else n for k, n in once.items()}
     assert parts.payload_bytes() == again
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "ps-sync"])
+def test_blocks_computed_again_take_less_memory_and_more_operations(strategy):
+    kept, again = (
+        footprint.make_footprint(request_for(strategy, "gpt-compact", checkpointing=c))
+        for c in (False, True)
+    )
+    assert again.model_states_bytes == kept.model_states_bytes
+    assert again.flops_per_sample == kept.flops_per_sample
+    assert again.payload_bytes() == kept.payload_bytes()
+    assert again.operations_per_step > kept.operations_per_step
+    assert again.training_peak(64).n_bytes < 0.5 * kept.training_peak(64).n_bytes
+
+
+def test_a_network_of_single_layers_has_nothing_to_compute_again():
+    with pytest.raises(ModelError, match="vgg-compact: activation_checkpointing computes blocks"):
+        footprint.make_footprint(request_for("single", checkpointing=True))
 
 
 @pytest.mark.slow

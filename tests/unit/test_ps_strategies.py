@@ -34,6 +34,7 @@ from stratbench.ps.server import serve
 from stratbench.strategies import option_defaults, stated_options, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
+from stratbench.workload.checkpointing import checkpoint_blocks
 from stratbench.workload.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -78,9 +79,11 @@ def make_options():
 def network(batchnorm: bool) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 5, 3, padding=1),
-        nn.BatchNorm2d(5) if batchnorm else nn.Identity(),
-        nn.ReLU(),
+        nn.Sequential(
+            nn.Conv2d(1, 5, 3, padding=1),
+            nn.BatchNorm2d(5) if batchnorm else nn.Identity(),
+            nn.ReLU(),
+        ),
         nn.AdaptiveAvgPool2d(2),
         nn.Flatten(),
         nn.Linear(20, CLASSES),
@@ -122,6 +125,8 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     if base == "single" and name.startswith("nesterov-off"):
         s = replace(s, nesterov=False)
     model = network(batchnorm)
+    if name.startswith("recomputed"):
+        assert checkpoint_blocks([("block", [model[0]])]) == 1
     if name.startswith("fp16"):
         s, model, x = replace(s, precision="fp16"), model.float(), x.float()
     worker = Worker(
@@ -239,6 +244,7 @@ def together(request, tmp_path_factory) -> dict:
         ("adamw-ps-sync", "ps-sync", False), ("adamw-ddp", "ddp", False),
         ("cosine-ps-sync", "ps-sync", False), ("cosine-ddp", "ddp", False),
         ("cosine-unscheduled", "ps-sync", False), ("colocated", "ps-sync", True),
+        ("recomputed-ps-sync", "ps-sync", True),
     ]  # fmt: skip
     return run(runs, request.param, tmp_path_factory.mktemp("together"))
 
@@ -255,6 +261,11 @@ def test_ps_sync_with_a_server_beside_each_worker_agrees_with_ddp(together):
     assert distance(colocated, together["ddp", True], "losses") <= TOLERANCE
     assert distance(colocated, together["ddp", True], "weights") <= TOLERANCE
     assert distance(colocated, together["ps-sync", True], "buffers") == 0
+
+
+def test_blocks_computed_again_change_nothing(together):
+    for what in ("losses", "weights", "buffers"):
+        assert distance(together["recomputed-ps-sync", True], together["ps-sync", True], what) == 0
 
 
 def test_ps_sync_agrees_with_ddp_in_adamw(together):

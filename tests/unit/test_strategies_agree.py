@@ -30,6 +30,7 @@ from stratbench.strategies.fsdp import FSDP
 from stratbench.strategies.single import Single
 from stratbench.strategies.zero import TorchZeRO1, ZeRO1
 from stratbench.workload import models
+from stratbench.workload.checkpointing import checkpoint_blocks
 from stratbench.workload.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
@@ -139,13 +140,14 @@ ADAMW = {"optimizer": "adamw", "momentum": 0.0, "nesterov": False, "betas": [0.9
          "lr": 0.01}  # fmt: skip
 #: Ways to train beside the plain one: the settings changed, a mutant that only this way can have, and
 #: how far weights may be apart.
-WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]], float]] = {
+WAYS: dict[str, tuple[dict[str, Any], tuple[type[Collective], dict[str, Any]] | None, float]] = {
     "adamw": (ADAMW, (UncorrectedMoments, {}), 1e-9),
     "cosine": (
         {"schedule": "cosine", "lr_warmup_steps": 2, "optimizer": "sgd"},
         (WarmUpCounts, {}),
         TOLERANCE,
     ),
+    "recomputed": ({"activation_checkpointing": True}, None, 0.0),
     "parts": ({"accumulate": 2}, (Added, {}), TOLERANCE),
     "clip": ({"clip_norm": 0.2}, (OwnNorm, {"reshard_after_forward": "always"}), TOLERANCE),
 }
@@ -223,8 +225,10 @@ def set_up(
         groups = [
             (label, [module])
             for label, module in model.named_modules()
-            if type(module).__name__ in ("Block", "EncoderBlock")
+            if type(module).__name__ in ("Block", "EncoderBlock", "Bottleneck")
         ]
+        if s.activation_checkpointing:
+            assert checkpoint_blocks(groups) > 1
     else:
         model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
         groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
@@ -349,6 +353,21 @@ def whole_norm(rank: int, world: int) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(STRATEGIES, "whole-norm", (WholeNorm, {"shard_workers": 2}))
         return transformer_trajectory("gpt", "whole-norm", rank, world, "clip")
+
+
+def recomputed(name: str, rank: int, world: int) -> dict[str, Tensor]:
+    """What BatchNorm layers in blocks end with: weights and statistics, blocks computed again or not."""
+    x = samples(torch.float64)[0].expand(-1, 3, -1, -1)
+    y = samples(torch.float64)[1]
+    ends = {}
+    for way in (None, "recomputed"):
+        torch.manual_seed(0)
+        model = models.build("resnet-compact", CLASSES, (3, 32, 32)).double()
+        strategy = set_up(name, rank, world, model=model, way=way)
+        train(strategy, x, y, torch.arange(len(x)), 3)
+        tensors = [*full_weights(strategy), *(b.double() for b in strategy.model.buffers())]
+        ends[way or "plain"] = torch.cat([t.flatten() for t in tensors])
+    return ends
 
 
 def gathered(tensor: Tensor, world: int) -> Tensor:
@@ -515,6 +534,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
         for kind in ("gpt", "vit")
         if kind == "gpt" or world < 4
         for name in ways
+        if name != "mutant" or WAYS[way][1]
     }
     warmed = [name for name in names if name not in MUTANTS]
     found["warm"] = {name: trajectory(name, rank, world, warm_up=True) for name in warmed}
@@ -529,6 +549,9 @@ def work(world: int, rank: int) -> dict[str, Any]:
     if world == 2:
         found["sending"] = sending(rank, world)
         found["buckets"] = powersgd_in_buckets(rank, world)
+        found["recomputed"] = {
+            name: recomputed(name, rank, world) for name in ("ddp", "fsdp-always")
+        }
         found["bn"] = {name: batchnorm_statistics(name, rank, world) for name in EQUAL}
         found["bn_evaluated"] = {
             name: [batchnorm_trajectory(name, rank, world, e) for e in (False, True)]
@@ -634,16 +657,22 @@ def test_every_way_to_train_is_the_same_under_all_strategies(found, way, kind, w
     reference = found[1]["ways"][way, kind, "single"]
     assert reference["losses"].std() > 1e-3, "it does not learn: equality would say little"
     plain = found[1]["transformers"][kind]["single"]
-    if way == "parts":  # one large batch
+    if way == "recomputed":
+        assert difference(plain, reference) == (0.0, 0.0)
+    elif way == "parts":  # one large batch
         assert agree(plain, reference), difference(plain, reference)
     else:
         assert difference(plain, reference)[1] > 1e-4, "it changes nothing"
     for name in ways_of(world, EQUAL):
-        loss, weight = difference(found[world]["ways"][way, kind, name], reference)
+        run = found[world]["ways"][way, kind, name]
+        if way == "recomputed":  # the same operations in the same order
+            assert agree(run, found[world]["transformers"][kind][name]), name
+            continue
+        loss, weight = difference(run, reference)
         assert loss <= TOLERANCE, (name, loss)
         assert weight <= WAYS[way][2], (name, weight)
-    if way == "clip" and world == 1:
-        return  # one worker's part is the whole
+    if way == "recomputed" or (way == "clip" and world == 1):
+        return  # no rule of its own; one worker's part is the whole
     loss, weight = difference(found[world]["ways"][way, kind, "mutant"], reference)
     assert loss > 1e-6, (loss, weight)
     assert weight > 1e-6, (loss, weight)
@@ -674,6 +703,12 @@ def test_workers_agree_on_which_bucket_powersgd_compresses(found):
     for weights in found[2]["buckets"]:
         assert weights.isfinite().all()
         assert torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp-always"])
+def test_batchnorm_sees_each_batch_once_where_blocks_are_computed_again(found, name):
+    ends = found[2]["recomputed"][name]
+    assert torch.equal(ends["plain"], ends["recomputed"])
 
 
 def test_adamws_states_are_two_moments_and_a_count_for_each_tensor(found):

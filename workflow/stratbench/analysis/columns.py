@@ -121,7 +121,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("time_limit_s", "number", "s", "time.time_limit_s"),
     Column("achieved_flops_per_s", "number", "FLOP/s", "compute.achieved_flops_per_s",
            "Three times the operations of the forward pass (backward computes two gradients) for "
-           "every sample, divided by the training time; all workers together."),
+           "every sample, divided by the training time; all workers together. What activation "
+           "checkpointing computes again does not count."),
     Column("mfu", "number", "share", "compute.mfu",
            "The achieved arithmetic rate as a share of the datasheet peak of all workers' GPUs in the "
            "precision of the training."),
@@ -150,6 +151,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("epochs", "number", "", "settings.epochs"),
     Column("steps", "number", "", "settings.steps"),
     Column("precision", "text", "", "settings.precision"),
+    Column("activation_checkpointing", "flag", "", "settings.activation_checkpointing"),
     Column("compute_dtype", "text", "", "strategy.details.compute_dtype"),
     Column("model_parameters", "number", "", "model.parameters"),
     Column("classes", "number", "", "model.classes"),

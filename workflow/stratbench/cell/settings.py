@@ -66,6 +66,8 @@ class Settings:
     placement: str = field(default="device", metadata=_LATER)
     #: Of a data set of the user's: its kind and keys, and the sha256 of its files or code, or a version.
     own_data: dict[str, Any] | None = field(default=None, metadata=_LATER)
+    #: Whether blocks compute their activations again in backward.
+    activation_checkpointing: bool = field(default=False, metadata=_LATER)
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by in `step` (from 0) of `steps`."""

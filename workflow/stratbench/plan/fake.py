@@ -93,6 +93,7 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         device=torch.device("cpu"),
         dtype=request.dtype,
         build=blank if on_fakes else models.build,
+        checkpointing=request.checkpointing,
     )
     worker = base.Worker(
         settings=_settings(request),

@@ -65,6 +65,7 @@ class Work:
     workers: int
     nodes: int
     slowdown: float = 1.0  # how many times slower the slowest worker is made on purpose
+    recomputes: bool = False  # whether nearly all of forward is computed once more in backward
 
 
 def span_by_device(work: Work, device: Device) -> Span | None:
@@ -80,7 +81,7 @@ def _step_s(work: Work, device: Device, slow: int) -> float:
     f = work.footprint
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    flops = TRAINING_FLOPS * f.flops_per_sample * work.batch
+    flops = (TRAINING_FLOPS + work.recomputes) * f.flops_per_sample * work.batch
     parts_s = [flops / (device.flops_per_s * utilisation[slow])]
     if device.memory_bytes_per_s:
         rate = device.memory_bytes_per_s * MEMORY_UTILISATION[slow]

@@ -52,6 +52,7 @@ class Request:
     own_model: str | None = None
     own_task: str | None = None
     accumulate: int = 1
+    checkpointing: bool = False
 
     @classmethod
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
@@ -88,6 +89,7 @@ class Request:
             optimizer=s.optimizer,
             clips=s.clip_norm is not None,
             accumulate=s.accumulate,
+            checkpointing=s.activation_checkpointing,
         )
 
     def as_dict(self) -> dict[str, Any]:

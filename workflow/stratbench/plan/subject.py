@@ -144,6 +144,7 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         evaluations=s.settings.epochs or 0,
         workers=s.cell.gpus,
         nodes=nodes,
+        recomputes=s.settings.activation_checkpointing,
         slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
     )
 

@@ -278,6 +278,9 @@ def _model_faults(
             f".partition = 'by-class': the data set {block['dataset']!r} is a text, which has no classes to "
             "divide it by; remove the key"
         )
+    for name in block["models"] if block["activation_checkpointing"] else ():
+        if name in models.MODELS and models.MODELS[name].family == "vgg":
+            yield f".activation_checkpointing = true: {name}: {models.NO_BLOCKS}"
     if block["augment"] and not (dataset.crop_padding or dataset.flip):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 

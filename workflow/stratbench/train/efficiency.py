@@ -23,7 +23,8 @@ def compute_figures(
 ) -> dict[str, Any] | None:
     """Operations a second of all workers together, and their share of the devices' peak (MFU).
 
-    Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B.
+    Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B. These are the
+    model's operations: what activation checkpointing computes again does not count.
     """
     forward = next((n for w in workers if (n := w.get("forward_flops_per_sample"))), None)
     if forward is None:

@@ -128,6 +128,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             seed=s.seed,
             device=device,
             dtype=weights_dtype(s.precision),
+            checkpointing=s.activation_checkpointing,
         )
         initial = sha256_of_state(model.state_dict())
         task = tasks.task_of(s, shape)

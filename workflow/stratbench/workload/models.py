@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from stratbench.workload.trial import Trial
 
 
+#: Why a model's activations cannot be checkpointed.
+NO_BLOCKS = (
+    "activation_checkpointing computes blocks again, and all that is sharded together here are single "
+    "layers, which would save nothing; set it to false"
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """What the networks of a family share.
@@ -259,12 +266,14 @@ def for_training(
     device: torch.device,
     dtype: torch.dtype,
     build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
+    checkpointing: bool = False,
 ) -> nn.Module:
     """The network as every strategy is given it, and the plan: on `device`, in training mode.
 
     The initial weights follow from `seed` alone: they are drawn on the CPU in float32. They are
     contiguous, also where batches are not (`precision.batch_format`). Weights that two layers share
-    stay shared. `build` makes the network.
+    stay shared. `build` makes the network. `checkpointing`: its blocks compute their activations again
+    in backward; ModelError where it has none.
     """
     import torch
 
@@ -274,6 +283,11 @@ def for_training(
         model, lambda t: t.detach().to(device, dtype if t.is_floating_point() else t.dtype)
     )
     model.train()
+    if checkpointing:
+        from stratbench.workload.checkpointing import checkpoint_blocks
+
+        if not checkpoint_blocks(wrap_groups(name, model)):
+            raise own.ModelError(f"{_known(name).own or name}: {NO_BLOCKS}")
     return model
 
 
