@@ -17,6 +17,7 @@ from stratbench.plan import rows
 from stratbench.plan.cache import PACKAGE
 from stratbench.plan.check import check_study
 from stratbench.plan.check_text import check_text, refused_lines
+from stratbench.plan.devices import named_gpus
 from stratbench.plan.schedule import make_plan
 from stratbench.plan.text import plan_text
 from stratbench.study.config import load_config
@@ -29,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         config, study = load_config(read_config(args))
+        cluster = config["cluster"]
+        named_gpus({**cluster, "gpu": args.gpu or cluster["gpu"]})  # before what takes minutes
         set_job_environment(config, str(PACKAGE.parent))
         checked = check_study(config, study)
         if args.check:
