@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from launching import TINY, WORKFLOW, LaunchedCell, sharing
@@ -22,6 +23,9 @@ from stratbench.telemetry.cores import usable_cores
 from stratbench.train import forkserver
 from stratbench.workload.prepare import prepare
 
+# However long an example takes on a busy machine, `timeout` judges.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 # Tests run side by side; PyTorch, not yet imported, would give each of them all the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes import the package: it is compiled once.

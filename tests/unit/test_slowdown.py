@@ -141,7 +141,7 @@ def test_the_factor_holds_by_the_clock(tmp_path, tiny_data, monkeypatch):
     computed_ms = phases_ms["forward"] + phases_ms["backward"]
     factor = 1 + 1e3 * statistics.mean(slept_s) / computed_ms
     print(f"factor {factor:.2f} of {FACTOR}")
-    assert 1.8 < factor < 6
+    assert 1.4 < factor < 6
 
 
 # ---------------------------------------------------------------- by hand

@@ -1,4 +1,4 @@
-"""The files and the config of the data sets that test_own_data.py brings to the workflow."""
+"""The files and the config of the data sets that test_own_files.py brings to the workflow."""
 
 from __future__ import annotations
 
