@@ -72,6 +72,10 @@ def test_every_batch_is_the_same_whatever_was_expected(folders, kind):
                 assert a.dtype == b.dtype
     for a, b in zip(on_device.test_batch(3, 900), in_host.test_batch(3, 900), strict=True):
         assert torch.equal(a, b)
+    # The same samples, augmented by other tables than was expected.
+    _, before = in_host.tables(0, 0, augment=True).on(CPU)
+    in_host.expect(steps[0], before)
+    assert torch.equal(on_device.batch(steps[0], drawn)[0], in_host.batch(steps[0], drawn)[0])
     # Batches of another size, as the warm-up and the last of a test set have them.
     assert torch.equal(on_device.batch(order[:3])[0], in_host.batch(order[:3])[0])
 
