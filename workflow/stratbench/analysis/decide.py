@@ -167,7 +167,8 @@ def reason_for(ranking: Ranking, noun: str) -> str:
         text += f"; it reaches {first.score.name} {first.score.text(first.mean_score)}"
     if first.memory_bytes is not None:
         above = " above its base" if first.on_cpu else ""
-        text += f" with a peak of {first.memory_bytes / MIB:.0f} MiB a worker{above}"
+        text += " with" if first.mean_score is not None else "; it has"
+        text += f" a peak of {first.memory_bytes / MIB:.0f} MiB a worker{above}"
     return text + "."
 
 
