@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
@@ -35,7 +35,7 @@ def check_variants(study: str, values: Mapping[str, Any]) -> None:
         kinds = get_type_hints(options)
         for key in variant.keys() & set(allowed):
             if isinstance(variant[key], str):
-                variant[key] = read_as(variant[key], _JSON_TYPES.get(kinds[key], ["string"]))
+                variant[key] = read_as(variant[key], _json_types(kinds[key]))
         given = {k: v for k, v in variant.items() if k != "strategy"}
         for key in given:
             if key not in allowed:
@@ -47,6 +47,12 @@ def check_variants(study: str, values: Mapping[str, Any]) -> None:
             options(**given)
         except ValueError as e:
             raise ConfigError(f"config: {where}.{e}") from e
+
+
+def _json_types(kind: Any) -> list[str]:
+    """As what a text is read for an option of this kind; of several (`int | Literal[...]`), the first."""
+    kinds = (kind, *get_args(kind))
+    return next((_JSON_TYPES[k] for k in kinds if k in (int, float, bool)), ["string"])
 
 
 def check_models(config: Mapping[str, Any]) -> None:
