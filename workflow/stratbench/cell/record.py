@@ -136,7 +136,8 @@ def upgraded(record: Any) -> Any:
     final, best = accuracy["final"], accuracy["best"]
     if is_text:
         known = [entry["score"] for entry in entries if entry["score"] is not None]
-        final, best = final and entries[-1]["score"], min(known, default=None)
+        best = min(known, default=None)
+        final = None if final is None else entries[-1]["score"]
     described = {
         "name": "next-token" if is_text else "classification",
         "score": "loss" if is_text else "accuracy",
