@@ -42,4 +42,5 @@ def config_with(config: dict) -> dict:
         name: {**common, "dataset": name, "global_batch": 8, "models": [model]}
         for name, model in zip(DATASETS, ("vgg-compact", "vgg-compact", "gpt-compact"), strict=True)
     }
+    config["studies"]["tiny"]["experiments"]["pictures"]["placement"] = "host"
     return config

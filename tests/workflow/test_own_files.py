@@ -35,6 +35,7 @@ def test_ones_own_data_are_planned_trained_and_reported(tmp_path):
     assert records["stripes"]["data"]["own"]["files"] == ["my_data.py"]
     assert records["stripes"]["data"]["own"]["call"] == "my_data.stripes"
     assert records["pictures"]["data"]["own"]["kind"] == "images"
+    assert records["pictures"]["data"]["buffered_batches"] == 2
     for r in records.values():
         assert r["data"]["own"]["sha256"] == r["settings"]["own_data"]["sha256"]
     assert "pictures" in (tmp_path / "results/tiny/report.html").read_text()
