@@ -104,6 +104,7 @@ PLANTED = {
     ),
     "steps-uneven": (only(put("time", "step_ms", value={"p50": 10.0, "p99": 40.0})), "ddp"),
     "late-start": (only(put("time", "start_skew_ms", value=[90_000.0, 0.4]), "ddp", 4), "ddp"),
+    "recompiled": (only(put("time", "recompilations", value=2), "ddp", 4), "ddp"),
     "repeats-uneven": (only(uneven, "ddp", 2), "ddp"),
     "input-bound": (only(put("time", "breakdown_ms", value={"data": 30.0})), "ddp"),
 }

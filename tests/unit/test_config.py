@@ -547,6 +547,7 @@ def test_a_later_setting_at_its_default_is_no_parameter():
         partition="by-class",
         placement="host",
         activation_checkpointing=True,
+        compile=True,
         models=["resnet-compact"],
     )
     for s, stated in ((study(), False), (other, True)):

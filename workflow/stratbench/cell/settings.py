@@ -68,6 +68,8 @@ class Settings:
     own_data: dict[str, Any] | None = field(default=None, metadata=_LATER)
     #: Whether blocks compute their activations again in backward.
     activation_checkpointing: bool = field(default=False, metadata=_LATER)
+    #: Whether the training step's forward and backward go through torch.compile.
+    compile: bool = field(default=False, metadata=_LATER)
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by in `step` (from 0) of `steps`."""

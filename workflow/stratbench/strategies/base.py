@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stratbench.cell.run_folder import RunFolder
     from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState, Stateful
+    from stratbench.telemetry.compiling import CompileWatch
     from stratbench.workload.trial import Trial
 
 
@@ -86,6 +87,8 @@ class Worker:
     task: Task = field(default_factory=Classification)
     #: Steps of all epochs together, over which a schedule changes the learning rate.
     total_steps: int = 1
+    #: What counts compilations, where the settings ask for torch.compile.
+    watch: CompileWatch | None = None
 
 
 class Strategy:
@@ -250,7 +253,8 @@ class Collective(Strategy):
     for all, so that a comparison of two strategies compares nothing else.
     """
 
-    module: nn.Module  # what is called: the wrapped model
+    module: nn.Module  # the wrapped model
+    compiled: nn.Module  # what a step calls: it, or what compiles it
     model: nn.Module  # what was given to `setup`
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
@@ -260,6 +264,7 @@ class Collective(Strategy):
     def setup(self, model: nn.Module, worker: Worker) -> None:
         self.worker, self.model = worker, model
         self.module = self.wrap(model, worker)
+        self.compiled = compiled(self.module, worker.settings)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.local = self.local_tensors()
         self.optimizer = self.make_optimizer()
@@ -349,7 +354,7 @@ class Collective(Strategy):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with autocast(self.worker):
-            return self.worker.task.loss(self.module(x), y)
+            return self.worker.task.loss(self.compiled(x), y)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         parts = self.worker.settings.accumulate
@@ -458,6 +463,26 @@ def by_chance(modules: Sequence[str]) -> str:
         f"not every forward calls {listed(modules)}: each worker throws its own dice, and they would wait "
         "for one another in vain; call it always, and multiply what it gives by 0 or 1"
     )
+
+
+def compiled(module: nn.Module, s: Settings) -> nn.Module:
+    """`module`, or where the settings ask for it what compiles it when it is first called.
+
+    As PyTorch recommends, it is compiled as the strategy has wrapped it: DDP's buckets divide the graph
+    (DDPOptimizer), and FSDP's hooks stand between the graphs of its groups. All batches of a training
+    have one shape. What is evaluated is the module itself, which is not compiled.
+    """
+    if not s.compile:
+        return module
+    import torch
+    from torch._dynamo import config
+    from torch._inductor import config as inductor
+
+    # Each layer's own shape takes a graph of the same code.
+    config.recompile_limit = max(config.recompile_limit, 256)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4096)
+    inductor.compile_threads = 1  # no processes beside the worker
+    return torch.compile(module, dynamic=False)
 
 
 def ring_traffic(sent_bytes: float) -> dict[str, Any]:

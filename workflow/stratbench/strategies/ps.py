@@ -210,6 +210,7 @@ class ParameterServer(base.Strategy):
 
         self.worker, self.model = worker, model
         self.flat = self.flatten()
+        self.compiled = base.compiled(model, worker.settings)
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect()
         self.ticket: Ticket | None = None
@@ -294,7 +295,7 @@ class ParameterServer(base.Strategy):
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         mark = self.worker.mark
         with base.autocast(self.worker):
-            loss = self.worker.task.loss(self.model(x), y)
+            loss = self.worker.task.loss(self.compiled(x), y)
         mark("forward")
         if self.worker.settings.slowdown:
             self.worker.delay()

@@ -89,7 +89,7 @@ class Study:
                     "epochs", "steps", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
                     "warmup_steps", "device", "threads", "slowdown", "profile", "optimizer", "betas",
                     "eps", "schedule", "lr_warmup_steps", "final_lr", "clip_norm", "accumulate",
-                    "partition", "placement", "activation_checkpointing",
+                    "partition", "placement", "activation_checkpointing", "compile",
                 )
             },
         )  # fmt: skip

@@ -89,6 +89,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "setup_s": setup_s(first),
             "data_s": longest_phase_s(whole, "data_s"),
             "warmup_s": longest_phase_s(whole, "warmup_s"),
+            **compile_figures(whole),
             "eval_s": None if s.steps else longest_phase_s(whole, "eval_s"),
             "total_s": job.elapsed_s,
             "time_limit_s": job.time_limit_s,
@@ -253,6 +254,13 @@ def setup_s(worker: dict[str, Any]) -> float | None:
         return None
     phases = worker["phases_s"]
     return worker["started_s"] + phases.get("rendezvous_s", 0) + phases["build_s"]
+
+
+def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
+    """The largest of the workers' compile times and of their counts; nothing where none compiled."""
+    found = [w["compile"] for w in workers if w.get("compile")]
+    keys = ("compile_s", "compilations", "recompilations")
+    return {key: max(f[key] for f in found) for key in keys} if found else {}
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:

@@ -27,6 +27,7 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
+from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, devices
 from stratbench.train.ending import classify
 from stratbench.train.job import Job
@@ -88,6 +89,8 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
             check_unchanged(what, spec)
     check_data(args.data, settings)
     with job_of(args, cell, settings) as job:
+        if settings.compile and (reason := missing_compiler(job.use_cuda)):
+            return fail(args.logs, cell, reason, [])
         exits = launch(job, args.cpus_per_node)
     ending = classify(job, exits)
     if ending.status == "error":

@@ -240,10 +240,13 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     on_cuda = worker.device.type == "cuda"
     cuda_rng = torch.cuda.get_rng_state(worker.device) if on_cuda else None
     batch = practice_batches(strategy, data, worker)
-    for _ in range(s.warmup_steps):
+    # The second step of a compiled model may compile again, for what the first has set up.
+    for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
         strategy.step(*batch())
     with strategy.evaluating() as model, torch.no_grad():
         model(data.test_batch(0, eval_batch(data.meta["shape"]))[0])
+    if worker.watch is not None:
+        worker.watch.end_warm_up()
     strategy.restore(saved)
     torch.set_rng_state(rng)
     if cuda_rng is not None:

@@ -30,6 +30,7 @@ from stratbench.strategies import acceptance, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
+from stratbench.telemetry.compiling import CompileWatch
 from stratbench.telemetry.flops import forward_flops
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
@@ -106,6 +107,11 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     started_s = job.elapsed_s
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
+    watch = None
+    if s.compile:
+        if job.folder.local is not None:  # of this cell alone, so that every cell compiles
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.local / "compiled")
+        watch = CompileWatch()
     with phases("rendezvous"):
         if strategy.needs_group:
             join_group(job, rank, device)
@@ -167,6 +173,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             slowdown.wait,
             task=task,
             total_steps=s.total_steps(job.train_samples),
+            watch=watch,
         )
         if trial is not None:
             acceptance.check_model(strategy, network, model, trial, worker)
@@ -178,6 +185,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     train = loop.train_with_server if strategy.kind == "server" else loop.train
     result = train(strategy, data, worker, phases, log, memory, progress)
     measured = worker_result(result, strategy, phases, rank)
+    if watch is not None:
+        measured["compile"] = watch.summary()
     # Of a server's workers, the one that has evaluated; the others are through, or lost.
     chosen = strategy.is_evaluator if strategy.kind == "server" else rank == 0
     if s.profile and result.status == "ok" and (chosen or strategy.kind == "collective"):

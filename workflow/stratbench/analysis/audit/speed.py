@@ -199,6 +199,18 @@ def late_start(record: Record) -> Iterator[str]:
         yield f"{together_s:.4g} s of start skew in {train_s:.4g} s of training"
 
 
+@record_rule(
+    "recompiled",
+    "doubtful",
+    "time",
+    "torch.compile compiled while the training was timed: its steps hold seconds that are no training. "
+    "Look for what changes between steps, or train with more warmup_steps.",
+)
+def recompiled(record: Record) -> Iterator[str]:
+    if count := record["time"].get("recompilations"):
+        yield f"{count} compilations after the warm-up"
+
+
 @rule(
     "input-bound",
     "doubtful",

@@ -1,0 +1,67 @@
+"""torch.compile: what it needs on this machine, and how often and how long it compiled.
+
+Importing this file imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+
+def missing_compiler(cuda: bool) -> str | None:
+    """Why torch.compile cannot work here, in a sentence with the remedy; None: it should.
+
+    For a CPU it writes C++ and compiles it, for a GPU it needs Triton and a C compiler.
+    """
+    wanted = ("CC", "gcc") if cuda else ("CXX", "g++")
+    command = os.environ.get(wanted[0]) or wanted[1]
+    remedy = "install it, or set compile: false"
+    if cuda and importlib.util.find_spec("triton") is None:
+        return f"compile = true: the package triton is not installed; {remedy}"
+    if shutil.which(command) is None:
+        return (
+            f"compile = true: torch.compile needs a compiler, and there is no {command!r}; {remedy}"
+        )
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return f"compile = true: torch.compile needs Python's headers (Python.h); {remedy}"
+    return None
+
+
+class CompileWatch:
+    """Counts what torch.compile compiles in this process, and the seconds of it.
+
+    A compilation of forward and its one of backward count apart.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        self.compilations, self.seconds = 0, 0.0
+        self._begun, self._warm = 0.0, 0
+        callback_handler.register_start_callback(self._start)
+        callback_handler.register_end_callback(self._end)
+
+    def _start(self, _: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def _end(self, _: Any) -> None:
+        self.compilations += 1
+        self.seconds += time.perf_counter() - self._begun
+
+    def end_warm_up(self) -> None:
+        """What compiles from now on was not to."""
+        self._warm = self.compilations
+
+    def summary(self) -> dict[str, float]:
+        """Compilations and their seconds, and how many of them came after the warm-up."""
+        return {
+            "compilations": self.compilations,
+            "compile_s": self.seconds,
+            "recompilations": self.compilations - self._warm,
+        }
