@@ -40,6 +40,8 @@ pytestmark = pytest.mark.timeout(180)
 
 SECRET = b"s" * 32
 KEY = b"k" * 32
+#: Of the test's model: 2,688 bytes of float64 in equal shards of 256 bytes at most.
+SHARD_BYTES = 248
 
 
 @pytest.fixture(autouse=True)
@@ -496,17 +498,25 @@ class Insider:
 @pytest.mark.parametrize(
     ("frame", "payload", "reason"),
     [
-        (Frame(Kind.PUSH, 0, 1, 999), bytes(256), "does not hold"),
-        (Frame(Kind.PUSH, 0, 1, -2), bytes(256), "does not hold"),
-        (Frame(Kind.PUSH, 1, 1, -1), bytes(256), "PUSH without a ticket"),
+        (Frame(Kind.PUSH, 0, 1, 999), bytes(SHARD_BYTES), "does not hold"),
+        (Frame(Kind.PUSH, 0, 1, -2), bytes(SHARD_BYTES), "does not hold"),
+        (Frame(Kind.PUSH, 1, 1, -1), bytes(SHARD_BYTES), "PUSH without a ticket"),
         (Frame(Kind.APPLY), b"", "APPLY of a push that is not complete"),
-        (Frame(Kind.PUSH, 0, 1), bytes(255), "255 bytes, expected 256"),
-        (Frame(Kind.PUSH, 0, 2), bytes(256), "256 bytes, expected 512"),
+        (
+            Frame(Kind.PUSH, 0, 1),
+            bytes(SHARD_BYTES - 1),
+            f"{SHARD_BYTES - 1} bytes, expected {SHARD_BYTES}",
+        ),
+        (
+            Frame(Kind.PUSH, 0, 2),
+            bytes(SHARD_BYTES),
+            f"{SHARD_BYTES} bytes, expected {2 * SHARD_BYTES}",
+        ),
         (Frame(Kind.PUSH, 0, 0), b"", r"PUSH of shards 0\.\.-1"),
-        (Frame(Kind.PUSH, 10_000, 1), bytes(256), "PUSH of shards 10000"),
-        (Frame(Kind.PUSH, 0, 0xFFFFFFFE), bytes(256), "PUSH of shards"),
+        (Frame(Kind.PUSH, 10_000, 1), bytes(SHARD_BYTES), "PUSH of shards 10000"),
+        (Frame(Kind.PUSH, 0, 0xFFFFFFFE), bytes(SHARD_BYTES), "PUSH of shards"),
         (Frame(Kind.PUSH, 0xFFFFFFFF, 0), bytes(3), "3 bytes, expected"),
-        (Frame(Kind.INIT, 0, 1), bytes(256), "INIT that was not asked for"),
+        (Frame(Kind.INIT, 0, 1), bytes(SHARD_BYTES), "INIT that was not asked for"),
         (Frame(Kind.SKIP, ticket=5), b"", "does not hold"),
         (Frame(Kind.SKIP), b"x", "1 bytes, expected 0"),
         (Frame(Kind.SETTLE, 1), b"", "SETTLE of server 1"),
@@ -548,7 +558,7 @@ def test_a_shard_pushed_twice_for_one_ticket_is_refused(tmp_path):
     insider = Insider(plan, 1)
     number = insider.ticket()
     for _ in range(2):
-        insider.connection.send(Frame(Kind.PUSH, 0, 1, number), bytes(256))
+        insider.connection.send(Frame(Kind.PUSH, 0, 1, number), bytes(SHARD_BYTES))
     assert "shard 0 was pushed already" in insider.reason()
     other.join()
     assert set(server.result()["updates"]) == {8}

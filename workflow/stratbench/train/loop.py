@@ -307,10 +307,10 @@ def train_epoch(
     clock: StepClock,
     log: PhaseLog,
     epoch: int,
-    most: int,
+    most: int | None = None,
     parts: ByClass | None = None,
 ) -> list[torch.Tensor]:
-    """One timed epoch, of `most` steps at most; returns each step's loss, still on the device.
+    """One timed epoch, or its first `most` steps; returns each step's loss, still on the device.
 
     `parts`: of the training set, each a worker's own; None: all draw from the whole.
     """
