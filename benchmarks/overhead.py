@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import math
 import multiprocessing
 import os
 import platform
@@ -52,13 +53,37 @@ from stratbench.train.loop import timed_steps
 from stratbench.workload import models
 from stratbench.workload.data import DeviceData, epoch_order
 from stratbench.workload.prepare import prepare
+from stratbench.workload.tasks import Classification, NextToken
 
 OUT = Path(__file__).parent / "results"
-BATCH, CLASSES, SIZE = 32, 10, 28
-#: A workload's steps in a block: short, so that a round's blocks meet the same disturbances.
-STEPS = {"mlp": 100, "conv": 20}
 PEERS = {"accelerate": "accelerate", "fabric": "lightning", "trainer": "lightning"}
 TRAINER_WARM_UP = 10
+
+
+class Workload(NamedTuple):
+    """What is trained on: its data set, its network and optimizer, and how much a block is."""
+
+    title: str
+    model: str  # of stratbench, or "mlp"
+    input_shape: tuple[int, ...]
+    classes: int
+    dataset: dict[str, Any]  # as in config.yaml
+    optimizer: dict[str, Any]  # settings
+    batch: int  # samples of a process
+    steps: int  # of a block: few, so that a round's blocks meet the same disturbances
+
+
+IMAGES = {"source": "synthetic", "classes": 10, "channels": 1, "size": 28}
+TEXTS = {"source": "markov-text", "vocabulary": 64, "sequence": 64}
+SGD = {"optimizer": "sgd", "lr": 0.01, "momentum": 0.9}
+ADAMW = {
+    "optimizer": "adamw", "lr": 0.001, "momentum": 0.0, "betas": (0.9, 0.999), "eps": 1e-8,
+}  # fmt: skip
+WORKLOADS = {
+    "mlp": Workload("MLP, 50,890 parameters, SGD", "mlp", (1, 28, 28), 10, IMAGES, SGD, 32, 100),
+    "conv": Workload("vgg-compact, SGD", "vgg-compact", (1, 32, 32), 10, IMAGES, SGD, 32, 20),
+    "gpt": Workload("gpt-compact, fused AdamW", "gpt-compact", (64,), 64, TEXTS, ADAMW, 4, 10),
+}
 
 
 class Spent(NamedTuple):
@@ -79,27 +104,34 @@ Block = Callable[[], Spent | None]
 class Setting(NamedTuple):
     """What all contenders train on, in one process."""
 
-    workload: str
+    workload: Workload
     data: DeviceData
     rank: int
     world: int
-    steps: int
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        if self.workload == "conv":
-            return models.build("vgg-compact", CLASSES, (1, 32, 32))
-        inner = nn.Linear(SIZE * SIZE, 64), nn.ReLU(), nn.Linear(64, CLASSES)
+        name, shape, classes = self.workload.model, self.workload.input_shape, self.workload.classes
+        if name != "mlp":
+            return models.build(name, classes, shape)
+        inner = nn.Linear(math.prod(shape), 64), nn.ReLU(), nn.Linear(64, classes)
         return nn.Sequential(nn.Flatten(), *inner)
 
     def batches(self) -> Iterator[Tensor]:
         """As `Collective.batches` hands them out."""
         order = epoch_order(self.data.train_samples, 0, 0)
-        yield from order.view(self.steps, self.world, BATCH)[:, self.rank]
+        yield from order.view(self.workload.steps, self.world, self.workload.batch)[:, self.rank]
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        of = self.workload.optimizer
+        if of["optimizer"] == "adamw":
+            return torch.optim.AdamW(parameters, lr=of["lr"], weight_decay=0.0, fused=True)
+        return torch.optim.SGD(parameters, lr=of["lr"], momentum=of["momentum"])
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+    """The mean over images, or over the tokens of all texts."""
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
 # --- contenders ----------------------------------------------------------------------------------
@@ -107,13 +139,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def bare(at: Setting) -> Block:
     module = DistributedDataParallel(at.model(), gradient_as_bucket_view=True)
-    optimizer = sgd(module.parameters())
+    optimizer = at.make_optimizer(module.parameters())
 
     def block() -> None:
         losses = []
         for indices in at.batches():
             x, y = at.data.batch(indices)
-            loss = F.cross_entropy(module(x), y)
+            loss = loss_of(module(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -126,14 +158,16 @@ def ours(at: Setting) -> Block:
     """The loop of a cell: the ddp strategy, the step clock with phase marks, DDP's own times."""
     s = Settings(
         strategy="ddp", options=option_defaults("ddp"), model="vgg-compact", dataset="synthetic",
-        gpus=at.world, seed=0, epochs=1, global_batch=at.world * BATCH, per_worker_batch=BATCH, lr=0.01,
-        momentum=0.9, weight_decay=0.0, nesterov=False, precision="fp32", augment=False,
-        warmup_steps=3, device="cpu", threads=1, slowdown=None,
+        gpus=at.world, seed=0, epochs=1, global_batch=at.world * at.workload.batch,
+        per_worker_batch=at.workload.batch, **at.workload.optimizer, weight_decay=0.0,
+        nesterov=False, precision="fp32", augment=False, warmup_steps=3, device="cpu", threads=1,
+        slowdown=None,
     )  # fmt: skip
     clock = StepClock("cpu")
     worker = Worker(
-        s, at.rank, at.world, at.world, torch.device("cpu"), RunFolder(Path()), [], mark=clock.mark
-    )
+        s, at.rank, at.world, at.world, torch.device("cpu"), RunFolder(Path()), [],
+        mark=clock.mark, task=NextToken() if len(at.workload.input_shape) == 1 else Classification(),
+    )  # fmt: skip
     strategy = DDP(DDP.Options(**s.options))
     strategy.setup(at.model(), worker)
     return lambda: void(timed_steps(strategy, at.data, clock, at.batches()))
@@ -152,7 +186,7 @@ def accelerate(at: Setting) -> Block:
     if accelerator.num_processes != at.world:
         raise RuntimeError(f"Accelerate sees {accelerator.num_processes} processes, not {at.world}")
     model = at.model()
-    module, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+    module, optimizer = accelerator.prepare(model, at.make_optimizer(model.parameters()))
     return partial(launched_block, at, module, optimizer, accelerator.backward)
 
 
@@ -166,7 +200,7 @@ def fabric(at: Setting) -> Block:
     if launched.world_size != at.world:
         raise RuntimeError(f"Fabric sees {launched.world_size} processes, not {at.world}")
     model = at.model()
-    module, optimizer = launched.setup(model, sgd(model.parameters()))
+    module, optimizer = launched.setup(model, at.make_optimizer(model.parameters()))
     return partial(launched_block, at, module, optimizer, launched.backward)
 
 
@@ -177,7 +211,7 @@ def launched_block(
     losses = []
     for indices in at.batches():
         x, y = at.data.batch(indices)
-        loss = F.cross_entropy(module(x), y)
+        loss = loss_of(module(x), y)
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -208,10 +242,10 @@ def trainer(at: Setting) -> Block:
 
         def training_step(self, indices: Tensor, number: int) -> Tensor:
             x, y = at.data.batch(indices)
-            return F.cross_entropy(self.model(x), y)
+            return loss_of(self.model(x), y)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return sgd(self.parameters())
+            return at.make_optimizer(self.parameters())
 
     class Stamps(lightning.Callback):
         begun = ended = Spent(0, 0)
@@ -221,7 +255,7 @@ def trainer(at: Setting) -> Block:
                 self.begun = now()
 
         def on_train_batch_end(self, trainer, module, outputs, batch, number) -> None:
-            if number == TRAINER_WARM_UP + at.steps - 1:
+            if number == TRAINER_WARM_UP + at.workload.steps - 1:
                 self.ended = now()
 
     module = Module()
@@ -272,9 +306,9 @@ def work(
     models.import_torchvision()  # Lightning imports it too, and would not survive a broken one
     dist.init_process_group("gloo")
     with Path(folder, f"blocks{rank}.jsonl").open("w", encoding="utf-8") as out:
-        for workload, steps in STEPS.items():
-            data = DeviceData.load(Path(folder, workload), torch.device("cpu"), (1, SIZE, SIZE))
-            at = Setting(workload, data, rank, world, steps)
+        for trained, workload in WORKLOADS.items():
+            data = DeviceData.load(Path(folder, trained), torch.device("cpu"), workload.input_shape)
+            at = Setting(workload, data, rank, world)
             blocks = {name: CONTENDERS[name](at) for name in names}
             for name in list(logging.root.manager.loggerDict):
                 if "lightning" in name:
@@ -284,7 +318,7 @@ def work(
                 for name in names[shift:] + names[:shift]:
                     line = measured(blocks[name], sampler if name == "ours" and not rank else 0)
                     if number >= 0:
-                        line |= {"workload": workload, "round": number, "contender": name}
+                        line |= {"workload": trained, "round": number, "contender": name}
                         out.write(json.dumps(line) + "\n")
     dist.barrier()
     out.close()
@@ -321,12 +355,10 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
     """All blocks, each as the mean of its processes."""
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        for workload, steps in STEPS.items():
-            spec = {
-                "source": "synthetic", "train_samples": steps * world * BATCH, "test_samples": 1,
-                "classes": CLASSES, "channels": 1, "size": SIZE,
-            }  # fmt: skip
-            prepare("made", Path(folder, workload), spec=spec)
+        for name, workload in WORKLOADS.items():
+            samples = workload.steps * world * workload.batch
+            spec = workload.dataset | {"train_samples": samples, "test_samples": 1}
+            prepare("made", Path(folder, name), spec=spec)
         port = free.getsockname()[1]
         free.close()
         run_folder = RunFolder(Path(folder))
@@ -365,7 +397,7 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
 
 def merged(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """Of a step: mean wall and CPU time of a process, and the sampler's share of one process."""
-    steps = STEPS[parts[0]["workload"]]
+    steps = WORKLOADS[parts[0]["workload"]].steps
     per_step = 1 / len(parts) / steps
     return {
         **{key: parts[0][key] for key in ("workload", "round", "contender")},
@@ -395,7 +427,7 @@ def median_of(values: Any, axis: int = -1) -> Any:
 def summary(blocks: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
     """A row for each workload and contender; differences and ratios are to the round's bare block."""
     rows = []
-    for workload in STEPS:
+    for workload in WORKLOADS:
         of = {(b["contender"], b["round"]): b for b in blocks if b["workload"] == workload}
         rounds = sorted({number for _, number in of})
         for name in names:
@@ -442,15 +474,14 @@ def page(
             f"Not compared (not installed, or does without DDP in one process): {', '.join(missing)}.",
             "",
         ]
-    for workload in STEPS:
-        what = "MLP, 50,890 parameters" if workload == "mlp" else "vgg-compact, batch 32 a process"
+    for name, workload in WORKLOADS.items():
         lines += [
-            f"## {workload}: {what}",
+            f"## {name}: {workload.title}, batch {workload.batch} a process",
             "",
             "| loop | step, ms | step / bare | CPU a step, us | CPU added, us | CPU / bare |",
             "|---|---|---|---|---|---|",
         ]
-        for row in (r for r in rows if r["workload"] == workload):
+        for row in (r for r in rows if r["workload"] == name):
             cells = [row["contender"], f"{row['step_ms']:.2f}", shown(row, "step_ratio", ".3f")]
             cells += [f"{row['cpu_us']:.0f}", shown(row, "cpu_added_us", "+.0f")]
             cells += [shown(row, "cpu_ratio", ".3f")]

@@ -257,6 +257,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
     parameter_bytes = parameters * 4
     held = -(-parameters // traits.weight_parts) * 4
     moments = -(-parameters // (traits.optimizer_parts or 1)) * 4
+    moments += 376 if traits.optimizer_padded else 0
     batchnorm = not cell.model.startswith(("vgg", "convnext"))
     states = {
         "parameters_bytes": held,

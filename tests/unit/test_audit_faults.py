@@ -1092,6 +1092,21 @@ def test_sound_records_of_adamw_and_older_records_trip_no_rule():
         ] == []
 
 
+def test_a_flat_optimizers_state_may_have_room_between_tensors_and_no_more():
+    """The state of `zero1` covers the padding of its buckets, also on one worker."""
+    place = ("main", "ddp", 1, 0)
+    found = []
+    for held, padded in ((1.0001, True), (1.0001, False), (0.99, True), (1.5, True)):
+        records = dict(sound("cuda"))
+        records[place] = record = copy.deepcopy(records[place])
+        record["strategy"]["traits"]["optimizer_padded"] = padded
+        record["memory"]["model_states"]["optimizer_bytes"] *= held
+        evidence = planted.study(records, "cuda")
+        rule = next(r for r in RULES if r.id == "contradictory-memory")
+        found.append(any("optimizer_bytes" in f.figures for f in rule.check(evidence)))
+    assert found == [False, True, True, True]
+
+
 def test_a_strategy_that_does_not_say_how_it_communicates_is_not_held_to_it():
     record = copy.deepcopy(sound("cuda")[DDP])
     record["cell"]["strategy"] = record["strategy"]["name"] = "of-a-user"

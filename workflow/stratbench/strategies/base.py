@@ -55,6 +55,8 @@ class Traits:
     weight_parts: int | None = 1
     #: The same of the optimizer's state.
     optimizer_parts: int | None = 1
+    #: Whether the optimizer's state covers the room that is left between tensors in a flat one.
+    optimizer_padded: bool = False
     #: Whether what is divided is kept in the host's memory and not in the device's.
     states_on_host: bool = False
     #: Updates that each global batch makes; None: not fixed, or unknown.

@@ -84,6 +84,7 @@ class ZeRO1(base.Collective):
             synchronous_alone=True,
             equals_ddp=True,
             optimizer_parts=gpus,
+            optimizer_padded=True,
             updates_per_step=1,
             ring_copies=2,
         )

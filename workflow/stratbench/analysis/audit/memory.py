@@ -119,7 +119,8 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
         counts_bytes = STEP_COUNTS_BYTES if adamw and name == "optimizer" and not is_served else 0
         held, what = states.get(f"{name}_bytes"), f"memory.model_states.{name}_bytes"
         parts = parts_of_states(facts, "optimizer" if name == "optimizer" else "weight")
-        if parts == 1:
+        is_padded = name == "optimizer" and bool(facts("strategy.traits.optimizer_padded"))
+        if parts == 1 and not is_padded:
             formula = "what the whole model takes"
             if counts_bytes:
                 yield from unless_at_least(what, held, formula, whole)
