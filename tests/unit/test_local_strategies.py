@@ -6,8 +6,6 @@ each) go through the same comparison and must fail it.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import islice
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import WORLDS, found_by_groups
 from torch import Tensor, nn
 
 from launching import settings
@@ -360,44 +359,13 @@ def drift(rank: int, world: int) -> float:
     return most
 
 
-def member(world: int, rank: int, folder: str) -> None:
-    """One process of a group; rank 0 leaves the findings."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store{world}", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = work(world, rank)
-    if rank == 0:
-        torch.save(found, f"{folder}/found{world}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 # ---------------------------------------------------------------- the tests
-
-WORLDS = (1, 2, 4)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[str, Any]]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What groups of 1, 2 and 4 processes found, by size."""
-    folder = tmp_path_factory.mktemp("groups")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])
-    groups = [
-        context.Process(target=member, args=(world, rank, str(folder)), daemon=True)
-        for world in WORLDS
-        for rank in range(world)
-    ]
-    for process in groups:
-        process.start()
-    for process in groups:
-        process.join(timeout=120)
-    codes = [process.exitcode for process in groups]
-    for process in groups:
-        process.kill()
-    assert codes == [0] * len(groups)
-    return {w: torch.load(folder / f"found{w}.pt", weights_only=True) for w in WORLDS}
+    return found_by_groups(work, tmp_path_factory.mktemp("groups"), limit_s=200)
 
 
 def runs(found: dict[int, dict[str, Any]], world: int) -> Iterator[tuple[str, Callable, Any]]:

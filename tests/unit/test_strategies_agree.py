@@ -6,8 +6,6 @@ what it left. Mutants (one mistake each) go through the same comparison and must
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import found_by_groups
 from torch import Tensor, nn
 
 from stratbench.cell.learning_rate import share_of_lr
@@ -569,42 +568,13 @@ def work(world: int, rank: int) -> dict[str, Any]:
     return found
 
 
-def member(world: int, rank: int, folder: str) -> None:
-    """One process of a group; rank 0 leaves the findings."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store{world}", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = work(world, rank)
-    if rank == 0:
-        torch.save(found, f"{folder}/found{world}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 # ---------------------------------------------------------------- the tests
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What groups of 1, 2 and 4 processes found, by size."""
-    folder = tmp_path_factory.mktemp("groups")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])
-    for world in (1, 2, 4):
-        group = [
-            context.Process(target=member, args=(world, rank, str(folder)), daemon=True)
-            for rank in range(world)
-        ]
-        for process in group:
-            process.start()
-        for process in group:
-            process.join(timeout=200)
-        codes = [process.exitcode for process in group]
-        for process in group:
-            process.kill()
-        assert codes == [0] * world
-    return {w: torch.load(folder / f"found{w}.pt", weights_only=True) for w in (1, 2, 4)}
+    return found_by_groups(work, tmp_path_factory.mktemp("groups"), limit_s=200)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:

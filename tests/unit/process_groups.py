@@ -1,0 +1,52 @@
+"""Real process groups on gloo of 1, 2 and 4 processes, which run a test file's function."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLDS = (1, 2, 4)
+
+
+def found_by_groups(
+    work: Callable[[int, int], dict[str, Any]], folder: Path, limit_s: float
+) -> dict[int, dict[str, Any]]:
+    """What `work(world, rank)` returned to rank 0 of each group, by the group's size.
+
+    `work` is a function of a module, which the processes import once. A group that takes longer than
+    `limit_s` is killed and fails.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__, "torch._dynamo"])
+    for world in WORLDS:
+        group = [
+            context.Process(target=_member, args=(work, world, rank, str(folder)), daemon=True)
+            for rank in range(world)
+        ]
+        for process in group:
+            process.start()
+        for process in group:
+            process.join(timeout=limit_s)
+        codes = [process.exitcode for process in group]
+        for process in group:
+            process.kill()
+        assert codes == [0] * world
+    return {w: torch.load(folder / f"found{w}.pt", weights_only=True) for w in WORLDS}
+
+
+def _member(work: Callable[[int, int], dict[str, Any]], world: int, rank: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store{world}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    found = work(world, rank)
+    if rank == 0:
+        torch.save(found, f"{folder}/found{world}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
