@@ -1,0 +1,281 @@
+"""A wheel, built and installed in an environment of its own: what a clone has is found there, too."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from stratbench.command.__main__ import main
+from stratbench.study.job_environment import image_of_jobs
+from stratbench.study.messages import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("workflow", "envs", "profiles")
+FILES = ("Snakefile", "config.yaml", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Installed:
+    """An environment with the wheel, and no clone on its path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source = folder / "source"
+        for name in PARTS:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, self.source / name, ignore=ignored)
+        for name in FILES:
+            shutil.copy(ROOT / name, self.source)
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+        build = (*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index")
+        subprocess.run((*build, "-w", folder, self.source), check=True, timeout=120)
+        [self.wheel] = folder.glob("*.whl")
+        self.python = folder / "venv/bin/python"
+        venv = (sys.executable, "-m", "venv", "--without-pip", folder / "venv")
+        subprocess.run(venv, check=True, timeout=60)
+        [self.packages] = (folder / "venv/lib").glob("python*/site-packages")
+        (self.packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"])
+        subprocess.run(
+            (*pip, "--python", self.python, "install", "--no-deps", "--no-index", self.wheel),
+            check=True,
+            timeout=60,
+        )
+
+    def run(self, *args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """The command `stratbench`, from another folder."""
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "STRATBENCH"))
+        }
+        return subprocess.run(
+            [self.python.with_name("stratbench"), *args],
+            cwd=cwd,
+            env=kept | {"XDG_CACHE_HOME": str(self.packages.parents[3])},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=280,
+            check=False,
+        )
+
+
+def pins(name: str) -> dict[str, str]:
+    """The versions by package in a file of requirements."""
+    lines = (ROOT / "envs" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    return Installed(tmp_path_factory.mktemp("installed"))
+
+
+def test_a_wheel_has_every_file_of_the_workflow(installed):
+    def ours(path: Path) -> bool:
+        return path.is_file() and "egg-info" not in str(path) and path.suffix != ".pyc"
+
+    wanted = set()
+    for path in filter(ours, (p for part in PARTS for p in (ROOT / part).rglob("*"))):
+        name = path.relative_to(ROOT).as_posix()
+        inner = name.removeprefix("workflow/") if name.startswith("workflow/stratbench/") else None
+        wanted.add(inner or f"stratbench/_repository/{name}")
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        assert wanted - set(wheel.namelist()) == set()
+
+
+def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed, tmp_path):
+    code = (
+        "from stratbench.cell import places; from stratbench.cell.record import _schema;"
+        "from stratbench.study.schema import schema; from stratbench.analysis import paper;"
+        "assert _schema() and schema() and len(paper.published_tables());"
+        "print(places.INSTALLED, places.built_from(), places.package_folder(places.Path('copies')))"
+    )
+    done = subprocess.run(
+        [installed.python, "-c", code],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        check=True,
+        env={"PATH": os.environ["PATH"]},
+    )
+    known, built, copy = done.stdout.split()
+    assert (known, built) == ("True", "None")  # what it was built from is no checkout
+    assert [path.name for path in Path(copy).iterdir()] == ["stratbench"]
+
+
+@pytest.mark.slow
+def test_a_study_that_init_lays_down_runs(installed, tmp_path):
+    study = tmp_path / "study"
+    assert "config.yaml" in installed.run("init", study, cwd=tmp_path).stdout
+    again = installed.run("init", study, cwd=tmp_path)
+    assert (again.returncode, "is not an empty folder" in again.stdout) == (2, True)
+    config = yaml.safe_load((study / "config.yaml").read_text())
+    experiment = config["studies"]["mine"]["experiments"]["first"]
+    planned = installed.run("run", "-n", cwd=study)
+    cells = 2 * (1 + 2 * 2)  # single is on one worker alone
+    assert re.search(rf"train_cell +{cells}\n", planned.stdout), planned.stdout
+    experiment |= {"strategies": ["single"], "epochs": 1}
+    (study / "config.yaml").write_text(yaml.safe_dump(config | {"results": "out"}))
+    once = ("--config", "studies={mine: {repeats: 1}}")
+    done = installed.run("run", "out/mine/cells.csv", *once, cwd=study)
+    assert done.returncode == 0, done.stdout
+    record = json.loads(next(study.glob("out/mine/cells/*/*/*/*/*/record.json")).read_text())
+    assert record["provenance"]["git"] is None  # nor that of the study's own checkout
+    bundled = installed.run("bundle", "--replace-hosts", *once, cwd=study)
+    assert "1 record" in bundled.stdout
+    # From here on nothing of the study is at hand but this file.
+    bundle = shutil.move(study / "out/mine/mine.stratbench.zip", tmp_path)
+    shutil.rmtree(study)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    decided = installed.run("decide", bundle, cwd=elsewhere)
+    assert "vgg-compact (first, digits): single on 1 CPU process" in decided.stdout
+    planned = installed.run("plan", bundle, "--config", "cluster={gpu: A100 40GB}", cwd=elsewhere)
+    assert planned.returncode == 0, planned.stdout
+    [row] = csv.DictReader((elsewhere / "mine.plan/plan.csv").open())
+    assert (row["strategy"], row["state"]) == ("single", "done")  # it was trained, says the bundle
+    assert {p.name for p in elsewhere.iterdir()} == {"mine.plan", "mine.decision"}
+
+
+#: In place of Apptainer: says what it was asked for, and runs the command here.
+RUNTIME = """#!/bin/sh
+[ "$1" = --version ] && echo apptainer version 1.4.5 && exit
+echo "$@" | cut -d"'" -f1,3 | cut -c1-200 >> "$ASKED"
+while [ "$1" != bash ]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.mark.slow
+def test_rules_run_in_the_image_of_the_config(installed, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/apptainer").write_text(RUNTIME)
+    (tmp_path / "bin/apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    study = tmp_path / "study"
+    installed.run("init", study, cwd=tmp_path)
+    (study / "image.sif").touch()
+    command = ("run", "results/mine/cells.json", "--sdm", "apptainer", "--config")
+    done = installed.run(*command, "container=image.sif", cwd=study)
+    assert done.returncode == 0, done.stdout
+    assert (study / "results/mine/cells.json").exists()
+    [asked] = (tmp_path / "asked").read_text().splitlines()
+    assert asked.startswith("exec --home")
+    assert " image.sif bash -c" in asked
+
+
+@pytest.mark.parametrize(
+    ("image", "asked", "said"),
+    [
+        (None, True, "--sdm apptainer needs an image"),
+        ("none.sif", True, "there is no such file"),
+        ("a.sif; true", False, "holds ';'"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_a_mistake_in_the_config(image, asked, said):
+    with pytest.raises(ConfigError, match=said):
+        image_of_jobs({"container": image}, asked)
+
+
+@pytest.mark.parametrize("image", [None, "none.sif", "docker://example.org/a/b:1"])
+def test_an_image_that_is_not_asked_for_may_be_away(image):
+    assert image_of_jobs({"container": image}, asked=False) == image
+
+
+def test_both_recipes_of_the_image_copy_what_the_package_is_built_of():
+    """A path that is not there would show only when somebody builds the image."""
+    apptainer = (ROOT / "envs/apptainer.def").read_text()
+    docker = (ROOT / "envs/Dockerfile").read_text()
+    copied = set(re.findall(r"^    (\S+) /opt/source/\1$", apptainer, re.M))
+    lines = re.findall(r"^COPY (.+) \S+$", docker, re.M)
+    assert copied == {name for line in lines for name in line.split()} == {*PARTS, *FILES}
+    sent = (ROOT / "envs/Dockerfile.dockerignore").read_text()
+    assert copied == set(re.findall(r"^!(\S+)$", sent, re.M))
+    for recipe in (apptainer, docker):
+        assert "envs/install.sh /opt/source" in recipe
+    subprocess.run(("sh", "-n", ROOT / "envs/install.sh"), check=True)
+
+
+def test_metadata_asks_for_the_packages_of_the_requirements_and_allows_their_pins():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {r.name: r for r in map(Requirement, project["dependencies"])}
+    assert wanted.keys() == pins("requirements.txt").keys()
+    for name, pin in pins("requirements.txt").items():
+        assert pin in wanted[name].specifier, f"{name}: {pin}"
+
+
+@pytest.mark.slow
+def test_sets_are_judged_with_the_packages_of_the_analysis_alone(tmp_path):
+    """Those that requirements-analysis.txt leaves out are not there, as on a laptop without PyTorch."""
+    left_out = pins("requirements.txt").keys() - pins("requirements-analysis.txt").keys()
+    modules = {"scikit-learn": "sklearn", "nvidia-ml-py": "pynvml"}
+    blocked = [
+        modules.get(name, name) for name in left_out if name != "snakemake-executor-plugin-slurm"
+    ]
+    assert {"torch", "snakemake", "psutil"} < set(blocked)
+    code = f"""
+import sys
+
+class Away:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {blocked}:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Away())
+from stratbench.command.__main__ import main
+for command in (
+    "decide paper:v2", "check paper:v1", "compare a=paper:v1 b=paper:v2 --fail-above 0.05", "plan paper:v2"
+):
+    print("exit code", main(command.split()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "workflow")},
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    assert "vgg16 (ddp-fsdp, cifar10): ddp on 4 GPUs" in done.stdout
+    assert re.findall(r"exit code (\d)", done.stdout) == ["0", "1", "0", "2"]
+    assert done.stderr.splitlines()[-1] == (
+        "stratbench plan: needs the package torch: pip install torch torchvision"
+    )
+    assert (tmp_path / "compare/a-b/index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["decide", "none.zip"], "none.zip is not there"),
+        (["decide", "paper:v2", "--config", "decide={gpus: none}"], "config: decide.gpus = 'none'"),
+        (["decide", "paper:v2", "--config", "gpus"], "is not KEY=VALUE"),
+        (["plan", "paper:v2"], "holds no config to plan"),
+        (["compare", "a=paper:v1"], "has one set"),
+        (["compare", "a=paper:v1", "paper:v2"], "name each set once"),
+        (["export", "paper:v2", "--to", "excel"], "--to excel: is not one of parquet"),
+        (["decide", "--out", "there"], "--out is for a set"),
+        (["plan"], "no config.yaml is in this folder"),
+        (["run", "--profile", "none"], "none is no profile"),
+        (["init", ".", "--quick"], "unknown: --quick"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

@@ -1,0 +1,391 @@
+"""Sets beside each other: ratios, what differs, what has no ratio, the decision and the regression watch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import fixture_records as fixture
+import numpy as np
+import pytest
+
+from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.groups import Group
+from stratbench.analysis.score import Score
+from stratbench.sets import page, regression, tables, unpaired
+from stratbench.sets.__main__ import main
+from stratbench.sets.comparison import ComparedCell, compare, headline_of
+from stratbench.sets.matching import Match
+from stratbench.sets.reading import read_set
+from stratbench.sets.union import decisions_over
+from stratbench.study import validation
+from stratbench.study.messages import ConfigError
+from stratbench.study.result_sets import existing_sets
+
+EXAMPLE = Path(__file__).parents[2] / "benchmarks/results/paper-v1-v2"
+NOISE = 0.01
+CELLS = {
+    "strategies": ("ddp", "fsdp"),
+    "models": ("vgg16", "resnet50"),
+    "gpus": (1, 2),
+    "repeats": 3,
+}
+
+
+def slowed(record, factor: float) -> None:
+    """Scale everything in a record that is a time of training, or follows from one."""
+    time = record["time"]
+    time["train_time_s"] *= factor
+    time["throughput_samples_per_s"] /= factor
+    time["epoch_times_s"] = [t * factor for t in time["epoch_times_s"]]
+    for part in ("step_ms", "breakdown_ms"):
+        time[part] = {k: v if k == "count" else v * factor for k, v in time[part].items()}
+    for entry in (*record["score"]["per_epoch"], *record["workers"]):
+        entry["train_time_s"] *= factor
+    for key in ("achieved_flops_per_s", "mfu"):
+        record["compute"][key] /= factor
+    record["communication"]["implied_bytes_per_s"] /= factor
+    for key in ("total_ms", "overlapped_ms", "exposed_ms"):
+        if key in record["communication"]:
+            record["communication"][key] *= factor
+    record["energy"] = None
+    time["total_s"] += time["train_time_s"] * (1 - 1 / factor)
+    told = record["provenance"]
+    end = datetime.fromisoformat(told["started"]) + timedelta(seconds=time["total_s"])
+    told["finished"] = end.isoformat(timespec="seconds")
+
+
+def a_set(folder: Path, name: str, slower=lambda cell: 1.0, change=None, **cells):
+    """A study whose times scatter by NOISE, slower by a factor of each cell."""
+
+    def changed(cell, record):
+        noise = random.Random(f"{name}{cell}").gauss(0, NOISE)
+        slowed(record, slower(cell) * math.exp(noise))
+        if change:
+            change(cell, record)
+        return record
+
+    expanded = fixture.expand(**CELLS | cells)
+    return fixture.write_study(folder / name, expanded, change=changed)
+
+
+def on_another_machine(cell, record):
+    for worker in record["workers"]:
+        worker["provenance"]["gpu"]["name"] = "<script>alert(1)</script>"
+        worker["provenance"]["software"]["torch"] = "=cmd|' /C calc'!A0"
+    record["settings"]["threads"] = 4
+    if cell.model == "resnet50":
+        record["settings"]["lr"] = 0.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`old`; `same`, measured again; `fast`, another machine, other rates of learning for one model."""
+    root = tmp_path_factory.mktemp("sets")
+    a_set(root, "old")
+    a_set(root, "same")
+    a_set(root, "fast", lambda cell: 0.5 if cell.strategy == "ddp" else 0.3, on_another_machine)
+    a_set(root, "slow", lambda cell: 1.2 if cell.strategy == "ddp" else 1.0)
+    return root
+
+
+@pytest.fixture(scope="module")
+def sets(folder):
+    return {p.name: read_set(str(p / "constructed"), p.name) for p in folder.iterdir()}
+
+
+def test_a_cells_ratio_has_welchs_interval():
+    found = unpaired.ratio_of_times([2.0, 2.2, 2.1], [1.0, 1.1])
+    assert found.value == pytest.approx((2.0 * 2.2 * 2.1) ** (1 / 3) / 1.1**0.5)
+    # By hand: variances of the logarithms, Satterthwaite's degrees, t of R's qt.
+    new, old = np.log([2.0, 2.2, 2.1]), np.log([1.0, 1.1])
+    v = new.var(ddof=1) / 3, old.var(ddof=1) / 2
+    dof = sum(v) ** 2 / (v[0] ** 2 / 2 + v[1] ** 2 / 1)
+    from scipy.stats import t
+
+    half = t.ppf(0.975, dof) * sum(v) ** 0.5
+    assert math.log(found.high / found.low) == pytest.approx(2 * half)
+    assert unpaired.ratio_of_times([2.0], [1.0, 1.1]) == (pytest.approx(2 / 1.1**0.5), None, None)
+    assert unpaired.ratio_of_times([2.0, 2.0], [1.0, 1.0]).low is None
+
+
+def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
+    found = compare(sets["old"], sets["same"])
+    assert len(found.with_ratio) == 8
+    assert [d.kind for d in found.place] == []
+    assert headline_of(found).startswith("Of hardware, versions and flags nothing")
+    inside = [cell.time.low < 1 < cell.time.high for cell in found.with_ratio]
+    assert sum(inside) >= 7
+    for mean in found.strategies:
+        assert mean.time.value == pytest.approx(1, abs=0.02)
+        assert mean.models == 2
+    assert [(m.strategy, m.gpus) for m in found.strategies][:3] == [
+        ("ddp", None),
+        ("ddp", 1),
+        ("ddp", 2),
+    ]
+    assert not (sets["old"].findings["severity"] == "unusable").any(), (
+        "the times must be believable"
+    )
+
+
+def test_what_differs_comes_first_and_other_work_has_no_ratio(sets):
+    found = compare(sets["old"], sets["fast"])
+    text = headline_of(found)
+    assert "hardware, cores, threads and nodes, versions" in text
+    assert "No ratio can be put down to one of them alone." in text
+    assert {cell.group.model for cell in found.with_ratio} == {"vgg16"}
+    assert [c.why_not for c in found.without_ratio] == ["lr 0.01 against 0.5"] * 4
+    assert [(d.path, d.first, d.other) for d in found.work] == [("settings.lr", "0.01", "0.5")]
+    assert {d.path for d in found.place} == {
+        "settings.threads", "worker.gpu.name", "worker.software.torch"
+    }  # fmt: skip
+    ddp, fsdp = (m for m in found.strategies if m.gpus is None)
+    assert ddp.time.value == pytest.approx(0.5, rel=0.02)
+    assert fsdp.time.value == pytest.approx(0.3, rel=0.02)
+    assert ddp.time.low is None, "one model has no interval over models"
+    # fsdp took 1.05 times as long as ddp, and takes 0.63 times as long.
+    change = found.rank_changes[0]
+    assert (change.was_first, change.is_first) == ("ddp", "fsdp")
+    assert change.before.value > 1 > change.after.value
+
+
+def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality(sets):
+    sure = [r for r in compare(sets["old"], sets["fast"]).rank_changes if r.is_clear]
+    assert sure[0].before.low > 1 > sure[0].after.high
+    chance = replace(sure[0], before=unpaired.Interval(1.1, 0.9, 1.3))
+    assert not chance.is_clear
+    assert not replace(sure[0], before=unpaired.Interval(1.1)).is_clear
+    section = page.pair_section(
+        replace(compare(sets["old"], sets["fast"]), rank_changes=(chance,)), {}
+    )
+    shown = page.render(
+        page.page_values([sets["old"]], [section], None, None, [], [], Constraints())
+    )
+    assert "it may be chance</td>" in shown
+    assert "both intervals leave out 1" not in shown
+
+
+def test_what_the_audit_doubts_is_said_beside_the_ratio(sets, tmp_path):
+    def busy(cell, record):
+        record["provenance"]["busy_at_start"] = {"0": {"other_cpu_cores": 20.0}}
+
+    found = compare(sets["old"], read_set(str(a_set(tmp_path, "busy", change=busy)), "busy"))
+    assert all(cell.doubts == ("busy-machine",) for cell in found.with_ratio)
+    assert "The audit doubts times of 8 of 8 ratios: busy-machine." in headline_of(found)
+    assert "the audit doubts its times: busy-machine" in regression.watch([found], 0.5)[0].sentence
+
+
+def test_threads_and_what_follows_from_them_are_one_difference(sets, tmp_path):
+    def threads(cell, record):
+        record["settings"]["threads"] = record["provenance"]["threads_per_worker"] = 2
+        for worker in record["workers"]:
+            worker["provenance"]["environment"]["OMP_NUM_THREADS"] = "2"
+
+    found = compare(sets["old"], read_set(str(a_set(tmp_path, "two", change=threads)), "two"))
+    assert headline_of(found).startswith("Between old and two one thing differs")
+
+
+def test_stand_ins_of_hosts_are_not_compared(sets):
+    found, other = sets["old"], sets["same"]
+    renamed = read_set(other.source, "renamed")
+    for record in renamed.records:
+        record["workers"][0]["provenance"]["host"]["name"] = "node1"
+    assert {d.kind for d in compare(found, renamed).place} == {"hosts"}
+    again = read_set(other.source, "again")
+    for record in again.records:
+        record["workers"][0]["provenance"]["host"]["name"] = "node1"
+    object.__setattr__(again, "manifest", {"hosts": "replaced"})
+    assert compare(found, again).place == ()
+
+
+def test_the_committed_example_is_what_a_comparison_writes(tmp_path):
+    found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
+    tables.write_all(found, tmp_path)
+    committed = sorted(p.relative_to(EXAMPLE) for p in EXAMPLE.rglob("*.*"))
+    assert len(committed) == 5
+    for name in committed:
+        assert (tmp_path / "v2" / name).read_text() == (EXAMPLE / name).read_text(), (
+            f"write {EXAMPLE / name} anew, by the command in docs/comparing.md"
+        )
+
+
+def test_the_paper_says_how_little_its_versions_can_be_compared():
+    found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
+    assert len(found.with_ratio) == 12
+    assert all(cell.time == (1.0, None, None) for cell in found.with_ratio)
+    assert {c.why_not for c in found.without_ratio} == {"epochs 100 against not stated"}
+    assert "12 of 12 times are equal to the last digit" in headline_of(found)
+    assert "Only one of them states: precision" in headline_of(found)
+
+
+def test_the_decision_goes_over_all_sets_by_time_or_by_cost(sets):
+    pair = [sets["old"], sets["same"]]
+    by_time = decisions_over([sets["old"], sets["slow"]], {}, Constraints(gpus=2))
+    assert [d.model for d in by_time] == ["vgg16", "resnet50"]
+    assert {d.choice.strategy for d in by_time} <= {"ddp (old)", "fsdp (old)", "fsdp (slow)"}
+    dear = decisions_over(pair, {"old": 10.0, "same": 1.0}, Constraints())
+    assert all(d.choice.strategy.endswith("(same)") for d in dear)
+    cheap = decisions_over(pair, {"old": 1.0, "same": 10.0}, Constraints())
+    assert all(d.choice.strategy.endswith("(old)") for d in cheap)
+    # Nothing in common: no job of the one is a job of the other.
+    assert decisions_over([sets["old"], read_set("paper:v1")], {}, Constraints()) == []
+
+
+def test_the_page_and_its_tables_hold_foreign_texts_as_texts(folder, tmp_path, capsys):
+    named = {"old": str(folder / "old/constructed"), "fast": str(folder / "fast/constructed")}
+    assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path)]) == 0
+    assert "fast against old: Between old and fast differ: " in capsys.readouterr().out
+    out = tmp_path / "old-fast"
+    page = (out / "index.html").read_text()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    explored = (out / "explore.html").read_text()
+    assert "<script>alert" not in explored
+    assert '"levels":["old","fast"]' in explored
+    assert page.index("What differs") < page.index("By strategy") < page.index("Not comparable")
+    for name in ("differences", "strategies", "main/time_ratio"):
+        assert all((out / f"fast/{name}.{kind}").stat().st_size for kind in ("csv", "md", "tex"))
+    assert "<script>" not in (out / "fast/differences.md").read_text()
+    for path in out.rglob("*.csv"):
+        with open(path, newline="") as file:
+            for cell in (cell for row in csv.reader(file) for cell in row):
+                is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", cell)
+                assert is_number or not cell.startswith(("=", "+", "-", "@")), (path, cell)
+    assert len(list(out.rglob("*.svg"))) == 2
+
+
+# ---------------------------------------------------------------- the regression watch
+
+
+def watched_pair(chance, repeats: int, slower: float, where: str) -> SimpleNamespace:
+    """Two sets of four strategies, three models, two counts; the first strategy or its first cell slower."""
+    cells = []
+    for at in np.ndindex(4, 3, 2):
+        old, new = np.exp(chance.normal(0, NOISE, (2, repeats)))
+        if at[0] == 0 and (where == "strategy" or at == (0, 0, 0)):
+            new = new * (1 + slower)
+        group = Group("main", f"s{at[0]}", f"m{at[1]}", at[2] + 1)
+        sides = (tuple(old), tuple(new), (), (), None, None, "", "")
+        cells.append(ComparedCell(Match("d", group, group), *sides, Score(), "", ""))
+    return SimpleNamespace(other=SimpleNamespace(name="new"), cells=cells, with_ratio=cells)
+
+
+@pytest.mark.parametrize(
+    ("repeats", "slower", "where", "allowed", "least", "most"),
+    [
+        (3, 0.0, "strategy", 0.0, 0, 3),  # A/A: 5 % of 20 at most, by simulation 3.5 %
+        (3, 0.0, "strategy", 0.05, 0, 0),
+        (3, 0.02, "strategy", 0.0, 19, 20),
+        (3, 0.02, "strategy", 0.05, 0, 0),
+        (3, 0.05, "strategy", 0.01, 20, 20),
+        (3, 0.05, "strategy", 0.05, 0, 2),  # just what is allowed
+        (3, 0.20, "strategy", 0.05, 20, 20),
+        (5, 0.20, "cell", 0.05, 20, 20),  # a mean over cells hides it: 3 %
+    ],
+)
+def test_planted_slowdowns_are_found_and_noise_is_not(repeats, slower, where, allowed, least, most):
+    chance = np.random.default_rng(7)
+    found = 0
+    for _ in range(20):
+        watched = regression.watch([watched_pair(chance, repeats, slower, where)], allowed)
+        found += regression.is_slower(watched)
+    assert least <= found <= most
+
+
+@pytest.mark.parametrize(
+    ("other", "allowed", "code", "told"),
+    [
+        ("same", 0.05, 0, "nothing slower"),
+        ("slow", 0.05, 1, "slow: ddp: slower, +"),
+        ("slow", 0.5, 0, "nothing slower"),
+        ("fast", 0.0, 0, "fast: fsdp: within, -"),
+    ],
+)
+def test_compare_fails_where_a_strategy_is_slower(
+    folder, sets, tmp_path, capsys, monkeypatch, other, allowed, code, told
+):
+    monkeypatch.setattr("stratbench.sets.compare.read_set", lambda _, name: sets[name])
+    monkeypatch.setattr("stratbench.sets.figures.draw_all", lambda *_: {})
+    named = {name: str(folder / name / "constructed") for name in ("old", other)}
+    judge = ["--compare", json.dumps({"fail_above": allowed})]
+    assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path), *judge]) == code
+    assert told in capsys.readouterr().out
+    assert "Regression watch" in (tmp_path / f"old-{other}/index.html").read_text()
+
+
+def test_one_repeat_cannot_tell(tmp_path):
+    old = read_set(str(a_set(tmp_path, "one", repeats=1)), "one")
+    new = read_set(str(a_set(tmp_path, "two", lambda _: 2.0, repeats=1)), "two")
+    watched = regression.watch([compare(old, new)], 0.05)
+    assert [w.verdict for w in watched] == ["cannot tell"] * 2
+    assert "no two repeats in both sets" in watched[0].sentence
+    told = list(regression.describe_watch(watched, 0.05))
+    assert (
+        told[0] == "Regression watch (5.0% allowed): nothing slower; of 2 the repeats cannot tell."
+    )
+
+
+def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
+    cells = fixture.expand(**CELLS)
+    folder = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 2): "oom"})
+    found = compare(sets["old"], read_set(str(folder), "new"))
+    watched = regression.watch([found], 1.0)
+    assert [w.sentence for w in watched if w.fails] == [
+        "new: fsdp on 2, vgg16 (main), OOM: no longer finishes"
+    ]
+    assert regression.is_slower(watched)
+    # The other way round nothing is lost.
+    back = compare(read_set(str(folder), "new"), sets["old"])
+    assert not regression.is_slower(regression.watch([back], 1.0))
+
+
+# ---------------------------------------------------------------- the config
+
+
+def config_with(**keys):
+    first = {"dataset": "digits", "strategies": ["ddp"], "models": ["vgg-compact"], "gpus": [1]}
+    first |= {"epochs": 1, "global_batch": 64, "lr": 0.1}
+    return {"study": "demo", "studies": {"demo": {"experiments": {"first": first}}}} | keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"sets": "a.zip"}, "sets = 'a.zip': must be a mapping"),
+        ({"sets": ["a.zip"]}, "sets = ['a.zip']: must be a mapping"),
+        ({"sets": {"a": "a.zip"}}, "has one set; name two or more"),
+        ({"sets": {"a": "x.zip", "b": "./x.zip"}}, "sets.b = './x.zip': is the same as sets.a"),
+        ({"sets": {"a": "paper:v1", "b": "paper:v1"}}, "is the same as sets.a"),
+        ({"sets": {"a": "paper:v3", "b": "x"}}, "Allowed: paper:v1, paper:v2"),
+        ({"sets": {"a": 3.5, "b": "x"}}, "sets.a = 3.5: must be text"),
+        ({"sets": {"../a": "y", "b": "x"}}, "the name '../a' stands in paths"),
+        ({"compare": {"fail_above": -0.1}}, "must be at least 0"),
+        ({"compare": {"fail_above": 5}}, "must be at most 1"),
+        ({"compare": {"fail_abov": 0.1}}, "Did you mean 'fail_above'?"),
+        ({"compare": {"prices": {"a": 0}}}, "must be greater than 0"),
+        ({"sets": {"a": "x", "b": "y"}, "compare": {"prices": {"c": 1}}}, "Allowed: a, b"),
+        ({"sets": {"a": "x", "b": "y"}, "compare": {"prices": {"a": 1}}}, "no price for b"),
+        ({"bundle": {"hosts": "hidden"}}, "Allowed: named, replaced"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_config_end_in_one_sentence(keys, told):
+    with pytest.raises(ConfigError) as error:
+        validation.validate(config_with(**keys))
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_set_that_is_not_there_is_told_before_anything_runs(tmp_path):
+    found = validation.validate(config_with(sets={"a": str(tmp_path), "b": str(tmp_path / "no")}))
+    with pytest.raises(ConfigError, match=r"sets\.b = .*no': there is no such file or folder"):
+        existing_sets(found)
+    with pytest.raises(ConfigError, match="sets: is not given"):
+        existing_sets(validation.validate(config_with()))

@@ -1,0 +1,77 @@
+# Result sets: the records of a study as one file, and sets beside each other. Nothing here trains, and
+# nothing has an output that Snakemake knows of, so that it always runs.
+
+
+# `snakemake bundle`: records, timelines, resolved config and environment in results/<study>/<study>.stratbench.zip.
+rule bundle:
+    input:
+        f"{RESULTS}/{STUDY.name}/cells.json",
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/bundle.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        study=lambda w, input: str(Path(input[0]).parent),
+        config=lambda w: json.dumps(
+            {
+                key: value
+                for key, value in CONFIG.items()
+                if key not in ("sets", "compare", "bundle", "export")
+            }
+            | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}},
+            sort_keys=True,
+        ),
+        hosts=CONFIG["bundle"]["hosts"],
+    message:
+        f"bundle the records of {STUDY.name}"
+    shell:
+        f"{FIND_PACKAGE}"
+        "python -m stratbench.sets bundle --study-dir {params.study:q} --config {params.config:q}"
+        " --hosts {params.hosts:q} 2>&1 | tee {log:q}"
+
+
+# `snakemake compare --config 'sets={a10g: a10g.stratbench.zip, here: results/paper}'`: a page, tables and
+# figures in results/compare/<names>/. With 'compare={fail_above: 0.05}' it fails where a strategy is slower.
+rule compare:
+    log:
+        f"{RESULTS}/compare/compare.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        sets=compared_sets,
+        compare=lambda w: json.dumps(CONFIG["compare"]),
+        constraints=constraints,
+        out=f"{RESULTS}/compare",
+    message:
+        "compare result sets"
+    shell:
+        f"{FIND_PACKAGE}"
+        "python -m stratbench.sets compare --sets {params.sets:q} --compare {params.compare:q}"
+        " --constraints {params.constraints:q} --out {params.out:q} 2>&1 | tee {log:q}"
+
+
+# `snakemake export --config 'export=[parquet, mlflow]'`: the records that are there, for other tools, in
+# results/<study>/export.
+rule export:
+    input:
+        f"{RESULTS}/{STUDY.name}/cells.json",
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/export.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        study=lambda w, input: str(Path(input[0]).parent),
+        formats=CONFIG["export"],
+        skipped=skipped,
+        targets=targets,
+        trained=as_trained,
+    message:
+        f"export the records of {STUDY.name}"
+    shell:
+        f"{FIND_PACKAGE}"
+        "python -m stratbench.sets export {params.study:q} --to {params.formats:q}"
+        " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
+        " --out {params.study:q}/export 2>&1 | tee {log:q}"

@@ -1,0 +1,7 @@
+"""The command `stratbench`: each subcommand drives the workflow's rules, or the modules behind them."""
+
+from __future__ import annotations
+
+
+class CommandError(Exception):
+    """Why a subcommand cannot do what it was asked, in one sentence."""

@@ -1,0 +1,224 @@
+"""The subcommands of `stratbench` and their arguments; also `python -m stratbench.command`.
+
+Each imports what it needs when it runs: only `run`, `plan` and the check of networks need PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stratbench import __version__
+from stratbench.command import CommandError
+from stratbench.command.in_folder import profile_folder, require, run_rules
+from stratbench.command.init import lay_down
+
+SET = "a bundle, a folder results/STUDY, or paper:v2"
+#: The rule's own text is what is asked for.
+QUIETLY = ("--cores", "1", "--quiet", "all")
+DESCRIPTION = """\
+Measures distributed-training strategies against each other, and says which to choose.
+
+In a folder with config.yaml a subcommand runs the rule of its name, and hands all other
+options to Snakemake: `stratbench plan --config 'cluster={gpu: A100 40GB}'`.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit code, 2 where it could not do what it was asked."""
+    given, others = parser().parse_known_args(argv)
+    try:
+        return given.run(given, others)
+    except CommandError as error:
+        print(f"stratbench {given.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """All subcommands."""
+    made = argparse.ArgumentParser(
+        prog="stratbench",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--version", action="version", version=f"stratbench {__version__}")
+    subcommands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run, text: str, study: bool = True) -> argparse.ArgumentParser:
+        added = subcommands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.set_defaults(run=run)
+        if study:
+            added.add_argument("--study", help="the study, where it is not the config's")
+            added.add_argument(
+                "--config",
+                nargs="+",
+                default=[],
+                metavar="KEY=VALUE",
+                help="values for the config's",
+            )
+        return added
+
+    text = "lay down a study of your own: config.yaml, Snakefile, profiles"
+    init = add("init", run_init, text, study=False)
+    init.add_argument("folder", type=Path, help="a folder that does not exist yet, or is empty")
+    for name, text in (
+        ("run", "train a study, and write its report"),
+        ("verdict", "which strategy is fastest, from short blocks instead of whole trainings"),
+    ):
+        trains = add(name, run_study, text)
+        trains.add_argument(
+            "--profile", default="local", help="local (default), slurm, or a folder"
+        )
+    for name, function, text in (
+        ("plan", run_plan, "what fits, how long it takes, what it costs"),
+        ("decide", run_decide, "which strategy to choose, and why"),
+    ):
+        added = add(name, function, text)
+        added.add_argument("set", nargs="?", help=f"{SET}; default: the study of this folder")
+        added.add_argument(
+            "--out", type=Path, help=f"of a set: the folder to write; default: STUDY.{name}"
+        )
+    text = "of a study, whether each strategy can train each network; of a set, whether it is sound"
+    check = add("check", run_check, text)
+    check.add_argument(
+        "set", nargs="?", help=f"{SET}; default: the networks of this folder's study"
+    )
+    check.add_argument("--to-share", action="store_true", help="whether a bundle can be shared")
+    compare = add("compare", run_compare, "two result sets or more, side by side")
+    compare.add_argument(
+        "sets",
+        nargs="*",
+        metavar="NAME=SET",
+        help=f"{SET}; default: `sets` of this folder's config",
+    )
+    compare.add_argument("--out", type=Path, help="of sets: the folder to write; default: compare")
+    compare.add_argument(
+        "--fail-above",
+        type=float,
+        metavar="SHARE",
+        help="exit code 1 where a strategy is slower by more, beyond noise: 0.05 is 5 %%",
+    )
+    export = add("export", run_export, "the records for other tools")
+    export.add_argument("set", nargs="?", help=f"{SET}; default: the study of this folder")
+    export.add_argument(
+        "--to", nargs="+", default=["parquet"], metavar="FORMAT", help="default: parquet"
+    )
+    export.add_argument(
+        "--out", type=Path, help="of a set: the folder to write; default: STUDY.export"
+    )
+    bundle = add("bundle", run_bundle, "the results of a study as one file")
+    bundle.add_argument(
+        "--replace-hosts", action="store_true", help="no host or user is named in it"
+    )
+    return made
+
+
+def run_init(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench init FOLDER`."""
+    refuse(others)
+    for path in lay_down(given.folder):
+        print(path)
+    print(f"\nNext: cd {given.folder} && stratbench run")
+    return 0
+
+
+def run_study(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench run`: the workflow's default target; `stratbench verdict`: the rule `verdict`."""
+    require("torch")
+    target = [] if given.command == "run" else [given.command]
+    profile = profile_folder(given.profile)
+    return run_rules(*target, "--profile", profile, *others, config=pairs(given))
+
+
+def run_plan(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench plan`: the rule `plan`, or of a bundle the module behind it."""
+    require("torch")
+    if given.set is not None:
+        from stratbench.command import from_set
+
+        refuse(others)
+        return from_set.plan(given.set, pairs(given), given.out)
+    refuse_out(given)
+    return run_rules("plan", *QUIETLY, *others, config=pairs(given))
+
+
+def run_check(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench check`: the rule `check`, or the check of a set."""
+    if given.set is not None:
+        from stratbench.command import from_set
+
+        refuse(others + pairs(given))
+        return from_set.check(given.set, given.to_share)
+    require("torch")
+    return run_rules("check", *QUIETLY, *others, config=pairs(given))
+
+
+def run_decide(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench decide`: the rule `decide`, or of a set the module behind it."""
+    if given.set is not None:
+        from stratbench.command import from_set
+
+        refuse(others)
+        return from_set.decide(given.set, pairs(given), given.out)
+    refuse_out(given)
+    return run_rules("decide", *QUIETLY, *others, config=pairs(given))
+
+
+def run_compare(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench compare`: the rule `compare`, or of named sets the module behind it."""
+    limit = [] if given.fail_above is None else [f"compare={{fail_above: {given.fail_above}}}"]
+    if given.sets:
+        from stratbench.command import from_set
+
+        refuse(others)
+        return from_set.compare(given.sets, [*pairs(given), *limit], given.out)
+    refuse_out(given)
+    return run_rules("compare", *QUIETLY, *others, config=[*pairs(given), *limit])
+
+
+def run_export(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench export`: the rule `export`, or of a set the module behind it."""
+    from stratbench.sets.export import EXPORTS
+
+    if unknown := [name for name in given.to if name not in EXPORTS]:
+        raise CommandError(f"--to {unknown[0]}: is not one of {', '.join(EXPORTS)}")
+    if given.set is not None:
+        from stratbench.command import from_set
+
+        refuse(others)
+        return from_set.export(given.set, given.to, given.out)
+    refuse_out(given)
+    formats = [f"export=[{', '.join(given.to)}]"]
+    return run_rules("export", *QUIETLY, *others, config=[*pairs(given), *formats])
+
+
+def run_bundle(given: argparse.Namespace, others: list[str]) -> int:
+    """`stratbench bundle`: the rule `bundle`."""
+    hosts = ["bundle={hosts: replaced}"] if given.replace_hosts else []
+    return run_rules("bundle", *QUIETLY, *others, config=[*pairs(given), *hosts])
+
+
+def pairs(given: argparse.Namespace) -> list[str]:
+    """What is to change in the config, as KEY=VALUE."""
+    return [*([f"study={given.study}"] if given.study else []), *given.config]
+
+
+def refuse_out(given: argparse.Namespace) -> None:
+    """CommandError for --out without a set: a study's rules write into its results."""
+    if given.out is not None:
+        raise CommandError(
+            "--out is for a set; a study's results are in the folder `results` of its config"
+        )
+
+
+def refuse(others: list[str]) -> None:
+    """CommandError for arguments that nobody knows."""
+    if others:
+        raise CommandError(f"unknown: {' '.join(others)}; see stratbench --help")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

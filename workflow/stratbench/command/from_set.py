@@ -1,0 +1,188 @@
+"""Plans and decides from a result set: a bundle, the folder of a study's results, the paper's tables."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.decide import write_decisions
+from stratbench.command import CommandError
+from stratbench.sets.archive import SetError, extract
+from stratbench.sets.check import INVALID, describe_set, exit_code, printable
+from stratbench.sets.export import export_set
+from stratbench.sets.reading import ResultSet, read_set
+from stratbench.sets.shared import faults_of_bundle
+from stratbench.study.messages import ConfigError
+from stratbench.study.result_sets import check_sets, existing_sets
+from stratbench.study.schema import checked_block
+from stratbench.workload.own_data import is_own
+from stratbench.workload.tasks import TASKS
+
+
+def read(text: str) -> ResultSet:
+    """The set that `text` names, or CommandError."""
+    try:
+        return read_set(text)
+    except SetError as error:
+        raise CommandError(str(error)) from None
+
+
+def check(text: str, to_share: bool = False) -> int:
+    """Print what a set holds and what the audit thinks of it; returns 1 where it calls figures unusable.
+
+    `to_share`: print why others cannot have it, too; returns 1 where there is a reason.
+    """
+    try:
+        found = read_set(text)
+    except SetError as error:
+        print(f"stratbench check: {error}")
+        return INVALID
+    print(printable("\n".join(describe_set(found))))
+    if not to_share:
+        return exit_code(found)
+    faults = list(faults_of_bundle(Path(text).expanduser()))
+    print(printable("\n  ".join(["to share it:", *(faults or ["nothing is missing"])])))
+    return 1 if faults else 0
+
+
+def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
+    """Print the decisions on a set's records, and write them to a folder."""
+    found = read(text)
+    config = changed(found.config or {}, pairs)
+    try:
+        given = checked_block("decide", config.get("decide", {}))
+        given["memory_margin"] = checked_block("cluster", config.get("cluster", {}))[
+            "memory_margin"
+        ]
+    except ConfigError as error:
+        raise CommandError(str(error)) from None
+    given["optimizers"] = other_optimizers(config, found.study)
+    folder = out or Path(f"{found.study}.decision")
+    written = [folder / name for name in ("decision.csv", "answers.json")]
+    said = write_decisions(found.cells, found.findings, Constraints(**given), *written)
+    print(printable(said))
+    print(f"Written: {', '.join(map(str, written))}")
+    return 0
+
+
+def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
+    """Put sets (NAME=SET) side by side; returns 1 where one is slower than `compare.fail_above` allows."""
+    from stratbench.sets.compare import compare_sets
+
+    config = changed({}, pairs)
+    named = dict(source.partition("=")[::2] for source in sources)
+    if "" in named.values() or len(named) < len(sources):
+        raise CommandError(
+            "name each set once, as NAME=SET: old=old.stratbench.zip new=results/demo"
+        )
+    try:
+        blocks = {key: checked_block(key, config.get(key, {})) for key in ("compare", "decide")}
+        blocks["sets"] = checked_block("sets", named)
+        check_sets(blocks)
+        return compare_sets(
+            existing_sets(blocks),
+            out or Path("compare"),
+            blocks["compare"]["fail_above"],
+            blocks["compare"]["prices"],
+            Constraints(**blocks["decide"]),
+        )
+    except (SetError, ConfigError) as error:
+        raise CommandError(str(error)) from None
+
+
+def export(text: str, formats: Sequence[str], out: Path | None) -> int:
+    """Write a set in formats of other tools."""
+    found = read(text)
+    try:
+        folders = export_set(found, formats, out or Path(f"{found.study}.export"))
+    except SetError as error:
+        raise CommandError(str(error)) from None
+    print("Written:", *folders, sep="\n  ")
+    return 0
+
+
+def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
+    """Plan the study of a bundle anew, from its config and its records."""
+    from stratbench.plan.__main__ import main as make_plan
+
+    found = read(text)
+    if found.config is None:
+        raise CommandError(
+            f"{text} holds no config to plan; name a bundle, or run it in the study's folder"
+        )
+    config = changed(found.config, pairs)
+    refuse_foreign_code(text, config)
+    with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
+        extract(Path(text).expanduser(), Path(results, found.study))
+        config |= {"results": results, "code": [], "data": {}}
+        folder = out or Path(f"{found.study}.plan")
+        return make_plan(["--config", json.dumps(config), "--out", str(folder)])
+
+
+def changed(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
+    """A config with the values of KEY=VALUE, as Snakemake's `--config` takes them: mappings are merged."""
+    result = json.loads(json.dumps(config))
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise CommandError(f"--config {pair}: is not KEY=VALUE")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise CommandError(f"--config {pair}: {text} is not YAML") from error
+        merge(result, {key: value})
+    return result
+
+
+def merge(config: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Put `values` into `config`, mappings key by key."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            merge(config[key], value)
+        else:
+            config[key] = value
+
+
+def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
+    """The experiments in a set's config, of which nothing was checked; empty where there are none."""
+    try:
+        found = config["studies"][study]["experiments"]
+        return {name: dict(block) for name, block in found.items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def other_optimizers(config: Mapping[str, Any], study: str) -> dict[str, str]:
+    """Experiments whose optimizer is not SGD, and which it is."""
+    named = {name: b.get("optimizer", "sgd") for name, b in experiments_of(config, study).items()}
+    return {name: str(optimizer) for name, optimizer in named.items() if optimizer != "sgd"}
+
+
+def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:
+    """CommandError where planning would call what a bundle names: nothing in a bundle is executed."""
+    # What is no mapping is refused as any other mistake in a config.
+    models, datasets, studies = (
+        found if isinstance(found := config.get(key), dict) else {}
+        for key in ("models", "datasets", "studies")
+    )
+    own = [f"models.{name}" for name in models]
+    own += [
+        f"datasets.{name}"
+        for name, spec in datasets.items()
+        if isinstance(spec, dict) and is_own(spec)
+    ]
+    for name in studies:
+        for block in experiments_of(config, name).values():
+            if block.get("task") not in (None, *TASKS):
+                own.append(f"the task {block['task']}")
+    if own:
+        raise CommandError(
+            f"{text} names code or data of its own ({own[0]}), and nothing in a bundle is executed; "
+            "plan it in the folder of its config.yaml"
+        )

@@ -1,0 +1,278 @@
+"""The file of a result set: a zip of known names with a hashed manifest, written once and read with distrust.
+
+Nothing of a file is believed before it was checked: names are matched against the few that a bundle has,
+sizes are counted while reading, and every fault is a `SetError` of one sentence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratbench import __version__
+from stratbench.cell.files import parse_json
+
+SCHEMA_VERSION = 1
+#: The file of a study's results: `<study>.stratbench.zip`.
+SUFFIX = ".stratbench.zip"
+MANIFEST = "manifest.json"
+#: Limits on a file that is read: its own bytes, its members, the bytes of one and of all of them, and how
+#: many times smaller they may be packed (from a size on from which it matters).
+MOST_FILE_BYTES = 256 << 20
+MOST_MEMBERS = 50_000
+MOST_MEMBER_BYTES = 64 << 20
+MOST_BYTES = 1 << 30
+MOST_RATIO, RATIO_FROM_BYTES = 200, 16 << 20
+#: Bytes of the directory at a zip's end, for each member; names are shorter.
+_DIRECTORY_BYTES = 600
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_MEMBER = re.compile(
+    rf"(manifest|cells|config|environment|plan)\.json"
+    rf"|cells/{_PART}/{_PART}/{_PART}/[1-9][0-9]{{0,5}}gpu/rep(0|[1-9][0-9]{{0,5}})"
+    r"/(record\.json|timeline\.csv)"
+)
+#: A name of a study: part of paths and pages.
+NAME = re.compile(_PART)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class SetError(ValueError):
+    """A result set that cannot be used; the message is one sentence."""
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_archive(
+    out: Path, files: Mapping[str, str], study: str, created: str, hosts: str
+) -> dict[str, Any]:
+    """Write `files` (text by name) and their manifest to `out`, at once; returns the manifest.
+
+    Equal arguments give equal bytes. `hosts` is `named` or `replaced`.
+    """
+    packed = {name: text.encode() for name, text in sorted(files.items())}
+    manifest: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "product": {"name": "stratbench", "version": __version__},
+        "study": study,
+        "created": created,
+        "hosts": hosts,
+        "files": {
+            name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+            for name, content in packed.items()
+        },
+    }
+    manifest["sha256"] = hash_of_all(manifest)
+    packed = {MANIFEST: (json.dumps(manifest, indent=1) + "\n").encode()} | packed
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for name, content in packed.items():
+                member = zipfile.ZipInfo(name)  # of 1980, so that no clock is in the bytes
+                member.compress_type = zipfile.ZIP_DEFLATED
+                member.create_system = 3
+                member.external_attr = (stat.S_IFREG | 0o644) << 16
+                archive.writestr(member, content)
+        os.replace(temporary, out)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return manifest
+
+
+def hash_of_all(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of everything that a manifest says, and so of all files: of its canonical JSON."""
+    said = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(
+        json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def extract(path: Path, folder: Path) -> dict[str, Any]:
+    """Check a bundle and write its files below `folder`; returns its manifest. SetError for a bad one."""
+    _check_ends(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            _check_members(path, members)
+            manifest = _manifest(path, archive)
+            _check_listing(path, manifest, members)
+            for member in members:
+                if member.filename != MANIFEST:
+                    _extract_member(
+                        path, archive, member, manifest["files"][member.filename], folder
+                    )
+    except SetError:
+        raise
+    except OSError as e:
+        raise SetError(f"{path} cannot be read: {e.strerror or e}") from e
+    except (
+        *(zipfile.BadZipFile, zlib.error, EOFError, struct.error, NotImplementedError),
+        *(RuntimeError, ValueError, KeyError, OverflowError, MemoryError),
+    ) as e:
+        raise SetError(f"{path} is damaged, or no zip that can be read ({type(e).__name__})") from e
+    return manifest
+
+
+def _check_ends(path: Path) -> None:
+    """Refuse what is no zip of ours before a library reads its directory.
+
+    zipfile makes an object of each entry that it finds, however many there are.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise SetError(f"{path} is not a regular file")
+            if status.st_size > MOST_FILE_BYTES:
+                raise SetError(
+                    f"{path} has {status.st_size:,} bytes; at most {MOST_FILE_BYTES:,} are read"
+                )
+            begin = file.read(4)
+            file.seek(max(0, status.st_size - 22))
+            end = file.read(22)
+    except OSError as e:
+        raise SetError(f"{path} cannot be read: {e.strerror}") from e
+    if begin != b"PK\x03\x04" or len(end) < 22 or end[:4] != b"PK\x05\x06" or end[20:] != b"\0\0":
+        raise SetError(f"{path} is not a bundle: it does not begin and end as one")
+    entries, directory_bytes = struct.unpack("<HL", end[10:16])
+    if entries > MOST_MEMBERS or directory_bytes > MOST_MEMBERS * _DIRECTORY_BYTES:
+        raise SetError(f"{path} lists more files than the {MOST_MEMBERS:,} that are read")
+    if directory_bytes > max(1, entries) * _DIRECTORY_BYTES:
+        raise SetError(f"{path} is not a bundle: its directory is larger than its entries")
+
+
+def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    seen: set[str] = set()
+    if len(members) > MOST_MEMBERS:
+        raise SetError(f"{path} lists more files than the {MOST_MEMBERS:,} that are read")
+    for member in members:
+        name = member.orig_filename  # not yet cut or cleaned by zipfile
+        shown = shown_name(name)
+        kind = stat.S_IFMT(member.external_attr >> 16)
+        if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name):
+            raise SetError(f"{path} holds the absolute path {shown}; nothing of it was read")
+        if ".." in re.split(r"[/\\]", name):
+            raise SetError(
+                f"{path} holds {shown}, which leads out of its folder; nothing of it was read"
+            )
+        if kind not in (0, stat.S_IFREG):
+            raise SetError(
+                f"{path} holds {shown}, which is a link or a device; nothing of it was read"
+            )
+        if not _MEMBER.fullmatch(name) or name != member.filename:
+            raise SetError(f"{path} holds {shown}, which is no file of a bundle")
+        if name.casefold() in seen:
+            raise SetError(f"{path} holds {shown} twice")
+        if member.flag_bits & 0x1:
+            raise SetError(f"{path} holds {shown} encrypted; bundles are open")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise SetError(f"{path} packs {shown} by a method that bundles do not use")
+        if member.file_size > MOST_MEMBER_BYTES:
+            raise SetError(f"{path} holds {shown} of more than {MOST_MEMBER_BYTES:,} bytes")
+        seen.add(name.casefold())
+    total, packed = (
+        sum(getattr(m, size) for m in members) for size in ("file_size", "compress_size")
+    )
+    if total > MOST_BYTES:
+        raise SetError(f"{path} unpacks to {total:,} bytes; at most {MOST_BYTES:,} are read")
+    if total > RATIO_FROM_BYTES and total > MOST_RATIO * max(1, packed):
+        raise SetError(f"{path} unpacks to more than {MOST_RATIO} times its size; no bundle does")
+    if MANIFEST not in seen:
+        raise SetError(f"{path} has no {MANIFEST}; `snakemake bundle` writes one")
+
+
+def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+    """The manifest, of the form that `write_archive` gives it."""
+    try:
+        found = parse_json(_content(path, archive, archive.getinfo(MANIFEST)).decode())
+    except ValueError as e:
+        if isinstance(e, SetError):
+            raise
+        raise SetError(f"{path}: {MANIFEST} is not JSON as bundles have it: {e}") from e
+    if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
+        version = shown_name(found.get("schema_version")) if isinstance(found, dict) else "none"
+        raise SetError(
+            f"{path} is a bundle of version {version}; this stratbench reads version {SCHEMA_VERSION}"
+        )
+    files, product = found.get("files"), found.get("product")
+    whole = (
+        isinstance(files, dict)
+        and all(
+            isinstance(entry, dict)
+            and entry.keys() == {"sha256", "bytes"}
+            and isinstance(entry["sha256"], str)
+            and _SHA256.fullmatch(entry["sha256"])
+            and type(entry["bytes"]) is int
+            for entry in files.values()
+        )
+        and isinstance(product, dict)
+        and product.keys() == {"name", "version"}
+        and all(isinstance(said, str) and len(said) < 100 for said in product.values())
+        and isinstance(found.get("study"), str)
+        and NAME.fullmatch(found["study"])
+        and isinstance(found.get("created"), str)
+        and len(found["created"]) < 100
+        and found.get("hosts") in ("named", "replaced")
+    )
+    if not whole:
+        raise SetError(
+            f"{path}: {MANIFEST} lacks what a bundle's manifest says, or says it otherwise"
+        )
+    if found.get("sha256") != hash_of_all(found):
+        raise SetError(f"{path}: {MANIFEST} was changed: its hash is another one")
+    return found
+
+
+def _check_listing(path: Path, manifest: Mapping[str, Any], members: list[zipfile.ZipInfo]) -> None:
+    there = {member.filename for member in members} - {MANIFEST}
+    listed = set(manifest["files"])
+    if there != listed:
+        name = min(there ^ listed)
+        where = "is not in its manifest" if name in there else "is in its manifest, and not there"
+        raise SetError(f"{path}: {shown_name(name)} {where}")
+
+
+def _extract_member(
+    path: Path,
+    archive: zipfile.ZipFile,
+    member: zipfile.ZipInfo,
+    said: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    content = _content(path, archive, member)
+    if len(content) != said["bytes"] or hashlib.sha256(content).hexdigest() != said["sha256"]:
+        raise SetError(
+            f"{path}: {member.filename} is not what the manifest says: its hash is another one"
+        )
+    out = folder / member.filename  # one of the names that _MEMBER allows
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(content)
+
+
+def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """The bytes of a member, not one more than is allowed, whatever its header says."""
+    with archive.open(member) as file:
+        content = file.read(MOST_MEMBER_BYTES + 1)
+    if len(content) > MOST_MEMBER_BYTES:
+        raise SetError(f"{path} holds {member.filename} of more than {MOST_MEMBER_BYTES:,} bytes")
+    return content
+
+
+def shown_name(name: object) -> str:
+    """Anything foreign as a message shows it: quoted, ASCII, short."""
+    text = ascii(name)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,79 @@
+"""Compares result sets: writes the page, its tables and figures, and judges slow-downs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.decide import describe_decisions
+from stratbench.cell.files import write_atomic
+from stratbench.sets import figures, page, regression, tables
+from stratbench.sets.archive import NAME, SetError, shown_name
+from stratbench.sets.check import printable
+from stratbench.sets.comparison import Comparison, compare, headline_of
+from stratbench.sets.exploring import write_explore
+from stratbench.sets.reading import ResultSet, read_set
+from stratbench.sets.union import decisions_over, sentences_on
+
+#: The longest name of a comparison's folder.
+_LONGEST = 100
+
+
+def compare_sets(
+    named: Mapping[str, str],
+    out_root: Path,
+    allowed: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    given: Constraints | None = None,
+) -> int:
+    """Compare the sets (sources by name) with the first of them; returns 1 where something is slower.
+
+    Writes <out_root>/<names>/index.html, and beside it tables, figures and the page of all cells.
+    `allowed` is the share that counts as slower, None: nothing is judged.
+    """
+    if len(named) < 2:
+        raise SetError("one set cannot be compared; name two or more")
+    for name in named:
+        if not NAME.fullmatch(name):
+            raise SetError(
+                f"{shown_name(name)} cannot name a set: letters, digits, '.', '_' and '-' can"
+            )
+    prices, given = prices or {}, given or Constraints()
+    sets = [read_noisily(source, name) for name, source in named.items()]
+    found = [compare(sets[0], other) for other in sets[1:]]
+    folder = out_root / re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(named))[:_LONGEST]
+    decisions = decisions_over(sets, prices, given)
+    watched = None if allowed is None else regression.watch(found, allowed)
+    sections = [write_pair(one, folder) for one in found]
+    values = page.page_values(
+        sets, sections, watched, allowed, decisions, list(sentences_on(given, prices)), given
+    )
+    write_atomic(folder / "index.html", page.render(values))
+    write_explore(sets, folder / "explore.html")
+    for one in found:
+        print(printable(f"{one.other.name} against {one.first.name}: {headline_of(one)}"))
+        for mean in one.strategies:
+            if mean.gpus is None:
+                print(f"  {mean.strategy}: {tables.ratio_text(mean.time)} times the training time")
+    if decisions:
+        told = describe_decisions(decisions, [], given).partition("\n")[2]
+        print(printable(f"Constraints: {'; '.join(sentences_on(given, prices))}.\n{told}"))
+    if watched is not None:
+        print(printable("\n".join(regression.describe_watch(watched, allowed))))
+    print(folder / "index.html")
+    return 1 if watched and regression.is_slower(watched) else 0
+
+
+def read_noisily(source: str, name: str) -> ResultSet:
+    """A set, with a line that says so: thousands of records take a while."""
+    print(f"reading {name}: {source}", file=sys.stderr, flush=True)
+    return read_set(source, name)
+
+
+def write_pair(found: Comparison, folder: Path) -> dict:
+    """Write the tables and figures of one comparison; returns its part of the page."""
+    tables.write_all(found, folder)
+    return page.pair_section(found, figures.draw_all(found, folder))

@@ -1,0 +1,337 @@
+"""Two result sets side by side: per cell a ratio, per strategy a mean, and what changed in between."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis.groups import Group, findings_by_group
+from stratbench.analysis.score import Score, score_of
+from stratbench.analysis.summary import describe_outcome, outcome_kinds
+from stratbench.analysis.usable import UsableGroups
+from stratbench.sets.matching import (
+    WORK,
+    Difference,
+    Match,
+    differences,
+    groups_with_data,
+    matches,
+    not_stated,
+    together,
+    why_not_comparable,
+)
+from stratbench.sets.reading import ResultSet
+from stratbench.sets.unpaired import (
+    Interval,
+    difference_of_scores,
+    mean_over_models,
+    ratio_of_times,
+)
+
+
+@dataclass(frozen=True)
+class ComparedCell:
+    """A kind of cell in two sets. Times and scores are by repeat, without what the audit rejects."""
+
+    match: Match
+    first_times: tuple[float, ...]
+    other_times: tuple[float, ...]
+    first_scores: tuple[float, ...]
+    other_scores: tuple[float, ...]
+    #: Median peak of memory in bytes; None: not known, or not measured alike.
+    first_memory: float | None
+    other_memory: float | None
+    #: How the repeats that did not end well ended; empty where all did.
+    first_outcome: str
+    other_outcome: str
+    score: Score
+    #: Why there is no ratio; empty where there is one.
+    why_not: str
+    #: What is not known to be equal.
+    caution: str
+    #: The audit's rules that doubt a time of the two.
+    doubts: tuple[str, ...] = ()
+    #: Whether it is the work that differs, whatever was measured.
+    other_work: bool = False
+
+    @property
+    def group(self) -> Group:
+        """The coordinates in the first set."""
+        return self.match.first
+
+    @property
+    def time(self) -> Interval | None:
+        """Training time in the other set, divided by that in the first; None where there is no ratio."""
+        return None if self.why_not else ratio_of_times(self.other_times, self.first_times)
+
+    @property
+    def memory(self) -> float | None:
+        """The same of the peak of memory, without an interval: it hardly scatters."""
+        if self.why_not or not self.first_memory or not self.other_memory:
+            return None
+        return self.other_memory / self.first_memory
+
+    @property
+    def score_change(self) -> Interval | None:
+        """By how much the score is higher in the other set, as shown; None where either has none."""
+        if self.why_not or not self.first_scores or not self.other_scores:
+            return None
+        return difference_of_scores(self.other_scores, self.first_scores)
+
+
+@dataclass(frozen=True)
+class StrategyMean:
+    """A strategy's geometric mean ratio: over cells within a model, then over models."""
+
+    strategy: str
+    #: None: all worker counts together.
+    gpus: int | None
+    time: Interval
+    models: int
+    cells: int
+
+
+@dataclass(frozen=True)
+class RankChange:
+    """Two strategies that changed places, on one model and worker count."""
+
+    experiment: str
+    model: str
+    gpus: int
+    #: Faster in the first set, and faster in the other.
+    was_first: str
+    is_first: str
+    #: Time of `is_first` divided by that of `was_first`, in either set.
+    before: Interval
+    after: Interval
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether both intervals leave out equality; what was measured once may be chance."""
+        before, after = self.before, self.after
+        return bool(before.low and after.high) and before.low > 1 > after.high
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """All that is said of two sets."""
+
+    first: ResultSet
+    other: ResultSet
+    cells: tuple[ComparedCell, ...]
+    #: What differs in the place of training; what differs in the work, so that cells have no ratio; and
+    #: what only one set states of the work.
+    place: tuple[Difference, ...]
+    work: tuple[Difference, ...]
+    unknown: tuple[Difference, ...]
+    strategies: tuple[StrategyMean, ...]
+    rank_changes: tuple[RankChange, ...]
+    #: Kinds of cells that only one of the sets has.
+    only_first: int
+    only_other: int
+
+    @property
+    def with_ratio(self) -> list[ComparedCell]:
+        return [cell for cell in self.cells if not cell.why_not]
+
+    @property
+    def without_ratio(self) -> list[ComparedCell]:
+        return [cell for cell in self.cells if cell.why_not]
+
+
+def compare(first: ResultSet, other: ResultSet) -> Comparison:
+    """The other set against the first."""
+    found = matches(first, other)
+    groups = [UsableGroups(one.cells, one.findings.to_dict("records")) for one in (first, other)]
+    outcomes = [outcomes_of(one) for one in (first, other)]
+    doubts = [doubts_on_times(one) for one in (first, other)]
+    cells, place, work, unknown = [], [], [], []
+    scored = {name: score_of(rows) for name, rows in first.cells.groupby("experiment")}
+    for match in found:
+        differing = list(differences(match, first, other))
+        reasons = why_not_comparable(differing, first.is_published or other.is_published)
+        cells.append(
+            compared_cell(
+                match, groups, outcomes, differing, reasons, scored[match.first.experiment]
+            )
+        )
+        doubted = (*doubts[0][match.first], *doubts[1][match.other])
+        cells[-1] = replace(cells[-1], doubts=tuple(dict.fromkeys(doubted)))
+        work += reasons
+        unknown += [d for d in not_stated(differing) if d not in reasons]
+        place += [d for d in differing if d.kind not in WORK.values()]
+    compared = tuple(cells)
+    with_ratio = [cell for cell in compared if not cell.why_not]
+    n_first, n_other = (len(set(usable.groups)) for usable in groups)
+    return Comparison(
+        first,
+        other,
+        compared,
+        tuple(together(iter(place))),
+        tuple(together(iter(work))),
+        tuple(together(iter(unknown))),
+        tuple(means_by_strategy(with_ratio)),
+        tuple(rank_changes(with_ratio)),
+        n_first - sum(match.first in groups[0].groups for match in found),
+        n_other - sum(match.other in groups[1].groups for match in found),
+    )
+
+
+def doubts_on_times(found: ResultSet) -> dict[Group, list[str]]:
+    """The audit's rules that call the times of a group doubtful."""
+    told = [
+        finding
+        for finding in found.findings.to_dict("records")
+        if finding["severity"] == "doubtful" and finding["affects"] in ("time", "all")
+    ]
+    return {
+        group: list(dict.fromkeys(finding["rule"] for finding in on_it))
+        for group, on_it in findings_by_group(told, groups_with_data(found))
+    }
+
+
+def outcomes_of(found: ResultSet) -> dict[Group, str]:
+    """How the cells of each group ended that did not end well."""
+    return {
+        Group(*key): outcome_kinds(describe_outcome(rows))
+        for key, rows in found.cells.groupby(list(Group._fields), sort=False)
+    }
+
+
+def compared_cell(
+    match: Match,
+    groups: list[UsableGroups],
+    outcomes: list[dict[Group, str]],
+    differing: list[Difference],
+    reasons: list[Difference],
+    score: Score,
+) -> ComparedCell:
+    """A match with what both sets measured of it, and why there is no ratio, if there is none."""
+    sides = (match.first, match.other)
+    times, scores, peaks = (
+        [
+            usable.values(group, column, concerns)
+            for usable, group in zip(groups, sides, strict=True)
+        ]
+        for column, concerns in (
+            ("train_time_s", "time"),
+            ("score_final", "score"),
+            ("peak_memory_bytes", "memory"),
+        )
+    )
+    outcome = [told.get(group, "") for told, group in zip(outcomes, sides, strict=True)]
+    why = "; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in reasons)
+    if not why and any(len(values) == 0 for values in times):
+        told = [
+            text or ("rejected by the audit" if len(values) == 0 else "measured")
+            for text, values in zip(outcome, times, strict=True)
+        ]
+        why = f"{told[0]} against {told[1]}"
+    methods = any(d.path == "memory.method" for d in differing)
+    on_cpu_and_gpu = any(d.path == "provenance.device" for d in differing)
+    memory = [
+        float(values.median()) if len(values) and not (methods or on_cpu_and_gpu) else None
+        for values in peaks
+    ]
+    unknown = [d for d in not_stated(differing) if d not in reasons]
+    return ComparedCell(
+        match,
+        *(tuple(values.tolist()) for values in times),
+        *(tuple((score.factor * values).tolist()) for values in scores),
+        *memory,
+        *outcome,
+        score=score,
+        why_not=why,
+        caution="; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in unknown),
+        other_work=bool(reasons),
+    )
+
+
+def named(path: str) -> str:
+    """A path of a record as a text says it: without the part that all of its kind share."""
+    parts = path.split(".")
+    return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
+
+
+def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
+    """Of each strategy the mean over all worker counts, and where there are several, over each."""
+    logs: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
+    for cell in cells:
+        g = cell.group
+        logs[g.strategy].append((g.gpus, g.model, math.log(cell.time.value)))
+    for strategy, found in logs.items():
+        counts = sorted({gpus for gpus, _, _ in found})
+        for gpus in (None, *(counts if len(counts) > 1 else ())):
+            here = [(model, log) for n, model, log in found if gpus in (None, n)]
+            by_model = pd.DataFrame(here, columns=["model", "log"]).groupby("model")["log"].mean()
+            mean = mean_over_models(by_model.tolist())
+            yield StrategyMean(strategy, gpus, mean, len(by_model), len(here))
+
+
+def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
+    """Pairs of strategies of which another one is the faster in the other set."""
+    bouts: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
+    for cell in cells:
+        g = cell.group
+        bouts[(g.experiment, cell.match.other.experiment, g.model, g.gpus)].append(cell)
+    for (experiment, _, model, gpus), bout in bouts.items():
+        for a, b in combinations(bout, 2):
+            before = np.mean(np.log(b.first_times)) - np.mean(np.log(a.first_times))
+            after = np.mean(np.log(b.other_times)) - np.mean(np.log(a.other_times))
+            if before * after < 0:
+                old, new = (a, b) if before > 0 else (b, a)
+                yield RankChange(
+                    *(experiment, model, gpus, old.group.strategy, new.group.strategy),
+                    ratio_of_times(new.first_times, old.first_times),
+                    ratio_of_times(new.other_times, old.other_times),
+                )
+
+
+def changed_outcomes(cells: tuple[ComparedCell, ...]) -> list[ComparedCell]:
+    """The cells that ended otherwise in the other set: out of memory, too slow, diverged."""
+    return [cell for cell in cells if cell.first_outcome != cell.other_outcome]
+
+
+def headline_of(found: Comparison) -> str:
+    """What differs between the sets, and what a ratio can be put down to, in a sentence or two."""
+    a, b = found.first.name, found.other.name
+    if not found.cells:
+        return (
+            f"{a} and {b} share no cell of equal strategy, model, data set and number of workers."
+        )
+    kinds = list(dict.fromkeys(d.kind for d in found.place if d.kind not in ("hosts", "seeds")))
+    if not kinds:
+        told = (
+            f"Of hardware, versions and flags nothing that both state differs between {a} and {b}."
+        )
+    elif len(kinds) == 1:
+        [kind] = kinds
+        paths = [named(d.path) for d in found.place if d.kind == kind]
+        listed = ", ".join(dict.fromkeys(paths[:4]))
+        told = f"Between {a} and {b} one thing differs that the records state: {kind} ({listed})."
+    else:
+        told = (
+            f"Between {a} and {b} differ: {', '.join(kinds)}. "
+            "No ratio can be put down to one of them alone."
+        )
+    if found.unknown:
+        listed = ", ".join(dict.fromkeys(named(d.path) for d in found.unknown))
+        told += f" Only one of them states: {listed}."
+    doubted = [cell for cell in found.with_ratio if cell.doubts]
+    if doubted:
+        rules = ", ".join(dict.fromkeys(rule for cell in doubted for rule in cell.doubts))
+        told += (
+            f" The audit doubts times of {len(doubted)} of {len(found.with_ratio)} ratios: {rules}."
+        )
+    same = sum(cell.first_times == cell.other_times for cell in found.with_ratio)
+    if same:
+        told += f" {same} of {len(found.with_ratio)} times are equal to the last digit: not measured twice."
+    if found.without_ratio:
+        told += f" {len(found.without_ratio)} of {len(found.cells)} shared kinds of cells have no ratio."
+    return told

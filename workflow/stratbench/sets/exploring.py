@@ -1,0 +1,25 @@
+"""The cells of several sets on one interactive page, with the set as a column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from stratbench.analysis import explore
+from stratbench.analysis.report import notices_above
+from stratbench.cell.files import write_atomic
+from stratbench.sets.reading import ResultSet
+
+
+def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
+    """explore.html of these sets, beside the page of their comparison (index.html)."""
+    cells = pd.concat([one.cells.assign(set=one.name) for one in sets], ignore_index=True)
+    findings = [
+        finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")
+    ]
+    title = ", ".join(one.name for one in sets)
+    notices = list(notices_above(cells, partial=False))
+    data = explore.page_data(cells, findings)
+    write_atomic(path, explore.render(data, title, notices, "index.html"))

@@ -1,0 +1,54 @@
+"""Writes a result set in formats that other tools read, each in a folder of its own, without any server."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stratbench.sets.archive import SetError
+from stratbench.sets.reading import ResultSet
+
+#: The formats, each with the packages that write it, as pip takes them.
+EXPORTS = {
+    "parquet": "pyarrow",
+    "mlflow": "mlflow-skinny alembic",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
+#: The file that names the packages of all formats, from the root of a clone.
+REQUIREMENTS = "envs/requirements-export.txt"
+
+
+def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path]:
+    """Write a set in each of `formats` (names of EXPORTS) below `out`; returns the folders.
+
+    A folder is replaced only when all of it is written. SetError where a format's package is not
+    installed, or the set has nothing that the format holds; nothing is written then.
+    """
+    modules = {name: _module_of(name) for name in formats}
+    if not found.records and (runs := [name for name in formats if modules[name].OF_RECORDS]):
+        raise SetError(f"{found.source} has no records, and {runs[0]} holds runs; use parquet")
+    folders = []
+    for name, module in modules.items():
+        folder, unfinished = out / name, out / f".{name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        module.write(found, unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        folders.append(folder)
+    return folders
+
+
+def _module_of(name: str) -> Any:
+    """The module that writes a format."""
+    try:
+        return importlib.import_module(f"stratbench.sets.export.to_{name}")
+    except ModuleNotFoundError as e:
+        raise SetError(
+            f"export to {name} needs {e.name}, which is not installed: pip install -r {REQUIREMENTS}, "
+            f"or without a clone pip install {EXPORTS[name]}"
+        ) from None

@@ -1,0 +1,188 @@
+"""What a bundle leaves out: secrets always; names of hosts, users and their folders on request.
+
+A name is replaced by the same word everywhere (node1, node2, ...), so that what ran on one host still does.
+"""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stratbench.analysis.derived import value_at
+from stratbench.cell.record import Record
+from stratbench.telemetry import environment
+
+LEFT_OUT = "(left out: it looks like a secret)"
+_GPU = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
+_HOME = re.compile(r"/(?:home|Users)/([^/\s:;,'\"]+)")
+_ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
+_WORD = re.compile(r"[\w-]*")
+#: Where SLURM names nodes.
+_NODES = {"SLURM_JOB_NODELIST", "SLURMD_NODENAME"}
+#: What SLURM says of a site, and not of the machine.
+_SITE = {"SLURM_CLUSTER_NAME": "cluster", "SLURM_JOB_PARTITION": "partition"}
+
+
+def without_secrets(value: Any) -> Any:
+    """A JSON value without texts that look like secrets, and without variables that are not on the list."""
+    if isinstance(value, list):
+        return [without_secrets(inner) for inner in value]
+    if isinstance(value, str):
+        return LEFT_OUT if environment.tells_secret(value) else value
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for key, inner in value.items():
+        if key == "environment" and isinstance(inner, dict):
+            kept[key] = environment.of_training({k: str(v) for k, v in inner.items()})
+        elif key == "slurm" and isinstance(inner, dict):
+            kept[key] = environment.of_slurm({k: str(v) for k, v in inner.items()})
+        elif isinstance(inner, str) and environment.names_secret(key):
+            kept[key] = LEFT_OUT
+        else:
+            kept[key] = without_secrets(inner)
+    return kept
+
+
+class Replacements:
+    """The words that stand for hosts, GPUs and users' folders in everything of one bundle."""
+
+    def __init__(self, hosts: Iterable[str], gpus: Iterable[str], users: Iterable[str]) -> None:
+        short = sorted(
+            {host.partition(".")[0].lower() for host in hosts if host} - {"", "localhost"}
+        )
+        self._hosts = {host: f"node{n}" for n, host in enumerate(short, 1)}
+        self._gpus = {gpu: f"GPU-{n}" for n, gpu in enumerate(sorted(set(gpus)), 1)}
+        self._addresses: dict[str, str] = {}
+        names = "|".join(re.escape(host) for host in sorted(short, key=len, reverse=True))
+        # With the domain behind it; what follows a dash is a network interface.
+        self._host = re.compile(rf"(?<![A-Za-z0-9])(?:{names})(?:\.[\w-]+)*(?![A-Za-z0-9])", re.I)
+        own = {str(Path.home())} - {"/", "."}
+        folders = "|".join(re.escape(folder) for folder in own)
+        self._own_home = re.compile(rf"(?<![\w.-])(?:{folders})(?=/|\b)") if folders else None
+        people = "|".join(map(re.escape, sorted({user for user in users if user} - {"root"})))
+        self._user = re.compile(rf"(?<=/)(?:{people})(?=/|$)") if people else None
+
+    def text(self, text: str) -> str:
+        """`text` with every name replaced."""
+        if self._own_home:
+            text = self._own_home.sub("~", text)
+        text = _HOME.sub("~", text)
+        if self._user:
+            text = self._user.sub("user", text)
+        text = self._gpu(text)
+        return self._host.sub(self._node, text) if self._hosts else text
+
+    def _gpu(self, text: str) -> str:
+        return _GPU.sub(lambda found: self._gpus.get(found[0], "GPU"), text)
+
+    def _node(self, found: re.Match[str]) -> str:
+        return self._hosts[found[0].partition(".")[0].lower()]
+
+    def message(self, text: str) -> str:
+        """The same of a message for people, whose numbers with dots are addresses and no versions."""
+
+        def address(found: re.Match[str]) -> str:
+            try:
+                ipaddress.ip_address(found[0])
+            except ValueError:
+                return found[0]
+            return self._addresses.setdefault(found[0], f"address{len(self._addresses) + 1}")
+
+        return _ADDRESS.sub(address, self.text(text))
+
+    def value(self, value: Any) -> Any:
+        """A JSON value with the names in its texts replaced; its keys and its plain words stay."""
+        return _mapped(value, self._unless_a_word)
+
+    def _unless_a_word(self, text: str) -> str:
+        """The same, but for one plain word, which is no host here: a host may be called `ok` or `vgg16`."""
+        return self._gpu(text) if _WORD.fullmatch(text) else self.text(text)
+
+    def record(self, record: Record) -> Record:
+        """A record with every name replaced, but in what says which cell it is.
+
+        ValueError where a host has the name of a kind of device.
+        """
+        found = self.value(record) | {"cell": record["cell"]}
+        if isinstance(record["reason"], str):
+            found["reason"] = self.message(record["reason"])
+        for old, new in zip(record["workers"], found["workers"], strict=True):
+            if not (said := old["provenance"]):
+                continue
+            if said.get("device") != new["provenance"].get("device"):
+                raise ValueError(
+                    f"a host is called as the device {said.get('device')}, so that names of hosts cannot "
+                    "be replaced"
+                )
+            if name := value_at(said, "host.name"):
+                new["provenance"]["host"]["name"] = self.text(name)
+            for key in ("environment", "slurm"):
+                if key in said:
+                    new["provenance"][key] = _mapped(said[key], self.text)
+            slurm = said.get("slurm") or {}
+            if slurm:
+                new["provenance"]["slurm"] |= {key: w for key, w in _SITE.items() if key in slurm}
+            for key in _NODES & slurm.keys():
+                names = [self.text(name) for name in expanded_nodes(slurm[key])]
+                new["provenance"]["slurm"][key] = ",".join(names)
+        return found
+
+
+def replacements_for(records: Iterable[Record], nodes_of_timelines: Iterable[str]) -> Replacements:
+    """The words for everything that these records name, and for this machine and its user."""
+    hosts, gpus, users = {socket.gethostname(), *nodes_of_timelines}, set(), set()
+    try:
+        users.add(getpass.getuser())
+    except (OSError, KeyError):
+        users.add(Path.home().name)
+    for record in records:
+        for worker in record["workers"]:
+            said = worker["provenance"] or {}
+            slurm = said.get("slurm") or {}
+            hosts |= {value_at(said, "host.name") or "", slurm.get("SLURMD_NODENAME", "")}
+            hosts |= set(expanded_nodes(slurm.get("SLURM_JOB_NODELIST", "")))
+        for text in _texts(record):
+            gpus |= {found[0] for found in _GPU.finditer(text)}
+            users |= {found[1] for found in _HOME.finditer(text)}
+    return Replacements(hosts, gpus, users)
+
+
+def expanded_nodes(listed: str) -> Iterator[str]:
+    """The hosts of a SLURM node list: `gpu[01-03,7],login` has five."""
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
+        if not (found := re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)):
+            yield part
+            continue
+        for numbers in found[2].split(","):
+            first, _, last = numbers.partition("-")
+            last = last or first
+            if first.isdigit() and last.isdigit() and int(last) - int(first) < 10_000:
+                for n in range(int(first), int(last) + 1):
+                    yield f"{found[1]}{n:0{len(first)}d}{found[3]}"
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(inner, change) for inner in value]
+    if isinstance(value, dict):
+        return {key: _mapped(inner, change) for key, inner in value.items()}
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _texts(inner)

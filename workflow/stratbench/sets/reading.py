@@ -1,0 +1,226 @@
+"""Reads a result set: a bundle, the folder of a study's results, or a version of the paper's tables."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis import paper
+from stratbench.analysis.audit import AUDIT_COLUMNS, audit, read_records
+from stratbench.analysis.collect import Expected, collect
+from stratbench.analysis.columns import EPOCH_COLUMNS, read_cells, read_epochs
+from stratbench.cell.coordinates import CELL_PATTERN, Cell
+from stratbench.cell.files import read_json, read_regular
+from stratbench.cell.record import Record, RecordError
+from stratbench.sets.archive import MOST_MEMBER_BYTES, NAME, SetError, extract, shown_name
+from stratbench.study.result_sets import PAPER, VERSIONS
+
+
+@dataclass(frozen=True, eq=False)
+class ResultSet:
+    """The records of one study from one place."""
+
+    #: What it is called beside others.
+    name: str
+    #: What was asked for: a path, or `paper:v1`.
+    source: str
+    study: str
+    #: As cells.csv: a row for each cell, those without a record included.
+    cells: pd.DataFrame
+    #: As epochs.csv.
+    epochs: pd.DataFrame
+    #: None for the paper's tables.
+    records: tuple[Record, ...] = ()
+    #: The resolved config, where it is known.
+    config: dict[str, Any] | None = None
+    #: plan.json, where there was a plan.
+    plan: dict[str, Any] | None = None
+    #: The manifest of a bundle.
+    manifest: dict[str, Any] | None = None
+    #: Accuracies by data set that any working training reaches, for tables that say too little.
+    floors: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def findings(self) -> pd.DataFrame:
+        """What the audit says of it, as audit.csv."""
+        found = audit(self.cells, self.records, self.floors)
+        frame = pd.DataFrame(found, columns=list(AUDIT_COLUMNS))
+        return frame.astype({"gpus": "Int64", "repeat": "Int64"})
+
+    @property
+    def is_published(self) -> bool:
+        """Whether these are tables that were published, without records behind them."""
+        return self.source.startswith(PAPER)
+
+    @property
+    def hosts_replaced(self) -> bool:
+        """Whether its host names are stand-ins, which say nothing beside those of another set."""
+        return bool(self.manifest) and self.manifest["hosts"] == "replaced"
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Where it is from, in words."""
+        told = {"source": self.source, "study": self.study}
+        if self.manifest:
+            product = self.manifest["product"]
+            told |= {
+                "made by": f"{product['name']} {product['version']}",
+                "newest record": self.manifest["created"],
+                "sha256": self.manifest["sha256"],
+                "hosts": self.manifest["hosts"],
+            }
+        return told
+
+
+def read_set(text: str, name: str | None = None, asked: Expected | None = None) -> ResultSet:
+    """The set that `text` names: `paper:v1`, the path of a bundle, or a folder `results/<study>`.
+
+    `asked`: what the study's config says beside the cells, where it is at hand.
+    SetError, one sentence, where it is none of them or cannot be read.
+    """
+    if text.startswith(PAPER):
+        version = text.removeprefix(PAPER)
+        if version not in VERSIONS:
+            known = ", ".join(PAPER + v for v in VERSIONS)
+            raise SetError(f"{shown_name(text)} is no version of the paper; known: {known}")
+        cells = paper.cells_of_version(version)
+        epochs = pd.DataFrame(columns=list(EPOCH_COLUMNS))
+        study = f"paper-{version}"
+        return ResultSet(name or study, text, study, cells, epochs, floors=paper.accuracy_floors())
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _read_folder(path, text, name, None, asked)
+    if not path.exists():
+        raise SetError(
+            f"{text} is not there; a set is a bundle, a folder results/<study>, or {PAPER}{VERSIONS[0]}"
+        )
+    with tempfile.TemporaryDirectory(prefix="stratbench-set-") as folder:
+        manifest = extract(path, Path(folder))
+        return _read_folder(Path(folder), text, name, manifest, asked)
+
+
+def _read_folder(
+    folder: Path,
+    source: str,
+    name: str | None,
+    manifest: dict[str, Any] | None,
+    asked: Expected | None,
+) -> ResultSet:
+    """The set in a folder of results; that of a bundle holds nothing that is not a valid record."""
+
+    def told(error: Exception | str) -> SetError:
+        # Of a bundle, paths in the folder that it was extracted to are paths in the bundle.
+        return SetError(
+            f"{source}: {str(error).replace(f'{folder}/', '')}" if manifest else str(error)
+        )
+
+    cells = _cells_in(folder, manifest, told)
+    if not cells:
+        raise SetError(
+            f"{source} holds no record and lists no cells; it is no folder results/<study>"
+        )
+    with tempfile.TemporaryDirectory(prefix="stratbench-set-") as work:
+        out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
+        bad = [
+            row
+            for row in collect(cells, folder, out, epochs_out, asked)
+            if row["status"] == "error"
+        ]
+        if manifest and bad:
+            raise told(bad[0]["reason"])
+        frame, epochs = read_cells(out), read_epochs(epochs_out)
+    if not frame["record_path"].notna().any():
+        raise SetError(f"{source} holds no record; train the study's cells first")
+    try:
+        records = tuple(read_records(frame, folder))
+    except RecordError as e:
+        raise told(e) from e
+    if manifest:
+        for path in folder.glob("cells/**/timeline.csv"):
+            _check_timeline(path, told)
+    study = cells[0].study
+    if manifest and study != manifest["study"]:
+        raise told(f"its records are of study {study}, and its manifest names {manifest['study']}")
+    config, plan = (_object_in(folder / file, told) for file in ("config.json", "plan.json"))
+    return ResultSet(name or study, source, study, frame, epochs, records, config, plan, manifest)
+
+
+def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[Cell]:
+    """The cells that are listed, and after them those that have a record without being listed."""
+    listed = folder / "cells.json"
+    cells = list(_listed_cells(listed, told)) if listed.exists() else []
+    if len({cell.study for cell in cells}) > 1:
+        raise told("cells.json lists cells of more than one study")
+    known = {cell.path for cell in cells}
+    if len(known) < len(cells):
+        raise told("cells.json lists a cell twice")
+    pattern = CELL_PATTERN.format(experiment="*", strategy="*", model="*", gpus="*", repeat="*")
+    for path in sorted(folder.glob(f"cells/{pattern}/record.json")):
+        if path.parent.relative_to(folder / "cells").as_posix() in known:
+            continue
+        if cells and not manifest:
+            continue  # of a matrix that the study no longer has
+        try:
+            found = read_json(path)
+            cell = _cell_of(found["cell"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise told(f"{path} is not a record: {e}") from e
+        cells.append(cell)
+        known.add(cell.path)
+    return cells
+
+
+def _listed_cells(path: Path, told: Any) -> Iterator[Cell]:
+    try:
+        listed = read_json(path)
+        if not isinstance(listed, list):
+            raise ValueError("it is no list")
+        for coordinates in listed:
+            yield _cell_of(coordinates)
+    except (OSError, ValueError, TypeError) as e:
+        raise told(f"{path} does not list cells: {e}") from e
+
+
+def _cell_of(coordinates: Any) -> Cell:
+    """A cell from foreign coordinates; ValueError where they are none."""
+    if not isinstance(coordinates, dict) or coordinates.keys() != Cell.__dataclass_fields__.keys():
+        raise ValueError("a cell has seven coordinates")
+    cell = Cell(**coordinates)
+    for part in (cell.study, cell.experiment, cell.strategy, cell.model, cell.dataset):
+        if not isinstance(part, str) or not NAME.fullmatch(part):
+            raise ValueError(f"{shown_name(part)} is no name of a part of a study")
+    if (
+        not all(type(n) is int and 0 <= n < 10**6 for n in (cell.gpus, cell.repeat))
+        or not cell.gpus
+    ):
+        raise ValueError("gpus and repeat are whole numbers")
+    return cell
+
+
+def _object_in(path: Path, told: Any) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no file."""
+    if not path.exists():
+        return None
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as e:
+        raise told(f"{path} is not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise told(f"{path} is no JSON object")
+    return found
+
+
+def _check_timeline(path: Path, told: Any) -> None:
+    """Refuse a timeline that is no table of texts."""
+    try:
+        text = read_regular(path, MOST_MEMBER_BYTES).decode()
+    except (OSError, ValueError) as e:
+        raise told(f"{path} is no text: {e}") from e
+    if "kind" not in text.partition("\n")[0].split(",") or "\0" in text:
+        raise told(f"{path} is no timeline")

@@ -1,0 +1,141 @@
+"""The regression watch: what got slower than in the first set, by more than is allowed and beyond noise?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stratbench.sets.comparison import ComparedCell, Comparison
+from stratbench.sets.unpaired import ALPHA, Slowdown, slowdown_over_cells
+
+SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
+#: The verdicts with which a comparison fails.
+FAILING = (SLOWER, LOST)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A strategy over its cells, or one of its cells, in another set than the first."""
+
+    set_name: str
+    #: What is watched, in words.
+    what: str
+    #: Whether it is a whole strategy, or one cell.
+    whole: bool
+    cells: int
+    slowdown: Slowdown
+    #: SLOWER: its lower bound is above what is allowed; WITHIN: its upper bound is not; LOST: it finished in
+    #: the first set, and none of its repeats does; else UNKNOWN.
+    verdict: str
+    #: The audit's rules that doubt a time behind it.
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def fails(self) -> bool:
+        """Whether a comparison fails by it."""
+        return self.verdict in FAILING
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with its figures."""
+        share, low, high = self.slowdown
+        if share is None:
+            return f"{self.set_name}: {self.what}: {self.verdict}"
+        text = f"{self.set_name}: {self.what}: {self.verdict}, {share:+.1%}"
+        if low is None:
+            return f"{text} (no two repeats in both sets, so that noise is not known)"
+        doubts = f"; the audit doubts its times: {', '.join(self.doubts)}" if self.doubts else ""
+        return f"{text} ({low:+.1%} to {high:+.1%}){doubts}"
+
+
+def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
+    """Every strategy and every cell of the other sets against the first, worst verdicts first.
+
+    A false alarm anywhere in it has a chance of ALPHA: half of it is shared by the strategies of all
+    sets, half by their cells (Bonferroni). A strategy's own mean has the smaller noise; a cell shows
+    what such a mean hides.
+    """
+    strategies = [(c.other.name, *entry) for c in found for entry in by_strategy(c.with_ratio)]
+    cells = [
+        (c.other.name, describe(cell), [cell])
+        for c in found
+        for cell in c.with_ratio
+        if len(cell.first_times) > 1 and len(cell.other_times) > 1
+    ]
+    watched = [
+        watched_one(*entry, whole, ALPHA / 2 / len(family), allowed)
+        for family, whole in ((strategies, True), (cells, False))
+        for entry in family
+    ]
+    watched += [lost_one(c.other.name, cell) for c in found for cell in c.cells if is_lost(cell)]
+    return sorted(watched, key=lambda w: (*FAILING, UNKNOWN, WITHIN).index(w.verdict))
+
+
+def is_lost(cell: ComparedCell) -> bool:
+    """Whether a cell of equal work finished in the first set, and ended otherwise in the other."""
+    ended = bool(cell.first_times) and not cell.other_times and bool(cell.other_outcome)
+    return ended and not cell.other_work
+
+
+def lost_one(set_name: str, cell: ComparedCell) -> Watched:
+    """The verdict on a cell that no longer finishes."""
+    what = f"{describe(cell)}, {cell.other_outcome}"
+    return Watched(set_name, what, False, 1, Slowdown(None, None, None), LOST)
+
+
+def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
+    """The cells of each strategy, of these those with two repeats on either side, if any has."""
+    groups: dict[str, list[ComparedCell]] = defaultdict(list)
+    for cell in cells:
+        groups[cell.group.strategy].append(cell)
+    for strategy, found in groups.items():
+        repeated = [c for c in found if min(len(c.first_times), len(c.other_times)) > 1]
+        yield strategy, repeated or found
+
+
+def watched_one(
+    set_name: str,
+    what: str,
+    cells: list[ComparedCell],
+    whole: bool,
+    alpha: float,
+    allowed: float,
+) -> Watched:
+    """The verdict on some cells together."""
+    slowdown = slowdown_over_cells([(c.other_times, c.first_times) for c in cells], alpha)
+    verdict = UNKNOWN
+    if slowdown.at_least is not None and slowdown.at_least > allowed:
+        verdict = SLOWER
+    elif slowdown.at_most is not None and slowdown.at_most <= allowed:
+        verdict = WITHIN
+    doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubts))
+    return Watched(set_name, what, whole, len(cells), slowdown, verdict, doubts)
+
+
+def describe(cell: ComparedCell) -> str:
+    """A cell in words."""
+    g = cell.group
+    return f"{g.strategy} on {g.gpus}, {g.model} ({g.experiment})"
+
+
+def is_slower(watched: Sequence[Watched]) -> bool:
+    """Whether anything is slower, or no longer finishes, so that the comparison fails."""
+    return any(w.fails for w in watched)
+
+
+def describe_watch(watched: Sequence[Watched], allowed: float) -> Iterator[str]:
+    """The verdicts for a terminal: what is slower, and every strategy."""
+    if not watched:
+        yield "Regression watch: no cell has a ratio, so that nothing can be told."
+        return
+    slower, lost = ([w for w in watched if w.verdict == verdict] for verdict in FAILING)
+    told = f"{len(slower)} slower" if slower else "nothing slower"
+    told += f", {len(lost)} no longer finishing" if lost else ""
+    unknown = [w for w in watched if w.whole and w.verdict == UNKNOWN]
+    if unknown:
+        told += f"; of {len(unknown)} the repeats cannot tell"
+    yield f"Regression watch ({allowed:.1%} allowed): {told}."
+    for w in watched:
+        if w.whole or w.fails:
+            yield f"  {w.sentence}"

@@ -1,0 +1,90 @@
+"""The decision over several sets: which strategy on which cluster, for each model and the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.candidates import Candidate, candidates_among
+from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.decide import Decision, decide
+from stratbench.analysis.ranking import rankings_of_bouts
+from stratbench.analysis.tolerance import judge_scores
+from stratbench.sets.reading import ResultSet
+
+#: What cells of one job have in common: columns of cells.csv.
+JOB = ("dataset", "model", "task", "epochs", "steps", "global_batch", "precision", "slowdown")
+
+
+def decisions_over(
+    sets: Sequence[ResultSet], prices: Mapping[str, float], given: Constraints
+) -> list[Decision]:
+    """A decision for each job, of which candidates are strategies on worker counts in sets.
+
+    A job is what JOB says. `prices`, by the name of a set, take the place of the constraints' price.
+    Repeats of two sets are paired by their numbers, which is arbitrary and makes the intervals no
+    narrower. Experiments keep the name that the first set gives them.
+    """
+    jobs: dict[tuple[str, ...], list[tuple[ResultSet, pd.DataFrame]]] = {}
+    for found in sets:
+        weak = found.cells.groupby("experiment")["global_batch"].nunique() > 1
+        for (experiment, _), rows in found.cells.groupby(["experiment", "model"], sort=False):
+            job = job_of(rows, bool(weak[experiment]))
+            if job is not None:
+                jobs.setdefault((job,), []).append((found, rows))
+    shared = {job: parts for job, parts in jobs.items() if len({s.name for s, _ in parts}) > 1}
+    studied = [
+        (pd.concat([rows for _, rows in parts]), list(candidates_in(parts, prices, given)))
+        for parts in shared.values()
+    ]
+    left = [[c for c in found if not c.kind] for _, found in studied]
+    rankings = iter(rankings_of_bouts([bout for bout in left if bout], given.equivalence_margin))
+    return [
+        decide(named_alike(rows), found, next(rankings) if bout else None, given)
+        for (rows, found), bout in zip(studied, left, strict=True)
+    ]
+
+
+def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
+    """What the rows of one experiment and model have in common; None where they differ in it."""
+    usable = rows[~rows["status"].isin(["missing", "error", "infeasible"])]
+    columns = [name for name in JOB if not (is_weak and name == "global_batch")]
+    values = [tuple(usable[name].astype(str).unique()) for name in columns]
+    return tuple(v[0] for v in values) if all(len(v) == 1 for v in values) else None
+
+
+def candidates_in(
+    parts: Sequence[tuple[ResultSet, pd.DataFrame]],
+    prices: Mapping[str, float],
+    given: Constraints,
+) -> Iterator[Candidate]:
+    """All candidates of a job: those of each set at its price, called `ddp (a100)`, judged together."""
+    found = []
+    for one, rows in parts:
+        here = replace(given, price_per_gpu_hour=prices.get(one.name, given.price_per_gpu_hour))
+        mine = candidates_among(rows, one.findings.to_dict("records"), here)
+        for candidate in mine:
+            candidate.strategy = f"{candidate.strategy} ({one.name})"
+            # Two hosts of two sets may have one name.
+            candidate.hosts = frozenset(f"{host} of {one.name}" for host in candidate.hosts)
+        found += mine
+    judge_scores(found, given)
+    yield from found
+
+
+def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a job under the experiment of the first."""
+    return rows.assign(experiment=rows["experiment"].iloc[0])
+
+
+def sentences_on(given: Constraints, prices: Mapping[str, float]) -> Iterator[str]:
+    """The constraints in words, with the prices of all sets."""
+    for sentence in given.sentences():
+        if not (prices and sentence.startswith("ranked by")):
+            yield sentence
+    if prices:
+        listed = ", ".join(f"{price:g} a GPU-hour in {name}" for name, price in prices.items())
+        yield f"ranked by cost at {listed}"

@@ -1,0 +1,94 @@
+"""Statistics of two sets that share no repeats: Welch's t on logarithms, by scipy.
+
+Repeats of two places have nothing in common but a number, so nothing is paired.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+from scipy.special import stdtrit
+
+ALPHA = 0.05
+
+
+class Interval(NamedTuple):
+    """A value with the ends of its interval; None where there is none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def ratio_of_times(new: Sequence[float], old: Sequence[float], alpha: float = ALPHA) -> Interval:
+    """The ratio of geometric means with its 1 - `alpha` interval (Welch, 1947); values above 0.
+
+    There is no interval where either side has fewer than two repeats, or neither scatters.
+    """
+    logs = np.log(np.asarray(new, dtype=float)), np.log(np.asarray(old, dtype=float))
+    found = _difference(*logs, alpha)
+    return Interval(*(None if x is None else math.exp(x) for x in found))
+
+
+def difference_of_scores(
+    new: Sequence[float], old: Sequence[float], alpha: float = ALPHA
+) -> Interval:
+    """The difference of means, with its interval as in `ratio_of_times`."""
+    return _difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float), alpha)
+
+
+def _difference(new: np.ndarray, old: np.ndarray, alpha: float) -> Interval:
+    mean = float(new.mean() - old.mean())
+    if min(len(new), len(old)) < 2 or new.var() + old.var() == 0:
+        return Interval(mean)
+    low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(1 - alpha)
+    return Interval(mean, float(low), float(high))
+
+
+def mean_over_models(logs: Sequence[float], alpha: float = ALPHA) -> Interval:
+    """The geometric mean of ratios, one (as a logarithm) of each model, with its t interval over models.
+
+    It says how much the ratio differs from model to model, so that one model has no interval.
+    """
+    values = np.asarray(logs, dtype=float)
+    mean = float(values.mean())
+    if len(values) < 2 or values.var() == 0:
+        return Interval(math.exp(mean))
+    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(1 - alpha)
+    return Interval(math.exp(mean), math.exp(low), math.exp(high))
+
+
+class Slowdown(NamedTuple):
+    """By which share something got slower, with one-sided bounds; None where nothing tells."""
+
+    share: float | None
+    at_least: float | None
+    at_most: float | None
+
+
+def slowdown_over_cells(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
+) -> Slowdown:
+    """The mean slow-down over cells, each (new, old) times of its repeats, all above 0.
+
+    Each bound is passed by chance with probability `alpha`. The cells are given, and noise is that of
+    the repeats: the variance is the sum of theirs, with Satterthwaite's (1946) degrees of freedom.
+    """
+    logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
+    mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
+    parts = [
+        (side.var(ddof=1) / len(side), len(side) - 1)
+        for pair in logs
+        for side in pair
+        if len(side) > 1
+    ]
+    total = sum(variance for variance, _ in parts)
+    if len(parts) < 2 * len(logs) or total == 0:
+        return Slowdown(math.expm1(mean), None, None)
+    dof = total**2 / sum(variance**2 / n for variance, n in parts)
+    half = -float(stdtrit(dof, alpha)) * math.sqrt(total) / len(logs)
+    return Slowdown(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))

@@ -1,0 +1,62 @@
+"""Which environment variables records may hold, and what looks like a secret. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_ENVIRONMENT = re.compile(
+    r"(OMP|KMP|MKL|GOMP|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUDNN|TORCH|TORCHINDUCTOR|PYTORCH)_\w+"
+    r"|NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)|MALLOC_\w+|LD_PRELOAD|PYTHONHASHSEED"
+)
+_SLURM = re.compile(
+    r"SLURM_(CLUSTER_NAME|JOB_ID|JOB_PARTITION|JOB_NODELIST|JOB_NUM_NODES|JOB_GPUS|STEP_ID"
+    r"|ARRAY_(JOB|TASK)_ID|NNODES|NODEID|NTASKS|PROCID|LOCALID|CPUS_PER_TASK|CPUS_ON_NODE"
+    r"|CPU_BIND|GPUS\w*|MEM_PER_\w+|RESTART_COUNT)|SLURMD_NODENAME"
+)
+_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|AUTH|(^|_)KEY", re.IGNORECASE)
+#: An address with a password, `token=...`, the forms of common providers' keys.
+_SURE_SECRET = re.compile(
+    r"://[^/\s:@]+:[^/\s@]+@"
+    r"|(?i:secret|token|passw(or)?d|credential|api_?key)\w*\s*[=:]"
+    r"|\b(gh[opsu]_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA|eyJ)[\w-]{12}"
+)
+#: Long runs of letters and digits mixed. Paths, UUIDs, masks and lists of options are none.
+_LONG_MIX = re.compile(
+    r"(?<![\w/.+-])(?=[\w+]*[A-Z])(?=[\w+]*[a-z])(?=[\w+]*[0-9])[A-Za-z0-9+]{32,}={0,2}(?![\w/.-])"
+    r"|(?<![\w/.-])(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{32,}(?![\w/.-])"
+)
+
+
+def of_training(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how a worker trains: those of an allow-list without a secret."""
+    return _kept(environment, _ENVIRONMENT)
+
+
+def of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """What SLURM says of the job and of the node, by an allow-list."""
+    return _kept(environment, _SLURM)
+
+
+def names_secret(name: str) -> bool:
+    """Whether what has this name is a secret by its name."""
+    return _SECRET.search(name) is not None
+
+
+def tells_secret(text: str) -> bool:
+    """Whether a text holds an address with a password, `token=...`, or a provider's key.
+
+    A long run of letters and digits alone is none: hashes and revisions are such.
+    """
+    return _SURE_SECRET.search(text) is not None
+
+
+def _kept(environment: Mapping[str, str], pattern: re.Pattern[str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if pattern.fullmatch(name)
+        and not names_secret(name)
+        and not tells_secret(value)
+        and not _LONG_MIX.search(value)
+    }
