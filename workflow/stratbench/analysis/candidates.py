@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,15 +11,18 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.groups import findings_by_group, rows_by_group
-from stratbench.analysis.measures import GIB, MIB
+from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
 from stratbench.analysis.score import Score, score_of
 from stratbench.analysis.tolerance import judge_scores
+from stratbench.analysis.verdicts import Raced
+from stratbench.cell.words import GIB, MIB
 from stratbench.strategies.base import Traits
 
 #: Up to how many times the largest measured count a time is extrapolated: public series of training
 #: times are missed by a + b/N by 2.7 % (median) and 15 % (90th percentile) at 2, by 8 and 28 % at 4.
 FARTHEST = 2
+#: The basis of a time that paired blocks of a verdict tell.
+PAIRED_BLOCKS = "measured in paired blocks"
 #: The audit's rule for scores that say that training did not work.
 FLOOR_RULE = "score-below-floor"
 
@@ -54,6 +57,20 @@ class Candidate:
     kind: str = ""
     why: str = ""
     doubts: list[str] = field(default_factory=list)
+    #: What a verdict claims of its bout, with its confidence, where it leads one.
+    claim: tuple[str, str] | None = None
+    #: The strategy on as many workers that a verdict found faster, and what it says.
+    slower_than: tuple[str, str] | None = None
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether its time was not measured on this number of workers."""
+        return self.basis.startswith("extrapolated")
+
+    @property
+    def unit(self) -> str:
+        """What its times are of."""
+        return "block" if self.basis == PAIRED_BLOCKS else "repeat"
 
     @property
     def cost(self) -> float | None:
@@ -80,19 +97,28 @@ class Candidate:
 
 
 def candidates_among(
-    rows: pd.DataFrame, findings: list[dict[str, Any]], constraints: Constraints
+    rows: pd.DataFrame,
+    findings: list[dict[str, Any]],
+    constraints: Constraints,
+    raced: Mapping[Group, Raced] | None = None,
 ) -> list[Candidate]:
-    """All of one experiment and model (rows of cells.csv), measured ones and then extrapolated."""
+    """All of one experiment and model (rows of cells.csv), measured ones and then extrapolated.
+
+    `raced`: what a verdict's blocks say of each; where they do, their times count.
+    """
     groups = rows_by_group(rows)
     found = []
     for key, on_it in findings_by_group(findings, groups):
         candidate = measured_candidate(groups[key], constraints)
+        if raced and key in raced:
+            take_blocks(candidate, raced[key])
         exclude_by_records(candidate, groups[key], on_it, constraints)
         found.append(candidate)
     found += extrapolated_candidates(found, constraints)
     for candidate in found:
         exclude_by_constraints(candidate, constraints)
     judge_scores(found, constraints)
+    exclude_by_race(found)
     return found
 
 
@@ -130,6 +156,20 @@ def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candida
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
     )
+
+
+def take_blocks(candidate: Candidate, found: Raced) -> None:
+    """Let a verdict's paired blocks say a candidate's times, and what put it out of the race."""
+    if found.excluded is not None:
+        candidate.exclude(*found.excluded)
+    if not len(found.times_s):
+        return
+    candidate.times = found.times_s
+    candidate.time_s = float(np.exp(np.log(found.times_s).mean()))
+    candidate.basis = PAIRED_BLOCKS
+    candidate.hosts, candidate.on_cpu = found.hosts, found.on_cpu
+    candidate.traits, candidate.served = found.traits, found.served
+    candidate.claim, candidate.slower_than = found.claim, found.slower_than
 
 
 def traits_of_group(frame: pd.DataFrame) -> Traits:
@@ -176,6 +216,14 @@ def exclude_by_records(
             )
         elif finding["severity"] == "doubtful" and finding["rule"] not in candidate.doubts:
             candidate.doubts.append(finding["rule"])
+
+
+def exclude_by_race(found: list[Candidate]) -> None:
+    """Exclude what a verdict found slower than another that is left, on as many workers."""
+    left = {(c.strategy, c.gpus) for c in found if not c.kind}
+    for c in found:
+        if c.slower_than is not None and (c.slower_than[0], c.gpus) in left:
+            c.exclude("slower", c.slower_than[1])
 
 
 def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:

@@ -48,6 +48,20 @@ class Expected:
     study: Study | None = None
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a command line that say what `expected_of` makes an Expected of."""
+    parser.add_argument("--skipped", default="{}", help="JSON: cells not trained, and why")
+    parser.add_argument("--study", default="null", help="JSON: the config of the study alone")
+    parser.add_argument("--targets", default="{}", help="JSON: score to reach, by experiment")
+
+
+def expected_of(args: argparse.Namespace) -> Expected:
+    """What the config says beside the cells, from a command line."""
+    config = json.loads(args.study)
+    study = Study(config, config["study"]) if config else None
+    return Expected(json.loads(args.skipped), json.loads(args.targets), study)
+
+
 def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
     """Training time at the end of the first epoch that reached `target`; None if none did.
 
@@ -190,15 +204,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--partial", action="store_true", help="accept missing records, and list them"
     )
-    parser.add_argument("--skipped", default="{}", help="JSON: cells not trained, and why")
-    parser.add_argument("--study", default="null", help="JSON: the config of the study alone")
-    parser.add_argument("--targets", default="{}", help="JSON: score to reach, by experiment")
+    add_options(parser)
     args = parser.parse_args(argv)
     cells = read_expected(args.expected)
-    config = json.loads(args.study)
-    study = Study(config, config["study"]) if config else None
-    asked = Expected(json.loads(args.skipped), json.loads(args.targets), study)
-    without = collect(cells, args.records_root.parent, args.out, args.epochs_out, asked)
+    study_dir = args.records_root.parent
+    without = collect(cells, study_dir, args.out, args.epochs_out, expected_of(args))
     if without:
         print(
             describe_missing(without, len(cells)), file=sys.stdout if args.partial else sys.stderr

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from stratbench.analysis import derived
 from stratbench.analysis.derived import value_at
+from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import SCHEMA_PATH, Record, RecordError
 from stratbench.strategies.base import Traits
 
@@ -46,6 +47,15 @@ class Column:
         if self.own_definition or not isinstance(self.source, str):
             return self.own_definition
         return described_in_schema(self.source)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its numbers are whole, by the record's schema or the type of its source."""
+        if self.source is None:
+            return get_type_hints(Cell).get(self.name) is int
+        if callable(self.source):
+            return set(get_args(get_type_hints(self.source)["return"])) == {int, type(None)}
+        return "integer" in types_in_schema(self.source)
 
     @property
     def is_text(self) -> bool:
@@ -223,7 +233,7 @@ _TIMELINE = "timeline: "
 
 # fmt: off
 #: Columns of epochs.csv beside the coordinates; sources are fields of an entry of per_epoch.
-_EPOCH = (
+_OF_EPOCH = (
     Column("epoch", "number", "", "score.per_epoch.epoch"),
     Column("train_time_s", "number", "s", "score.per_epoch.train_time_s"),
     Column("train_loss", "number", "", "score.per_epoch.train_loss"),
@@ -232,8 +242,9 @@ _EPOCH = (
     Column("score_error", "number", "", "score.per_epoch.score_error"),
 )
 # fmt: on
-#: The names of the columns of epochs.csv.
-EPOCH_COLUMNS = (*COORDINATES, *(column.name for column in _EPOCH))
+#: The columns of epochs.csv, and their names.
+EPOCH_BY_NAME = {name: BY_NAME[name] for name in COORDINATES} | {c.name: c for c in _OF_EPOCH}
+EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
 
 
 @cache
@@ -247,6 +258,17 @@ def described_in_schema(path: str) -> str:
     for key in path.split("."):
         node = node.get("items", node)["properties"][key]
     return node["description"]
+
+
+def types_in_schema(path: str) -> list[str]:
+    """The types that the record's schema allows the field at a dotted path; empty where it says none."""
+    node = _schema()
+    for key in path.split("."):
+        node = node.get("items", node)
+        options = [node, *node.get("anyOf", ()), *node.get("oneOf", ())]
+        node = next((o["properties"][key] for o in options if key in o.get("properties", ())), {})
+    found = node.get("type", [])
+    return [found] if isinstance(found, str) else found
 
 
 # The table sorted by source, once: `row_of_record` runs for every record.

@@ -24,12 +24,19 @@ def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> t
         )
     level, claim = level_and_claim(ranking)
     told.append(claim)
+    if first.claim is not None:
+        told.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
+        if is_the_verdicts(ranking):
+            # Arms that left the race early have few blocks; the verdict counts those of all.
+            level = max(level, ("low", "medium", "high").index(first.claim[1]))
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     alone = min(len(c.hosts) for c in (first, *rivals)) < 2
     if alone:
         level = min(level, 1)
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
-        told.append(f"All repeats ran on {on}: others may order them differently." if hosts else "")
+        told.append(
+            f"All {first.unit}s ran on {on}: others may order them differently." if hosts else ""
+        )
     told += score_caveats(first, given)
     if first.may_lose is None or first.may_lose > given.tolerance_of(first.score):
         level = min(level, 1)
@@ -54,6 +61,12 @@ def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> t
     return ("low", "medium", "high")[level], " ".join(filter(None, told))
 
 
+def is_the_verdicts(ranking: Ranking) -> bool:
+    """Whether the chosen leads its bout, and is clearly faster than all on other numbers of workers."""
+    others = (c for c in ranking.compared if c.rival.gpus != ranking.first.gpus)
+    return ranking.first.claim is not None and all(c.stand == "slower" for c in others)
+
+
 def nearest_rivals(ranking: Ranking) -> list[Candidate]:
     """Of each other strategy the best, and of all the next, where they are not clearly slower."""
     close = [c.rival for c in ranking.compared if c.stand != "slower"]
@@ -65,13 +78,13 @@ def nearest_rivals(ranking: Ranking) -> list[Candidate]:
 def level_and_claim(ranking: Ranking) -> tuple[int, str]:
     """The highest level of confidence that the repeats allow, and the claim that they make."""
     first, repeats = ranking.first, ranking.repeats
-    if first.basis != "measured":
+    if first.extrapolated:
         return 0, "An extrapolated time has no interval."
     if not ranking.compared:
-        return (1 if repeats > 1 else 0), f"Over {counted(repeats, 'repeat')}, without a rival."
+        return (1 if repeats > 1 else 0), f"Over {counted(repeats, first.unit)}, without a rival."
     if ranking.at_most is None:
         return 0, f"The order may be chance: {ranking.chance}, so no interval tells."
-    over = f"Over {repeats} repeats"
+    over = f"Over {counted(repeats, first.unit)}"
     rivals = counted(len(ranking.compared), "rival")
     rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.compared), f"all {rivals}")
     if ranking.is_clear:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from stratbench.analysis.candidates import Candidate, candidates_among
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.confidence import confidence_in
 from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.measures import MIB, format_number
+from stratbench.analysis.groups import Group
+from stratbench.analysis.measures import format_number
 from stratbench.analysis.ranking import Comparison, Ranking, rankings_of_bouts
+from stratbench.analysis.verdicts import Raced, raced_groups, read_verdict
 from stratbench.cell.files import write_atomic
-from stratbench.cell.words import counted, worker_noun
+from stratbench.cell.words import MIB, counted, worker_noun
 
 MATRIX_COLUMNS = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
@@ -57,12 +59,15 @@ class Decision:
 
 
 def decisions(
-    cells: pd.DataFrame, findings: pd.DataFrame, constraints: Constraints
+    cells: pd.DataFrame,
+    findings: pd.DataFrame,
+    constraints: Constraints,
+    raced: Mapping[Group, Raced] | None = None,
 ) -> list[Decision]:
-    """One for each experiment and model, in the order of the config."""
+    """One for each experiment and model, in the order of the config. `raced`: by a verdict's blocks."""
     listed = findings.to_dict("records")
     studied = [
-        (rows, candidates_among(rows, listed, constraints))
+        (rows, candidates_among(rows, listed, constraints, raced))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     left = [[c for c in found if not c.kind] for _, found in studied]
@@ -125,7 +130,7 @@ def headline_of(ranking: Ranking, noun: str, given: Constraints) -> str:
         listed = [f"{c.strategy} on {counted(c.gpus, noun)}" for c in ranking.tied]
         more = [f"{len(listed) - 3} more"] if len(listed) > 4 else listed[3:]
         text = f"No clear winner: {text}, or {' or '.join(listed[:3] + more)}"
-    if first.basis != "measured":
+    if first.extrapolated:
         text += " (extrapolated, not measured)"
     elif ranking.chance:
         text += f" ({ranking.chance}: it may be chance)"
@@ -190,10 +195,10 @@ def sentences_on_changes(
     """What would lead to another answer, from the nearest alternatives."""
     first, compared = ranking.first, ranking.compared
     ranked = [first, *(c.rival for c in compared)]
-    if first.basis != "measured":
+    if first.extrapolated:
         yield f"Cells on {first.gpus} workers: train them, and they replace the extrapolated times."
     elif ranking.chance or not ranking.is_clear:
-        yield "More repeats: they would say whether this order holds."
+        yield f"More {first.unit}s: they would say whether this order holds."
     yield from sentences_on_constraints(found, first)
     tolerance = given.tolerance_of(first.score)
     if first.may_lose is not None and first.may_lose > tolerance:
@@ -353,26 +358,39 @@ def answers_as_json(
     }
 
 
+def write_decisions(
+    cells: pd.DataFrame,
+    findings: pd.DataFrame,
+    given: Constraints,
+    out: Path,
+    answers_out: Path,
+    raced: Mapping[Group, Raced] | None = None,
+) -> str:
+    """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
+    found = decisions(cells, findings, given, raced)
+    rows = [row for decision in found for row in decision.matrix]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(out, index=False)
+    notes = notes_on_the_study(findings)
+    write_atomic(answers_out, json.dumps(answers_as_json(found, notes, given), indent=1) + "\n")
+    return describe_decisions(found, notes, given)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.decide", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--study-dir", type=Path, help="where a verdict may be: results/<study>")
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
     parser.add_argument("--answers-out", type=Path, required=True, help="the decisions (JSON)")
     args = parser.parse_args(argv)
     given = Constraints.from_json(args.constraints)
-    findings = read_audit(args.audit)
-    found = decisions(read_cells(args.cells), findings, given)
-    rows = [row for decision in found for row in decision.matrix]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(args.out, index=False)
-    notes = notes_on_the_study(findings)
-    write_atomic(
-        args.answers_out, json.dumps(answers_as_json(found, notes, given), indent=1) + "\n"
-    )
-    print(describe_decisions(found, notes, given))
+    cells, findings = read_cells(args.cells), read_audit(args.audit)
+    verdict = read_verdict(args.study_dir) if args.study_dir else None
+    raced = {} if verdict is None else raced_groups(verdict)
+    print(write_decisions(cells, findings, given, args.out, args.answers_out, raced))
     return 0
 
 

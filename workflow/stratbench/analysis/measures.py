@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from stratbench.analysis.columns import BY_NAME
 from stratbench.analysis.score import Score, score_of
+from stratbench.cell.words import MIB
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MIB, GIB = 2**20, 2**30
 #: What marks a figure that the audit doubts, in tables as in figures.
 DOUBT = "†"
 #: What stands in a table where the study has no such cell (`single` on two workers).

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ from stratbench.analysis.measures import DOUBT
 from stratbench.analysis.score import Score
 from stratbench.analysis.style import Style
 
+matplotlib.use("Agg")  # draws into files, whatever display there is
 PANEL_IN = (3.3, 2.45)
 NARROWEST_IN = 4.8
 LEGEND_ROW_IN = 0.17
@@ -143,14 +145,19 @@ def mark_failures(
         (f"{strategy}, {', '.join(counts)}: {text}", looks[strategy].colour)
         for (strategy, text), counts in named.items()
     ]
-    if len(notes) > MOST_NOTES:
-        rest = len(notes) - MOST_NOTES + 1
-        notes = [*notes[: MOST_NOTES - 1], (f"and {rest} more strategies: see the table", INK)]
-    for i, (text, colour) in enumerate(notes):
+    rest = more_notes(len(notes))
+    listed = [*notes[: MOST_NOTES - 1], (rest, INK)] if rest else notes
+    for i, (text, colour) in enumerate(listed):
         down = -7.5 * i - 3
         if colour != INK:
             cross(axis, (0.03, 0.97), "axes fraction", (0, down), colour)
         annotate(axis, text, (0.03, 0.97), "axes fraction", (6, down), va="center")
+
+
+def more_notes(notes: int) -> str | None:
+    """What stands for all notes but the first MOST_NOTES - 1; None where all have room."""
+    rest = notes - MOST_NOTES + 1
+    return f"and {rest} more strategies: see the table" if notes > MOST_NOTES else None
 
 
 def mark_doubt(axis: Axes, flags: str, at: tuple[float, float], offset: Any) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pandas as pd
 
 from stratbench.analysis.columns import COLUMNS
+from stratbench.cell.places import REFERENCE
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 
-REFERENCE = Path(__file__).parents[2] / "reference"
 #: Parameters at 1000 classes, as the paper gives them.
 PARAMETERS = {
     "vgg16": 138_357_544,

@@ -17,8 +17,8 @@ import pandas as pd
 from stratbench.analysis import paper
 from stratbench.analysis.audit import AUDIT_COLUMNS, RULES, SEVERITIES, audit, read_audit
 from stratbench.analysis.metrics import MEMORY_RATIO, SIZES
+from stratbench.study.result_sets import VERSIONS
 
-VERSIONS = ("v1", "v2")
 PAPER_AUDIT_COLUMNS = ("version", *AUDIT_COLUMNS)
 #: What two sizes may differ by and be the same, as a share.
 SAME_SIZE = 0.05

@@ -29,6 +29,7 @@ from stratbench.analysis.measures import MEASURES, PLOTS, Measure
 from stratbench.analysis.panels import (
     INK,
     LEAST_LOOK,
+    MOST_NOTES,
     add_legend_and_note,
     annotate,
     counts_axis,
@@ -40,6 +41,7 @@ from stratbench.analysis.panels import (
     line_handle,
     mark_doubt,
     mark_failures,
+    more_notes,
     share_rows,
 )
 from stratbench.analysis.style import GREY, RC, Style
@@ -246,7 +248,9 @@ def score_line(
 
 
 def score_notes(axis: Axes, notes: Sequence[str]) -> None:
-    """List the cells without a final score in the lower right corner."""
+    """List the cells without a final score in the lower right corner, as many as have room."""
+    if rest := more_notes(len(notes)):
+        notes = [*notes[: MOST_NOTES - 1], rest]
     place = {"ha": "right", "va": "bottom"}
     annotate(axis, "\n".join(notes), (0.98, 0.03), "axes fraction", (0, 0), **place)
 
@@ -308,14 +312,15 @@ def read_figure_data(
     )
 
 
-#: A process of the pool must draw some figures to be worth its start, which takes as long as a few.
+#: A process of the pool must draw some figures to be worth its start.
 FIGURES_A_PROCESS = 8
 _loaded: dict[str, FigureData] = {}
 
 
 def begin_process(*tables: Path | None) -> None:
-    """What a process of the pool reads once."""
-    _loaded.update(read_figure_data(*tables))
+    """What a process of the pool reads once, unless it was forked and has it."""
+    if not _loaded:
+        _loaded.update(read_figure_data(*tables))
 
 
 def write_figure(name: tuple[str, str], stem: Path) -> None:
@@ -344,19 +349,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = (args.cells, args.epochs, args.summary, args.study_dir)
     remove_old_figures(args.out_dir)
     found = read_figure_data(*tables)
+    _loaded.clear()
+    _loaded.update(found)
     names = [(name, plot) for name, rows in found.items() for plot in PLOTS if has_data(plot, rows)]
     stems = [args.out_dir / name / plot for name, plot in names]
     n_processes = min(len(usable_cores()), 1 + len(names) // FIGURES_A_PROCESS)
     with ExitStack() as stack:
         drawing = map
         if n_processes > 1:
-            context = multiprocessing.get_context("spawn")
+            # Elsewhere a fork of a process that has used its system's libraries may crash.
+            context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(
                 n_processes, context, initializer=begin_process, initargs=tables
             )
             drawing = stack.enter_context(pool).map
-        else:
-            _loaded.update(found)
         for stem, _ in zip(stems, drawing(write_figure, names, stems), strict=True):
             print(stem.with_suffix(".svg"), flush=True)
     return 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratbench.analysis import stats
+from stratbench import moderated
 from stratbench.analysis.candidates import Candidate
 
 #: A rival with a single repeat in common is taken for slower from this many times the time on.
@@ -48,16 +48,16 @@ def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) ->
     return np.argmin(np.where(near, order, np.inf), axis=-1)
 
 
-def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> stats.Differences:
+def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
     """Every candidate's paired difference from the chosen one; its own has no degrees of freedom."""
     first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
-    found = stats.paired_differences(logs, first)
+    found = moderated.paired_differences(logs, first)
     itself = np.arange(logs.shape[-2]) == chosen[..., None]
     return found._replace(repeats=np.where(itself, 0, found.repeats))
 
 
 def standings_against_chosen(
-    found: stats.Differences,
+    found: moderated.Differences,
     chosen: np.ndarray,
     means: np.ndarray,
     variance: np.ndarray,
@@ -72,7 +72,7 @@ def standings_against_chosen(
     itself = np.arange(means.shape[-1]) == chosen[..., None]
     first = np.take_along_axis(means, chosen[..., None], axis=-1)
     mean = np.where(np.isfinite(found.mean) & ~itself, found.mean, means - first)
-    half = stats.half_widths(variance, dof, found.repeats, stats.tail_of(rivals))
+    half = moderated.half_widths(variance, dof, found.repeats, moderated.tail_of(rivals))
     low, high = mean - half, mean + half
     beyond = mean > np.log1p(margin) + 1e-12
     screened = (found.repeats == 1) & (mean >= np.log(SCREEN)) & (dof == 0)
@@ -127,10 +127,10 @@ class Ranking:
     @property
     def chance(self) -> str | None:
         """Why the order may be chance, in a few words; None where intervals tell."""
-        if not self.compared or self.first.basis != "measured":
+        if not self.compared or self.first.extrapolated:
             return None
         if len(self.first.times) < 2:
-            return "measured in one repeat"
+            return f"measured in one {self.first.unit}"
         if any(c.low is None and c.stand != "slower" for c in self.compared):
             return "some rivals were measured once, or not at all"
         return None
@@ -149,7 +149,7 @@ def rankings_of_bouts(bouts: Sequence[Sequence[Candidate]], margin: float) -> li
     if not drawn:
         return []
     parts = zip(*(found for _, _, found in drawn), strict=True)
-    joined = stats.Differences(*(np.concatenate(part) for part in parts))
+    joined = moderated.Differences(*(np.concatenate(part) for part in parts))
     rankings, start = [], 0
     served = np.concatenate(
         [
@@ -157,7 +157,7 @@ def rankings_of_bouts(bouts: Sequence[Sequence[Candidate]], margin: float) -> li
             for bout, (_, chosen, _) in zip(bouts, drawn, strict=True)
         ]
     )
-    variance, dof = stats.moderated_variances(joined, served)
+    variance, dof = moderated.moderated_variances(joined, served)
     for bout, (means, chosen, found) in zip(bouts, drawn, strict=True):
         part = slice(start, start := start + len(bout))
         found = standings_against_chosen(

@@ -1,4 +1,4 @@
-"""Writes the report: one self-contained HTML page with decisions, figures, tables, audit and methods."""
+"""Writes the report, one self-contained HTML page, and beside it the page of all cells to explore."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import jinja2
 import pandas as pd
 from PIL import Image
 
-from stratbench.analysis import paper_audit
+from stratbench.analysis import explore, paper_audit
 from stratbench.analysis.audit import SEVERITIES, read_audit
 from stratbench.analysis.columns import CELL_COLUMNS, Row, read_cells
-from stratbench.analysis.measures import MEASURES, MIB, NO_CELL, PLOTS, Measure, measures_of
+from stratbench.analysis.measures import MEASURES, NO_CELL, PLOTS, Measure, measures_of
 from stratbench.analysis.numbered import read_paper_tables
 from stratbench.analysis.score import score_of
 from stratbench.analysis.sections import (
@@ -40,7 +40,9 @@ from stratbench.analysis.tables import (
     wide_rows,
     workers_are,
 )
-from stratbench.cell.words import counted, plural, worker_noun
+from stratbench.analysis.verdict_section import verdict_section
+from stratbench.analysis.verdicts import read_verdict
+from stratbench.cell.words import MIB, counted, plural, worker_noun
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: A figure whose SVG is larger goes into the page as PNG.
@@ -325,12 +327,14 @@ def page_values(folder: Path, study_dir: Path, partial: bool) -> dict[str, Any]:
     cells, findings = read_cells(folder / "cells.csv"), read_audit(folder / "audit.csv")
     decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     prediction = folder / "prediction.csv"
+    verdict = read_verdict(study_dir)
     counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
         "notices": list(notices_above(cells, partial)),
         "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
         "decided": decided,
+        "verdict": None if verdict is None else verdict_section(verdict, cells),
         "decisions": answers_by_experiment(decided["answers"]),
         "strategies": list(strategy_lines(cells)),
         "experiments": list(experiment_sections(folder, cells, decided)),
@@ -377,7 +381,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     out = args.folder / "report.html"
     out.write_text(render(values), encoding="utf-8")
-    print(f"{out} ({out.stat().st_size / MIB:.1f} MiB)")
+    explored = args.folder / "explore.html"
+    cells, findings = read_cells(args.folder / "cells.csv"), read_audit(args.folder / "audit.csv")
+    notices = list(notices_above(cells, args.partial))
+    explore.write_page(explored, cells, findings.to_dict("records"), args.study_dir, notices)
+    for page in (out, explored):
+        print(f"{page} ({page.stat().st_size / MIB:.1f} MiB)")
     return 0
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis import paper
-from stratbench.analysis.measures import MIB, format_number
+from stratbench.analysis.measures import format_number
+from stratbench.cell.words import MIB
 from stratbench.strategies import REGISTRY, strategy_class
 
 

@@ -1,28 +1,19 @@
-"""All statistics of tables, figures and decisions: medians, ranges, moderated t intervals.
+"""Statistics of tables, figures and claims: medians, ranges, intervals of ratios.
 
 Times are compared on logarithms, in pairs of equal repeats: half a percent is half a percent whatever
-a step takes, and a mean of logarithms is a ratio. A handful of repeats says little of its own
-variance, so the variances of a study's comparisons are pooled, as far as they look alike: Smyth,
-Linear models and empirical Bayes methods for assessing differential expression, 2004.
+a step takes, and a mean of logarithms is a ratio.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import digamma, polygamma, stdtrit  # scipy.stats takes long to import
 
-#: The rate of false claims that is allowed.
-ALPHA = 0.05
-#: Divides it for people who look again after further repeats, at 2, 3, 4, 5, 6, 8 and 10 of them; by
-#: simulation it has to be 3.8 to 5.6.
-LOOKS = 4.5
+from stratbench.moderated import ALPHA, half_widths, moderated_variances, paired_differences
+
 #: Repeats from which quartiles are more than two of the values themselves.
 QUARTILES_FROM = 5
-#: Variances from which a prior is estimated at all, is trusted in full, and how far it counts between.
-FEWEST_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
@@ -35,126 +26,6 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str
     at = [25, 50, 75] if name == "quartiles" else [0, 50, 100]
     low, median, high = np.percentile(np.asarray(values, dtype=float), at)
     return float(median), float(low), float(high), name
-
-
-# ---------------------------------------------------------------- differences and their variances
-
-
-class Differences(NamedTuple):
-    """Of paired repeats: mean, variance (divisor n - 1) and number n; arrays of equal shape."""
-
-    mean: np.ndarray
-    variance: np.ndarray
-    repeats: np.ndarray
-
-    @property
-    def dof(self) -> np.ndarray:
-        """Degrees of freedom of the variances."""
-        return self.repeats - 1
-
-
-def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
-    """Of `logs` from `others`, both shape [..., repeats] (broadcast); NaN where there is no repeat.
-
-    The mean is NaN without a common repeat, the variance with fewer than two.
-    """
-    d = np.asarray(logs, dtype=float) - np.asarray(others, dtype=float)
-    there = np.isfinite(d)
-    n = there.sum(-1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(there, d, 0.0).sum(-1) / np.where(n > 0, n, np.nan)
-        squares = np.where(there, (d - mean[..., None]) ** 2, 0.0).sum(-1)
-        variance = squares / np.where(n > 1, n - 1, np.nan)
-    return Differences(mean, variance, n)
-
-
-class Prior(NamedTuple):
-    """What the other variances say of one: their common value, and how many degrees it is worth."""
-
-    dof: np.ndarray
-    variance: np.ndarray
-
-
-def variance_prior(variances: np.ndarray, dof: np.ndarray, known: np.ndarray) -> Prior:
-    """The prior of `variances` with `dof` degrees, both shape [..., G]; shape [...].
-
-    Only those of the mask `known` count. `dof` is infinite where they scatter no more than a common
-    variance's estimates do, and 0 where there are too few to tell.
-    """
-    count = known.sum(-1)
-    half = np.where(known, dof, 2) / 2
-    e = np.where(known, np.log(np.where(known, variances, 1.0)) - digamma(half) + np.log(half), 0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = e.sum(-1) / count
-        scatter = np.where(known, (e - mean[..., None]) ** 2, 0.0).sum(-1) / (count - 1)
-        excess = scatter - np.where(known, polygamma(1, half), 0.0).sum(-1) / count
-    spread = excess > 1e-8
-    d0 = np.where(spread, 2 * trigamma_inverse(np.where(spread, excess, 1.0)), np.inf)
-    finite = np.where(spread, d0, 2.0)
-    correction = np.where(spread, digamma(finite / 2) - np.log(finite / 2), 0.0)
-    d0 = np.where(count < ENOUGH_VARIANCES, np.minimum(d0, FEW_DOF), d0)
-    d0 = np.where(count < FEWEST_VARIANCES, 0.0, d0)
-    return Prior(d0, np.where(d0 > 0, np.exp(mean + correction), 0.0))
-
-
-def trigamma_inverse(y: np.ndarray) -> np.ndarray:
-    """x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
-    x = 0.5 + 1.0 / np.asarray(y, dtype=float)
-    for _ in range(50):
-        trigamma = polygamma(1, x)
-        step = trigamma * (1 - trigamma / y) / polygamma(2, x)
-        x = x + step
-        if np.all(np.abs(step) <= 1e-9 * x):
-            break
-    return x
-
-
-def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each variance drawn towards those of its kind, and its degrees of freedom; shape [..., G].
-
-    `kinds`, shape [G] or [..., G]: whether a parameter server takes part, since servers scatter
-    otherwise. Kinds with too few variances borrow from all. A variance of 0 teaches nothing. NaN
-    and 0 degrees where there is none.
-    """
-    kinds = np.broadcast_to(kinds, found.mean.shape)
-    own_dof = np.maximum(found.dof, 0)
-    known = (own_dof > 0) & (np.nan_to_num(found.variance) > 0)
-    d0, s0 = np.zeros(found.mean.shape), np.zeros(found.mean.shape)
-    for kind in (False, True):
-        alike = known & (kinds == kind)
-        enough = alike.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
-        prior = variance_prior(found.variance, own_dof, np.where(enough, alike, known))
-        d0 = np.where(kinds == kind, prior.dof[..., None], d0)
-        s0 = np.where(kinds == kind, prior.variance[..., None], s0)
-    d0 = np.minimum(d0, 2 * own_dof + 4)
-    dof = np.where(own_dof > 0, d0 + own_dof, 0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        variance = (d0 * s0 + own_dof * found.variance) / dof
-    return variance, dof
-
-
-def half_widths(
-    variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
-) -> np.ndarray:
-    """Half the width of t intervals that leave out `tail` on either side; infinite without degrees."""
-    known = dof > 0
-    quantile = -stdtrit(np.where(known, dof, 1.0), tail)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        half = quantile * np.sqrt(variance / np.where(known, repeats, 1))
-    return np.where(known, half, np.inf)
-
-
-def tail_of(rivals: int | np.ndarray) -> np.ndarray:
-    """What an interval of a comparison with `rivals` others leaves out on either side.
-
-    The allowed rate is shared by the rivals and the looks. A claim rests on one end of each
-    interval, and which candidate the rivals are compared with was chosen by the same repeats: two
-    rivals are the fewest that count.
-    """
-    return ALPHA / (LOOKS * np.maximum(2, rivals))
-
-
-# ---------------------------------------------------------------- ratios of tables and claims
 
 
 def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

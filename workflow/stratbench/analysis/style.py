@@ -12,11 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib.colors import to_hex, to_rgb
-
 from stratbench.strategies import REGISTRY, strategy_class
 
 
@@ -49,27 +44,31 @@ FAMILIES = {
 #: Colours of what is not a strategy (phases of a step, workers of a cell): muted, none of the above.
 TEAL, DEEP_TEAL, PETROL = "#b5d3cf", "#5f9a94", "#2b4a52"
 ROSE, WINE, BROWN, SAND, PALE = "#e0a8a0", "#7d2b4b", "#6b4a2b", "#d2bf9b", "#dcdcdc"
+#: Colours of the values of a column other than the strategy, by turns.
+FURTHER_COLOURS = (BLUE, ORANGE, GREEN, WINE, PURPLE, PETROL, VERMILLION, DEEP_TEAL, BROWN, GREY)
 
 #: Taken by turns: as many of each that two strategies of a family share no two of them.
-_MARKERS = "os^vXDP<>ph*dH8"
+MARKERS = "os^vXDP<>ph*dH8"
 _HATCHES = ("", "////", "....", "xxxx", "----", "||||", "++++", "oooo", "\\\\\\\\", "**", "//..")
 _LINES = ("-", "--", "-.", ":")
 #: How far the members of a family are from its hue: to white above 0, to black below.
 _SHADES = (0.0, 0.45, -0.4, 0.7)
 
 
+def _mixed(colour: str, other: float, share: float) -> str:
+    """A colour (hex) with a share of black (`other` 0) or white (1)."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 * (c + (other - c) * share)):02x}" for c in parts)
+
+
 def lightened(colour: str, share: float) -> str:
     """`colour` mixed with white; `share` 0 leaves it, 1 is white."""
-    return to_hex([c + (1 - c) * share for c in to_rgb(colour)])
+    return _mixed(colour, 1.0, share)
 
 
 def shaded(colour: str, share: float) -> str:
     """`colour` mixed with white, or where `share` is below 0 with black."""
-    return (
-        lightened(colour, share)
-        if share >= 0
-        else to_hex([c * (1 + share) for c in to_rgb(colour)])
-    )
+    return lightened(colour, share) if share >= 0 else _mixed(colour, 0.0, -share)
 
 
 def style_of(family: str, index: int) -> Style:
@@ -77,7 +76,7 @@ def style_of(family: str, index: int) -> Style:
     hue, first = FAMILIES[family]
     return Style(
         shaded(hue, _SHADES[index % len(_SHADES)]),
-        _MARKERS[(first + index) % len(_MARKERS)],
+        MARKERS[(first + index) % len(MARKERS)],
         _HATCHES[(first + index) % len(_HATCHES)],
         _LINES[index % len(_LINES)],
     )

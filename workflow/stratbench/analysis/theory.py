@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.measures import GIB
 from stratbench.cell.settings import LATER
+from stratbench.cell.words import GIB
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.workload.models import MODELS
 

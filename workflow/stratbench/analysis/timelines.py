@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stratbench.analysis.figure_data import FigureData
-from stratbench.analysis.measures import MIB
 from stratbench.analysis.panels import NOTE_PT, annotate, wrapped_text
 from stratbench.analysis.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
-from stratbench.cell.words import counted, worker_noun
+from stratbench.cell.words import MIB, counted, worker_noun
 
 #: Points of one line: more than a panel of this size can show is thinned out to this.
 MOST_POINTS = 120

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis import stats
+from stratbench import moderated
 
 if TYPE_CHECKING:
     from stratbench.analysis.candidates import Candidate
@@ -31,11 +31,12 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
     for each number of workers), and any other is a class of its own. Cells that were not evaluated
     are taken for equal; the confidence says so.
     """
-    for c in found:
-        if c.mean_score is None and not c.kind and not c.unscored:
-            c.doubts.append(f"its {c.score.name} was not recorded")
-    known = [c for c in found if c.mean_score is not None and c.basis == "measured"]
+    unknown = [c for c in found if c.mean_score is None and not c.kind and not c.unscored]
+    known = [c for c in found if c.mean_score is not None and not c.extrapolated]
     usable = [c for c in known if c.kind not in NO_MEASURE]
+    for c in unknown:
+        if not any(shares_score(c, other) for other in usable):
+            c.doubts.append(f"its {c.score.name} was not recorded")
     if not usable:
         return
     score = usable[0].score
@@ -60,12 +61,21 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
                     f"{score.text(own.mean())}, {score.difference(lost)} {score.worse_word} than "
                     f"{names[best]} ({tolerance:g} allowed{chance})",
                 )
+    for c in unknown:
+        c.may_lose = next((k.may_lose for k in usable if shares_score(c, k)), None)
     for c in found:
-        if c.basis != "measured":
+        if c.extrapolated:
             for like in (k for k in usable if k.scores is c.scores):
                 c.may_lose = like.may_lose
                 if like.kind:
                     c.exclude(like.kind, like.why)
+
+
+def shares_score(c: Candidate, other: Candidate) -> bool:
+    """Whether two candidates' arithmetic is equal, so that one's score is the other's but for chance."""
+    if not (c.traits.equals_ddp and other.traits.equals_ddp):
+        return False
+    return c.gpus == other.gpus if other.batchnorm else True
 
 
 def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
@@ -103,11 +113,11 @@ def loss_uncertainties(series: Sequence[pd.Series], best: pd.Series) -> np.ndarr
     """
     repeats = sorted(set(best.index).union(*(s.index for s in series)))
     values = np.array([s.reindex(repeats).to_numpy(dtype=float) for s in series])
-    found = stats.paired_differences(values, best.reindex(repeats).to_numpy(dtype=float))
+    found = moderated.paired_differences(values, best.reindex(repeats).to_numpy(dtype=float))
     itself = np.array([s is best for s in series])
     found = found._replace(repeats=np.where(itself, 0, found.repeats))
-    variance, dof = stats.moderated_variances(found, np.zeros(len(series), dtype=bool))
-    return stats.half_widths(variance, dof, found.repeats, stats.ALPHA)
+    variance, dof = moderated.moderated_variances(found, np.zeros(len(series), dtype=bool))
+    return moderated.half_widths(variance, dof, found.repeats, moderated.ALPHA)
 
 
 def chance_difference(one: Candidate, other: Candidate) -> float:

@@ -56,7 +56,11 @@ def read_json(path: str | Path) -> Any:
     Raises ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, lone
     surrogates, hundreds of levels. Raises OSError if the file cannot be read or is not a regular file.
     """
-    text = read_regular(path, MOST_JSON_BYTES).decode("utf-8")
+    return parse_json(read_regular(path, MOST_JSON_BYTES).decode("utf-8"))
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; ValueError for what `read_json` refuses."""
     try:
         value = json.loads(text, parse_constant=_refused)
         _check_ordinary(value)

@@ -10,10 +10,11 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.places import SCHEMAS
 from stratbench.cell.settings import LATER
 
 Record = dict[str, Any]
-SCHEMA_PATH = Path(__file__).parents[2] / "schemas" / "record.schema.json"
+SCHEMA_PATH = SCHEMAS / "record.schema.json"
 SCHEMA_VERSION = 2
 #: What the launcher leaves in a cell's log folder when the cell failed.
 FAILURE_FILE = "failure.json"

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.places import INSTALLED, PACKAGE
 from stratbench.plan import rows
-from stratbench.plan.cache import PACKAGE
 from stratbench.plan.check import check_study
 from stratbench.plan.check_text import check_text, refused_lines
 from stratbench.plan.devices import named_gpus
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         config, study = load_config(read_config(args))
         cluster = config["cluster"]
         named_gpus({**cluster, "gpu": args.gpu or cluster["gpu"]})  # before what takes minutes
-        set_job_environment(config, str(PACKAGE.parent))
+        set_job_environment(config, None if INSTALLED else str(PACKAGE.parent))
         checked = check_study(config, study)
         if args.check:
             print(check_text(checked))
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    out = Path(config["results"]) / study.name
+    out = args.out or Path(config["results"]) / study.name
     table = rows.write_csv(plan, out / "plan.csv")
     rows.write_json(plan, out / "plan.json")
     from stratbench.plan.page import write_html
@@ -69,6 +69,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="only check the networks; exit code 1 where a cell would be refused",
     )
+    parser.add_argument("--out", type=Path, help="folder of the plan; default: results/<study>")
     parser.add_argument("--study", help="the study, where it is not the config's")
     parser.add_argument("--gpu", help="the GPU to plan for, where it is not the config's")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Answers the four questions that people ask before they submit a study."""
+"""Answers the five questions that people ask before they submit a study."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import groupby
 from stratbench.cell.words import counted
 from stratbench.plan.figures import bytes_text
 from stratbench.plan.schedule import Plan, Planned
+from stratbench.plan.verdict_cost import sentences_on_a_verdict
 
 #: What a part of the memory is called in a sentence.
 PART_NAMES = {
@@ -36,6 +37,10 @@ def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
             list(_resharding(plan)),
         ),
         ("What takes the memory?", list(_dominant(plan))),
+        (
+            "What would a verdict by short paired blocks cost (`snakemake verdict`)?",
+            list(sentences_on_a_verdict(plan)),
+        ),
     ]
 
 

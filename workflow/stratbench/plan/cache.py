@@ -13,12 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.places import PACKAGE
 from stratbench.plan.footprint import BATCHES, Footprint, make_footprint
 from stratbench.plan.request import Request
 from stratbench.telemetry.cores import usable_cores
 from stratbench.workload.own import ModelError
 
-PACKAGE = Path(__file__).parents[1]
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (
     "cell/settings.py", "workload/*.py", "telemetry/memory.py", "telemetry/shards.py",
@@ -26,12 +26,15 @@ SOURCES = (
     "plan/footprint.py", "plan/request.py", "plan/trace.py", "plan/traffic.py",
 )  # fmt: skip
 
+#: A process imports PyTorch first, and must make some footprints to be worth that.
+FOOTPRINTS_A_PROCESS = 4
+
 
 def footprints_of(requests: Iterable[Request], folder: Path) -> dict[Request, Footprint | str]:
     """The footprint of each request; where it could not be made, the reason in one line.
 
-    Footprints in `folder` are read. The others are made, with one process for each core, and written
-    there.
+    Footprints in `folder` are read. The others are made, with up to one process for each core, and
+    written there.
     """
     found: dict[Request, Footprint | str] = {}
     missing = []
@@ -89,7 +92,8 @@ def _make(requests: list[Request]) -> Iterator[tuple[Request, Footprint | str]]:
     # The slowest first (many modules, sharded), so that none is left running alone at the end.
     requests = sorted(requests, key=lambda r: (r.traits.shards_states, r.model), reverse=True)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(usable_cores()), len(requests)), mp_context=context) as pool:
+    n_processes = min(len(usable_cores()), 1 + len(requests) // FOOTPRINTS_A_PROCESS)
+    with ProcessPoolExecutor(n_processes, mp_context=context) as pool:
         running = {pool.submit(try_footprint, request): request for request in requests}
         print(
             f"predicting {len(running)} kinds of cells; they are kept for the next time", flush=True

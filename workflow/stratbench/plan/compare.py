@@ -76,8 +76,9 @@ def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> li
 
 
 def between_steps_bytes(footprint: Footprint, predicted: MemoryPeak) -> int:
-    """Bytes that exist between two steps, data set included. Records count a peak from there."""
-    return sum(footprint.between_steps_bytes.values()) + predicted.parts_bytes["data"]
+    """Bytes that exist before the first step, data set included. Records count a peak from there."""
+    between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
+    return between_bytes + predicted.parts_bytes["data"]
 
 
 def measured_peak_bytes(record: Mapping[str, Any], base_bytes: int) -> int | None:

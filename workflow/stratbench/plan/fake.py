@@ -30,7 +30,7 @@ from stratbench.plan.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import base, strategy_class
-from stratbench.strategies.compression import PowerSGD
+from stratbench.strategies.compression import PowerSGD, SixteenBits
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.memory import optimizer_state
@@ -40,16 +40,21 @@ from stratbench.workload.tasks import task_of
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
+#: A reduce-scatter's names, from PyTorch 2.13 on and before.
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 #: What a strategy that keeps its states on the host holds there beside a GPU.
 HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
-def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrace, base.Strategy]:
+def traced_steps(
+    request: Request, batches: Iterable[int], number: int = 0
+) -> tuple[OperatorTrace, base.Strategy]:
     """The trace of rank 0, and its strategy after the steps.
 
     A training step for each of `batches` (samples), then an evaluation. The trace's phases are
     `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. No step warms up:
-    the first is like any later one, since momentum and buckets exist from the start.
+    the first is like any later one, since momentum and buckets exist from the start. `number`: of the
+    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`).
     """
     with ExitStack() as stack:
         stack.enter_context(surroundings(request))
@@ -66,7 +71,7 @@ def traced_steps(request: Request, batches: Iterable[int]) -> tuple[OperatorTrac
             if request.autocasts_like_cuda:
                 stack.enter_context(CudaAutocast())
             for batch in batches:
-                _step(trace, strategy, request, batch)
+                _step(trace, strategy, request, batch, number)
             trace.begin("evaluate")
             evaluate(strategy, request)
         return trace, strategy
@@ -108,12 +113,16 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
     return model, strategy_on_fakes(request), worker
 
 
-def _step(trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int) -> None:
-    strategy.steps = 0  # each is a training's first step and its last: all that may be due, is
+def _step(
+    trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int, number: int
+) -> None:
+    # Each is a training's last step: all that may be due, is.
+    strategy.steps, strategy.worker.total_steps = number, number + 1
     trace.begin("forward")
     x, y = batch_of(request, batch)
     trace.tag("activations", (x, y))
     strategy.step(x, y)
+    _tag_kept(trace, strategy)
 
 
 def evaluate(strategy: base.Strategy, request: Request) -> None:
@@ -157,6 +166,10 @@ def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module)
         state = optimizer_state(strategy.optimizer).values()
         trace.tag("optimizer", (t for entry in state for t in entry.values()))
     trace.tag("optimizer", filter(torch.is_tensor, strategy.extra_state()))
+    _tag_kept(trace, strategy)
+
+
+def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
     for part, tensors in strategy.kept().items():
         trace.tag(part, tensors)
 
@@ -194,6 +207,10 @@ def torch_on_fakes(request: Request) -> Iterator[None]:
         stack.enter_context(replaced(device_mesh, "init_device_mesh", real_mesh))
         # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
         stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
+        if not request.on_cuda:
+            for name in SCATTERS:
+                if (scatter := getattr(dist, name, None)) is not None:
+                    stack.enter_context(replaced(dist, name, partial(_scattered_by_gloo, scatter)))
         if request.on_cuda or request.precision == "fp16":
             # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer
             # that is not fused would look at the loss scaler's verdict, which a fake tensor does not
@@ -216,6 +233,24 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
     """Rank 0's share, which is the largest; no other is looked at."""
     return [t.narrow(dim, 0, -(-t.size(dim) // chunks))]
+
+
+def _scattered_by_gloo(
+    scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """What a reduce-scatter beside computation returns: with it lives the copy that gloo reduces."""
+    work = scatter(output, input, *args, **kwargs)
+    return Reduction(work, input.clone()) if kwargs.get("async_op") else work
+
+
+class Reduction(NamedTuple):
+    """A collective under way, and what it works on until nobody asks for it any longer."""
+
+    work: dist.Work
+    copy: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
 
 
 def _settings(request: Request) -> Settings:
@@ -362,7 +397,7 @@ class FakeDDP(DDP):
     def kept(self) -> dict[str, list[Tensor]]:
         in_place = self.options.gradient_as_bucket_view
         found = {"gradients" if in_place else "buckets": self.module.buckets}
-        return found | {"communication": self.compressor.kept() if self.compressor else []}
+        return found | {"communication": self.grown()}
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         self.compressor = self.make_compressor(worker)
@@ -370,7 +405,7 @@ class FakeDDP(DDP):
             model,
             self.options.bucket_cap_mb << 20,
             self.options.gradient_as_bucket_view,
-            self.compressor and self.compressor.hook,
+            self.compressor,
         )
 
     def reset(self) -> None:
@@ -393,10 +428,11 @@ class Replica(nn.Module):
         module: nn.Module,
         cap_bytes: int,
         as_view: bool,
-        hook: Callable[[None, GradBucket], torch.futures.Future] | None = None,
+        compressor: SixteenBits | PowerSGD | None = None,
     ) -> None:
         super().__init__()
-        self.module, self._hook = module, hook
+        self.module, self._compressor = module, compressor
+        self._under_way: list[tuple[torch.futures.Future, Tensor]] = []
         self.synchronises, self._sends_buffers = True, True
         # Backward makes gradients final in about the reverse order of the forward.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
@@ -445,7 +481,8 @@ class Replica(nn.Module):
     ) -> None:
         if not self.synchronises:
             return
-        view.copy_(parameter.grad)
+        fresh = parameter.grad  # backward holds it until this hook, and what it begins, returns
+        view.copy_(fresh)
         if as_view:
             parameter.grad = view
         waiting[0] -= 1
@@ -454,11 +491,21 @@ class Replica(nn.Module):
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
-        if self._hook is None:
+        if self._compressor is None:
             dist.all_reduce(self.buckets[index])
             return
-        with replaced(dist, "all_reduce", _reduced_at_once):
-            self._hook(None, self._hooked[index]).wait()
+        self._arrive()
+        under_way = None if self._compressor.holds_backward else self._under_way
+        with replaced(dist, "all_reduce", partial(_reduced_by_hook, under_way)):
+            self._compressor.hook(None, self._hooked[index])
+        if self._hooked[index].comes_last:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """End what is under way: one bucket at a time is, while backward fills the next."""
+        for future, tensor in self._under_way:
+            future.set_result([tensor])
+        self._under_way.clear()
 
     def compress_all(self) -> None:
         """Call the hook for every bucket, as a step does."""
@@ -472,18 +519,27 @@ all_reduce = dist.all_reduce
 class _Reduced:
     """What an all-reduce of a real group returns; a fake one's future has no value."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, future: torch.futures.Future) -> None:
+        self._future = future
 
     def get_future(self) -> torch.futures.Future:
-        done = torch.futures.Future()
-        done.set_result([self._tensor])
-        return done
+        return self._future
 
 
-def _reduced_at_once(tensor: Tensor, *args: Any, **kwargs: Any) -> _Reduced:
+def _reduced_by_hook(
+    under_way: list[tuple[torch.futures.Future, Tensor]] | None,
+    tensor: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> _Reduced:
+    """An all-reduce that is done at once, or goes to those under way."""
     all_reduce(tensor, group=kwargs.get("group"))
-    return _Reduced(tensor)
+    future = torch.futures.Future()
+    if under_way is None:
+        future.set_result([tensor])
+    else:
+        under_way.append((future, tensor))
+    return _Reduced(future)
 
 
 class GradBucket(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench.plan.request import Request
 
 if TYPE_CHECKING:
-    from stratbench.plan.trace import OperatorTrace
+    from stratbench.plan.trace import OperatorTrace, Phase
     from stratbench.strategies.ps import ParameterServer
 
 #: Samples of the two steps, in each of the parts in which they are computed.
@@ -62,6 +62,7 @@ class Footprint:
     on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, and its ranks where
     they are not all. `flops_per_sample`: of the forward pass; backward takes twice as many.
     `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
+    `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
     """
 
     model_states_bytes: dict[str, int]
@@ -74,6 +75,7 @@ class Footprint:
     touched_bytes: Affine
     flat_bytes: dict[str, int]
     host_bytes: dict[str, int] = field(default_factory=dict)
+    grown_bytes: int = 0
 
     def training_peak(self, batch: int) -> MemoryPeak:
         """The peak of a training step with `batch` samples on this rank."""
@@ -142,22 +144,24 @@ def make_footprint(request: Request) -> Footprint:
     from stratbench.plan import fake
 
     parts = request.accumulate
-    trace, strategy = fake.traced_steps(request, [parts * batch for batch in BATCHES])
-    # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
-    n = 2 * parts + 1
-    steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
-    edges = [p.first for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
+    batches = [parts * batch for batch in BATCHES]
+    trace, strategy = fake.traced_steps(request, batches)
+    steps, edges = _two_steps(trace, parts)
     collectives = [[c for phase in step for c in phase.collectives] for step in steps]
     if edges[1] - edges[0] != edges[2] - edges[1] or collectives[0] != collectives[1]:
         raise RuntimeError(
             f"two training steps of {request} differ in more than their batch: "
             "no line can be drawn through them"
         )
+    moments = _moments(trace, edges, parts)
+    for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
+        other, _ = fake.traced_steps(request, batches, number)
+        moments += _moments(other, _two_steps(other, parts)[1], parts)
     touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
     return Footprint(
         model_states_bytes=strategy.model_states(),
         between_steps_bytes=_without_zeros(trace.parts_bytes(edges[0])),
-        moments=_moments(trace, edges, parts),
+        moments=[moments[i] for i in upper_envelope([m.total_bytes for m in moments])],
         evaluation=_evaluation(trace, edges[2]),
         collectives=[c.listed for c in collectives[1]],
         flops_per_sample=steps[1][0].flops / BATCHES[1],
@@ -165,7 +169,18 @@ def make_footprint(request: Request) -> Footprint:
         touched_bytes=Affine.through((touched[0], touched[1]), parts),
         flat_bytes=_flat_bytes(strategy) if request.served else {},
         host_bytes=trace.host_bytes(edges[0]),
+        grown_bytes=sum(t.numel() * t.element_size() for t in strategy.grown()),
     )
+
+
+def _two_steps(
+    trace: OperatorTrace, parts: int
+) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
+    """The phases of the two steps, and the events at which these and the evaluation begin."""
+    # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
+    n = 2 * parts + 1
+    steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
+    return steps, [p.first for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
 
 
 def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:

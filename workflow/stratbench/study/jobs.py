@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -47,11 +48,15 @@ class Jobs:
         ]
 
     def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
-        """The cell that a training job's wildcards name; ConfigError where it is none of the study's."""
+        """The cell that a training job's wildcards name; ConfigError where it is none of the study's.
+
+        A verdict may ask for more repeats of a cell than the config does.
+        """
         path = CELL_PATTERN.format(**wildcards)
-        if path not in self._cells:
+        first = self._cells.get(CELL_PATTERN.format(**{**wildcards, "repeat": 0}))
+        if first is None:
             raise ConfigError(f"{path} is not a cell of the study {self._study.name!r}")
-        return self._cells[path]
+        return self._cells.get(path) or replace(first, repeat=int(wildcards["repeat"]))
 
     def settings_of(self, cell: Cell) -> Settings:
         """What a cell is trained with."""

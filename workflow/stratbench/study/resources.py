@@ -5,7 +5,7 @@ Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ UNLIMITED_MIN = 24 * 60
 #: What a job holds beside the processes that are planned, in MiB: two snakemakes, the launcher, the
 #: fork server, the sampler.
 JOB_MIB = 1024
+
+#: How long the processes of a segment may take to start, and to end, in seconds.
+SEGMENT_START_S = 180
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,40 @@ def runtime_min(
     if time_limit_s is None:
         return UNLIMITED_MIN
     return -(-int(time_limit_s + cluster["startup_allowance_s"]) // 60)
+
+
+def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequest:
+    """What a job asks for that has to hold any of several cells, and runs for `runtime_min` minutes."""
+    requests = list(requests)
+    return JobRequest(
+        nodes=max(r.nodes for r in requests),
+        gpus=max(r.gpus for r in requests),
+        cpus=max(r.cpus for r in requests),
+        mem_mib=max(r.mem_mib for r in requests),
+        runtime_min=runtime_min,
+        planned_mib=any(r.planned_mib for r in requests),
+    )
+
+
+def segment_limit_s(
+    time_limit_s: float | None, steps: int, total_steps: int | None
+) -> float | None:
+    """The limit of a segment of `steps` steps: SEGMENT_START_S, and its share of the cell's limit.
+
+    A segment that reaches it is of a cell that would reach its own. None where the cell has no limit.
+    """
+    if time_limit_s is None:
+        return None
+    share = min(1.0, steps / total_steps) if total_steps else 1.0
+    return SEGMENT_START_S + share * time_limit_s
+
+
+def block_min(limit_s: float | None, strategies: int, cluster: Mapping[str, Any]) -> int:
+    """The scheduler's limit of a block in minutes, whose segments have the limit `limit_s`.
+
+    Each strategy may take a third of it for each of its segments, or all of it once, and the burn-in
+    as much.
+    """
+    if limit_s is None:
+        return UNLIMITED_MIN
+    return -(-int((strategies + 1) * limit_s + cluster["startup_allowance_s"]) // 60)

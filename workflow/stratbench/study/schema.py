@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from stratbench.cell.places import SCHEMAS
 from stratbench.study.messages import (
     ConfigError,
     did_you_mean,
@@ -17,7 +17,7 @@ from stratbench.study.messages import (
     wrong_value_message,
 )
 
-SCHEMA_PATH = Path(__file__).parents[2] / "schemas" / "config.schema.json"
+SCHEMA_PATH = SCHEMAS / "config.schema.json"
 TYPE_NAMES = {
     "object": "a mapping",
     "array": "a list",
@@ -106,11 +106,10 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
     top = schema()["properties"]
     fill(config, top)
-    for key in ("data", "cluster", "datasets", "models", "decide"):
+    for key in ("datasets", "models"):
         config.setdefault(key, {})
-    fill(config["data"], top["data"]["properties"])
-    fill(config["cluster"], top["cluster"]["properties"])
-    fill(config["decide"], top["decide"]["properties"])
+    for key in ("data", "cluster", "verdict", "decide", "compare", "bundle"):
+        fill(config.setdefault(key, {}), top[key]["properties"])
     for spec in config["datasets"].values():
         fill(spec, top["datasets"]["additionalProperties"]["properties"])
     for spec in config["models"].values():
@@ -121,6 +120,17 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
         for experiment in study["experiments"].values():
             fill(experiment, schema()["$defs"]["experiment"]["properties"])
     return config
+
+
+def checked_block(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """One block of a config by itself (`decide`), with its defaults; ConfigError for a mistake in it."""
+    alone = typed({name: given}, schema())
+    faults = [e for e in _validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]]
+    if faults:
+        raise ConfigError(_explain(faults[0]))
+    properties = schema()["properties"][name].get("properties", {})
+    defaults = {key: rule["default"] for key, rule in properties.items() if "default" in rule}
+    return defaults | alone[name]
 
 
 def _explain(fault: Any) -> str:

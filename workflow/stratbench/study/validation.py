@@ -16,6 +16,7 @@ from stratbench.study.consistency import (
 )
 from stratbench.study.data_sets import DataSets
 from stratbench.study.messages import ConfigError, repr_of, wrong_value_message
+from stratbench.study.result_sets import check_sets
 from stratbench.study.schema import check_structure, schema, typed, with_defaults
 from stratbench.study.yaml_traps import check_plain
 from stratbench.workload.datasets import DATASETS, describe
@@ -47,6 +48,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             describe(name, config["datasets"][name])
         except ValueError as e:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
+    check_sets(config)
     check_models(config)
     known = DataSets(config)
     check_tolerances(config)

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import psutil
+
 from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
 from stratbench.telemetry.sampler import Sampler, busy_check
@@ -32,6 +34,8 @@ from stratbench.train.job import Job
 GRACE_S = 3.0
 #: How often a launcher looks whether its parent lives, in seconds.
 PARENT_POLL_S = 0.5
+#: Variables that a runtime sets in its image.
+IN_IMAGE = {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}
 
 
 class Stopped(BaseException):
@@ -75,7 +79,7 @@ def run_node(job: Job, node: int) -> Exits:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
         devices.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
-    with fork_server(job.threads, may_share=not job.use_cuda) as path:
+    with fork_server(job.threads, may_share=job.in_block or not job.use_cuda) as path:
         text = job.to_json()
         servers = [
             Process(
@@ -205,11 +209,24 @@ def raise_stopped(signum: int) -> None:
     raise Stopped(signum)
 
 
+def parent_of(pid: int) -> int | None:
+    """The parent of a process; None where there is no such process."""
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.NoSuchProcess:
+        return None
+
+
 def end_with(parent: int) -> None:
-    """Send this process SIGTERM as soon as its parent process `parent` has ended."""
+    """Send this process SIGTERM as soon as its parent process `parent` has ended.
+
+    In an image the parent is the image's runtime, which stays when what has started it ends: there
+    the end of the runtime's own parent counts, too.
+    """
+    above = parent_of(parent) if IN_IMAGE & os.environ.keys() else None
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and (above is None or parent_of(parent) == above):
             time.sleep(PARENT_POLL_S)
         try:
             print(f"process {parent}, which had started this cell, has ended", flush=True)

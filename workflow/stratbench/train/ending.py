@@ -21,14 +21,15 @@ class Ending:
     reason: str | None
 
 
-def classify(job: Job, exits: Exits) -> Ending:
+def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     """How a cell ended, from what its processes left and how they exited.
 
-    A cause wins over its consequences: when one worker is out of memory or killed, its peers fail too,
-    because their partner is gone. A worker's own report wins over the deadline.
+    `kills_before`: what `oom_kills` counted before the cell; None: unknown. A cause wins over its
+    consequences: when one worker is out of memory or killed, its peers fail too, because their partner
+    is gone. A worker's own report wins over the deadline.
     """
     if job.has_servers:
-        return classify_served(job, exits)
+        return classify_served(job, exits, kills_before)
     workers = job.folder.read_workers(job.world_size)
     by_status = {
         status: [w for w in workers.values() if w["status"] == status]
@@ -36,7 +37,7 @@ def classify(job: Job, exits: Exits) -> Ending:
     }
     if by_status["oom"]:
         return Ending("oom", by_status["oom"][0]["reason"])
-    if host_out_of_memory(exits):
+    if host_out_of_memory(exits, kills_before):
         return Ending("oom", "the kernel killed a worker because the host had no memory left")
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
@@ -56,13 +57,13 @@ def classify(job: Job, exits: Exits) -> Ending:
     return Ending("ok", None)
 
 
-def classify_served(job: Job, exits: Exits) -> Ending:
+def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
     """The same for a cell with parameter servers: they decide whether a lost worker matters."""
     workers = job.folder.read_workers(job.world_size)
     servers = job.folder.read_servers(job.n_servers)
     for status in ("oom", "diverged"):
         found = next((w for w in workers.values() if w["status"] == status), None)
-        if status == "oom" and found is None and host_out_of_memory(exits):
+        if status == "oom" and found is None and host_out_of_memory(exits, kills_before):
             return Ending("oom", "the kernel killed a process because the host had no memory left")
         if found is not None:
             return Ending(status, found["reason"])
@@ -92,10 +93,10 @@ def _own_reason(worker: Mapping[str, Any] | None) -> str | None:
     return told if told and not told.startswith((RunEnded.__name__, ServerLost.__name__)) else None
 
 
-def host_out_of_memory(exits: Exits) -> bool:
-    """Whether a process was killed by SIGKILL and the control group counts out-of-memory kills."""
+def host_out_of_memory(exits: Exits, kills_before: int | None) -> bool:
+    """Whether a process was killed by SIGKILL and the control group counts more kills for memory."""
     killed = any(p.exit_code == -9 for p in exits.processes)
-    return killed and oom_kills() > OOM_KILLS_AT_START
+    return killed and kills_before is not None and oom_kills() > kills_before
 
 
 def oom_kills() -> int:
@@ -114,7 +115,3 @@ def oom_kills() -> int:
         return 0
     counts = dict(line.split() for line in events.splitlines())
     return int(counts.get("oom_kill", 0))
-
-
-#: What the control group had counted before this cell.
-OOM_KILLS_AT_START = oom_kills()

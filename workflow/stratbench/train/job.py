@@ -39,6 +39,8 @@ class Job:
     origin_unix_s: float
     origin_s: float
     time_limit_s: float | None
+    #: Whether it is a segment: those of a block share a fork server, on the same devices.
+    in_block: bool = False
 
     @property
     def deadline_s(self) -> float | None:

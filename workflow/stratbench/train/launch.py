@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from stratbench.cell import record
+from stratbench.cell.blocks import BlockPlan
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import write_atomic
 from stratbench.cell.run_folder import RunFolder, worker_name
@@ -29,7 +30,7 @@ from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, devices
-from stratbench.train.ending import classify
+from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
 from stratbench.workload import models, prepared
@@ -81,18 +82,16 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
     RunFolder.of_logs(args.logs).create()
-    for what, spec in (
-        (f"model {settings.model!r}", settings.own_model),
-        ("its task", settings.own_task),
+    check_inputs(args.data, settings)
+    with (
+        hold_devices(settings, args.nodes) as use_cuda,
+        job_of(
+            cell, settings, use_cuda, args.data, args.logs, args.nodes, args.time_limit_s
+        ) as job,
     ):
-        if spec:
-            check_unchanged(what, spec)
-    check_data(args.data, settings)
-    with job_of(args, cell, settings) as job:
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
             return fail(args.logs, cell, reason, [])
-        exits = launch(job, args.cpus_per_node)
-    ending = classify(job, exits)
+        exits, ending = launch(job, args.cpus_per_node)
     if ending.status == "error":
         return fail(args.logs, cell, ending.reason, [str(p) for p in exits.processes])
     agent.on_signals(lambda _: None)  # what is as good as finished is not given up
@@ -103,6 +102,14 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
     return 0
+
+
+def check_inputs(data: Path, s: Settings) -> None:
+    """ModelError or DataError where a user's code or prepared data are not those of the settings."""
+    for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
+        if spec:
+            check_unchanged(what, spec)
+    check_data(data, s)
 
 
 def check_data(folder: Path, s: Settings) -> None:
@@ -150,44 +157,61 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 @contextmanager
-def job_of(args: argparse.Namespace, cell: Cell, settings: Settings) -> Iterator[Job]:
-    """The job; the node's GPUs are held for it in the block. Its time limit counts from here."""
-    meta = prepared.verified_meta(args.data)
+def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
+    """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it does."""
     gpus = devices.visible_gpus()
     cuda = devices.wants_cuda(settings.device, gpus)
-    per_node = -(-cell.gpus // args.nodes)
-    with (
-        devices.reserve(gpus, per_node if cuda and args.nodes == 1 else 0) as mine,
-        scratch() as local,
-    ):
+    with devices.reserve(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
         if mine:
             devices.show_only(mine)
+        yield cuda
+
+
+@contextmanager
+def job_of(
+    cell: Cell,
+    settings: Settings,
+    use_cuda: bool,
+    data: Path,
+    logs: Path,
+    n_nodes: int,
+    time_limit_s: float,
+    in_block: bool = False,
+) -> Iterator[Job]:
+    """The job, on the devices that are held for it. Its time limit (0: none) counts from here."""
+    meta = prepared.verified_meta(data)
+    per_node = -(-cell.gpus // n_nodes)
+    with scratch() as local:
         yield Job(
             cell=cell,
             settings=settings,
-            data_dir=args.data.resolve(),
+            data_dir=data.resolve(),
             data_shape=tuple(meta["shape"]),
             train_samples=meta["train_samples"],
-            folder=RunFolder.of_logs(args.logs, local if args.nodes == 1 else None),
-            n_nodes=args.nodes,
+            folder=RunFolder.of_logs(logs, local if n_nodes == 1 else None),
+            n_nodes=n_nodes,
             workers_per_node=per_node,
-            use_cuda=cuda,
+            use_cuda=use_cuda,
             threads=devices.threads_of(settings, per_node),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
-            time_limit_s=args.time_limit_s or None,
+            time_limit_s=time_limit_s or None,
+            in_block=in_block,
         )
 
 
-def launch(job: Job, cpus_per_node: int) -> agent.Exits:
-    """Run the job's processes on all its nodes; returns how they exited."""
+def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
+    """Run the job's processes on all its nodes; returns how they exited, and how the cell ended."""
     if job.has_servers:
         write_secret(job.folder.secret, new_secret())
+    kills_before = oom_kills()
     try:
-        return agent.run_node(job, 0) if job.n_nodes == 1 else launch_with_srun(job, cpus_per_node)
+        one = job.n_nodes == 1
+        exits = agent.run_node(job, 0) if one else launch_with_srun(job, cpus_per_node)
     finally:
         job.folder.secret.unlink(missing_ok=True)
         shutil.rmtree(job.folder.snapshots, ignore_errors=True)  # of a cell that was not evaluated
+    return exits, classify(job, exits, kills_before)
 
 
 def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
@@ -230,7 +254,11 @@ def _exit_code(job: Job, rank: int) -> int | None:
 
 
 def fail(
-    log_dir: Path, cell: Cell, reason: str, processes: list[str], trace: Sequence[str] = ()
+    log_dir: Path,
+    cell: Cell | BlockPlan,
+    reason: str,
+    processes: list[str],
+    trace: Sequence[str] = (),
 ) -> int:
     """Keep and print the evidence of a failure, as far as the disk allows; returns the exit code."""
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
@@ -244,7 +272,7 @@ def fail(
     except OSError as e:
         kept = f"not kept: {e}"
     with contextlib.suppress(OSError):  # this log may be on the same full disk
-        print(f"\ncell {cell} FAILED: {reason}")
+        print(f"\n{'cell' if isinstance(cell, Cell) else 'block'} {cell} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
         for name, lines in logs.items():

@@ -59,6 +59,8 @@ class Result:
     memory: dict[str, Any]
     #: Parameter server: sum and number of this worker's batch losses in each epoch.
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
+    #: Where each worker has a part of the data: samples of each class that this one trained on.
+    class_samples: list[int] | None = None
 
 
 def train(
@@ -111,9 +113,8 @@ def train(
                 reason = f"the {name} loss became {value} in {where}"
         if status == "diverged":
             break
-    return Result(
-        status, reason, clock, progress, steps, steps * strategy.samples_per_step(s), used
-    )
+    samples, seen = steps * strategy.samples_per_step(s), parts and parts.class_samples
+    return Result(status, reason, clock, progress, steps, samples, used, class_samples=seen)
 
 
 def train_with_server(
@@ -325,6 +326,8 @@ def train_epoch(
     batches = islice(strategy.batches(order, epoch), most)
     losses = timed_steps(strategy, data, clock, batches, augmentation)
     log.write("train", "end")
+    if parts is not None:
+        parts.count(islice(strategy.batches(order, epoch), len(losses)))
     return losses
 
 

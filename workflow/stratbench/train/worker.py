@@ -277,6 +277,7 @@ def worker_result(
         "phases_s": times,
         "per_epoch": result.progress.per_epoch,
         "losses": result.losses,
+        "class_samples": result.class_samples,
         "memory": result.memory,
         "model_states": strategy.model_states(),
         "strategy": strategy.report(),

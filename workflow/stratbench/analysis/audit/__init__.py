@@ -6,6 +6,7 @@ One module a kind of evidence; a rule is a decorated function in one of them, an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from stratbench.analysis.audit import (
     comparability,
     counts,
     efficiency,
+    full_runs,
     machines,
     memory,
     mixed,
@@ -28,7 +30,7 @@ from stratbench.analysis.audit import (
 )
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Rule
 from stratbench.analysis.columns import read_cells, read_table
-from stratbench.cell import record
+from stratbench.cell import blocks, record
 from stratbench.cell.record import Record
 
 AUDIT_COLUMNS = (
@@ -58,6 +60,7 @@ KINDS = (
     mixed,
     comparability,
     speed,
+    full_runs,
     machines,
 )
 
@@ -75,16 +78,19 @@ RULES: tuple[Rule, ...] = tuple(found for module in KINDS for found in rules_of(
 
 
 def audit(
-    cells: pd.DataFrame, records: Sequence[Record] = (), floors: dict[str, float] | None = None
+    cells: pd.DataFrame,
+    records: Sequence[Record] = (),
+    floors: dict[str, float] | None = None,
+    of_blocks: Sequence[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """The findings on the rows of cells.csv and on `records`, the most severe first.
 
     Keys are AUDIT_COLUMNS.
 
     A coordinate that is absent means all of them: a finding without `strategy` is on a comparison.
-    `floors`: see `Evidence`.
+    `floors`, `of_blocks`: see `Evidence`.
     """
-    evidence = Evidence(cells, records, floors)
+    evidence = Evidence(cells, records, floors, of_blocks)
     findings = [
         {
             "rule": rule.id,
@@ -114,6 +120,15 @@ def read_records(cells: pd.DataFrame, study_dir: Path) -> list[Record]:
     return [record.read(study_dir / path) for path in paths]
 
 
+def read_blocks(study_dir: Path) -> list[dict[str, Any]]:
+    """The complete blocks of a verdict below results/<study>; what is none is left to the verdict."""
+    found = []
+    for path in blocks.block_files(study_dir.parent, study_dir.name):
+        with contextlib.suppress(blocks.BlockError):
+            found.append(blocks.read_block(path))
+    return found
+
+
 def read_audit(path: Path) -> pd.DataFrame:
     """audit.csv, as the command line wrote it."""
     text = ("rule", "severity", "affects", "figures", "explanation", "version")
@@ -128,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the findings (CSV)")
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
-    findings = audit(cells, read_records(cells, args.study_dir or args.cells.parent))
+    study_dir = args.study_dir or args.cells.parent
+    findings = audit(cells, read_records(cells, study_dir), of_blocks=read_blocks(study_dir))
     with open(args.out, "w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, AUDIT_COLUMNS)
         writer.writeheader()

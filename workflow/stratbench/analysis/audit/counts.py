@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 
 from stratbench.analysis.audit.checks import (
     Facts,
@@ -226,11 +227,13 @@ def faults_of_updates(facts: Facts) -> Iterator[str]:
 def faults_of_push_rate(facts: Facts) -> Iterator[str]:
     """The learning rate of a push, where the strategy says it."""
     lr, pushed = facts("settings.lr"), facts("strategy.details.push_lr")
-    if lr is None or pushed is None:
+    name = facts("strategy.name")
+    if lr is None or pushed is None or name not in REGISTRY:
         return
-    scaled = facts("strategy.options.lr_scale") == "1/N"
-    expected = lr / facts.gpus if scaled else lr
-    yield from unless_equal("strategy.details.push_lr", pushed, "settings.lr by lr_scale", expected)
+    factor = strategy_class(name).Options(**facts("strategy.options")).lr_factor(facts.gpus)
+    yield from unless_equal(
+        "strategy.details.push_lr", pushed, "settings.lr by its rule", lr * factor
+    )
 
 
 def faults_of_workers(facts: Facts) -> Iterator[str]:
@@ -285,6 +288,38 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
             "by the precision it",
             weights,
         )
+
+
+@record_rule(
+    "contradictory-partition",
+    "unusable",
+    "score",
+    "Each worker was to have its own classes (partition: by-class), and the samples that it trained on "
+    "are not of such a part: what unequal data cost cannot be told from this cell.",
+)
+def contradictory_partition(record: Record) -> Iterator[str]:
+    facts = Facts(record)
+    stated = [w for w in facts.workers if "class_samples" in w]
+    if facts("settings.partition") != "by-class":
+        yield from (
+            f"rank {w['rank']} says what it saw of each class, without a partition" for w in stated
+        )
+        return
+    for worker in stated:
+        yield from unless_equal(
+            f"the sum over class_samples of rank {worker['rank']}",
+            sum(worker["class_samples"]),
+            "its samples",
+            worker["samples"],
+        )
+    # Parts are cut from the samples in the order of their labels: two neighbours may share one class.
+    known = [[c for c, n in enumerate(w["class_samples"]) if n] for w in stated]
+    for (one, ones), (other, others) in pairwise(zip(stated, known, strict=True)):
+        if ones and others and ones[-1] > others[0]:
+            yield (
+                f"rank {one['rank']} trained on classes {ones[0]} to {ones[-1]}, and rank "
+                f"{other['rank']} on {others[0]} to {others[-1]}"
+            )
 
 
 @record_rule(

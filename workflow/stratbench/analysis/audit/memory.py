@@ -22,8 +22,8 @@ from stratbench.analysis.audit.rule import (
 )
 from stratbench.analysis.derived import value_at
 from stratbench.analysis.groups import GROUP, Group
-from stratbench.analysis.measures import MIB
 from stratbench.cell.record import Record
+from stratbench.cell.words import MIB
 
 #: From where on dividing by the number of workers does not explain it.
 REDUCED = 1.05

@@ -37,7 +37,7 @@ class Evidence:
     """What the rules look at: the rows of cells.csv, and the records behind them where there are any.
 
     `floors`: accuracies by data set that any working training reaches, for tables that say too
-    little to judge them by themselves.
+    little to judge them by themselves. `blocks`: a verdict's, each as its block.json says.
     """
 
     def __init__(
@@ -45,10 +45,12 @@ class Evidence:
         cells: pd.DataFrame,
         records: Sequence[Record] = (),
         floors: dict[str, float] | None = None,
+        blocks: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.cells = cells
         self.records = records
         self.floors = floors or {}
+        self.blocks = blocks
         #: The cells with a result, and the same by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
         self.groups: dict[Group, pd.DataFrame] = rows_by_group(self.ok)

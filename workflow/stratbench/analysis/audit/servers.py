@@ -161,6 +161,7 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
             made == pushes
             and len(busy) > 1
             and not waiting
+            and not late  # what was stale may have been dropped
             and len(without_trailing_zeros(count)) == 1
         ):
             yield f"no push to {shard} is stale, although {len(busy)} workers pushed without waiting"

@@ -16,6 +16,8 @@ from stratbench.analysis.audit.rule import (
     rule,
 )
 from stratbench.cell.record import Record
+from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies.ps import node_by_placement
 
 #: More bytes a second than hardware moves. Collectives: what one GPU sends over NVLink 5. Servers: all
 #: traffic of one server node, of which its memory moves a multiple.
@@ -167,6 +169,57 @@ def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[st
             (steps + extra) * max(each, size),
             0.01,
         )
+    yield from faults_of_links(facts, sent, received, extra)
+
+
+def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> Iterator[str]:
+    """What stays on a node and what crosses links, as workers say it and as the servers counted.
+
+    `extra`: exchanges of all workers that are in the servers' counts only.
+    """
+    local = facts("communication.local_bytes_per_step")
+    busiest = facts("communication.busiest_link_bytes_per_batch")
+    nodes, on_a_node = facts("provenance.nodes"), facts("provenance.workers_per_node")
+    if None in (local, busiest, nodes, on_a_node):
+        return
+    both, steps = sent + received, sum(worker["steps"] for worker in facts.workers)
+    whats = (
+        "communication.local_bytes_per_step",
+        "communication.busiest_link_bytes_per_batch",
+    )
+    if facts("strategy.name") not in REGISTRY:
+        return
+    if nodes == 1:
+        yield from unless_equal(whats[0], local, "all of a step's bytes, on one node,", both)
+        yield from unless_equal(whats[1], busiest, "what crosses a link, on one node,", 0)
+        return
+    counted_local, counted_busiest = counted_by_servers(facts, nodes, on_a_node)
+    for what, each, times, counted, of_one in (
+        (whats[0], local, steps, counted_local, both),
+        (whats[1], busiest, steps / facts.gpus, counted_busiest, max(sent, received)),
+    ):
+        found = each * times
+        yield from unless_at_most(f"{what}, summed up,", found, "the servers'", counted, 0.01)
+        yield from unless_at_least(
+            f"{what}, summed up,", found, "the servers'", counted - extra * of_one, 0.01
+        )
+
+
+def counted_by_servers(facts: Facts, nodes: int, on_a_node: int) -> tuple[int, int]:
+    """Bytes within nodes, and those over the busiest link to the others, one way, as the servers say."""
+    stated = strategy_class(facts("strategy.name")).Options.later() | facts("strategy.options")
+    out, back, local = [0] * nodes, [0] * nodes, 0
+    for k, server in enumerate(facts.servers):
+        here = node_by_placement(stated["placement"], k, facts.gpus, nodes)
+        for link in server["workers"]:
+            there, pushed, pulled = link["worker"] // on_a_node, link["bytes_in"], link["bytes_out"]
+            if here == there:
+                local += pushed + pulled
+                continue
+            for node, gone, come in ((there, pushed, pulled), (here, pulled, pushed)):
+                out[node] += gone
+                back[node] += come
+    return local, max(*out, *back)
 
 
 def faults_of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]:

@@ -1,0 +1,113 @@
+"""What the decision and the report make of a verdict."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+from synthetic_files import Files
+
+from stratbench.analysis import against, audit, collect, decide, paper_audit, report, tables
+from stratbench.analysis.columns import read_cells
+from stratbench.analysis.verdict_section import verdict_section
+from stratbench.analysis.verdicts import raced_groups, read_verdict
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> Files:
+    """A raced study, and what `snakemake partial` makes of it."""
+    files = Files(tmp_path_factory.mktemp("told"))
+    files.to_the_end()
+    files.command("tell")
+    (files.root / "cells.json").write_text(json.dumps([c.as_dict() for c in files.study.cells]))
+    at = {name: str(files.root / name) for name in ("cells.csv", "epochs.csv", "audit.csv")}
+    both = ["--cells", at["cells.csv"], "--audit", at["audit.csv"]]
+    root = str(files.root)
+    collect.main(["--expected", f"{root}/cells.json", "--records-root", f"{root}/cells",
+                  "--out", at["cells.csv"], "--epochs-out", at["epochs.csv"], "--partial"])  # fmt: skip
+    audit.main(["--cells", at["cells.csv"], "--out", at["audit.csv"], "--study-dir", root])
+    tables.main([*both, "--summary-out", f"{root}/summary.csv", "--out-dir", f"{root}/tables"])
+    decide.main([*both, "--study-dir", root, "--out", f"{root}/decision.csv",
+                 "--answers-out", f"{root}/answers.json"])  # fmt: skip
+    against.main([*both, "--cells-out", f"{root}/against_cells.csv",
+                  "--claims-out", f"{root}/against_claims.csv"])  # fmt: skip
+    paper_audit.main(["--out", f"{root}/paper_audit.csv"])
+    return files
+
+
+def test_a_decision_goes_by_blocks_where_there_are_some_and_says_so(told):
+    (answer,) = json.loads((told.root / "answers.json").read_text())["answers"]
+    assert "ps-dana on 2 GPUs" in answer["headline"]
+    assert answer["confidence"] == "high"
+    assert "Measured in paired blocks. Over 3 blocks" in answer["confidence_why"]
+    assert "The verdict on 2 workers: ps-dana is within 3 %" in answer["confidence_why"]
+    excluded = dict(answer["excluded"])
+    assert "slower: in the race: slower than ps-dana" in excluded["fsdp"]
+    matrix = (told.root / "decision.csv").read_text()
+    assert "measured in paired blocks" in matrix
+
+
+def test_without_a_verdict_a_decision_goes_by_records_alone(told, tmp_path):
+    out = tmp_path / "answers.json"
+    decide.main([
+        "--cells", str(told.root / "cells.csv"), "--audit", str(told.root / "audit.csv"),
+        "--out", str(tmp_path / "decision.csv"), "--answers-out", str(out),
+    ])  # fmt: skip
+    (answer,) = json.loads(out.read_text())["answers"]
+    assert "blocks" not in answer["confidence_why"]
+    assert read_verdict(tmp_path) is None
+
+
+def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
+    """The user's GPUs are too small for the leader: the race does not decide against the others."""
+    cells = read_cells(told.root / "cells.csv")
+    raced = raced_groups(read_verdict(told.root))
+    findings = audit.read_audit(told.root / "audit.csv")
+    finding = dict.fromkeys(findings.columns) | {
+        "rule": "contradictory-time", "severity": "unusable", "affects": "all", "strategy": "ps-dana",
+        "figures": "f", "explanation": "e",
+    }  # fmt: skip
+    broken = pd.DataFrame([finding], columns=findings.columns)
+    (found,) = decide.decisions(cells, broken, decide.Constraints(), raced)
+    kinds = {row["strategy"]: row["verdict"] for row in found.matrix}
+    assert kinds["ps-dana"] == "unusable record"
+    assert "slower" not in (kinds["ddp"], kinds["fsdp"])
+
+
+@pytest.fixture(scope="module")
+def values(told) -> dict:
+    return report.page_values(told.root, told.root, True) | {"description": ""}
+
+
+def test_the_report_begins_with_the_verdict(values):
+    html = report.render(values)
+    first, second = html.index('id="verdict"'), html.index('id="answer"')
+    section = html[first:second]
+    assert section.count("ps-dana is within 3 % of the fastest (95 %).") == 2
+    assert "more than 1.5 times as slow in the first block" in section
+    assert "strategy × allocation" in section
+    assert "nothing is faster by more than" in section
+    assert "data:image/svg+xml" in section
+    assert "GPU-hours" in section
+
+
+def test_a_study_without_a_verdict_has_no_such_section(values):
+    html = report.render(values | {"verdict": None})
+    assert 'id="verdict"' not in html
+
+
+def test_names_in_a_verdict_reach_the_page_escaped(told, values):
+    verdict = read_verdict(told.root)
+    text = json.dumps(verdict).replace("fsdp", "<img src=x>")
+    section = verdict_section(json.loads(text), read_cells(told.root / "cells.csv"))
+    html = report.render(values | {"verdict": section})
+    assert "<img src=x>" not in html
+    assert "&lt;img src=x&gt;" in html
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 99}', "{"])
+def test_a_file_that_is_no_verdict_is_as_none(tmp_path, content):
+    (tmp_path / "verdict").mkdir()
+    (tmp_path / "verdict" / "verdict.json").write_text(content)
+    assert read_verdict(tmp_path) is None

@@ -1,0 +1,276 @@
+"""Rounds of a race on synthetic evidence: what is asked for, what is decided, and that order is nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic_race import World
+
+from stratbench.cell.segments import (
+    disagreement_limit,
+    discarded_steps,
+    expected_cost,
+    segment_steps,
+    value_of_segments,
+)
+from stratbench.verdict.evidence import Block, Place, Segment
+from stratbench.verdict.noise import noise_of
+from stratbench.verdict.rounds import Course, next_round, round_of
+from stratbench.verdict.summary import verdict_of
+from stratbench.verdict.words import verdict_lines
+
+FIVE = World(
+    steps_s={"ddp": 0.1, "fsdp": 0.11, "ps-async": 0.099, "ps-slow": 0.3, "big": 0.05, "odd": 0.09},
+    scores={"ps-async": 97.9, "ps-slow": 98.0, "big": 98.0, "odd": 90.0},
+    oom=["big"],
+)
+
+
+def told(evidence) -> dict:
+    course = Course(evidence)
+    return verdict_of(course, round_of(course), [])
+
+
+def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why():
+    evidence, rounds = FIVE.to_the_end()
+    verdict = told(evidence)
+    assert rounds[-1].reason == "everything is decided"
+    for bout in verdict["bouts"]:
+        assert (bout["claim"], bout["leader"], bout["confidence"]) == ("within", "ps-async", "high")
+        states = {r["strategy"]: r["state"] for r in bout["ratios"]}
+        assert states["big"] == "oom"
+        assert states["odd"] == "score"
+        assert states["ps-slow"] == "much slower"
+    text = "\n".join(verdict_lines(verdict))
+    assert "ps-async is within 3 % of the fastest (95 %)" in text
+    assert "its accuracy is 8" in text
+    assert "Done: everything is decided." in text
+    json.dumps(verdict, allow_nan=False)
+
+
+def test_only_the_fastest_unknown_arm_is_trained_and_equal_arithmetic_shares_one_run():
+    evidence, rounds = FIVE.to_the_end()
+    trained = [(c.strategy, c.gpus) for r in rounds for c in r.full_runs if c.repeat == 0]
+    assert trained.count(("ddp", 1)) == 1  # for all bouts, at the fewest workers
+    assert ("ddp", 2) not in trained
+    assert {name for name, _ in trained} == {"ddp", "odd", "ps-async"}
+    extra = {c.strategy for r in rounds for c in r.full_runs if c.repeat > 0}
+    assert extra <= {"ps-async"}  # more seeds for the leader alone
+    assert all(c.repeat <= 2 for c in evidence.full_runs)
+
+
+def test_nothing_depends_on_the_order_of_files():
+    evidence, _ = FIVE.to_the_end()
+    rng = np.random.default_rng(0)
+    blocks, runs = list(evidence.blocks.items()), list(evidence.full_runs.items())
+    for _ in range(3):
+        rng.shuffle(blocks)
+        rng.shuffle(runs)
+        assert told(replace(evidence, blocks=dict(blocks), full_runs=dict(runs))) == told(evidence)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_study_killed_again_and_again_comes_to_the_same_verdict(seed):
+    """Whatever part of a round was finished: the rest is asked for again, in the same order."""
+    whole, _ = FIVE.to_the_end()
+    rng = np.random.default_rng(seed)
+    evidence, asked = FIVE.evidence(), {}
+    for _ in range(100):
+        found = next_round(evidence)
+        for entry in found.blocks:
+            where = (entry["experiment"], entry["gpus"], entry["block"])
+            assert asked.setdefault(where, entry["arms"]) == entry["arms"]
+        if found.done:
+            break
+        evidence = FIVE.follow(evidence, found, keep=lambda _: rng.random() < 0.5)
+    assert told(evidence) == told(whole)
+
+
+def test_a_round_is_judged_by_its_own_evidence_alone():
+    """A full run that nobody asked for, and a block of a later round, change nothing yet."""
+    evidence, rounds = FIVE.to_the_end()
+    first = FIVE.follow(FIVE.evidence(), rounds[0])
+    early = replace(first, full_runs=evidence.full_runs)
+    early = replace(early, blocks=first.blocks | {
+        key: block for key, block in evidence.blocks.items() if key[1] == 3
+    })  # fmt: skip
+    assert [b["arms"] for b in next_round(early).blocks] == [
+        b["arms"] for b in next_round(first).blocks
+    ]
+
+
+def test_the_second_pass_is_not_the_first_blocks_order_again():
+    evidence = FIVE.evidence()
+    orders = [tuple(evidence.order(evidence.bouts[0], n, FIVE.steps_s)) for n in range(1, 9)]
+    assert len(set(orders)) > 5
+    assert {tuple(sorted(o)) for o in orders} == {tuple(sorted(FIVE.steps_s))}
+    assert len({o[0] for o in orders}) > 2
+
+
+def test_a_budget_ends_the_race_and_the_last_look_stands():
+    """No claim without three blocks, and none that the intervals do not allow."""
+    near = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=0.05)
+    evidence, rounds = near.to_the_end()
+    assert rounds[-1].reason == "the race is over: 10 blocks are the most"
+    assert {b["claim"] for b in told(evidence)["bouts"]} == {"at most"}
+    most = rounds[-1].spent_gpu_hours / 2
+    poor, rounds = near.to_the_end(near.evidence(budget_gpu_hours=most))
+    assert rounds[-1].spent_gpu_hours <= most
+    assert "exceed the budget" in rounds[-1].reason
+    verdict = told(poor)
+    assert {b["claim"] for b in verdict["bouts"]} <= {"at most", "none"}
+    assert any(b["open"] for b in verdict["bouts"])
+
+
+def test_noise_that_hides_everything_ends_in_no_claim():
+    """No share of hundreds of percent is printed as if it said something."""
+    evidence, _ = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=2.0).to_the_end()
+    verdict = told(evidence)
+    for bout in verdict["bouts"]:
+        assert (bout["claim"], bout["confidence"]) == ("none", "low")
+        assert "something may be more than twice as fast" in bout["text"]
+    text = "\n".join(verdict_lines(verdict))
+    assert "above 10" in text
+    assert "a margin of 3 % needs more blocks than the race has here" in text
+
+
+def test_nothing_is_claimed_before_three_blocks():
+    evidence = FIVE.evidence()
+    for _ in range(2):
+        evidence = FIVE.follow(evidence, next_round(evidence))
+    assert {b["claim"] for b in told(evidence)["bouts"]} == {"none"}
+
+
+def test_blocks_on_one_node_say_so():
+    alone = replace(FIVE, hosts=["node1"])
+    bout = told(alone.to_the_end()[0])["bouts"][0]
+    assert "on node node1" in bout["text"]
+    assert bout["confidence"] == "medium"
+
+
+def test_a_full_run_that_takes_longer_than_its_steps_is_a_doubt():
+    slow = told(replace(FIVE, sustained=1.1).to_the_end()[0])["bouts"][0]
+    assert any("full run" in doubt for doubt in slow["doubts"])
+    assert slow["confidence"] == "medium"
+    assert not told(FIVE.to_the_end()[0])["bouts"][0]["doubts"]
+
+
+def test_a_bout_in_which_nothing_fits_ends():
+    evidence, _ = replace(FIVE, oom=list(FIVE.steps_s)).to_the_end()
+    assert {b["claim"] for b in told(evidence)["bouts"]} == {"none"}
+
+
+def test_a_bout_with_one_strategy_left_ends_at_once():
+    evidence, rounds = replace(FIVE, oom=["fsdp", "ps-async", "ps-slow", "big", "odd"]).to_the_end()
+    assert {b["claim"] for b in told(evidence)["bouts"]} == {"only"}
+    assert max(block["block"] for r in rounds for block in r.blocks) == 1
+
+
+def test_a_leader_whose_further_seeds_fail_is_replaced():
+    """One seed lets a loss pass; the mean of three does not."""
+    world = World(steps_s={"ddp": 0.1, "ps-lucky": 0.08}, scores={"ps-lucky": 97.5})
+
+    class Unlucky(World):
+        def full_run(self, cell):
+            run = super().full_run(cell)
+            return run if cell.repeat == 0 or cell.strategy == "ddp" else replace(run, score=90.0)
+
+    unlucky = Unlucky(**vars(world))
+    bout = told(unlucky.to_the_end()[0])["bouts"][0]
+    assert bout["leader"] == "ddp"
+    assert [r["state"] for r in bout["ratios"]] == ["leader", "score"]
+
+
+def test_an_arm_that_fails_in_a_later_block_is_out_with_its_reason():
+    evidence, _ = FIVE.to_the_end()
+    key = (Place("e", "m", 1), 2)
+    broken = evidence.blocks[key]
+    segments = tuple(
+        replace(s, status="timeout", step_s=None) if s.strategy == "fsdp" else s
+        for s in broken.segments
+    )
+    changed = replace(evidence, blocks=evidence.blocks | {key: replace(broken, segments=segments)})
+    ratio = next(r for r in told(changed)["bouts"][0]["ratios"] if r["strategy"] == "fsdp")
+    assert (ratio["state"], ratio["blocks"]) == ("timeout", 2)
+
+
+def test_a_strategy_that_is_added_to_a_study_is_raced():
+    """Blocks without it are measured again, and it is not taken for one that failed."""
+    whole = {**FIVE.steps_s, "new": 0.08}
+    before, _ = FIVE.to_the_end()
+    world = replace(FIVE, steps_s=whole, scores={**FIVE.scores, "new": 98.0})
+    evidence = replace(world.evidence(), blocks=before.blocks, full_runs=before.full_runs)
+    first = next_round(evidence)
+    assert [(b["block"], "new" in b["arms"]) for b in first.blocks] == [(1, True), (1, True)]
+    evidence, _ = world.to_the_end(evidence)
+    assert {b["leader"] for b in told(evidence)["bouts"]} == {"new"}
+
+
+def test_third_segments_are_asked_for_by_the_study_so_far():
+    _, rounds = FIVE.to_the_end()
+    assert rounds[0].blocks[0]["settings"] == {"steps": None, "discard": None, "disagreement": None}
+    later = rounds[1].blocks[0]["settings"]
+    assert later["steps"] == 60
+    assert later["discard"] == discarded_steps(60) == 15
+    assert later["disagreement"] == pytest.approx(0.03, abs=0.02)
+    assert disagreement_limit([]) == 0.03
+    assert disagreement_limit([0.01, 0.02, 0.03]) == pytest.approx(5.9 * 0.02)
+
+
+def test_the_value_of_a_block_is_the_mean_of_two_or_the_median_of_three():
+    assert value_of_segments([1.0, 3.0]) == 2.0
+    assert value_of_segments([1.0, 3.0, 1.2]) == 1.2
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(0.03, 120), (0.125, 59), (0.43, 50), (0.001, 300)])
+def test_segments_are_as_long_as_their_start_is_worth(step_s, steps):
+    assert segment_steps(6.0, step_s, 0.05, 0.3, 0.008) == steps
+
+
+def test_the_expected_cost_is_that_of_the_simulations():
+    """The paper's step times cost about a tenth; where starts dominate far more, and the plan says so."""
+    for k, segment, full, low, high in ((7, 20, 1000, 0.07, 0.11), (7, 14, 250, 0.15, 0.4)):
+        times, trained = expected_cost([segment] * k, [full] * k)
+        assert low < (times + trained) / (3 * k * full) < high
+
+
+def made_blocks(rng, n, arms, sd):
+    """Blocks whose components are known: allocation, arm in allocation, process, within, drift."""
+    blocks = []
+    for number in range(1, n + 1):
+        order = list(rng.permutation(arms))
+        allocation, trend = rng.normal(0, sd["allocation"]), rng.normal(0, sd["drift"])
+        own = {arm: rng.normal(0, sd["arm_in_allocation"]) for arm in arms}
+        slots = [("first", a) for a in order] + [("mirror", a) for a in order[::-1]]
+        at = np.linspace(-1, 1, len(slots))
+        segments = [
+            Segment(arm, slot, passed, "ok", 0.1 * math.exp(
+                allocation + trend * at[slot] + own[arm] + rng.normal(0, sd["segment"])
+            ))
+            for slot, (passed, arm) in enumerate(slots)
+        ]  # fmt: skip
+        blocks.append(Block(Place("e", "m", 2), number, 60, tuple(segments), ("h",), None, 1.0))
+    return blocks
+
+
+def test_noise_is_told_apart_by_its_components():
+    sd = {"allocation": 0.05, "arm_in_allocation": 0.01, "segment": 0.008, "drift": 0.02}
+    arms = [f"a{i}" for i in range(8)]
+    found = noise_of(made_blocks(np.random.default_rng(0), 60, arms, sd))
+    for name, true in sd.items():
+        assert getattr(found, name) == pytest.approx(true, rel=0.25), name
+    assert found.ratio == pytest.approx(math.sqrt(2 * (0.01**2 + 0.008**2 / 2)), rel=0.1)
+    assert found.blocks_for(0.03, 7) in (3, 4, 5)
+    assert replace(found, ratio=0.26).blocks_for(0.03, 7) is None
+
+
+def test_one_block_cannot_tell_noise_between_blocks():
+    sd = {"allocation": 0.05, "arm_in_allocation": 0.0, "segment": 0.008, "drift": 0.0}
+    found = noise_of(made_blocks(np.random.default_rng(0), 1, ["a", "b", "c"], sd))
+    assert found.ratio is None
+    assert found.allocation is None
+    assert found.segment is not None

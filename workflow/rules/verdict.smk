@@ -1,0 +1,67 @@
+# Verdicts: which strategy is fastest, from blocks of short segments instead of whole trainings. One run is
+# one round; with `rounds: all` Snakemake starts itself again until all is decided or the budget is spent. No
+# checkpoints: what a round runs follows from the blocks that were complete before it.
+# Its helpers are in common.smk.
+
+
+# One job a block, in one allocation. Out of memory, a time limit and divergence of a segment are results;
+# anything else fails the job, and the block is repeated whole, in the same order.
+rule run_block:
+    input:
+        data=lambda w: f"{data_dir(block_of(w).dataset)}/meta.json",
+    output:
+        block=f"{BLOCK}/block.json",
+        segments=directory(f"{BLOCK}/segments"),
+    log:
+        f"{RESULTS}/{{study}}/logs/blocks/{BLOCK_PATTERN}.log",
+    conda:
+        ENV
+    resources:
+        # As of a cell's job, in train.smk.
+        nodes=lambda w: block_request(w).nodes,
+        gres=lambda w: block_request(w).gres,
+        tasks=lambda w: block_request(w).nodes,
+        tasks_per_gpu=0,
+        mpi=lambda w: "srun" if block_request(w).nodes > 1 else "",
+        cpus_per_task=lambda w: block_request(w).cpus,
+        mem_mb=lambda w: block_request(w).mem_mib,
+        runtime=lambda w: block_request(w).runtime_min,
+        time_limit_s=lambda w: int(ROUND.limit_s(block_of(w)) or 0),
+        gpu_slots=1,
+    params:
+        # Other settings than those of a block that is there make it stale: it is measured again.
+        trained=lambda w: json.dumps(ROUND.trained(block_of(w)), sort_keys=True),
+        block=lambda w, input: json.dumps(block_of(w).as_dict()),
+        settings=lambda w, input: json.dumps(ROUND.settings_of(block_of(w))),
+        data=lambda w, input: str(Path(input.data).parent),
+        out=lambda w, output: str(Path(output.block).parent),
+        logs=lambda w: str(block_of(w).log_dir(RESULTS)),
+    message:
+        "block {wildcards.block} of {wildcards.study}/{wildcards.experiment}: {wildcards.model},"
+        " workers: {wildcards.gpus}; log: {log}"
+    shell:
+        f"{FIND_PACKAGE}"
+        "exec python -m stratbench.train.block --parent $PPID"
+        " --block {params.block:q} --settings {params.settings:q} --data {params.data:q}"
+        " --out {params.out:q} --logs {params.logs:q} --time-limit-s {resources.time_limit_s}"
+        " --nodes {resources.nodes} --cpus-per-node {resources.cpus_per_task}"
+        " > {log:q} 2>&1"
+
+
+# One round, and what it decided. It has no output, so that it always runs.
+rule verdict:
+    input:
+        lambda w: told(ROUND.files),
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/verdict.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        config=lambda w: json.dumps(STUDY_CONFIG, sort_keys=True),
+    message:
+        f"tell what is decided of the study {STUDY.name}"
+    shell:
+        "set -o pipefail; "
+        f"{FIND_PACKAGE}"
+        "python -m stratbench.verdict tell --config {params.config:q} 2>&1 | tee {log:q}"

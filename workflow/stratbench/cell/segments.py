@@ -1,0 +1,87 @@
+"""Segments: the short trainings of a block, how long they are, and what they cost.
+
+A block is one job in one allocation, in which every strategy of a model and worker count trains two
+segments. Jobs, plans and verdicts agree on the rules here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+#: Segments are no shorter and no longer, in steps.
+LEAST_STEPS, MOST_STEPS = 50, 300
+#: Steps discarded after the warm-up: at least so many (fp16's scaler restarts and skips), and this
+#: share of the segment.
+LEAST_DISCARDED, SHARE_DISCARDED = 15, 0.2
+#: Two segments disagree from this difference of their logarithms on, or from so many times the median
+#: difference of the study.
+LEAST_DISAGREEMENT, DISAGREEMENT = 0.03, 5.9
+#: By how much the logarithm of a full run's time may differ from that of its steps x step time.
+MOST_OFF = 0.03
+#: What a step's time is taken for where nothing was measured: its standard deviation over its mean,
+#: the correlation of neighbours, and the standard deviation between two starts of a process.
+STEP_NOISE = {"cuda": (0.05, 0.3, 0.008), "cpu": (0.3, 0.3, 0.05)}
+#: Seconds to start a segment's processes from a fork server, where none was measured.
+SEGMENT_START_S = {"cuda": 6.0, "cpu": 0.7}
+#: What a race took in simulations: so many segments of each arm (on nodes that others use, too), and of
+#: full cells, for scores, one for so many arms, but at least one.
+SEGMENTS_OF_AN_ARM, SEGMENTS_WHERE_SHARED, ARMS_A_FULL_CELL = 7.5, 15.0, 9
+
+
+def segment_steps(
+    start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
+) -> int:
+    """The steps of a segment that tell most for their time, between LEAST_STEPS and MOST_STEPS.
+
+    Where a start costs much, a segment is long; where starts differ more than steps do, it is short:
+    sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013.
+    `step_cv`: standard deviation of a step's time over its mean; `correlation` r of neighbouring
+    steps; `process_sd`: standard deviation between starts, of logarithms.
+    """
+    if not (start_s > 0 and step_s > 0 and process_sd > 0):
+        return LEAST_STEPS
+    within = step_cv**2 * (1 + correlation) / (1 - correlation)
+    best = math.sqrt(start_s / step_s * within) / process_sd
+    return round(min(max(best, LEAST_STEPS), MOST_STEPS))
+
+
+def discarded_steps(steps: int) -> int:
+    """The steps after the warm-up that a segment of `steps` timed ones leaves out."""
+    return max(LEAST_DISCARDED, math.ceil(SHARE_DISCARDED * steps))
+
+
+def disagreement_limit(differences: Sequence[float]) -> float:
+    """From which difference on a third segment is asked for.
+
+    `differences`: absolute ones, between the logarithms of an arm's two segments.
+    """
+    typical = statistics.median(differences) if differences else 0.0
+    return max(LEAST_DISAGREEMENT, DISAGREEMENT * typical)
+
+
+def value_of_segments(logs: Sequence[float]) -> float:
+    """What a block says of an arm, from the logarithms of its two or three segments' step times.
+
+    The median: of two their mean, and of three, after two that disagree, the one in the middle.
+    """
+    return statistics.median(logs)
+
+
+def segment_s(start_s: float, step_s: float, steps: int) -> float:
+    """Seconds of one segment: its start, and its steps with the discarded ones."""
+    return start_s + (steps + discarded_steps(steps)) * step_s
+
+
+def expected_cost(
+    segments: Sequence[float], full_cells: Sequence[float], shared: bool = False
+) -> tuple[float, float]:
+    """What a bout's blocks, and the full cells for its scores, will cost about.
+
+    Of each arm what a segment and what a full cell costs, in any one unit. `shared`: on nodes where
+    others work, too.
+    """
+    times = SEGMENTS_WHERE_SHARED if shared else SEGMENTS_OF_AN_ARM
+    trained = max(1.0, len(full_cells) / ARMS_A_FULL_CELL)
+    return times * sum(segments), trained * sum(full_cells) / len(full_cells)

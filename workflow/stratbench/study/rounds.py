@@ -1,0 +1,146 @@
+"""A round of a verdict as the rules run it: which blocks and which whole trainings, on what resources.
+
+A command says what the next round is. Where the workflow is started, it is asked; the jobs of the round
+read the file that was kept of its answer.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.blocks import BLOCK_PATTERN, BlockPlan, trained_with
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.segments import MOST_STEPS, discarded_steps
+from stratbench.cell.settings import LATER
+from stratbench.study.config import Study
+from stratbench.study.jobs import Jobs
+from stratbench.study.messages import ConfigError
+from stratbench.study.resources import (
+    JobRequest,
+    block_min,
+    largest_request,
+    segment_limit_s,
+)
+
+
+class Round:
+    """One round. Everything is worked out when it is asked for: most runs of the workflow want none."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        study: Study,
+        jobs: Jobs,
+        command: Sequence[str],
+        is_job: bool,
+    ) -> None:
+        """`command` prints the next round, given the config.
+
+        `is_job`: whether this process runs a job of the round, and so must not choose another.
+        """
+        self.config, self._study, self._jobs = config, study, jobs
+        self._command, self._is_job = command, is_job
+        self.file = Path(jobs.results, study.name, "verdict", "round.json")
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """The round as the file holds it. Raises ConfigError where there is none."""
+        if not self._is_job:
+            return self._ask()
+        try:
+            return read_json(self.file)
+        except (OSError, ValueError) as e:
+            raise ConfigError(
+                f"{self.file} cannot be read: {e}; start it with `snakemake verdict`"
+            ) from None
+
+    def keep(self) -> None:
+        """Write the file that the jobs of the round read."""
+        write_atomic(self.file, json.dumps(self.content, indent=1) + "\n")
+
+    @cached_property
+    def blocks(self) -> dict[str, BlockPlan]:
+        """The blocks of the round, by path."""
+        plans = [BlockPlan.from_round(self._study.name, entry) for entry in self.content["bouts"]]
+        return {plan.path: plan for plan in plans}
+
+    @cached_property
+    def full_runs(self) -> list[Cell]:
+        """The cells that are to be trained as a whole."""
+        cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
+        return [cell for cell in cells if cell.path not in self._jobs.skipped]
+
+    def files(self) -> list[str]:
+        """What the round makes: results of blocks, and records."""
+        results = self._jobs.results
+        made = [plan.folder(results) / "block.json" for plan in self.blocks.values()]
+        return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
+
+    def block_of(self, wildcards: Mapping[str, str]) -> BlockPlan:
+        """The block that a job's wildcards name; ConfigError where it is none of this round."""
+        path = BLOCK_PATTERN.format(**wildcards)
+        if path not in self.blocks:
+            raise ConfigError(
+                f"{path} is no block of this round; `snakemake verdict` runs those that are"
+            )
+        return self.blocks[path]
+
+    def settings_of(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
+        """What the block's strategies are trained with, by strategy."""
+        settings = {name: self._jobs.settings_of(plan.cell(name)) for name in plan.order}
+        return {name: json.loads(s.as_json()) for name, s in settings.items()}
+
+    def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
+        """The same without what a block has of its own, and without later settings at their defaults.
+
+        Of what was run before there was such a setting it says the same as then.
+        """
+        stated = {}
+        for name in plan.order:
+            values = trained_with(self._jobs.settings_of(plan.cell(name)))
+            stated[name] = {k: v for k, v in values.items() if k not in LATER or v != LATER[k]}
+        return stated
+
+    def limit_s(self, plan: BlockPlan) -> float | None:
+        """The limit of each segment of a block, in seconds; None: none."""
+        cell = plan.cell(plan.order[0])
+        steps = plan.steps or MOST_STEPS
+        samples = self._study.dataset(plan.dataset).train_samples
+        total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
+        return segment_limit_s(
+            self._study.time_limit_s(cell), steps + discarded_steps(steps), total
+        )
+
+    def request_of(self, plan: BlockPlan) -> JobRequest:
+        """What a block asks a scheduler for: the most that one of its strategies needs."""
+        cells = [plan.cell(name) for name in plan.order]
+        minutes = block_min(self.limit_s(plan), len(cells), self.config["cluster"])
+        return largest_request(map(self._jobs.request_of, cells), minutes)
+
+    def goes_on(self) -> bool:
+        """Whether another round follows this one, which has made all its files.
+
+        Raises ConfigError where it would be the very same: something keeps it from being counted.
+        """
+        following = self._ask()
+        if following["done"]:
+            return False
+        if all(following[key] == self.content[key] for key in ("bouts", "full_runs")):
+            raise ConfigError(
+                f"the round has made all its files, and would be the next one again: see {self.file}"
+            )
+        return True
+
+    def _ask(self) -> dict[str, Any]:
+        """The next round as of now. Raises ConfigError with what the command said."""
+        command = [*self._command, "--config", json.dumps(self.config)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ConfigError(f"the next round of the verdict is unknown:\n{done.stderr.strip()}")
+        return json.loads(done.stdout)

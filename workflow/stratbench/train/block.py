@@ -1,0 +1,284 @@
+"""The block: runs short segments of several strategies one after the other, on the same devices.
+
+    python -m stratbench.train.block --block JSON --settings JSON --data DIR --out DIR --logs DIR
+
+Each segment is a fresh set of processes. Out of memory, a time limit and divergence are results: the
+strategy drops out of the rest of the block. Exit code 0: block.json is written, last of all. Exit code
+1: a segment failed; its evidence is kept in its log folder, and the block is to be repeated whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from stratbench.cell import blocks, record, segments
+from stratbench.cell.blocks import BlockPlan
+from stratbench.cell.files import write_atomic
+from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
+from stratbench.strategies import strategy_class
+from stratbench.telemetry.compiling import missing_compiler
+from stratbench.train import agent, assemble, devices
+from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
+from stratbench.train.job import Job
+from stratbench.train.launch import check_inputs, fail, hold_devices, job_of, launch
+from stratbench.train.locks import hold_cell
+from stratbench.train.segments import (
+    TAIL_STEPS,
+    Segment,
+    differences_of,
+    limit,
+    own_length,
+    run_in_order,
+    timed_steps,
+)
+from stratbench.workload.own import ModelError
+from stratbench.workload.sources import DataError
+
+
+class SegmentError(RuntimeError):
+    """A segment failed, and with it the block."""
+
+    def __init__(self, reason: str, processes: list[str]) -> None:
+        super().__init__(reason)
+        self.processes = processes
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the block; returns the exit code."""
+    args = parse_arguments(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
+    plan = BlockPlan.from_dict(json.loads(args.block))
+    settings = {name: Settings(**s) for name, s in json.loads(args.settings).items()}
+    print(f"block {plan}: {', '.join(plan.order)}", flush=True)
+    run = BlockRun(args, plan, settings)
+    with ExitStack() as held:
+        try:
+            agent.on_signals(agent.raise_stopped)
+            if args.parent is not None:
+                agent.end_with(args.parent)
+            held.enter_context(hold_cell(args.logs))
+            for log in args.logs.glob("*/workers.lock"):  # of a launcher that was killed
+                with hold_cell(log.parent):
+                    pass
+            run.run()
+            return 0
+        except agent.Stopped as stopped:
+            print(f"block {plan}: stopped by {stopped}; all its processes were ended", flush=True)
+            return 128 + stopped.signum
+        except SegmentError as e:
+            return fail(run.logs, plan, f"{run.at}: {e}", e.processes)
+        except (devices.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
+            return fail(run.logs, plan, str(e), [])
+        except Exception as e:
+            trace = "".join(traceback.format_exception(e)).splitlines()
+            return fail(run.logs, plan, f"{type(e).__name__}: {e}", [], trace)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The block's command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--block", required=True, help="the block's plan, as JSON")
+    parser.add_argument(
+        "--settings", required=True, help="its cells' settings, as JSON by strategy"
+    )
+    parser.add_argument("--data", required=True, type=Path, help="folder of the prepared data set")
+    parser.add_argument("--out", required=True, type=Path, help="folder of block.json and segments")
+    parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=0, help="limit of each segment; 0: none"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that the block spans")
+    parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
+    parser.add_argument(
+        "--cpus-per-node", type=int, default=1, help="CPU cores it has on each node"
+    )
+    return parser.parse_args(argv)
+
+
+class BlockRun:
+    """One block as it runs: where it is, and what it has found."""
+
+    def __init__(
+        self, args: argparse.Namespace, plan: BlockPlan, settings: Mapping[str, Settings]
+    ) -> None:
+        self._args, self._plan, self._settings = args, plan, settings
+        self.logs: Path = args.logs
+        self.at = "before its first segment"
+        self._steps, self._discard = plan.steps, plan.discard
+        self._slot = 0
+        self._preceding: str | None = None
+        self._hosts: set[str] = set()
+        self._arithmetic: dict[str, str | None] = dict.fromkeys(plan.order)
+        self._use_cuda = False
+
+    def run(self) -> None:
+        """Run all segments and write block.json."""
+        args, plan = self._args, self._plan
+        out = args.out / blocks.BLOCK_FILE
+        out.unlink(missing_ok=True)
+        shutil.rmtree(args.out / "segments", ignore_errors=True)
+        for old in (*args.logs.glob(f"*/{record.FAILURE_FILE}"), args.logs / record.FAILURE_FILE):
+            old.unlink(missing_ok=True)
+        any_settings = self._settings[plan.order[0]]  # all are of one experiment, model and number
+        check_inputs(args.data, any_settings)
+        started, begun_s = datetime.now(UTC), time.monotonic()
+        with hold_devices(any_settings, args.nodes) as self._use_cuda:
+            if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
+                raise devices.DeviceError(reason)
+            with self._shared_import(any_settings):
+                done = run_in_order(plan, self._run_segment, self._burnt_in)
+        agent.on_signals(lambda _: None)  # what is as good as finished is not given up
+        wall_s = time.monotonic() - begun_s
+        result = {
+            "schema_version": blocks.SCHEMA_VERSION,
+            **{
+                key: getattr(plan, key)
+                for key in ("study", "experiment", "model", "dataset", "gpus")
+            },
+            "block": plan.block,
+            "seed": plan.seed,
+            "order": list(plan.order),
+            "settings": {
+                "steps": self._steps,
+                "discard": self._discard,
+                "disagreement": limit(plan, differences_of(done).values()),
+            },
+            "segments": [segment.as_dict() for segment in done],
+            "hosts": sorted(self._hosts),
+            "allocation": os.environ.get("SLURM_JOB_ID"),
+            "started": started.isoformat(timespec="seconds"),
+            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gpu_seconds": plan.gpus * wall_s,
+            "arithmetic": self._arithmetic,
+            "servers": {
+                name: strategy_class(self._settings[name].strategy).kind == "server"
+                for name in plan.order
+            },
+            "trained": {name: blocks.trained_with(self._settings[name]) for name in plan.order},
+        }
+        write_atomic(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        print(f"block {plan}: {len(done)} segments in {wall_s:.0f} s", flush=True)
+
+    @contextmanager
+    def _shared_import(self, settings: Settings) -> Iterator[None]:
+        """Let the segments share a fork server, which imports PyTorch before the first one."""
+        if self._args.nodes > 1:
+            yield
+            return
+        threads = devices.threads_of(settings, settings.gpus)
+        with fork_server(threads, may_share=not self._use_cuda) as path:
+            before = os.environ.get(FOLDER_VARIABLE)
+            os.environ[FOLDER_VARIABLE] = str(path.parent)
+            try:
+                with fork_server(threads, may_share=True):  # comes back when it has been imported
+                    pass
+                yield
+            finally:
+                os.environ.pop(FOLDER_VARIABLE)
+                if before is not None:
+                    os.environ[FOLDER_VARIABLE] = before
+
+    def _burnt_in(self, segment: Segment) -> None:
+        """Choose the length of the segments from the burn-in, where the plan has not."""
+        if self._steps is None:
+            noise = segments.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
+            self._steps = segments.segment_steps(segment.start_s, segment.mean_step_s, *noise)
+        if self._discard is None:
+            self._discard = segments.discarded_steps(self._steps)
+
+    def _run_segment(self, in_pass: str, strategy: str) -> Segment:
+        """Run one segment and write its record. Raises SegmentError if it failed."""
+        args, plan = self._args, self._plan
+        cell, slot = plan.cell(strategy), self._slot
+        name = f"{slot:02d}-{strategy}"
+        self._slot += 1
+        self.logs, self.at = args.logs / name, f"segment {name}"
+        timed = self._steps or segments.LEAST_STEPS
+        discarded = segments.discarded_steps(timed) if self._discard is None else self._discard
+        s = self._settings[strategy]
+        cls = strategy_class(s.strategy)
+        discarded, timed = own_length(cls(cls.Options(**s.options)), discarded, timed)
+        tail = TAIL_STEPS if cls.kind == "server" else 0
+        settings = blocks.segment_settings(s, plan, discarded + timed + tail)
+        RunFolder.of_logs(self.logs).create()
+        begun_s = time.monotonic()
+        with job_of(
+            cell, settings, self._use_cuda, args.data, self.logs, args.nodes, args.time_limit_s,
+            in_block=True,
+        ) as job:  # fmt: skip
+            exits, ending = launch(job, args.cpus_per_node)
+        wall_s = time.monotonic() - begun_s
+        if ending.status == "error":
+            raise SegmentError(ending.reason, [str(p) for p in exits.processes])
+        if lost := [w for s in job.folder.read_servers(job.n_servers) for w in s.get("lost", ())]:
+            raise SegmentError(f"worker {lost[0]['worker']} was lost: {lost[0]['reason']}", [])
+        found = assemble.make_record(job, ending)
+        steps = timed_steps(job, discarded, timed) if ending.status == "ok" else None
+        hosts = self._hosts_of(job)
+        found["block"] = {
+            "id": plan.path,
+            "host": ", ".join(hosts),
+            "pass": in_pass,
+            "slot": slot,
+            "preceding": self._preceding,
+        }
+        if steps is not None:
+            found["steps"] = steps
+            self._arithmetic[strategy] = arithmetic_of(found)
+        path = Path("segments", name, "record.json")
+        record.write(args.out / path, found)
+        self._hosts.update(hosts)
+        self._preceding = strategy
+        self.at = "between its segments"
+        mean_s = steps and steps["mean_s"]
+        told = f"{1e3 * mean_s:.2f} ms a step" if mean_s else f"{ending.status}: {ending.reason}"
+        print(f"segment {name} ({in_pass}): {told}; {wall_s:.1f} s", flush=True)
+        return Segment(
+            slot,
+            in_pass,
+            strategy,
+            ending.status,
+            mean_s,
+            steps and pstdev(steps["each_ms"]) / fmean(steps["each_ms"]),
+            str(path),
+            wall_s - (found["time"]["train_time_s"] or 0.0),
+            wall_s,
+        )
+
+    def _hosts_of(self, job: Job) -> list[str]:
+        """The names of the hosts that a segment ran on; empty if no worker told its own."""
+        workers = job.folder.read_workers(job.world_size).values()
+        return sorted({w["provenance"]["host"]["name"] for w in workers if "provenance" in w})
+
+
+def arithmetic_of(found: Mapping[str, Any]) -> str | None:
+    """What strategies share whose updates are the same but for rounding; None: nobody shares them.
+
+    BatchNorm's statistics are a worker's own: with it they differ between numbers of workers.
+    """
+    if not found["strategy"]["traits"]["equals_ddp"]:
+        return None
+    return f"equal-{found['cell']['gpus']}gpu" if found["model"]["batchnorm"] else "equal"
+
+
+if __name__ == "__main__":
+    code = main()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)  # as a cell's launcher does

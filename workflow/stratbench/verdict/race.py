@@ -1,0 +1,215 @@
+"""The race: what the blocks of a bout tell of its arms, and when it ends.
+
+An arm is a strategy in a bout, a bout an experiment, model and number of workers. All arrays have axes
+[..., bouts, arms, blocks], [..., bouts, arms] or [..., bouts], so that a simulation tries the very
+functions that judge a study. Times are natural logarithms of a step's seconds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stratbench import moderated
+
+#: Numbers of blocks at which a bout is judged; nothing is decided at others.
+LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
+#: No bout is decided with fewer blocks.
+FEWEST_BLOCKS = 3
+#: An arm that took so many times as long in the first block is out of the race.
+SCREEN = 1.5
+#: Where a reported interval lies within this share either way, two arms are called equal.
+EQUAL = 0.03
+
+
+class Look(NamedTuple):
+    """A judgement of every bout; ratios to the leader on logarithms, NaN or infinite where unknown.
+
+    Shape [..., bouts, arms] of `mean` to `slower`, [..., bouts] of the others.
+    """
+
+    leader: np.ndarray  # index of the fastest arm that may be chosen
+    ahead: np.ndarray  # index of the fastest arm, whether or not it may be chosen
+    mean: np.ndarray
+    bound: np.ndarray  # the least that the arm's ratio may be, by which it is judged
+    low: np.ndarray  # of the interval that is reported
+    high: np.ndarray
+    slower: np.ndarray  # told apart from the leader
+    rivals: np.ndarray  # arms in the race but the leader
+    at_most: np.ndarray  # by how much something may be faster than the leader
+    decided: np.ndarray
+
+    @property
+    def fastest(self) -> np.ndarray:
+        """Whether every rival is slower, shape [..., bouts]."""
+        return ~(self.rivals & ~self.slower).any(-1)
+
+    @property
+    def equal(self) -> np.ndarray:
+        """Whether an arm takes as long as the leader within EQUAL, either way."""
+        near = np.log1p(EQUAL)
+        return self.rivals & (self.low >= -near) & (self.high <= near)
+
+
+def index_of_fastest(means: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """The index of the least mean among arms of the mask, shape [...]; 0 where there is none."""
+    return np.argmin(np.where(among & np.isfinite(means), means, np.inf), axis=-1)
+
+
+def at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """The value of one arm of each bout, shape [..., bouts]."""
+    return np.take_along_axis(values, index[..., None], -1)[..., 0]
+
+
+def judge(
+    logs: np.ndarray,
+    active: np.ndarray,
+    admissible: np.ndarray,
+    served: np.ndarray,
+    started: np.ndarray,
+    judged: np.ndarray,
+    blocks: np.ndarray,
+    margin: float,
+) -> Look:
+    """Judges every bout of the mask `judged` by its `blocks` so far.
+
+    `logs`: NaN where an arm was not in a block; `active`: arms in the race, which are in every block of
+    their bout; `admissible`: arms that may lead, their score being known to be good; `served`: arms
+    with a parameter server; `started`: arms that the bout began with; `margin`: share by which
+    something may be faster than a leader when a bout is decided.
+    """
+    with np.errstate(invalid="ignore"):
+        means = np.where(np.isfinite(logs), logs, 0.0).sum(-1) / np.isfinite(logs).sum(-1)
+    ahead = index_of_fastest(means, active)
+    may_lead = active & admissible
+    leader = np.where(may_lead.any(-1), index_of_fastest(means, may_lead), ahead)
+    rivals = active & (np.arange(logs.shape[-2]) != leader[..., None])
+    first = np.take_along_axis(logs, leader[..., None, None], axis=-2)
+    found = moderated.paired_differences(logs, first)
+    mean = np.where(rivals, found.mean, np.nan)
+    counted = rivals & judged[..., None]
+    found = found._replace(repeats=np.where(counted, found.repeats, 0))
+    variance, dof = _moderated(found, served | at(served, leader)[..., None])
+    plain = dof <= np.maximum(blocks - 1, 0)[..., None]  # no variances to learn from
+    tails = moderated.tail_of(rivals.sum(-1))[..., None], reported_tail(started[..., None], plain)
+    half, reported = (moderated.half_widths(variance, dof, found.repeats, tail) for tail in tails)
+    bound = np.where(rivals, mean - half, np.inf)
+    screened = (blocks == 1)[..., None] & (mean > np.log(SCREEN))
+    slower = rivals & ((bound > 0) | screened)
+    at_most = np.maximum(0.0, -np.where(rivals & ~slower, bound, np.inf).min(-1))
+    decided = (
+        (blocks >= FEWEST_BLOCKS)
+        & (at_most <= np.log1p(margin) + 1e-12)
+        & at(admissible, leader)
+        & at(admissible, ahead)
+    )
+    return Look(
+        leader, ahead, mean, bound, mean - reported, mean + reported, slower, rivals, at_most, decided
+    )  # fmt: skip
+
+
+def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Variances drawn together over all bouts of a study, and their degrees of freedom."""
+    shape = found.mean.shape
+    flat = (*shape[:-2], -1)
+    joined = moderated.Differences(*(part.reshape(flat) for part in found))
+    variance, dof = moderated.moderated_variances(joined, kinds.reshape(flat))
+    return variance.reshape(shape), dof.reshape(shape)
+
+
+def reported_tail(started: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """What the reported intervals of a bout leave out on either side.
+
+    All intervals of a bout that began with `started` arms hold together with 95 %, at all looks, those
+    of dropped arms included. `plain`: by a variance of its own blocks alone, whose looks depend less on
+    one another: each of them counts.
+    """
+    looks = np.where(plain, len(LOOKS) - 1, moderated.LOOKS)
+    return moderated.ALPHA / (2 * looks * np.maximum(1, started - 1))
+
+
+def dropped(look: Look, blocks: np.ndarray, decided: np.ndarray) -> np.ndarray:
+    """Arms that leave the race after a look at so many `blocks`: those told apart.
+
+    A decided bout keeps them, for their intervals. Below FEWEST_BLOCKS the nearest rival stays, so
+    that the blocks still to come have something to compare.
+    """
+    near = index_of_fastest(look.mean, look.rivals)
+    alone = (look.rivals & ~look.slower).sum(-1) == 0
+    kept = (blocks < FEWEST_BLOCKS) & alone
+    stays = kept[..., None] & (np.arange(look.mean.shape[-1]) == near[..., None])
+    return look.slower & ~stays & ~decided[..., None]
+
+
+def next_look(blocks: int) -> int | None:
+    """The number of blocks at the look after one at `blocks`; None: there is none."""
+    return next((n for n in LOOKS if n > blocks), None)
+
+
+class Step(NamedTuple):
+    """What one round did: a look at each bout that was open, and what followed from it."""
+
+    look: Look
+    judged: np.ndarray  # bouts that were open, shape [..., bouts]
+    dropped: np.ndarray  # arms told apart that left the race, shape [..., bouts, arms]
+    failed: np.ndarray  # arms that did not end a segment, the same shape
+    ended: np.ndarray  # bouts that ended, shape [..., bouts]
+
+
+class Race:
+    """The state of all bouts of a study between rounds; a round gives every open bout its next blocks."""
+
+    def __init__(
+        self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
+    ) -> None:
+        """`served`: arms with a parameter server; `equal`: arms whose arithmetic equals DDP's; `there`:
+        arms that the bout has (others fill the array up); shape [..., bouts, arms]."""
+        self.served, self.margin = served, margin
+        self.active = there.copy()
+        self.admissible = equal & there
+        self.started = there.sum(-1)
+        self.open = self.started > 1
+        self.logs = np.empty((*there.shape, 0))
+        #: Blocks so far, shape [..., bouts].
+        self.blocks = np.zeros(self.open.shape, dtype=int)
+
+    def advance(self, values: np.ndarray, new: np.ndarray) -> Step:
+        """Judges the open bouts after their next blocks.
+
+        `values`: shape [..., bouts, arms, blocks], NaN beyond the `new` blocks of a bout, and where an
+        arm has no value: it is out of the race then.
+        """
+        judged = self.open.copy()
+        count = np.isfinite(values).sum(-1)
+        failed = self.active & (count < new[..., None]) & judged[..., None]
+        self.blocks = self.blocks + new
+        self.active &= ~failed
+        if not self.logs.shape[-1]:
+            self.started = self.active.sum(-1)
+        self.logs = np.concatenate([self.logs, values], axis=-1)
+        blocks = self.blocks
+        look = judge(
+            self.logs, self.active, self.admissible, self.served, self.started, judged, blocks,
+            self.margin,
+        )  # fmt: skip
+        ended = judged & (look.decided | (blocks >= LOOKS[-1]) | (self.active.sum(-1) <= 1))
+        left = dropped(look, blocks, ended) & judged[..., None]
+        self.active &= ~left
+        self.open &= ~ended
+        return Step(look, judged, left, failed, ended)
+
+    @property
+    def unknown(self) -> np.ndarray:
+        """Arms whose score may change the answer: of each open bout the fastest, if it is not known."""
+        if not self.logs.shape[-1]:
+            return np.zeros(self.active.shape, dtype=bool)
+        with np.errstate(invalid="ignore"):
+            means = np.nansum(self.logs, -1) / np.isfinite(self.logs).sum(-1)
+        ahead = np.arange(means.shape[-1]) == index_of_fastest(means, self.active)[..., None]
+        return ahead & self.active & ~self.admissible & self.open[..., None]
+
+    def learn(self, good: np.ndarray, bad: np.ndarray) -> None:
+        """Takes note of scores: arms that lose too much are out; shape [..., bouts, arms]."""
+        self.admissible = (self.admissible | good) & ~bad
+        self.active &= ~bad

@@ -1,0 +1,390 @@
+"""Rounds: replays what the evidence decided so far, and says what the next round shall run.
+
+A pure function of the evidence: a round is judged once all its blocks and full runs are there, and by
+those alone. So the order of files and of their arrival does not count, and whoever is killed goes on
+where they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.segments import disagreement_limit, discarded_steps
+from stratbench.verdict import race
+from stratbench.verdict.costs import Costs
+from stratbench.verdict.evidence import SEEDS, Block, Bout, Evidence
+from stratbench.verdict.scores import Scores
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A bout at one look: what its blocks said of each arm; ratios to the leader on logarithms."""
+
+    round: int
+    blocks: int
+    leader: str
+    at_most: float
+    decided: bool
+    fastest: bool
+    intervals: dict[str, tuple[float, float, float]]  # mean, low, high of each rival
+    slower: tuple[str, ...]
+    equal: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """An arm that left the race: when, why, and its interval then."""
+
+    strategy: str
+    blocks: int
+    kind: str  # slower, much slower, oom, timeout, diverged, score
+    why: str
+    interval: tuple[float, float, float] | None = None
+    against: str | None = None
+
+
+@dataclass
+class State:
+    """A bout's course so far."""
+
+    bout: Bout
+    looks: list[Judged] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+    active: list[str] = field(default_factory=list)
+    open: bool = True
+    started: int = 0
+
+    @property
+    def last(self) -> Judged | None:
+        """The look that counts."""
+        return self.looks[-1] if self.looks else None
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the next round shall run; `done`: nothing, for the `reason`."""
+
+    number: int
+    blocks: tuple[dict[str, Any], ...]
+    full_runs: tuple[Cell, ...]
+    done: bool
+    reason: str
+    spent_gpu_hours: float
+    expected_gpu_hours: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of round.json."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "round": self.number,
+            "bouts": list(self.blocks),
+            "full_runs": [cell.as_dict() for cell in self.full_runs],
+            "done": self.done,
+            "spent_gpu_hours": self.spent_gpu_hours,
+            "expected_gpu_hours": self.expected_gpu_hours,
+            "reason": self.reason,
+        }
+
+
+class Course:
+    """The replay of a study's rounds, as far as its evidence goes."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.states = [State(bout, active=list(bout.arms)) for bout in evidence.bouts]
+        #: The full runs asked for, in the order of asking.
+        self.asked: dict[Cell, None] = {}
+        self.round = 0
+        self.missing_blocks: list[tuple[State, int]] = []
+        self.missing_runs: list[Cell] = []
+        self._arms = max((len(bout.arms) for bout in evidence.bouts), default=0)
+        self._race = race.Race(
+            self._array("served"),
+            self._array("equal"),
+            self._array("arms"),
+            evidence.margin,
+        )
+        while self.states and self._advance():
+            pass
+
+    @property
+    def scores(self) -> Scores:
+        """The scores that the race has asked for so far."""
+        return Scores(self.evidence, self.asked)
+
+    def _array(self, name: str) -> np.ndarray:
+        """A property of the arms, false where a bout has none; shape [bouts, arms]."""
+        found = np.zeros((len(self.states), self._arms), dtype=bool)
+        for row, state in zip(found, self.states, strict=True):
+            values = getattr(state.bout, name)
+            row[: len(values)] = [bool(value) for value in values]
+        return found
+
+    def _advance(self) -> bool:
+        """Replays a round; False where something of it is missing, or nothing is left to do."""
+        targets = self._targets()
+        blocks = self._race.blocks
+        self.missing_blocks = [
+            (state, number)
+            for state, at, target in zip(self.states, blocks, targets, strict=True)
+            for number in range(at + 1, target + 1)
+            if not self._has(state, number)
+        ]
+        self.missing_runs = [cell for cell in self.asked if cell not in self.evidence.full_runs]
+        if self.missing_blocks or self.missing_runs:
+            return False
+        self._learn()
+        if not self._race.open.any():
+            return self._ask_for_seeds()
+        targets = self._targets()  # a bout that a score has opened again may need a block more
+        if any(not self._has(s, n)
+               for s, at, target in zip(self.states, blocks, targets, strict=True)
+               for n in range(at + 1, target + 1)):  # fmt: skip
+            return True
+        self.round += 1
+        values = self._values(blocks, targets)
+        step = self._race.advance(values, np.array(targets) - blocks)
+        self._note(step)
+        self._ask(step)
+        return True
+
+    def _has(self, state: State, number: int) -> bool:
+        """Whether a block is there, with all arms in the race: one may have been added to the study."""
+        block = self.evidence.blocks.get((state.bout.place, number))
+        return block is not None and set(state.active) <= {s.strategy for s in block.segments}
+
+    def _targets(self) -> list[int]:
+        """The number of blocks at each bout's next look; those that it has where it is closed."""
+        return [
+            (race.next_look(int(at)) or int(at)) if is_open else int(at)
+            for at, is_open in zip(self._race.blocks, self._race.open, strict=True)
+        ]
+
+    def _values(self, blocks: np.ndarray, targets: list[int]) -> np.ndarray:
+        """The new blocks' values, NaN for arms out of the race; shape [bouts, arms, new blocks]."""
+        new = max(max(t - int(b) for b, t in zip(blocks, targets, strict=True)), 1)
+        values = np.full((len(self.states), self._arms, new), np.nan)
+        for i, state in enumerate(self.states):
+            for k in range(targets[i] - int(blocks[i])):
+                block = self.evidence.blocks[state.bout.place, int(blocks[i]) + 1 + k]
+                for j, arm in enumerate(state.bout.arms):
+                    if self._race.active[i, j]:
+                        values[i, j, k] = block.value(arm)
+        return values
+
+    def _note(self, step: race.Step) -> None:
+        """Keeps a round's looks and drops in words."""
+        look = step.look
+        for i, state in enumerate(self.states):
+            if not step.judged[i]:
+                continue
+            arms, blocks = state.bout.arms, int(self._race.blocks[i])
+            if not state.looks:
+                state.started = int(self._race.started[i])
+            intervals = {
+                arm: (float(look.mean[i, j]), float(look.low[i, j]), float(look.high[i, j]))
+                for j, arm in enumerate(arms)
+                if look.rivals[i, j]
+            }
+            leader = arms[int(look.leader[i])]
+            for j, arm in enumerate(arms):
+                if step.failed[i, j]:
+                    status = self._why_without_value(state, arm)
+                    state.drops.append(Drop(arm, blocks, status, FAILURES.get(status, status)))
+                elif step.dropped[i, j] and blocks == 1:
+                    why = f"more than {race.SCREEN:g} times as slow in the first block"
+                    mean = (intervals[arm][0], -math.inf, math.inf)
+                    state.drops.append(Drop(arm, blocks, "much slower", why, mean, leader))
+                elif step.dropped[i, j]:
+                    why = f"slower than {leader}"
+                    state.drops.append(Drop(arm, blocks, "slower", why, intervals[arm], leader))
+            state.looks.append(
+                Judged(
+                    round=self.round,
+                    blocks=blocks,
+                    leader=leader,
+                    at_most=float(look.at_most[i]),
+                    decided=bool(step.ended[i]),
+                    fastest=bool(look.fastest[i]),
+                    intervals=intervals,
+                    slower=tuple(a for j, a in enumerate(arms) if look.slower[i, j]),
+                    equal=tuple(a for j, a in enumerate(arms) if look.equal[i, j]),
+                )
+            )
+            self._refresh(i)
+
+    def _refresh(self, i: int) -> None:
+        state = self.states[i]
+        state.active = [a for j, a in enumerate(state.bout.arms) if self._race.active[i, j]]
+        state.open = bool(self._race.open[i])
+
+    def _why_without_value(self, state: State, arm: str) -> str:
+        numbers = range(1, int(self._race.blocks[self.states.index(state)]) + 1)
+        blocks = (self.evidence.blocks.get((state.bout.place, number)) for number in numbers)
+        found = (block.status(arm) for block in blocks if block)
+        return next(filter(None, found), "missing")
+
+    # ------------------------------------------------------------ full runs
+
+    def _ask(self, step: race.Step) -> None:
+        """Asks for the full runs that may change the answer: those of the fastest unknown arms.
+
+        And, once the first look has told arms' times, for one of each equal arithmetic.
+        """
+        for bout, arm in np.argwhere(self._race.unknown):
+            state = self.states[bout]
+            if state.bout.scored:
+                self.asked.setdefault(self.evidence.cell(state.bout, state.bout.arms[arm]))
+        if self.round == 1:
+            for state, arm in self._references(step.look):
+                self.asked.setdefault(self.evidence.cell(state.bout, arm))
+
+    def _references(self, look: race.Look) -> Iterator[tuple[State, str]]:
+        """Of each equal arithmetic the fastest arm of its smallest bout."""
+        seen = set()
+        for i, state in sorted(enumerate(self.states), key=lambda s: s[1].bout.place.gpus):
+            bout = state.bout
+            if not bout.scored or len(bout.arms) < 2 or not state.looks:
+                continue
+            leader = int(look.leader[i])
+            order = sorted(
+                (j for j in range(len(bout.arms)) if self._race.active[i, j]),
+                key=lambda j: (j != leader, look.mean[i, j]),
+            )
+            for j in order:
+                if (key := bout.arithmetic[j]) is not None and key not in seen:
+                    seen.add(key)
+                    yield state, bout.arms[j]
+
+    def _learn(self) -> None:
+        """Takes the scores asked for into the race: arms that lose too much are out."""
+        good, bad = np.zeros_like(self._race.active), np.zeros_like(self._race.active)
+        scores = self.scores
+        for i, state in enumerate(self.states):
+            for j, arm in enumerate(state.bout.arms):
+                if not self._race.active[i, j]:
+                    continue
+                if not state.bout.scored:
+                    good[i, j] = True
+                elif scores.runs_of(state.bout, arm):
+                    why = scores.why_failed(state.bout, arm)
+                    good[i, j], bad[i, j] = why is None, why is not None
+                    if why is not None:
+                        blocks = int(self._race.blocks[i])
+                        state.drops.append(Drop(arm, blocks, "score", why))
+        self._race.learn(good, bad)
+        for i, state in enumerate(self.states):
+            lost = state.last and state.last.leader not in [
+                a for j, a in enumerate(state.bout.arms) if self._race.active[i, j]
+            ]
+            if lost and not state.open and self._race.active[i].any():
+                self._race.open[i] = True  # its leader is out: judged again
+            self._refresh(i)
+
+    def _ask_for_seeds(self) -> bool:
+        """Asks for another seed of each leader whose score is not certain; whether it did."""
+        before = len(self.asked)
+        scores = self.scores
+        for state in self.states:
+            if not state.last or not state.bout.scored or state.open:
+                continue
+            leader = state.last.leader
+            if state.bout.equal[state.bout.arms.index(leader)] or leader not in state.active:
+                continue
+            loss = scores.loss_of(state.bout, leader)
+            if loss is not None and not loss.settled and loss.seeds < SEEDS:
+                self.asked.setdefault(self.evidence.cell(state.bout, leader, loss.seeds))
+        return len(self.asked) > before
+
+
+#: What ends an arm in a block, in words.
+FAILURES = {
+    "oom": "does not fit: out of memory",
+    "timeout": "did not end within its time limit",
+    "diverged": "training diverged",
+    "missing": "has no segment in a block",
+}
+
+
+def next_round(evidence: Evidence) -> Round:
+    """What the next round shall run, of the evidence alone."""
+    return round_of(Course(evidence))
+
+
+def round_of(course: Course) -> Round:
+    """The next round of a replayed course."""
+    evidence = course.evidence
+    costs = Costs(course)
+    spent_s = costs.spent_s
+    pending = (*course.missing_blocks, *course.missing_runs)
+    expected_s = costs.expected_s if pending else 0.0
+    known = expected_s is not None
+    budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
+    over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
+    # What an unmeasured round costs is not known: it is refused only once the budget is spent.
+    reason = "everything is decided"
+    if not pending and any(s.last and not decided(s, evidence.margin) for s in course.states):
+        reason = f"the race is over: {race.LOOKS[-1]} blocks are the most"
+    elif over:
+        reason = (
+            f"the next round would exceed the budget of {evidence.budget_gpu_hours:g} GPU-hours"
+        )
+    elif pending:
+        reason = "open"
+    done = not pending or bool(over)
+    return Round(
+        number=course.round + (0 if done else 1),
+        blocks=() if done else tuple(entry(course, s, n) for s, n in course.missing_blocks),
+        full_runs=() if done else tuple(course.missing_runs),
+        done=done,
+        reason=reason,
+        spent_gpu_hours=spent_s / 3600,
+        expected_gpu_hours=expected_s / 3600 if known else None,
+    )
+
+
+def decided(state: State, margin: float) -> bool:
+    """Whether a bout's last look lets it claim what it was asked for."""
+    last = state.last
+    return last is not None and not state.open and last.at_most <= math.log1p(margin) + 1e-9
+
+
+def entry(course: Course, state: State, number: int) -> dict[str, Any]:
+    """A block of round.json."""
+    evidence, place = course.evidence, state.bout.place
+    first = evidence.blocks.get((place, 1))
+    steps = first.steps if first else None
+    return {
+        "experiment": place.experiment,
+        "model": place.model,
+        "dataset": state.bout.dataset,
+        "gpus": place.gpus,
+        "block": number,
+        "arms": evidence.order(state.bout, number, state.active),
+        "settings": {
+            "steps": steps,
+            "discard": None if steps is None else discarded_steps(steps),
+            "disagreement": disagreement_before(course, number),
+        },
+        "seed": evidence.block_seed(state.bout, number),
+    }
+
+
+def disagreement_before(course: Course, number: int) -> float | None:
+    """The limit for third segments in block `number`, by the study's blocks before it; None: none."""
+    blocks: list[Block] = [b for b in course.evidence.blocks.values() if b.number < number]
+    apart = [
+        abs(logs[0] - logs[1])
+        for block in blocks
+        for arm in {s.strategy for s in block.segments}
+        if (logs := block.logs(arm))
+    ]
+    return disagreement_limit(apart) if apart else None

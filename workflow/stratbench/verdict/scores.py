@@ -1,0 +1,112 @@
+"""Scores of full runs: which arms may lead, and how sure it is that the leader's score is good enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+from stratbench.cell.coordinates import Cell
+from stratbench.moderated import ALPHA
+from stratbench.verdict.evidence import SEEDS, Bout, Evidence, FullRun
+
+
+@dataclass(frozen=True)
+class Loss:
+    """By how much an arm's score is worse than the reference, as shown (points of accuracy)."""
+
+    lost: float
+    #: With 95 % at most so much; infinite where one seed alone tells.
+    at_most: float
+    tolerance: float
+    score_name: str
+    seeds: int
+
+    @property
+    def settled(self) -> bool:
+        """Whether the loss is no more than tolerated, with 95 %."""
+        return self.at_most <= self.tolerance
+
+
+class Scores:
+    """What the full runs that the race has asked for say of each arm's score."""
+
+    def __init__(self, evidence: Evidence, asked: Iterable[Cell]) -> None:
+        """`asked`: the cells that count; other records are not looked at."""
+        self._evidence = evidence
+        self._runs: Mapping[Cell, FullRun] = {
+            cell: evidence.full_runs[cell] for cell in asked if cell in evidence.full_runs
+        }
+
+    def runs_of(self, bout: Bout, arm: str) -> list[FullRun]:
+        """An arm's full runs, by seed."""
+        cells = (self._evidence.cell(bout, arm, repeat) for repeat in range(SEEDS))
+        return [self._runs[cell] for cell in cells if cell in self._runs]
+
+    def reference(self, bout: Bout) -> list[FullRun]:
+        """The runs that losses are measured from: of equal arithmetic, else of the best arm."""
+        shared = [
+            run
+            for other in self._evidence.bouts
+            for arm, key in zip(other.arms, other.arithmetic, strict=True)
+            if key is not None and key in bout.arithmetic
+            for run in self.runs_of(other, arm)
+        ]
+        if any(run.score is not None for run in shared):
+            return shared
+        by_arm = [[r for r in self.runs_of(bout, a) if r.score is not None] for a in bout.arms]
+        return max(filter(None, by_arm), key=lambda runs: runs[0].sign * _mean(runs), default=[])
+
+    def loss_of(self, bout: Bout, arm: str) -> Loss | None:
+        """An arm's loss; None where its score or the reference's is not known."""
+        own = [run for run in self.runs_of(bout, arm) if run.score is not None]
+        reference = [run for run in self.reference(bout) if run.score is not None]
+        if not own or not reference:
+            return None
+        first = own[0]
+        lost = first.sign * (_mean(reference) - _mean(own))
+        sd, dof = self._seed_scatter(bout)
+        width = math.inf
+        if dof:
+            quantile = -float(stdtrit(dof, ALPHA))
+            width = quantile * sd * math.sqrt(1 / len(own) + 1 / len(reference))
+        tolerance = self._evidence.tolerances.get(first.score_name, first.tolerance)
+        return Loss(lost, lost + width, tolerance, first.score_name, len(own))
+
+    def _seed_scatter(self, bout: Bout) -> tuple[float, int]:
+        """Standard deviation of a score between seeds, of all arms of the model, and its degrees."""
+        squares, dof = 0.0, 0
+        for other in self._evidence.bouts:
+            if (other.place.experiment, other.place.model) != (
+                bout.place.experiment,
+                bout.place.model,
+            ):
+                continue
+            for arm in other.arms:
+                found = [r.score for r in self.runs_of(other, arm) if r.score is not None]
+                squares += float(np.var(found) * len(found)) if found else 0.0
+                dof += max(0, len(found) - 1)
+        return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
+
+    def why_failed(self, bout: Bout, arm: str) -> str | None:
+        """Why the score, or the end of its full run, puts an arm out; None: nothing does."""
+        for run in self.runs_of(bout, arm):
+            if run.status != "ok":
+                return f"its full run: {run.reason or run.status}"
+        if bout.equal[bout.arms.index(arm)]:
+            return None  # its score is the reference
+        loss = self.loss_of(bout, arm)
+        if loss is None or loss.lost <= loss.tolerance:
+            return None
+        unit = " points" if loss.score_name == "accuracy" else ""
+        return (
+            f"its {loss.score_name} is {loss.lost:.2g}{unit} worse than the "
+            f"reference ({loss.tolerance:g} allowed)"
+        )
+
+
+def _mean(runs: Iterable[FullRun]) -> float:
+    return float(np.mean([run.score for run in runs]))

@@ -1,0 +1,338 @@
+"""The verdict of a study as values: claims, intervals, drops, costs and noise, as verdict.json keeps them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from stratbench.cell.segments import MOST_OFF
+from stratbench.cell.words import counted, plural, worker_noun
+from stratbench.verdict import race
+from stratbench.verdict.costs import Costs
+from stratbench.verdict.evidence import Block, FullRun
+from stratbench.verdict.noise import noise_of
+from stratbench.verdict.rounds import Course, Drop, Judged, Round, State, decided
+
+SCHEMA_VERSION = 1
+#: By how much something may be faster before the confidence is low.
+ROUGH = 0.10
+#: From here on it is no claim that something may be faster by no more.
+MUCH = 1.0
+
+
+def verdict_of(course: Course, found: Round, notes: list[str]) -> dict[str, Any]:
+    """The content of verdict.json."""
+    costs = Costs(course)
+    noise = noise_of(course.evidence.blocks.values())
+    rivals = max((len(s.bout.arms) - 1 for s in course.states), default=1)
+    matrix = [costs.matrix_s(s) for s in course.states if len(s.bout.arms) > 1]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "study": course.evidence.study,
+        "margin": course.evidence.margin,
+        "rounds": course.round,
+        "done": found.done,
+        "reason": found.reason,
+        "spent_gpu_hours": found.spent_gpu_hours,
+        "expected_gpu_hours": found.expected_gpu_hours,
+        "budget_gpu_hours": course.evidence.budget_gpu_hours,
+        "matrix_gpu_hours": None if None in matrix else sum(matrix) / 3600,
+        "next": {"blocks": len(found.blocks), "full_runs": [str(c) for c in found.full_runs]},
+        "bouts": [bout_values(course, costs, state) for state in course.states],
+        "noise": vars(noise)
+        | {"rivals": rivals, "blocks_for_margin": noise.blocks_for(course.evidence.margin, rivals)},
+        "notes": notes,
+    }
+
+
+def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
+    """A bout's entry."""
+    last = state.last
+    # A block that no look has judged yet claims nothing.
+    blocks = blocks_of(course, state)[: last.blocks if last else None]
+    claim, text = claim_of(course, state, blocks)
+    matrix_s = costs.matrix_s(state)
+    doubts = list(doubts_on(course, state))
+    level, why = confidence_in(course, state, blocks, claim, doubts)
+    return {
+        "experiment": state.bout.place.experiment,
+        "model": state.bout.place.model,
+        "dataset": state.bout.dataset,
+        "gpus": state.bout.place.gpus,
+        "arms": list(state.bout.arms),
+        "traits": {a: vars(t) for a, t in zip(state.bout.arms, state.bout.traits, strict=False)},
+        "served": dict(zip(state.bout.arms, state.bout.served, strict=True)),
+        "device": blocks[0].device if blocks else None,
+        "hosts": sorted({host for block in blocks for host in block.hosts}),
+        "blocks": last.blocks if last else len(blocks),
+        "steps": blocks[0].steps if blocks else None,
+        "open": is_open(state),
+        "claim": claim,
+        "text": text,
+        "leader": last.leader if last else None,
+        "at_most": ratio_minus_one(last.at_most) if last else None,
+        "confidence": level,
+        "confidence_why": why,
+        "doubts": doubts,
+        "ratios": [ratio_values(state, arm) for arm in state.bout.arms],
+        "looks": [look_values(look) for look in state.looks],
+        "step_s": {
+            arm: [finite(math.exp(b.value(arm))) for b in blocks] for arm in state.bout.arms
+        },
+        "full_steps": state.bout.full_steps,
+        "scores": {arm: score_state(course, state, arm) for arm in state.bout.arms},
+        "block_gpu_hours": costs.blocks_s(state) / 3600,
+        "full_run_gpu_hours": costs.runs_s(state) / 3600,
+        "matrix_gpu_hours": None if matrix_s is None else matrix_s / 3600,
+    }
+
+
+def finite(value: float) -> float | None:
+    """A number, or None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
+
+
+def blocks_of(course: Course, state: State) -> list[Block]:
+    """A bout's blocks, in order."""
+    found = [b for b in course.evidence.blocks.values() if b.place == state.bout.place]
+    return sorted(found, key=lambda b: b.number)
+
+
+def is_open(state: State) -> bool:
+    """Whether a bout of rivals has not ended."""
+    return state.open and len(state.bout.arms) > 1
+
+
+# ---------------------------------------------------------------- claims
+
+
+def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, str]:
+    """The claim's kind, and the sentence: `fastest`, `within`, `at most`, `only` or `none`."""
+    last, margin = state.last, course.evidence.margin
+    if len(state.bout.arms) == 1:
+        return (
+            "only",
+            f"{state.bout.arms[0]} is the only strategy here: there is nothing to compare.",
+        )
+    if last is None:
+        return "none", "Nothing is known yet: no block was judged."
+    where = on_node(blocks)
+    if not state.active:
+        return (
+            "none",
+            f"No strategy is left: {'; '.join(f'{d.strategy} {d.why}' for d in state.drops)}.",
+        )
+    if last.leader not in state.active:
+        return (
+            "none",
+            f"{last.leader} is out ({why_out(state, last.leader)}); the others are judged next.",
+        )
+    if state.started < 2 or (not last.intervals and last.blocks < race.FEWEST_BLOCKS):
+        return "only", f"{last.leader} is the only strategy left{where}."
+    if last.blocks < race.FEWEST_BLOCKS:
+        return "none", (
+            f"Open: {last.leader} leads after {counted(last.blocks, 'block')}; nothing is claimed before "
+            f"{race.FEWEST_BLOCKS}."
+        )
+    if last.fastest:
+        return "fastest", f"{last.leader} is the fastest of {state.started}{where} (95 %)."
+    shown = share_of(last.at_most)
+    if decided(state, margin):
+        return (
+            "within",
+            f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} (95 %).",
+        )
+    if shown > MUCH:
+        return "none", (
+            f"{last.leader} leads after {counted(last.blocks, 'block')}{where}, and nothing is claimed: "
+            "by these blocks something may be more than twice as fast."
+        )
+    return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} (95 %)."
+
+
+def why_out(state: State, arm: str) -> str:
+    """Why an arm left the race."""
+    return next((d.why for d in reversed(state.drops) if d.strategy == arm), "unknown")
+
+
+def on_node(blocks: list[Block]) -> str:
+    """`` on node X`` where all blocks ran on one host: nodes order strategies differently."""
+    hosts = {block.hosts for block in blocks}
+    if len(hosts) != 1:
+        return ""
+    named = next(iter(hosts))
+    return f" on {'node' if len(named) == 1 else 'nodes'} {', '.join(named)}"
+
+
+def ratio_values(state: State, arm: str) -> dict[str, Any]:
+    """What is known of an arm against the leader; of a dropped one, from when it was dropped."""
+    last = state.last
+    drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == arm), None)
+    values: dict[str, Any] = {
+        "strategy": arm, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
+        "blocks": last.blocks if last else 0, "why": "",
+    }  # fmt: skip
+    found = None
+    if drop is not None:
+        values |= {"state": drop.kind, "blocks": drop.blocks, "why": drop.why}
+        found, values["against"] = drop.interval, drop.against
+    elif last is not None and arm == last.leader:
+        values |= {"state": "leader", "ratio": 1.0}
+    elif last is not None and arm in last.intervals:
+        kind = "slower" if arm in last.slower else "equal" if arm in last.equal else "open"
+        values |= {"state": kind, "against": last.leader}
+        found = last.intervals[arm]
+    if found is not None:
+        names = ("ratio", "low", "high")
+        values |= {n: ratio_from(v) for n, v in zip(names, found, strict=True)}
+        if values["low"] is None or values["high"] is None or values["low"] == 0:
+            values |= {"low": None, "high": None}
+    return values
+
+
+def ratio_from(log: float) -> float | None:
+    """A ratio from its logarithm; None where it is not known, or too large to print."""
+    return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
+
+
+def look_values(look: Judged) -> dict[str, Any]:
+    """A look as JSON keeps it."""
+    intervals = {arm: [ratio_from(v) for v in values] for arm, values in look.intervals.items()}
+    return {
+        "blocks": look.blocks,
+        "leader": look.leader,
+        "at_most": ratio_minus_one(look.at_most),
+        "intervals": intervals,
+        "slower": list(look.slower),
+    }
+
+
+def ratio_minus_one(log: float) -> float | None:
+    """The share by which a ratio exceeds 1, from its logarithm; None where it is not known."""
+    found = ratio_from(log)
+    return None if found is None else found - 1
+
+
+def share_of(log: float) -> float:
+    """The same, infinite where it is not known."""
+    found = ratio_minus_one(log)
+    return math.inf if found is None else found
+
+
+# ---------------------------------------------------------------- how sure
+
+
+def score_state(course: Course, state: State, arm: str) -> str:
+    """What is known of an arm's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
+    if not state.bout.scored:
+        return "no score"
+    if state.bout.equal[state.bout.arms.index(arm)]:
+        return "equal"
+    if not course.scores.runs_of(state.bout, arm):
+        return "not measured"
+    return "worse" if course.scores.why_failed(state.bout, arm) else "good"
+
+
+def doubts_on(course: Course, state: State) -> Iterator[str]:
+    """What speaks against the claim: full runs that took another time than their steps do."""
+    costs = Costs(course)
+    for arm in state.bout.arms:
+        step_s = costs.step_s(state, arm)
+        for run in full_runs(course, state, arm):
+            off = off_by(run, step_s)
+            if off is not None and abs(off) > MOST_OFF:
+                yield (
+                    f"a full run of {arm} took {math.expm1(off):+.1%} against its steps times the blocks' "
+                    "step time"
+                )
+
+
+def full_runs(course: Course, state: State, arm: str) -> list[FullRun]:
+    """An arm's full runs that ended well, asked for or not."""
+    cells = (course.evidence.cell(state.bout, arm, repeat) for repeat in range(3))
+    runs = (course.evidence.full_runs.get(cell) for cell in cells)
+    return [run for run in runs if run is not None and run.status == "ok"]
+
+
+def off_by(run: FullRun, step_s: float | None) -> float | None:
+    """Logarithm of a full run's time over steps x step time; None where one is not known."""
+    if step_s is None or not run.train_time_s or not run.steps:
+        return None
+    return math.log(run.train_time_s / (run.steps * step_s))
+
+
+def confidence_in(
+    course: Course, state: State, blocks: list[Block], claim: str, doubts: list[str]
+) -> tuple[str, str]:
+    """`high`, `medium` or `low`, and why; docs/verdict.md has the rules."""
+    last = state.last
+    if last is None or claim in ("none", "only"):
+        return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
+    told, sure = [], True
+    hosts = {host for block in blocks for host in block.hosts}
+    if len({block.hosts for block in blocks}) < 2:
+        sure = False
+        told.append(
+            f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently."
+        )
+    if any(block.device == "cpu" for block in blocks):
+        sure = False
+        told.append(f"It holds for {plural(worker_noun(['cpu']))} and says nothing of GPUs.")
+    if open_score := unsettled_score(course, state):
+        sure = False
+        told.append(open_score)
+    if not checked(course, state):
+        sure = False
+        told.append("No full run has checked the step times yet.")
+    if doubts:
+        sure = False
+        told.append(f"Doubts: {'; '.join(doubts)}.")
+    at_most = share_of(last.at_most)
+    narrow = last.fastest or at_most <= race.EQUAL + 1e-9
+    if not narrow:
+        by = f"up to {at_most:.1%}" if at_most <= MUCH else "much"
+        told.insert(0, f"Something may be {by} faster.")
+    if last.fastest or at_most <= ROUGH:
+        level = "high" if sure and narrow and last.blocks >= race.FEWEST_BLOCKS else "medium"
+    else:
+        level = "low"
+    over = f"Over {counted(last.blocks, 'block')} on {counted(len(hosts), 'host')}."
+    return level, " ".join([over, *told])
+
+
+def unsettled_score(course: Course, state: State) -> str | None:
+    """Why it is not certain that the leader's score is good enough; None where it is."""
+    leader = state.last.leader
+    if not state.bout.scored:
+        return "No score was measured (steps): equal scores are assumed."
+    scores = course.scores
+    if state.bout.equal[state.bout.arms.index(leader)]:
+        if any(run.status == "ok" for run in scores.reference(state.bout)):
+            return None
+        return "No full run of its arithmetic has ended well yet."
+    loss = scores.loss_of(state.bout, leader)
+    if loss is None:
+        return f"The score of {leader} is not known."
+    if loss.settled:
+        return None
+    differs = f"{abs(loss.lost):.2g} {'worse' if loss.lost > 0 else 'better'}"
+    told = (
+        f"Over {counted(loss.seeds, 'seed')} its {loss.score_name} is {differs} than the reference"
+    )
+    if not math.isfinite(loss.at_most):
+        return f"{told}; one seed does not say by how much it may be worse ({loss.tolerance:g} allowed)."
+    return f"{told} and may be {loss.at_most:.2g} worse (95 %, {loss.tolerance:g} allowed)."
+
+
+def checked(course: Course, state: State) -> bool:
+    """Whether a full run of the model, on any number of workers, could be held to its step times."""
+    place, costs = state.bout.place, Costs(course)
+    for other in course.states:
+        if (other.bout.place.experiment, other.bout.place.model) != (place.experiment, place.model):
+            continue
+        for arm in other.bout.arms:
+            step_s = costs.step_s(other, arm)
+            if any(off_by(run, step_s) is not None for run in full_runs(course, other, arm)):
+                return True
+    return False
