@@ -34,7 +34,8 @@ from stratbench.study import config as configuration  # noqa: E402
 from stratbench.workload.prepare import prepare  # noqa: E402
 
 OUT = Path(__file__).parent / "results"
-STEPS = 3
+#: So many that PowerSGD feeds errors back in the last (see VARIANTS).
+STEPS = 4
 #: glibc's tunables (mallopt(3)): every tensor that matters is a mapping of its own.
 ALLOCATORS = {
     "returning": {
@@ -56,10 +57,14 @@ VARIANTS = {
     "ddp-copies": {"strategy": "ddp", "gradient_as_bucket_view": False},
     "fsdp-zero2": {"strategy": "fsdp", "reshard_after_forward": "never"},
     "fsdp-pairs": {"strategy": "fsdp", "shard_workers": 2},
+    "fsdp-replicas": {"strategy": "fsdp", "shard_workers": 1},
     "fsdp-offload": {"strategy": "fsdp", "offload": "cpu"},
     "ddp-fp16": {"strategy": "ddp", "compress": "fp16"},
+    "ddp-bf16": {"strategy": "ddp", "compress": "bf16"},
     "ddp-powersgd": {"strategy": "ddp", "compress": "powersgd", "start": 2},
+    "post-local": {"strategy": "local-sgd", "start": 2},
     "ps-sync-tcp": {"strategy": "ps-sync", "transport": "tcp"},
+    "sync-colocated": {"strategy": "ps-sync", "placement": "colocated"},
 }
 STRATEGIES = ("single", "ddp", "ddp-copies", "fsdp", "fsdp-zero2", "ps-sync", "ps-sync-tcp")
 #: Columns of the Markdown table and what they are called there.
@@ -143,24 +148,22 @@ def train(
         print(end[0], flush=True)
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table with the distribution of its errors."""
+def markdown(rows: list[dict[str, Any]], steps: set[int]) -> str:
+    """The table with the distribution of its errors; `steps`: how many the cells trained."""
     import torch
 
     lines = [
         f"torch {torch.__version__}, {platform.system()} {platform.machine()}, CPU with gloo; "
-        f"synthetic images of 32x32 pixels, {STEPS} steps; error: predicted against measured.",
+        f"synthetic images of 32x32 pixels, {' or '.join(map(str, sorted(steps)))} steps; "
+        "error: predicted against measured.",
         "",
         "| allocator | strategies | cells | median error, % | worst, % |",
         "|---|---|---|---|---|",
     ]
     for allocator in ALLOCATORS:
-        for name in ("", "single", "ddp", "zero1", "fsdp", "ps"):
-            errors = [
-                r["peak_error_percent"]
-                for r in rows
-                if r["allocator"] == allocator and r["strategy"].startswith(name)
-            ]
+        mine = [r for r in rows if r["allocator"] == allocator]
+        for name in ("", *dict.fromkeys(map(base_of, mine))):
+            errors = [r["peak_error_percent"] for r in mine if name in ("", base_of(r))]
             if errors:
                 median = statistics.median(map(abs, errors))
                 worst = max(errors, key=abs)
@@ -172,6 +175,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for r in sorted(rows, key=lambda r: [r[column] for column in order]):
         lines.append("| " + " | ".join(_shown(r[column]) for column in SHOWN) + " |")
     return "\n".join(lines) + "\n"
+
+
+def base_of(row: dict[str, Any]) -> str:
+    """The strategy that a row's is a variant of."""
+    return VARIANTS.get(row["strategy"], row)["strategy"]
 
 
 def _shown(value: object) -> str:
@@ -194,7 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the two tables")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        rows = []
+        rows, steps = [], set()
         for model, precision, allocator in product(args.models, args.precisions, args.allocators):
             results = (args.results or Path(scratch)) / f"{model}-{precision}-{allocator}"
             config, study = configuration.load_config(
@@ -202,12 +210,14 @@ def main() -> None:
             )
             train(study, config, allocator, args.timeout_s)
             plan = make_plan(config, study)
-            compared = prediction_rows(plan, records_by_cell(study, config["results"]))
+            records = records_by_cell(study, config["results"])
+            steps |= {record["batch"]["steps_per_epoch"] for record in records.values()}
+            compared = prediction_rows(plan, records)
             rows += [{"allocator": allocator} | row for row in compared]
         args.out.mkdir(parents=True, exist_ok=True)
         write_prediction_csv(rows, args.out / "prediction.csv")
-        (args.out / "prediction.md").write_text(markdown(rows), encoding="utf-8")
-        print(markdown(rows))
+        (args.out / "prediction.md").write_text(markdown(rows, steps), encoding="utf-8")
+        print(markdown(rows, steps))
 
 
 if __name__ == "__main__":
