@@ -5,8 +5,12 @@
 #   snakemake -n                                             what would be trained
 #   snakemake -c1 check                                      whether its networks can be trained by its strategies
 #   snakemake -c1 plan                                       what fits, how long it takes, what it costs
+#   snakemake --profile profiles/local verdict               the fastest strategies, at a tenth of the cost
 #   snakemake -c1 decide                                     what to choose, from the records that are there
 #   snakemake -c1 partial                                    merge what is there, list what is missing
+#   snakemake -c1 bundle                                     its records as one file
+#   snakemake -c1 export                                     the same for other tools, as Parquet
+#   snakemake -c1 compare --config 'sets={a: a.zip, b: results/demo}'    result sets side by side
 from snakemake.utils import min_version
 
 min_version("9.0")
@@ -19,8 +23,10 @@ include: "workflow/rules/package.smk"
 include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/plan.smk"
+include: "workflow/rules/verdict.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/analysis.smk"
+include: "workflow/rules/sets.smk"
 
 
 rule all:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import subprocess
@@ -28,6 +29,8 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 # Tests run side by side; PyTorch, not yet imported, would give each of them all the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.compile would compile and load a program for each kind of vector instructions, to see which work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Hundreds of processes import the package: it is compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -55,6 +58,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return super()._split_scope(nodeid).partition("::")[0]
 
     return FileByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What collecting the tests imports stays: nothing looks for garbage in it, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,7 +31,7 @@ NEVER_S = 1200
 ENDLESS = {
     "epochs": 1000000,
     "warmup_steps": 1,
-    "slowdown": {"workers": [0], "factor": 8},
+    "slowdown": {"workers": [0], "factor": 60},
     "time_limit_s": NEVER_S,
 }
 
@@ -78,14 +78,19 @@ class ClusterWorkflow(Workflow):
                 f"snakemake hangs after {limit_s} s; it printed:\n{output}"
             ) from None
 
-    def slurm_jobs(self, experiment: str | None = None) -> list[dict[str, str]]:
-        """This folder's SLURM jobs, ended ones too, by submission: id, state, comment, nodes, gres."""
+    def slurm_jobs(
+        self, experiment: str | None = None, rule: str = "train_cell"
+    ) -> list[dict[str, str]]:
+        """This folder's SLURM jobs of a rule, ended ones too, by submission.
+
+        Each with id, state, comment, nodes, gres.
+        """
         fields = {"id": "%i", "state": "%T", "comment": "%k", "nodes": "%N", "gres": "%b"}
         form = "|".join([*fields.values(), "%Z"])
         lines = self.cluster.run("squeue", "-h", "-t", "all", "-S", "i", "-o", form).splitlines()
         rows = [line.split("|") for line in lines]
         jobs = [dict(zip(fields, row, strict=False)) for row in rows if row[-1] == str(self.folder)]
-        wanted = "rule_train_cell_wildcards_tiny_" + (f"{experiment}_" if experiment else "")
+        wanted = f"rule_{rule}_wildcards_tiny_" + (f"{experiment}_" if experiment else "")
         return [job for job in jobs if job["comment"].startswith(wanted)]
 
     def launcher(self, experiment: str) -> psutil.Process | None:
@@ -101,6 +106,17 @@ class ClusterWorkflow(Workflow):
                 and json.loads(command[command.index("--cell") + 1])["experiment"] == experiment
             ):
                 return process
+        return None
+
+    def block_launcher(self, experiment: str) -> psutil.Process | None:
+        """The launcher of the experiment's block, if it runs."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                command = process.cmdline()
+                if "stratbench.train.block" in command and process.cwd() == str(self.folder):
+                    plan = json.loads(command[command.index("--block") + 1])
+                    if plan["experiment"] == experiment:
+                        return process
         return None
 
     def training_worker(self, experiment: str) -> psutil.Process | None:

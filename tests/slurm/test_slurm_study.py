@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from cluster_workflow import ENDLESS, PROFILE, ClusterWorkflow, study, wait_for
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
-#: A collective one, and one with a server on each node, to which the workers of both connect.
-SPANNING = ("fsdp", "two-servers")
+#: A collective one, and one with a server beside each worker, to which the workers of both nodes connect.
+SPANNING = ("fsdp", "colocated")
 #: A user's own, in a folder beside: jobs on other nodes find it by `code`.
 NETWORK = """
 from torch import nn
@@ -40,7 +41,9 @@ def finished(slurm: SlurmCluster, tmp_path: Path) -> ClusterWorkflow:
         "near": {"strategies": ["ddp"], "gpus": [1]},
     }
     config = study(experiments, mem_mib_per_cpu_worker=6000)
-    config["studies"]["tiny"]["variants"] = {"two-servers": {"strategy": "ps-async", "servers": 2}}
+    config["studies"]["tiny"]["variants"] = {
+        "colocated": {"strategy": "ps-async", "placement": "colocated"}
+    }
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a_net.py").write_text(NETWORK)
     config |= {"models": {"mine": {"call": "a_net.Net"}}, "code": ["elsewhere"]}
@@ -64,6 +67,14 @@ def test_a_study_with_cells_on_one_and_two_nodes_reaches_its_report(
         assert record["provenance"]["slurm_job_id"]
         nodes = [w["provenance"]["slurm"]["SLURMD_NODENAME"] for w in record["workers"]]
         assert len(set(nodes)) == gpus, nodes
+    path = finished.record("spread", "colocated", "mine", "2gpu")
+    moved = json.loads(path.read_text())["communication"]
+    # Of two servers each worker has one on its node; the other's half crosses, each way.
+    each = (moved["sent_bytes_per_step"] + moved["received_bytes_per_step"]) / 2
+    assert moved["local_bytes_per_step"] == pytest.approx(each, rel=0.1)
+    assert moved["busiest_link_bytes_per_batch"] == pytest.approx(each, rel=0.1)
+    with (finished.folder / "results/tiny/audit.csv").open(newline="") as file:
+        assert "contradictory-traffic" not in {row["rule"] for row in csv.DictReader(file)}
     jobs = finished.slurm_jobs()
     assert len(jobs) == len(cells)  # one a cell, and nothing but cells
     assert {job["state"] for job in jobs} == {"COMPLETED"}

@@ -21,8 +21,12 @@ import fastjsonschema  # noqa: F401
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+import scipy.stats  # noqa: F401
+import sklearn.datasets  # noqa: F401
 import torch
+import torch._dynamo
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 mpl.use("agg")
 CPU = torch.device("cpu")

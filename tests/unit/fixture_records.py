@@ -184,6 +184,7 @@ def communication(
         links = server["servers"][0]["workers"]
         moved = sum(link["bytes_in"] + link["bytes_out"] for link in links)
         found["busiest_server_bytes_per_s"] = moved / train_time_s
+        found |= {"local_bytes_per_step": 2 * sent, "busiest_link_bytes_per_batch": 0.0}
         found["server_wait_ms"] = 0.1 * step_ms
     elif record["strategy"]["name"] == "ddp":
         found |= {"total_ms": 0.15 * step_ms, "overlapped_ms": 0.1 * step_ms}

@@ -1,17 +1,40 @@
-"""Real process groups on gloo of 1, 2 and 4 processes, which run a test file's function."""
+"""Processes that tests fork, among them process groups on gloo of 1, 2 and 4, which run a file's function."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from launching import WORKFLOW
+
+HERE = Path(__file__).parent
 WORLDS = (1, 2, 4)
+
+
+def forking() -> ForkServerContext:
+    """Of `multiprocessing`, a context whose processes have imported PyTorch and all strategies.
+
+    One list for all tests: the first of them to start a process starts the server that imports it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "stratbench.train.worker", "ps_harness"])
+    with pytest.MonkeyPatch.context() as patch:
+        # What it cannot find it leaves out without a word, and before Python 3.13 it has no other path.
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join(map(str, (WORKFLOW, WORKFLOW.parent / "tests", HERE)))
+        )
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        forkserver.ensure_running()
+    return context
 
 
 def found_by_groups(
@@ -19,11 +42,10 @@ def found_by_groups(
 ) -> dict[int, dict[str, Any]]:
     """What `work(world, rank)` returned to rank 0 of each group, by the group's size.
 
-    `work` is a function of a module, which the processes import once. A group that takes longer than
+    `work` is a function of a module. A group that takes longer than
     `limit_s` is killed and fails.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([work.__module__, "torch._dynamo"])
+    context = forking()
     for world in WORLDS:
         group = [
             context.Process(target=_member, args=(work, world, rank, str(folder)), daemon=True)
@@ -41,7 +63,6 @@ def found_by_groups(
 
 
 def _member(work: Callable[[int, int], dict[str, Any]], world: int, rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store{world}", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

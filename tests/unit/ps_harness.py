@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from process_groups import forking
 from torch import nn
 
 from stratbench.ps.client import Channel
@@ -234,8 +234,7 @@ class Processes:
 
     def __init__(self, folder: Path, config: ServerConfig, habits: list[Habits]) -> None:
         """One worker for each of `habits`."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.nn.functional"])  # imported once
+        context = forking()
         self.folder = folder
         self._stats = folder / "stats.json"
         secret = os.urandom(32)

@@ -116,6 +116,7 @@ ELSEWHERE = {
     "throttled",
     "workers-are-processes",
     "processes-share-cores",
+    "full-run-against-steps",  # tests/unit/test_verdict_files.py
 }
 
 

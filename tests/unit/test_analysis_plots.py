@@ -93,6 +93,17 @@ def test_points_without_a_result_are_crossed_and_named(tmp_path, draw):
     assert "× ddp: OOM" in texts(draw(experiment, "score"))
 
 
+def test_a_list_of_many_cells_without_a_score_leaves_room_for_the_lines():
+    figure, axis = plt.subplots()
+    plots.score_notes(axis, [f"× s{i}: missing" for i in range(26)])
+    plots.score_notes(axis, ["× ddp: OOM"])
+    many, one = (text.split("\n") for text in texts(figure))
+    plt.close(figure)
+    assert one == ["× ddp: OOM"]
+    assert len(many) == 7
+    assert many[-2:] == ["× s5: missing", "and 20 more strategies: see the table"]
+
+
 def test_repeats_give_error_bars_and_one_repeat_none(tmp_path, draw):
     for repeats, bars in ((1, 0), (3, 3)):
         cells = fixture.expand(strategies=("ddp",), models=("vgg16",), repeats=repeats)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from stratbench.analysis import stats
+from stratbench import moderated
 from stratbench.analysis.stats import median_and_spread, ratio_intervals
 
 #: The numeric check of the procedure: ten variances of 2 degrees of freedom each.
@@ -20,15 +20,15 @@ def test_few_values_have_a_range_and_more_have_quartiles():
 
 
 def test_moderated_t_of_the_worked_example():
-    found = stats.Differences(np.zeros(10), VARIANCES, np.full(10, 3))
-    prior = stats.variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
+    found = moderated.Differences(np.zeros(10), VARIANCES, np.full(10, 3))
+    prior = moderated.variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
     assert np.isinf(prior.dof)
     assert prior.variance == pytest.approx(5.1245e-4, rel=1e-4)
-    variance, dof = stats.moderated_variances(found, np.zeros(10, dtype=bool))
+    variance, dof = moderated.moderated_variances(found, np.zeros(10, dtype=bool))
     assert dof[0] == 10
     assert variance[0] == pytest.approx(4.1996e-4, rel=1e-4)
-    assert scipy_stats.t.isf(stats.tail_of(14), 10) == pytest.approx(4.2896, abs=5e-5)
-    half = stats.half_widths(variance, dof, found.repeats, stats.tail_of(14))
+    assert scipy_stats.t.isf(moderated.tail_of(14), 10) == pytest.approx(4.2896, abs=5e-5)
+    half = moderated.half_widths(variance, dof, found.repeats, moderated.tail_of(14))
     assert half[0] == pytest.approx(0.05075, abs=5e-6)
 
 
@@ -37,25 +37,25 @@ def test_variances_that_scatter_more_than_chance_are_drawn_together_less():
     rng = np.random.default_rng(3)
     true = 2e-4 * 6 / rng.chisquare(6, (200, 400))
     found = true * rng.chisquare(4, true.shape) / 4
-    prior = stats.variance_prior(found, np.full(true.shape, 4), np.full(true.shape, True))
+    prior = moderated.variance_prior(found, np.full(true.shape, 4), np.full(true.shape, True))
     assert np.median(prior.dof) == pytest.approx(6, rel=0.1)
     assert np.median(prior.variance) == pytest.approx(2e-4, rel=0.05)
 
 
 @pytest.mark.parametrize(("count", "dof"), [(5, 2.0), (9, 4.0), (10, 10.0)])
 def test_few_variances_lend_little(count, dof):
-    found = stats.Differences(np.zeros(count), VARIANCES[:count], np.full(count, 3))
-    assert stats.moderated_variances(found, np.zeros(count, dtype=bool))[1][0] == dof
+    found = moderated.Differences(np.zeros(count), VARIANCES[:count], np.full(count, 3))
+    assert moderated.moderated_variances(found, np.zeros(count, dtype=bool))[1][0] == dof
 
 
 def test_servers_scatter_by_themselves_where_there_are_enough_of_them():
     variances = np.concatenate([np.full(12, 1e-4), np.full(12, 9e-4), np.full(3, 9e-4)])
-    found = stats.Differences(np.zeros(27), variances, np.full(27, 3))
+    found = moderated.Differences(np.zeros(27), variances, np.full(27, 3))
     served = np.repeat([False, True], [12, 15])
-    apart, _ = stats.moderated_variances(found, served)
+    apart, _ = moderated.moderated_variances(found, served)
     assert apart[12] > 5 * apart[0]
-    few, _ = stats.moderated_variances(
-        stats.Differences(*(part[:15] for part in found)), np.repeat([False, True], [12, 3])
+    few, _ = moderated.moderated_variances(
+        moderated.Differences(*(part[:15] for part in found)), np.repeat([False, True], [12, 3])
     )
     assert few[12] < apart[12]  # three servers borrow from all
 

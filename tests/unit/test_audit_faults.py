@@ -16,11 +16,13 @@ from planted import ENDS, Fault, both, change, faster, put, sound, swap, times
 from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.audit.checks import numbers_by_path
+from stratbench.analysis.audit.checks import Facts, numbers_by_path
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Rule
+from stratbench.analysis.audit.times import faults_of_workers
 from stratbench.analysis.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import RecordError
+from stratbench.strategies import REGISTRY, strategy_class
 
 DDP, FSDP = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0)
 SINGLE, ASYNC, SYNC = (
@@ -95,6 +97,22 @@ def aged(counts: Callable[[int], list[int]]) -> Callable[[dict[str, Any]], None]
 
 def worker(path: str) -> str:
     return f"workers.*.provenance.{path}"
+
+
+def by_class(parts: Callable[[int, int], list[int]]) -> Callable[[dict[str, Any]], None]:
+    """Workers with data of their own; `parts`: of a rank and its samples, those of each class."""
+
+    def plant(record: dict[str, Any]) -> None:
+        record["settings"]["partition"] = "by-class"
+        for w in record["workers"]:
+            w["class_samples"] = parts(w["rank"], w["samples"])
+
+    return plant
+
+
+def halves(rank: int, samples: int) -> list[int]:
+    """Three classes, of which two workers share the second."""
+    return [0, samples // 4, samples - samples // 4] if rank else [samples - 9, 9, 0]
 
 
 FAULTS = [
@@ -371,6 +389,27 @@ FAULTS = [
         "contradictory-counts",
         "device",
     ),
+    Fault(
+        "a worker with all classes",
+        DDP,
+        by_class(lambda rank, n: halves(1, n) if rank else [n // 2, 0, n - n // 2]),
+        "contradictory-partition",
+        "rank 0 trained on classes 0 to 2",
+    ),
+    Fault(
+        "workers with each other's classes",
+        DDP,
+        by_class(lambda rank, n: halves(1 - rank, n)),
+        "contradictory-partition",
+        "rank 0 trained on classes 1 to 2, and rank 1 on 0 to 1",
+    ),
+    Fault(
+        "samples of no class",
+        DDP,
+        by_class(lambda rank, n: halves(rank, n - 8)),
+        "contradictory-partition",
+        "rank 0",
+    ),
     # Ends.
     Fault(
         "ok with a reason",
@@ -614,6 +653,20 @@ FAULTS = [
         times("communication.sent_bytes_per_step", 0.4),
         "contradictory-traffic",
         "sent",
+    ),
+    Fault(
+        "half of a node's bytes elsewhere",
+        ASYNC,
+        times("communication.local_bytes_per_step", 0.5),
+        "contradictory-traffic",
+        "local_bytes_per_step",
+    ),
+    Fault(
+        "a link on one node",
+        SYNC,
+        put("communication.busiest_link_bytes_per_batch", 1e6),
+        "contradictory-traffic",
+        "busiest_link",
     ),
     Fault(
         "more overlapped than there was",
@@ -1105,6 +1158,81 @@ def test_a_flat_optimizers_state_may_have_room_between_tensors_and_no_more():
         rule = next(r for r in RULES if r.id == "contradictory-memory")
         found.append(any("optimizer_bytes" in f.figures for f in rule.check(evidence)))
     assert found == [False, True, True, True]
+
+
+@pytest.mark.parametrize("name", [n for n in REGISTRY if strategy_class(n).kind == "server"])
+def test_a_push_has_the_learning_rate_that_its_policy_gives_it(name):
+    record = fixture.make_record(Cell("constructed", "main", name, "resnet50", "cifar10", 2, 0))
+    options = strategy_class(name).Options(**record["strategy"]["options"])
+    for factor in (1, 2):
+        rate = factor * record["settings"]["lr"] * options.lr_factor(2)
+        record["strategy"]["details"]["push_lr"] = rate
+        evidence = planted.study({("main", name, 2, 0): record}, "cuda")
+        found = [f.figures for f in RULE["contradictory-counts"].check(evidence)]
+        assert any("push_lr" in figures for figures in found) == (factor == 2), found
+
+
+def test_late_pushes_that_are_dropped_leave_none_that_is_stale():
+    """`ps-backup` with one backup of two workers takes the first push of each step."""
+    record = copy.deepcopy(sound("cuda")[ASYNC])
+    aged(lambda n: [n // 2])(record)
+    for dropped in (0, 1):
+        for server in record["server"]["servers"]:
+            made = sum(server["staleness"][0])
+            server |= {"updates": [made], "dropped": [made * dropped]}
+        found = RULE["contradictory-server"].check(planted.study({ASYNC: record}, "cuda"))
+        assert any("no push to shard" in f.figures for f in found) == (not dropped)
+
+
+@pytest.mark.parametrize(("lost_ms", "believed"), [(1.6, True), (40.0, False)])
+def test_a_short_training_may_lose_its_core_before_its_first_step(lost_ms, believed):
+    """Of four steps of 2.8 ms a worker, a few ms that no step holds are more than STEPS."""
+    record = copy.deepcopy(sound("cuda")[DDP])
+    count = len(record["workers"])
+    for own in record["workers"]:
+        own |= {"steps": 4, "train_time_s": (4 * 2.8 + lost_ms) / 1e3}
+    record["time"]["step_ms"] |= {"mean": 2.8, "count": 4 * count}
+    record["time"]["breakdown_ms"] = {"step": 2.8}
+    assert (not list(faults_of_workers(Facts(record)))) == believed
+
+
+def test_workers_with_classes_of_their_own_are_believed():
+    record = copy.deepcopy(sound("cuda")[DDP])
+    by_class(halves)(record)
+    alone = planted.study({DDP: record}, "cuda")
+    assert [rule.id for rule in RULES if any(rule.check(alone))] == []
+
+
+def on_two_nodes(placement: str) -> dict[str, Any]:
+    """A sound record of two workers as it would be on two nodes, by the formulas of docs/strategies.md."""
+    record = copy.deepcopy(sound("cuda")[ASYNC])
+    record["strategy"]["options"]["placement"] = placement
+    record["provenance"] |= {"nodes": 2, "workers_per_node": 1}
+    moved = record["communication"]
+    # Central: the second worker's bytes cross. Colocated: half of everybody's do, and of each server's.
+    each = moved["sent_bytes_per_step"]
+    moved |= {"local_bytes_per_step": each, "busiest_link_bytes_per_batch": each}
+    if placement == "colocated":
+        moved["busiest_server_bytes_per_s"] /= 2
+        first = record["server"]["servers"][0]
+        for link in first["workers"]:
+            link |= {way: link[way] // 2 for way in ("bytes_in", "bytes_out")}
+        record["server"]["servers"].append(copy.deepcopy(first) | {"server": 1})
+    return record
+
+
+@pytest.mark.parametrize("placement", ["central", "colocated"])
+def test_bytes_over_links_are_held_against_what_the_servers_counted(placement):
+    rule = next(r for r in RULES if r.id == "contradictory-traffic")
+    for field in (None, "local_bytes_per_step", "busiest_link_bytes_per_batch"):
+        for factor in (0.5, 2) if field else (1,):
+            record = on_two_nodes(placement)
+            if field:
+                record["communication"][field] *= factor
+            evidence = planted.study({ASYNC: record}, "cuda")
+            figures = [found.figures for found in rule.check(evidence)]
+            assert len(figures) == bool(field), figures
+            assert all(field in found for found in figures)
 
 
 def test_a_strategy_that_does_not_say_how_it_communicates_is_not_held_to_it():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import odd_networks
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import forking
 from torch import nn
 
 from launching import LaunchedCell, settings, sharing
@@ -122,7 +122,7 @@ def work(rank: int, folder: str) -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | None, float]]:
     """`network way` -> why it failed, and the loss on all samples at the end."""
     folder = tmp_path_factory.mktemp("outcomes")
-    context = multiprocessing.get_context("forkserver")
+    context = forking()
     workers = [context.Process(target=work, args=(r, str(folder)), daemon=True) for r in range(2)]
     for worker in workers:
         worker.start()

@@ -48,7 +48,11 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync"])
 @pytest.mark.timeout(400)
 def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
-    start_cell: Callable[..., LaunchedCell], code: dict[str, Any], strategy: str
+    start_cell: Callable[..., LaunchedCell],
+    warm: dict[str, str],
+    code: dict[str, Any],
+    tmp_path: Path,
+    strategy: str,
 ) -> None:
     """The last test batch is smaller than the others, and evaluation is not compiled."""
     if reason := missing_compiler(cuda=False):
@@ -58,7 +62,7 @@ def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
         s = settings(
             strategy, model="net", own_model=code, precision="fp64", epochs=2, compile=compiles
         )
-        cell = start_cell(s, env=os.environ)
+        cell = start_cell(s, env=warm | {own.CODE_VARIABLE: str(tmp_path)})
         exit_code, output = cell.finish(timeout_s=300)
         assert exit_code == 0, output
         rec = record.read(cell.record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import forking
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
@@ -127,7 +127,7 @@ def train_all(rank: int, folder: Path, out: Path) -> None:
 def trained(folders, tmp_path_factory) -> list[dict[str, list[list[float]]]]:
     """The losses that both processes wrote: by strategy, of each placement."""
     out = tmp_path_factory.mktemp("trained")
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     workers = [
         context.Process(target=train_all, args=(rank, folders["images"], out), daemon=True)
         for rank in range(2)
@@ -152,13 +152,13 @@ def test_collectives_train_the_same_bit_for_bit(trained, name):
 
 
 @pytest.mark.slow
-def test_servers_train_the_same_bit_for_bit(tmp_path_factory, folders, start_cell):
+def test_servers_train_the_same_bit_for_bit(folders, start_cell, warm):
     """Real servers and workers; and the record says how many batches were buffered."""
     records = []
     for where in ("device", "host"):
         s = settings("ps-sync", augment=True, placement=where, model="vgg-compact", epochs=2,
                      global_batch=128, per_worker_batch=64, dataset="digits")  # fmt: skip
-        cell = start_cell(s, data_dir=folders["images"])
+        cell = start_cell(s, data_dir=folders["images"], env=warm)
         code, output = cell.finish()
         assert code == 0, output
         records.append(cell.read_record())

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stratbench.analysis import ranking, stats
+from stratbench import moderated
+from stratbench.analysis import ranking
 
 STUDIES = 500
 MARGIN = 0.03
@@ -70,10 +71,10 @@ def judged(true: np.ndarray, logs: np.ndarray, preference: np.ndarray) -> dict[s
     served = np.arange(candidates) >= candidates // 2
     served = served | np.take_along_axis(np.broadcast_to(served, true.shape), chosen[..., None], -1)
     # A study's models are moderated together.
-    joined = stats.Differences(*(part.reshape(STUDIES, -1) for part in found))
+    joined = moderated.Differences(*(part.reshape(STUDIES, -1) for part in found))
     variance, dof = (
         part.reshape(true.shape)
-        for part in stats.moderated_variances(joined, served.reshape(STUDIES, -1))
+        for part in moderated.moderated_variances(joined, served.reshape(STUDIES, -1))
     )
     stood = ranking.standings_against_chosen(
         found, chosen, means, variance, dof, candidates - 1, MARGIN
@@ -93,7 +94,7 @@ def test_looking_again_after_more_repeats_finds_no_winner_where_there_is_none(
     monkeypatch, divisor, most
 ):
     """A decision after each of 2 to 10 repeats of equals: whether any look names a winner."""
-    monkeypatch.setattr(stats, "LOOKS", divisor)
+    monkeypatch.setattr(moderated, "LOOKS", divisor)
     rates: dict[tuple[str, str], list[float]] = {}
     for kind in ("two best equal", "all equal"):
         for candidates in (3, 8):
@@ -139,7 +140,7 @@ def test_few_decisions_are_false(how, kind, models):
 @pytest.mark.parametrize("repeats", [3, 5])
 def test_an_uncorrected_interval_would_decide_falsely(monkeypatch, repeats):
     """The control: the simulation finds the error that the correction is there for."""
-    monkeypatch.setattr(stats, "tail_of", lambda rivals: 0.05)
+    monkeypatch.setattr(moderated, "tail_of", lambda rivals: 0.05)
     assert simulated(8, repeats, "normal", "all equal")["false"] > 5
 
 

@@ -6,6 +6,7 @@ record and no process.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import gzip
@@ -17,6 +18,7 @@ import shutil
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -526,8 +528,9 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
 def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     job = job_with(tmp_path, [None, LOST])
     exits = Exits([ProcessExit("rank0", -9), ProcessExit("rank1", 1)], timed_out=False)
-    monkeypatch.setattr(ending, "oom_kills", lambda: ending.OOM_KILLS_AT_START + 1)
-    assert ending.classify(job, exits).status == "oom"
+    monkeypatch.setattr(ending, "oom_kills", lambda: 5)
+    assert ending.classify(job, exits, kills_before=4).status == "oom"
+    assert ending.classify(job, exits, kills_before=5).status == "error"  # one of a cell before
 
 
 @pytest.mark.parametrize(("joins", "expected"), [(False, "error"), (True, "timeout")])
@@ -615,3 +618,40 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, ahead_s):
     there = job.on_another_node(spent_s=15)
     assert there.elapsed_s == pytest.approx(20 if ahead_s == 0 else 15, abs=2)
     assert there.deadline_s - there.origin_s == job.time_limit_s
+
+
+@pytest.mark.parametrize("in_image", [True, False])
+def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path, in_image):
+    """Three processes as there: a runtime between Snakemake and the launcher, which outlives Snakemake."""
+    launcher = (
+        "import os, time; from stratbench.train import agent; agent.PARENT_POLL_S = 0.05;"
+        "agent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    starts = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(agent.__file__).parents[2])}
+    if in_image:
+        environment["APPTAINER_CONTAINER"] = "image.sif"
+    snakemake = subprocess.Popen(
+        [sys.executable, "-c", starts, starts, launcher],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    pid = int(snakemake.stdout.readline())
+    launched = psutil.Process(pid)
+    runtime = launched.parent()
+    try:
+        snakemake.kill()
+        snakemake.wait()
+        if in_image:
+            launched.wait(30)
+        else:
+            with pytest.raises(psutil.TimeoutExpired):
+                launched.wait(0.5)
+            assert runtime.is_running()
+    finally:
+        for process in (launched, runtime):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import time
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import forking
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
@@ -180,8 +180,7 @@ def late_worker(rank: int, folder: str, tiny_data: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_late_worker_is_waited_for_before_the_clock_starts(tmp_path, tiny_data):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stratbench.train.loop", "torch._dynamo"])
+    context = forking()
     group = [
         context.Process(target=late_worker, args=(r, str(tmp_path), str(tiny_data)), daemon=True)
         for r in range(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -314,7 +315,7 @@ def test_an_installed_package_counts_by_its_version():
     _, study = study_of({"call": "torchvision.models.alexnet"})
     found = study.own_model("mine")
     assert found["sha256"] is None
-    assert found["version"] == own.metadata.version("torchvision")
+    assert found["version"] == metadata.version("torchvision")
 
 
 def test_built_in_models_have_no_such_setting_and_others_keep_theirs_through_json(tmp_path):

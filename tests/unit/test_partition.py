@@ -67,3 +67,12 @@ def test_the_order_within_a_part_is_new_in_each_epoch(labels):
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
+
+
+def test_what_a_worker_has_seen_is_counted_by_class(labels):
+    parts = ByClass(labels, 2, seed=1)
+    for epoch in range(2):
+        parts.count(batches_of(parts, epoch_order(SAMPLES, 1, epoch), 2)[:, 1])
+    own = labels[parts.owner == 1].unique().tolist()
+    assert own == [label for label, n in enumerate(parts.class_samples) if n]
+    assert sum(parts.class_samples) == 2 * (SAMPLES // BATCH) * (BATCH // 2)

@@ -49,9 +49,10 @@ def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **c
 
 
 def peak_of(request: Request, batch: int) -> int:
-    """By running one step of that batch, not by the line through two others."""
-    trace, _ = fake.traced_steps(request, [batch])
-    return max(trace.live_bytes(trace.phases[1].first, trace.phases[4].first))
+    """By running one step of that batch, not by the line through two others; of each kind of steps."""
+    trace, made = fake.traced_steps(request, [batch])
+    later = [fake.traced_steps(request, [batch], n)[0] for n in made.first_steps[1:]]
+    return max(max(t.live_bytes(t.phases[1].first, t.phases[4].first)) for t in (trace, *later))
 
 
 @pytest.mark.slow
@@ -164,6 +165,60 @@ def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
     assert 0 <= sent - times * (whole + statistics) <= 3 * times * padding
     held = made.between_steps_bytes.get("communication", 0)
     assert (times * whole <= held <= sent) if strategy == "gossip" else held == 0
+
+
+def test_what_gloo_copies_to_reduce_and_scatter_lives_until_the_update():
+    """`zero1` reduces beside backward, and asks for the results when it is over."""
+    trace, made = fake.traced_steps(request_for("zero1", options={"bucket_cap_mb": 1}), [4])
+    assert len(made.buckets) > 1
+    start, update = trace.phases[1].first, trace.phases[3].first
+    before, after = trace.live_bytes(start, update)[:: update - start]
+    copies = sum(bucket.n_bytes for bucket in made.buckets)
+    activations = trace.parts_bytes(update)["activations"]
+    assert after - before - activations == pytest.approx(copies, rel=0.01)
+    assert trace.live_bytes(start, trace.phases[4].first)[-1] - before - activations < 0.01 * copies
+
+
+def test_a_compressed_bucket_is_under_way_while_backward_fills_the_next():
+    request = request_for("ddp", options={"compress": "fp16", "bucket_cap_mb": 1})
+    trace, made = fake.traced_steps(request, [4])
+    halves = [2 * bucket.numel() for bucket in made.module.buckets]
+    assert len(halves) > 1
+    found = []
+    for i, (number, n_bytes) in enumerate(trace.events):
+        if n_bytes in halves and trace.tags.get(number) != "staging":
+            freed = trace.events.index((number, -n_bytes), i)
+            found.append((n_bytes, freed - i))
+    assert [n for n, _ in found] == halves
+    assert found[0][1] > 20 > found[-1][1]  # all are waited for at the end
+
+
+def test_what_the_first_steps_make_is_not_there_before_them():
+    plain, compressed = (
+        footprint.make_footprint(request_for("ddp", options=options))
+        for options in ({}, {"compress": "powersgd"})
+    )
+    assert compressed.grown_bytes >= plain.model_states_bytes["parameters_bytes"]
+    grown = sum(compressed.between_steps_bytes.values()) - compressed.grown_bytes
+    assert grown == sum(plain.between_steps_bytes.values())
+    assert plain.grown_bytes == 0
+
+
+def test_the_peak_is_that_of_the_worst_kind_of_steps(monkeypatch):
+    """Post-local SGD: were an exchange of weights to need more than one of gradients, that would count."""
+    largest = 1 << 26
+
+    class Wasteful(strategy_class("local-sgd")):
+        def exchange(self) -> None:
+            if self.steps > self.options.start:
+                torch.zeros(largest, dtype=torch.uint8)
+            super().exchange()
+
+    request = request_for("local-sgd", options={"start": 3})
+    plain = footprint.make_footprint(request).training_peak(4)
+    monkeypatch.setattr(fake, "strategy_class", lambda name: Wasteful)
+    waste = footprint.make_footprint(request).training_peak(4)
+    assert waste.n_bytes > largest > plain.n_bytes
 
 
 @pytest.mark.slow
@@ -338,6 +393,7 @@ def test_a_batch_in_parts_takes_the_memory_of_one_and_reduces_once(strategy):
     assert parts.payload_bytes() == again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "ps-sync"])
 def test_blocks_computed_again_take_less_memory_and_more_operations(strategy):
     kept, again = (

@@ -215,12 +215,23 @@ def test_cost_is_told_where_a_price_is_known(plan_of):
     assert ", cost " in plan_text(plan_of(cluster={"price_per_gpu_hour": 3}))
 
 
-def test_the_four_questions_are_answered(plan_of):
+def test_the_five_questions_are_answered(plan_of):
     plan = plan_of(models=["resnet50", "vgg16"])
     found = answered_questions(plan)
-    assert len(found) == 4
+    assert len(found) == 5
     assert all(sentences for _, sentences in found)
     assert "it fits" in " ".join(found[2][1])
+
+
+def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(plan_of):
+    long = dict(answered_questions(plan_of(epochs=2000)))
+    short = dict(answered_questions(plan_of(epochs=1)))
+    (question,) = (q for q in long if "verdict" in q)
+    assert not any("too short" in sentence for sentence in long[question])
+    assert "few strategies compete" in long[question][1]  # there are three
+    assert "of the full matrix of 3 repeats" in long[question][0]
+    assert "A tenth is out of reach for" in short[question][1]
+    assert "start of its processes" in short[question][1]
 
 
 # --- devices -------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import forking
 from torch import nn
 
 from stratbench.cell.coordinates import Cell
@@ -34,6 +34,7 @@ from stratbench.ps.server import serve
 from stratbench.strategies import option_defaults, stated_options, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
+from stratbench.train import forkserver
 from stratbench.workload.checkpointing import checkpoint_blocks
 from stratbench.workload.prepare import prepare
 
@@ -185,9 +186,7 @@ def server_process(config_json: str, policy: str, folder: Path) -> None:
 
 def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
     """Results by (name, batchnorm): losses averaged over the workers, weights, buffers."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "stratbench.strategies.ps"])
+    context = forking()
     processes = []
     for name, base, batchnorm in runs:
         own = folder / f"{name}-{batchnorm}"
@@ -315,31 +314,33 @@ def test_one_worker_is_single_bit_for_bit(tmp_path):
     runs += [(name, name, True) for name in EQUAL_ALONE]
     half = {"fp16-ps-sync": "ps-sync", "fp16-ps-async": "ps-async"}
     runs += [("fp16-single", "single", True), *((n, base, True) for n, base in half.items())]
-    scheduled = ["ps-async", "ps-kbatch"]
+    scheduled = ["ps-async", "ps-kbatch", "ps-ormo"]
+    allowed = {"ps-ormo": TOLERANCE}  # it forms the same sums in another order
     runs += [(f"cosine-{name}", name, True) for name in ("single", *scheduled)]
     results = run(runs, 1, tmp_path)
     for name in scheduled:
         for what in ("losses", "weights"):
             pair = (results[f"cosine-{n}", True] for n in (name, "single"))
-            assert distance(*pair, what) == 0, name
+            assert distance(*pair, what) <= allowed.get(name, 0), name
     for name in half:
         for what in ("losses", "weights", "buffers"):
             assert distance(results[name, True], results["fp16-single", True], what) == 0, name
     for name in EQUAL_ALONE:
         plain = results["nesterov-off" if name == "ps-dana" else "single", True]
         for what in ("losses", "weights", "buffers"):
-            exact = name != "ps-ormo"  # which forms the same sums in another order
-            assert distance(results[name, True], plain, what) <= (0 if exact else TOLERANCE), (
-                name,
-                what,
-            )
+            assert distance(results[name, True], plain, what) <= allowed.get(name, 0), (name, what)
 
 
 # ---------------------------------------------------------------- survival, through the launcher
 
 
-def launch(folder: Path, strategy: str, gpus: int, epochs: int, **changes: Any):
-    """Start a real cell on synthetic data; returns the launcher's process and its paths."""
+def launch(
+    folder: Path, strategy: str, gpus: int, epochs: int, warm: dict[str, str], **changes: Any
+):
+    """Start a real cell on synthetic data; returns the launcher's process and its paths.
+
+    Its processes are forked by the server of the environment `warm`.
+    """
     data = folder / "data"
     spec = {
         "source": "synthetic",
@@ -362,7 +363,10 @@ def launch(folder: Path, strategy: str, gpus: int, epochs: int, **changes: Any):
         "--timeline", str(record.with_name("timeline.csv")), "--logs", str(logs),
         "--time-limit-s", "120",
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "workflow")}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2] / "workflow"),
+        forkserver.FOLDER_VARIABLE: warm[forkserver.FOLDER_VARIABLE],
+    }
     process = subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -391,8 +395,8 @@ def scratch(monkeypatch):
         yield Path(folder)
 
 
-def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, scratch):
-    process, record, folder = launch(tmp_path, "ps-async", 3, epochs=20)
+def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, warm, scratch):
+    process, record, folder = launch(tmp_path, "ps-async", 3, epochs=20, warm=warm)
     os.kill(pid_of(folder, "rank1"), signal.SIGKILL)
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
@@ -407,8 +411,8 @@ def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, scra
     assert not left, "evaluated snapshots are removed"
 
 
-def test_a_killed_worker_ends_a_synchronous_cell_with_its_name(tmp_path):
-    process, record, folder = launch(tmp_path, "ps-sync", 2, epochs=400)
+def test_a_killed_worker_ends_a_synchronous_cell_with_its_name(tmp_path, warm):
+    process, record, folder = launch(tmp_path, "ps-sync", 2, epochs=400, warm=warm)
     others = [pid_of(folder, "rank0"), pid_of(folder, "server0")]
     os.kill(pid_of(folder, "rank1"), signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
@@ -419,8 +423,8 @@ def test_a_killed_worker_ends_a_synchronous_cell_with_its_name(tmp_path):
     assert not any(psutil.pid_exists(pid) for pid in others)
 
 
-def test_a_full_disk_fails_the_cell_with_that_reason(tmp_path, scratch):
-    process, record, _ = launch(tmp_path, "ps-async", 2, epochs=400)
+def test_a_full_disk_fails_the_cell_with_that_reason(tmp_path, warm, scratch):
+    process, record, _ = launch(tmp_path, "ps-async", 2, epochs=400, warm=warm)
     deadline = time.monotonic() + 90
     while not (found := list(scratch.rglob("epoch*.json"))):
         assert time.monotonic() < deadline, "no epoch ended"
@@ -437,8 +441,8 @@ def test_a_full_disk_fails_the_cell_with_that_reason(tmp_path, scratch):
     assert not list(scratch.rglob("epoch*"))
 
 
-def test_a_killed_server_ends_the_cell_with_an_error(tmp_path):
-    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=400)
+def test_a_killed_server_ends_the_cell_with_an_error(tmp_path, warm):
+    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=400, warm=warm)
     os.kill(pid_of(folder, "server0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
@@ -447,10 +451,10 @@ def test_a_killed_server_ends_the_cell_with_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["ps-async", "ps-sync"])
-def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, strategy):
+def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, warm, strategy):
     """As any lost server does: a part of the weights is gone, under every policy."""
     options = stated_options(strategy, {"placement": "colocated"}, 3)
-    process, record, folder = launch(tmp_path, strategy, 3, epochs=400, options=options)
+    process, record, folder = launch(tmp_path, strategy, 3, epochs=400, warm=warm, options=options)
     pids = [pid_of(folder, f"{kind}{n}") for kind in ("server", "rank") for n in range(3)]
     for pid in (pids[1], pids[4]):
         os.kill(pid, signal.SIGKILL)
@@ -464,8 +468,8 @@ def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, st
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_stopped_worker_is_given_up_and_ended(tmp_path):
-    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=20)
+def test_a_stopped_worker_is_given_up_and_ended(tmp_path, warm):
+    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=20, warm=warm)
     stopped = pid_of(folder, "rank1")
     os.kill(stopped, signal.SIGSTOP)
     output, _ = process.communicate(timeout=100)

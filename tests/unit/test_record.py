@@ -53,7 +53,7 @@ def test_a_wrong_record_is_refused_with_file_and_field(tmp_path, good, change, p
 
 @pytest.mark.slow
 def test_the_quick_check_passes_what_the_full_one_passes(good):
-    """Every field with every kind of value, and left out, and one too many."""
+    """Every field with every kind of value, and left out, and one too many; of a list the first item's."""
     full = jsonschema.Draft202012Validator(json.loads(record.SCHEMA_PATH.read_text()))
     agreed = {True: 0, False: 0}
 
@@ -63,7 +63,7 @@ def test_the_quick_check_passes_what_the_full_one_passes(good):
         agreed[passes] += 1
 
     def walk(inner: dict | list, where: tuple) -> None:
-        for key in list(inner) if isinstance(inner, dict) else range(len(inner)):
+        for key in list(inner) if isinstance(inner, dict) else range(min(1, len(inner))):
             kept = inner[key]
             for other in (None, True, 1, 0, -1, 1.0, 1.5, "", "ok", [], [1], {}, {"a": 1}):
                 inner[key] = other

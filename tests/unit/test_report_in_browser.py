@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import fixture_records as fixture
 import pytest
+from browser import NO_BROWSER, OPTIONS, find_chromium
 from test_analysis_report import write_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 #: Leaves what it saw as JSON in the page's title.
 VISIT = """<script>
@@ -69,17 +67,9 @@ addEventListener("load", function () {
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    """A browser; on a bare machine, where root runs the tests, from Debian's packages."""
-    if not any(map(shutil.which, PROGRAMS)) and os.geteuid() == 0 and shutil.which("apt-get"):
-        apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120"]
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for arguments in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
-            subprocess.run(
-                [*apt, *arguments], env=environment, capture_output=True, check=False, timeout=240
-            )
-    found = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    found = find_chromium()
     if found is None:
-        pytest.skip("no chromium, and it cannot be installed here")
+        pytest.skip(NO_BROWSER)
     return found
 
 
@@ -117,9 +107,7 @@ SCREENS_PX = {1280: 720, 420: 900}
 def test_everything_works_at_desktop_and_phone_width(chromium, visited_page, tmp_path, width, dark):
     done = subprocess.run(
         [
-            *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
-            *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-            *("--disable-sync", "--enable-logging=stderr", f"--user-data-dir={tmp_path}"),
+            *(chromium, *OPTIONS, "--enable-logging=stderr", f"--user-data-dir={tmp_path}"),
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
             *(f"--window-size={width},900", "--dump-dom", f"file://{visited_page}"),
         ],

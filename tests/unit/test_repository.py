@@ -124,7 +124,7 @@ def test_conda_environment_has_the_pins_of_the_requirements():
 
 def test_every_requirement_is_pinned_exactly_and_constrained_alike():
     constraints = pins("envs/constraints.txt")
-    for path in ("envs/requirements.txt", "envs/requirements-dev.txt"):
+    for path in [f"envs/requirements{kind}.txt" for kind in ("", "-dev", "-analysis")]:
         for pin in pins(path):
             assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+", pin), f"{path}: {pin}"
             assert pin.replace("_", "-") in {c.replace("_", "-") for c in constraints}, pin
@@ -157,7 +157,12 @@ def text_files_opened_by_locale(source: str) -> list[int]:
         name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
         if name not in ("open", "fdopen", "read_text", "write_text"):
             continue
-        if (owner, name) in {("os", "open"), ("tarfile", "open"), ("Image", "open")}:
+        if (owner, name) in {
+            ("os", "open"),
+            ("tarfile", "open"),
+            ("archive", "open"),
+            ("Image", "open"),
+        }:
             continue
         keywords = {k.arg for k in node.keywords}
         modes = [a.value for a in node.args if isinstance(a, ast.Constant)]

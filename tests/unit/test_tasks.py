@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 from pathlib import Path
 
 import fixture_records as fixture
@@ -153,6 +152,7 @@ def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
     assert (facts["score"], facts["guess"], facts["least_loss"]) == ("top-3 accuracy", None, None)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")  # one of the mistakes
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -178,12 +178,11 @@ def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
 
 
 def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
-    own_tasks, tmp_path, start_cell
+    own_tasks, tmp_path, start_cell, warm
 ):
     code = own.fingerprint(f"{own_tasks}:Top3", [tmp_path])
     s = settings("ddp", own_task={"call": f"{own_tasks}:Top3"} | code)
-    env = os.environ | {own.CODE_VARIABLE: str(tmp_path)}
-    launched = start_cell(s, env=env)
+    launched = start_cell(s, env=warm | {own.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = launched.finish()
     assert exit_code == 0, output
     found = record.read(launched.record)
@@ -260,10 +259,10 @@ def test_a_plan_of_steps_ends_within_its_last_epoch():
 
 
 @pytest.mark.parametrize(("strategy", "workers"), [("ddp", 2), ("ps-async", 2)])
-def test_steps_start_the_data_over_and_leave_no_score(strategy, workers, start_cell):
+def test_steps_start_the_data_over_and_leave_no_score(strategy, workers, start_cell, warm):
     """64 samples are 4 batches of 16: 10 steps are two and a half passes."""
     s = settings(strategy, epochs=None, steps=10)
-    launched = start_cell(s)
+    launched = start_cell(s, env=warm)
     exit_code, output = launched.finish()
     assert exit_code == 0, output
     found = record.read(launched.record)

@@ -103,7 +103,7 @@ def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered
     assert not strategy_class("silent").alike_on_any_count
     situations = [{"gpus": 1}, {}, {"homogeneous": False}, {"gpu_memory_gib": 0.5}]
     named = {theory.choice_by_theory("convnext_large", Constraints(**s))[0] for s in situations}
-    assert named == {"single", "ddp", "fsdp", "ps-dana"}
+    assert named == {"single", "ddp", "fsdp", "ps-ormo"}
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -211,11 +211,11 @@ def test_the_record_and_the_columns_carry_every_trait():
 
 
 def test_no_wing_keeps_a_list_of_strategies():
-    """No text in plan, train or analysis is a strategy's name, or the beginning of some."""
+    """No text in plan, train, verdict or analysis is a strategy's name, or the beginning of some."""
     names = {*REGISTRY, "ps-"}
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}"
-        for wing in ("plan", "train", "analysis")
+        for wing in ("plan", "train", "verdict", "analysis")
         for path in sorted((PACKAGE / wing).rglob("*.py"))
         if str(path.relative_to(PACKAGE)) not in MAY_NAME
         for node in ast.walk(ast.parse(path.read_text()))

@@ -1,4 +1,4 @@
-"""The files and the config of the data sets that test_own_files.py brings to the workflow."""
+"""The files and the config of the data sets that test_own.py brings to the workflow."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ def write_files(folder: Path) -> None:
     (folder / "my_data.py").write_text(CODE)
 
 
-def config_with(config: dict) -> dict:
-    """The tiny study with an experiment for each data set, of one strategy."""
-    common = config["studies"]["tiny"]["experiments"]["second"]
-    config["datasets"] = DATASETS
-    config["studies"]["tiny"]["experiments"] = {
+def experiments_of(common: dict) -> dict[str, dict]:
+    """An experiment for each data set, of one cell."""
+    found = {
         name: {**common, "dataset": name, "global_batch": 8, "models": [model]}
         for name, model in zip(DATASETS, ("vgg-compact", "vgg-compact", "gpt-compact"), strict=True)
     }
-    config["studies"]["tiny"]["experiments"]["pictures"]["placement"] = "host"
-    return config
+    found["pictures"]["placement"] = "host"
+    return found

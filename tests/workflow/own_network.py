@@ -1,4 +1,4 @@
-"""The files and the config of the network that test_own_model.py brings to the workflow."""
+"""The files and the config of the network that test_own.py brings to the workflow."""
 
 NETWORK = """
 from torch import nn

@@ -45,7 +45,8 @@ def study_config() -> dict:
             | {"models": ["vgg-compact"], "strategies": ["ddp", "late", "few"], "gpus": [4],
                "partition": "by-class"},
             "synchronous": common
-            | {"models": ["resnet-compact"], "strategies": ["pairs", "factors"], "gpus": [4]},
+            | {"models": ["resnet-compact"], "strategies": ["pairs", "factors"], "gpus": [4],
+               "global_batch": 96, "lr": 0.05},
             "text": common
             | {"dataset": "text", "models": ["gpt-compact"], "strategies": ["local-sgd", "few", "gossip"],
                "lr": 0.01, "optimizer": "adamw", "clip_norm": 1.0},
@@ -104,6 +105,10 @@ def test_a_worker_with_few_classes_learns_less(trained):
     assert accuracy["late"] < accuracy["ddp"] - 0.05
     assert found["own-classes", "ddp", 4]["settings"]["partition"] == "by-class"
     assert found["digits", "gossip", 4]["settings"]["partition"] == "iid"
+    for strategy in ("ddp", "late"):
+        of = [w["class_samples"] for w in found["own-classes", strategy, 4]["workers"]]
+        assert all(1 < sum(n > 0 for n in counts) < 5 for counts in of)
+    assert "class_samples" not in found["digits", "gossip", 4]["workers"][0]
 
 
 def test_the_audit_finds_nothing_wrong_with_them(trained):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import importlib.util
 import os
 import sys
 
@@ -25,6 +25,17 @@ def test_every_cell_has_a_record_and_the_report_is_there(finished):
         assert finished.record(*cell).with_name("timeline.csv").exists(), cell
     report = finished.folder / "results/tiny/report.html"
     assert "vgg-compact" in report.read_text()
+    assert 'href="explore.html"' in report.read_text()
+    assert "vgg-compact" in report.with_name("explore.html").read_text()
+
+
+def test_records_are_exported_or_it_is_said_what_that_needs(finished):
+    output = finished.run("export").stdout
+    if importlib.util.find_spec("pyarrow"):
+        exported = finished.folder / "results/tiny/export/parquet/cells.parquet"
+        assert exported.exists(), output
+    else:
+        assert "pip install -r envs/requirements-export.txt" in output
 
 
 def test_pytorch_was_imported_once_for_all_cells(finished):
@@ -82,8 +93,8 @@ def test_a_further_model_leaves_finished_cells_alone(finished):
 
 
 def test_partial_merges_what_is_there_and_lists_what_is_missing(finished):
-    config = copy.deepcopy(tiny_config())
-    config["studies"]["tiny"]["experiments"]["second"]["gpus"] = [1]
+    config = tiny_config()
+    del config["studies"]["tiny"]["experiments"]["first"]
     config["studies"]["tiny"]["experiments"]["second"]["strategies"] = ["single", "fsdp"]
     finished.write_config(config)
     try:
@@ -92,10 +103,28 @@ def test_partial_merges_what_is_there_and_lists_what_is_missing(finished):
         finished.write_config(tiny_config())
     assert result.returncode == 0, result.stdout
     cells = (finished.folder / "results/tiny/partial/cells.csv").read_text()
-    assert cells.count(",ok,") == 4
+    assert cells.count(",ok,") == 1
     assert cells.count(",missing,") == 1
     assert "second" in result.stdout
     assert "fsdp" in result.stdout
+
+
+def test_records_travel_as_one_file_and_are_compared(finished):
+    bundled = finished.run("bundle", "--config", "bundle={hosts: replaced}")
+    assert bundled.returncode == 0, bundled.stdout
+    assert "results/tiny/tiny.stratbench.zip (4 records" in bundled.stdout
+    sets = "sets={folder: results/tiny, file: results/tiny/tiny.stratbench.zip, paper: paper:v1}"
+    result = finished.run("compare", "--config", sets, "compare={fail_above: 0.05}")
+    assert result.returncode == 0, result.stdout
+    assert "ddp: 1.000 times the training time" in result.stdout
+    assert "folder and paper share no cell" in result.stdout
+    assert "cannot tell" in result.stdout
+    assert (
+        finished.folder / "results/compare/folder-file-paper/index.html"
+    ).stat().st_size > 10_000
+    gone = finished.run("compare", "--config", "sets={a: paper:v1, b: gone.zip}")
+    assert gone.returncode != 0
+    assert "sets.b = 'gone.zip': there is no such file or folder" in gone.stdout
 
 
 def test_snakemake_report_carries_the_plots(finished):
@@ -144,7 +173,6 @@ def test_a_run_trains_a_deleted_record_again_and_skips_what_the_plan_calls_infea
     record = finished.record(*CELLS[2])
     others = {cell: finished.record(*cell).stat().st_mtime_ns for cell in CELLS if cell != CELLS[2]}
     record.unlink()
-    assert finished.jobs()["train_cell"] == 1
     config = tiny_config()
     config["studies"]["tiny"]["experiments"]["second"]["models"].append("vgg16")
     config["cluster"] = {"gpu": "A10G 24GB", "mem_mib_per_gpu": 1300, "skip_infeasible": True}

@@ -41,13 +41,16 @@ def test_the_studies_of_the_config_expand(workflow, study):
     assert done.returncode == 0, done.stdout
 
 
-def test_importing_what_the_snakefile_imports_brings_nothing_heavy():
-    heavy = ("torch", "pandas", "numpy", "matplotlib")
-    code = (
-        "import sys; import stratbench.study.config as c, yaml;"
-        "c.load_config(yaml.safe_load(open('config.yaml')));"
-        f"print([m for m in {heavy} if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import stratbench.study.config as c, yaml; c.load_config(yaml.safe_load(open('config.yaml')))",
+        "import stratbench.train.launch",
+    ],
+)
+def test_what_the_snakefile_and_every_cells_launcher_import_is_light(code):
+    heavy = ("torch", "pandas", "numpy", "matplotlib", "urllib.request", "importlib.metadata")
+    code = f"import sys; {code}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

@@ -14,6 +14,7 @@ onsuccess:
         job.rule.name == rules.write_report.rule.name for job in workflow.dag.jobs
     ):
         print(*brief.answer_lines(Path(RESULTS, STUDY.name)), sep="\n", flush=True)
+    end_round()
 
 
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
@@ -33,6 +34,7 @@ STAGES = {
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
     "decide": "python -m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
+    " --study-dir {params.study:q}"
     " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
     "against": "python -m stratbench.analysis.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
@@ -73,6 +75,7 @@ rule audit_records:
     input:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         records=JOBS.record_paths(),
+        verdict=verdict_of,  # its blocks are evidence
     output:
         f"{RESULTS}/{{study}}/audit.csv",
     log:
@@ -167,6 +170,7 @@ rule make_decision:
     input:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
+        verdict=verdict_of,
     output:
         f"{RESULTS}/{{study}}/decision.csv",
         f"{RESULTS}/{{study}}/answers.json",
@@ -217,6 +221,7 @@ rule write_report:
         f"{RESULTS}/{{study}}/answers.json",
         cells=f"{RESULTS}/{{study}}/cells.csv",
         audit=f"{RESULTS}/{{study}}/audit.csv",
+        verdict=verdict_of,
         summary=f"{RESULTS}/{{study}}/summary.csv",
         prediction=f"{RESULTS}/{{study}}/prediction.csv",
         paper=f"{RESULTS}/{{study}}/paper_audit.csv",
@@ -228,6 +233,12 @@ rule write_report:
             caption="../report/report.rst",
             category="Report",
             labels={"figure": "The whole report"},
+        ),
+        report(
+            f"{RESULTS}/{{study}}/explore.html",
+            caption="../report/explore.rst",
+            category="Report",
+            labels={"figure": "All cells to explore"},
         ),
     log:
         f"{RESULTS}/{{study}}/logs/write_report.log",

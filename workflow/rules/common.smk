@@ -1,22 +1,32 @@
 # Helpers of all rules: the validated config, and what rules ask of the study's cells.
 import json
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.settings.types import DeploymentMethod
 
+from stratbench.cell.blocks import BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
 from stratbench.plan.devices import named_gpus
+from stratbench.study import resume
 from stratbench.study.config import load_config
-from stratbench.study.job_environment import set_job_environment
+from stratbench.study.job_environment import image_of_jobs, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.messages import ConfigError
+from stratbench.study.result_sets import existing_sets
+from stratbench.study.rounds import Round
 
 try:
     CONFIG, STUDY = load_config(config, workflow.configfiles)
     named_gpus(CONFIG["cluster"])
+    IMAGE = image_of_jobs(
+        CONFIG,
+        DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method,
+    )
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
@@ -35,6 +45,16 @@ CLUSTER = CONFIG["cluster"]
 ENV = "../../envs/stratbench.yaml"
 CELL = f"{{study}}/cells/{CELL_PATTERN}"
 LOGS = f"{{study}}/logs/{CELL_PATTERN}"
+BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
+# Of this study alone, for a command line.
+STUDY_CONFIG = CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}}
+NEXT_ROUND = [sys.executable, *"-m stratbench.verdict next".split()]
+ROUND = Round(
+    STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not workflow.is_main_process
+)
+
+
+container: IMAGE
 
 
 wildcard_constraints:
@@ -45,14 +65,12 @@ wildcard_constraints:
     dataset=r"[A-Za-z0-9][A-Za-z0-9._-]*",
     gpus=r"\d+",
     repeat=r"\d+",
+    block=r"\d+",
 
 
 def cell_of(wildcards):
     """The cell that a training job's wildcards name."""
-    try:
-        return JOBS.cell_of(wildcards)
-    except ConfigError as error:
-        raise WorkflowError(str(error)) from None
+    return told(JOBS.cell_of, wildcards)
 
 
 def setting_parameters():
@@ -101,6 +119,20 @@ def description(wildcards):
     return STUDY.description
 
 
+def compared_sets(wildcards):
+    """The sets of the config, all of them there, for `compare`."""
+    try:
+        return json.dumps(existing_sets(CONFIG))
+    except ConfigError as error:
+        raise WorkflowError(str(error)) from None
+
+
+def verdict_of(wildcards):
+    """The study's verdict, where there is one."""
+    path = f"{RESULTS}/{wildcards.study}/verdict/verdict.json"
+    return [path] if Path(path).exists() else []
+
+
 def study_dir(wildcards):
     """results/<study>."""
     return f"{RESULTS}/{wildcards.study}"
@@ -113,3 +145,39 @@ def data_spec(dataset):
 
 def data_dir(dataset):
     return f"{RESULTS}/data/{dataset}"
+
+
+def told(question, *of):
+    """The answer, or Snakemake's own error with the reason."""
+    try:
+        return question(*of)
+    except ConfigError as error:
+        raise WorkflowError(str(error)) from None
+
+
+def block_of(wildcards):
+    """The block of a verdict's round that a job's wildcards name."""
+    return told(ROUND.block_of, wildcards)
+
+
+def block_request(wildcards):
+    """What the block asks a scheduler for."""
+    return ROUND.request_of(block_of(wildcards))
+
+
+def jobs_of(rule):
+    """The jobs of a rule that are planned."""
+    return [job for job in workflow.dag.jobs if job.rule.name == rule.rule.name]
+
+
+def begin_round():
+    """Once the jobs are planned: keep the round for those of its jobs that run elsewhere."""
+    if jobs_of(rules.verdict):
+        ROUND.keep()
+
+
+def end_round():
+    """After a round: start the next, where the config says so and something is open."""
+    if jobs_of(rules.verdict) and CONFIG["verdict"]["rounds"] == "all":
+        if not ROUND.content["done"] and told(ROUND.goes_on):
+            resume.restart(workflow)

@@ -10,10 +10,7 @@ rule plan:
     conda:
         ENV
     params:
-        config=lambda w: json.dumps(
-            CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}},
-            sort_keys=True,
-        ),
+        config=lambda w: json.dumps(STUDY_CONFIG, sort_keys=True),
         # The profile's, where there is one.
         partition=lambda w, resources: str(resources.get("slurm_partition") or "*"),
     message:

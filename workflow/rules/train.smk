@@ -4,17 +4,22 @@ from stratbench.train import devices, forkserver
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
 onstart:
-    training = [
-        job
-        for job in workflow.dag.jobs
-        if job.rule.name == rules.train_cell.rule.name
-    ]
+    begin_round()
+    training = jobs_of(rules.train_cell)
     planned = [job for job in training if workflow.dag.needrun(job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
     requests = [
         (job, cell, JOBS.settings_of(cell), JOBS.request_of(cell))
         for cell, job in cells
     ]
+    for job in jobs_of(rules.run_block):
+        if workflow.dag.needrun(job):
+            planned.append(job)
+            plan = block_of(job.wildcards)
+            cell = plan.cell(plan.order[0])
+            requests.append(
+                (job, cell, JOBS.settings_of(cell), ROUND.request_of(plan))
+            )
     if unheld := pending.before_submission(workflow, requests):
         raise WorkflowError("\n".join(unheld))
     if not workflow.local_exec:

@@ -289,7 +289,6 @@ class DanaPolicy(Policy):
     rule: ClassVar[str] = (
         "v_i <- mu v_i + g, W -= eta v_i; worker i reads W - eta mu Σ_{j≠i} v_j (Nesterov: mu² for mu)"
     )
-    first_choice = "unequal workers"
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):

@@ -497,6 +497,7 @@ class Run:
             "n_servers": c.n_servers,
             "train_time_s": max(0.0, self._last_push_s - self._first_ticket_s),
             "epochs": self.epochs.ends,
+            **({"step_ends_s": self.epochs.step_ends_s.tolist()} if c.steps else {}),
             "tickets_settled": self.tickets.n_settled if c.server == 0 else None,
             "workers": [self._members[w].summary() for w in sorted(self._members)],
             "lost": self.lost,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -195,11 +196,13 @@ class EpochLog:
     """Which tickets have been here in full; ends epochs and keeps their snapshots.
 
     An epoch ends when its tickets and those of all epochs before it are through: a ticket whose worker
-    was lost is handed on late, while others are epochs ahead.
+    was lost is handed on late, while others are epochs ahead. A run of a number of steps also notes
+    when as many tickets as its first step has were through, its first two, and so on.
     """
 
     def __init__(self, plan: TicketPlan, writer: SnapshotWriter | None) -> None:
         self.ends: list[dict[str, float]] = []
+        self.step_ends_s = array("d")
         self._plan, self._writer = plan, writer
         self._seen = Once()
         self._left = [plan.tickets_of(epoch) for epoch in range(plan.epochs)]
@@ -213,6 +216,8 @@ class EpochLog:
         """Ticket `number` is through, `seconds` after the first one was handed out."""
         if not self._seen.add(number):
             return
+        if self._plan.steps and not len(self._seen) % self._plan.slices:
+            self.step_ends_s.append(seconds)
         if self.complete:
             for shard in store.shards.values():
                 shard.finish()

@@ -170,6 +170,16 @@ class Strategy:
         """Steps at the start in which gradients are averaged whole, before what all later ones do."""
         return 0
 
+    @property
+    def first_steps(self) -> tuple[int, ...]:
+        """The number of a first step of each kind that the training has: the plan looks at all of them."""
+        return (0,)
+
+    @property
+    def period(self) -> int:
+        """After how many steps, once it has begun with its last kind of step, its work repeats."""
+        return 1
+
     def exchanges(self, steps: int) -> int:
         """In how many of a training's `steps` the workers communicate."""
         return steps
@@ -196,6 +206,10 @@ class Strategy:
         Nothing in them needs to be brought back.
         """
         return {}
+
+    def grown(self) -> list[Tensor]:
+        """Of what is kept, that which a training begins without: some later step makes it."""
+        return []
 
     def reset(self) -> None:
         """Begin anew what is not brought back: counts of steps, loss scale, the state of hooks."""

@@ -16,6 +16,9 @@ class SixteenBits:
     So their sum overflows where a mean does. torch's own hook for bfloat16 refuses gloo.
     """
 
+    #: Whether backward waits for what is sent, bucket by bucket.
+    holds_backward = False
+
     def __init__(self, dtype: torch.dtype, workers: int) -> None:
         self._dtype, self._workers = dtype, workers
 
@@ -49,6 +52,7 @@ class PowerSGD:
 
     #: torch's default: a matrix is compressed to less than this part of it, or not at all.
     LEAST_RATE = 2
+    holds_backward = True
 
     def __init__(self, rank: int, start: int) -> None:
         self._rank, self._start = rank, start

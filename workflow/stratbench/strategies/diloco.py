@@ -47,6 +47,10 @@ class DiLoCo(Local):
             kept_copies=2 if self.options.outer_momentum else 1,
         )
 
+    @property
+    def period(self) -> int:
+        return self.options.inner_steps
+
     def exchanges(self, steps: int) -> int:
         return periods(steps, self.options.inner_steps)
 

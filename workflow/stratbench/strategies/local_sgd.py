@@ -41,6 +41,14 @@ class LocalSGD(Local):
             ring_copies=None if self.options.start else 2 / self.options.period,
         )
 
+    @property
+    def first_steps(self) -> tuple[int, ...]:
+        return (0, self.options.start) if self.options.start else (0,)
+
+    @property
+    def period(self) -> int:
+        return self.options.period
+
     def exchanges(self, steps: int) -> int:
         alone = max(0, steps - self.options.start)
         return steps - alone + periods(alone, self.options.period)

@@ -122,8 +122,13 @@ def server_configs(
 def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
     """The number of the node on which a server of a cell runs."""
     placement = strategy_class(s.strategy).Options(**s.options).placement
+    return node_by_placement(placement, server, s.gpus, n_nodes)
+
+
+def node_by_placement(placement: str, server: int, workers: int, n_nodes: int) -> int:
+    """The same by the placement of a cell's servers and the number of its workers."""
     # As workers are: each node full but the last (`Job.ranks_of`).
-    return server // -(-s.gpus // n_nodes) if placement == "colocated" else server % n_nodes
+    return server // -(-workers // n_nodes) if placement == "colocated" else server % n_nodes
 
 
 class ParameterServer(base.Strategy):

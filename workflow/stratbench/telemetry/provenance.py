@@ -20,30 +20,12 @@ from typing import Any
 import psutil
 import torch
 
+from stratbench.telemetry import environment
 from stratbench.telemetry.cores import usable_cores
 from stratbench.telemetry.memory import cuda_uuid
 from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.shards import whole_tensor
 
-_ENVIRONMENT = re.compile(
-    r"(OMP|KMP|MKL|GOMP|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUDNN|TORCH|TORCHINDUCTOR|PYTORCH)_\w+"
-    r"|NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)|MALLOC_\w+|LD_PRELOAD|PYTHONHASHSEED"
-)
-_SLURM = re.compile(
-    r"SLURM_(CLUSTER_NAME|JOB_ID|JOB_PARTITION|JOB_NODELIST|JOB_NUM_NODES|JOB_GPUS|STEP_ID"
-    r"|ARRAY_(JOB|TASK)_ID|NNODES|NODEID|NTASKS|PROCID|LOCALID|CPUS_PER_TASK|CPUS_ON_NODE"
-    r"|CPU_BIND|GPUS\w*|MEM_PER_\w+|RESTART_COUNT)|SLURMD_NODENAME"
-)
-_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|AUTH|(^|_)KEY", re.IGNORECASE)
-#: What carries a secret: an address with a password, `token=…`, the forms of common providers' keys, and
-#: long runs of letters and digits mixed. Paths, UUIDs, masks and lists of options are none.
-_SECRET_VALUE = re.compile(
-    r"://[^/\s:@]+:[^/\s@]+@"
-    r"|(?i:secret|token|passw(or)?d|credential|api_?key)\w*\s*[=:]"
-    r"|\b(gh[opsu]_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA|eyJ)[\w-]{12}"
-    r"|(?<![\w/.+-])(?=[\w+]*[A-Z])(?=[\w+]*[a-z])(?=[\w+]*[0-9])[A-Za-z0-9+]{32,}={0,2}(?![\w/.-])"
-    r"|(?<![\w/.-])(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{32,}(?![\w/.-])"
-)
 _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
 
 
@@ -60,9 +42,9 @@ def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> d
         "load_1m": os.getloadavg()[0],
         "software": _software(),
         "flags": _flags(),
-        "environment": _variables(_ENVIRONMENT),
+        "environment": environment.of_training(os.environ),
     }
-    if slurm := _variables(_SLURM):
+    if slurm := environment.of_slurm(os.environ):
         facts["slurm"] = slurm
     if device.type == "cuda":
         facts |= _gpu_facts(device, nvml or Nvml())
@@ -156,14 +138,6 @@ def _attempt(ask: Callable[[], Any]) -> Any | None:
         return ask()
     except (AttributeError, RuntimeError, ImportError):
         return None
-
-
-def _variables(pattern: re.Pattern[str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if pattern.fullmatch(name) and not _SECRET.search(name) and not _SECRET_VALUE.search(value)
-    }
 
 
 def _gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:

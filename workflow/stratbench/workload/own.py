@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -228,6 +228,8 @@ def fingerprint(call: str, folders: Iterable[Path]) -> dict[str, str | None]:
 
 
 def _version_of(package: str) -> str | None:
+    from importlib import metadata  # takes as long as all other imports of this file
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # one whose distribution has another name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from stratbench.workload.data import EpochTables, generator_of
@@ -30,6 +31,9 @@ class ByClass:
         #: The worker that has each sample, shape [samples]; as many as workers: nobody.
         self.owner = torch.full((len(labels),), workers)
         self.owner[by_label[: workers * size]] = torch.arange(workers).repeat_interleave(size)
+        classes, self._class_of = labels.cpu().unique(return_inverse=True)
+        #: How many samples of each class this worker has trained on, by ascending label.
+        self.class_samples = [0] * len(classes)
 
     def arranged(self, order: torch.Tensor, global_batch: int) -> torch.Tensor:
         """An epoch's order of the samples, so that a worker's place in each batch holds its own samples.
@@ -43,6 +47,14 @@ class ByClass:
         owner = self.owner[order]
         own = [order[owner == worker][: steps * share] for worker in range(self.workers)]
         return torch.stack([o.view(steps, share) for o in own], 1).flatten()
+
+    def count(self, batches: Iterable[torch.Tensor]) -> None:
+        """Add batches that this worker has trained on, as the numbers of their samples."""
+        import torch
+
+        seen = self._class_of[torch.cat(list(batches)).cpu()]
+        new = torch.bincount(seen, minlength=len(self.class_samples)).tolist()
+        self.class_samples = [a + b for a, b in zip(self.class_samples, new, strict=True)]
 
     def applied_to(self, tables: EpochTables, global_batch: int) -> EpochTables:
         """The tables of an epoch, with its order arranged."""

@@ -13,10 +13,8 @@ import pickle
 import struct
 import sys
 import tarfile
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from http.client import HTTPException
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -193,6 +191,9 @@ def fetch(
 
 
 def _fetch_one(mirrors: Sequence[str], filename: str, md5: str, folder: Path) -> None:
+    # Here and below, since launchers import this file, and never fetch.
+    from http.client import HTTPException
+
     failures = []
     for mirror in mirrors:
         try:
@@ -206,6 +207,8 @@ def _fetch_one(mirrors: Sequence[str], filename: str, md5: str, folder: Path) ->
 
 
 def _fetch(url: str, target: Path) -> None:
+    import urllib.request
+
     with (
         urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response,
         target.open("wb") as file,

@@ -1,0 +1,180 @@
+"""A stranger's network and data, in files: checked, planned, trained, reported, decided on, trained again."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from own_files import CODE, DATASETS, experiments_of, write_files
+from own_network import LAYERS, NETWORK
+from tiny_study import Workflow, tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SENTENCE = (
+    "model 'two' (my_net:TwoAnswers): returned a tuple for a batch; return one tensor of scores "
+    "[2, 10]"
+)
+REFUSAL = (
+    "spare.weight, spare.bias got no gradient in a step, and DDP waits for one from every parameter; use "
+    "what it belongs to in each forward, remove it, or freeze it with requires_grad_(False)"
+)
+DDP = f"ddp cannot train it: {REFUSAL}"
+MINE = {"mine": {"call": "my_net.MyNet", "shard": ["Block"]}}
+SPARED = {"spared": {"call": "my_net:Spared", "shard": ["Block"]}}
+STRATEGIES = ("ddp", "fsdp", "ps-sync")
+
+
+def config_with(models: dict[str, dict]) -> dict[str, Any]:
+    """An experiment of `models`, and one of a built-in model for each data set."""
+    config = tiny_config()
+    config["models"] = models
+    config["datasets"] |= json.loads(json.dumps(DATASETS))
+    experiments = config["studies"]["tiny"]["experiments"]
+    experiments |= experiments_of(experiments.pop("second"))
+    experiments["first"] |= {"models": list(models), "strategies": list(STRATEGIES), "gpus": [2]}
+    return config
+
+
+def moved_config(models: dict[str, dict]) -> dict[str, Any]:
+    """The same, with the code and the pictures in other folders."""
+    config = config_with(models) | {"code": ["elsewhere"]}
+    config["datasets"]["pictures"]["images"] = "moved"
+    return config
+
+
+@dataclass
+class Trained:
+    """A study of both, and what its check, its plan and its run have printed."""
+
+    work: Workflow
+    check: str
+    plan: str
+    run: str
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("own")
+    work = Workflow(folder, config_with(MINE | SPARED))
+    (folder / "my_net.py").write_text(NETWORK)
+    (folder / "my_layers.py").write_text(LAYERS)
+    write_files(folder)
+    check = work.run("check")
+    assert check.returncode != 0, check.stdout
+    plan = work.run("plan")
+    assert plan.returncode == 0, plan.stdout
+    work.write_config(config_with(MINE))
+    done = work.run()
+    assert done.returncode == 0, done.stdout
+    return Trained(work, check.stdout, plan.stdout, done.stdout)
+
+
+def test_the_check_refuses_one_network_for_one_strategy_and_says_what_to_do(trained):
+    for line in (
+        "mine on tiny-images\n   2,090 parameters; takes images [batch, 1, 16, 16], gives scores for 10",
+        "   shard groups, instances of Block: blocks.1 544, blocks.2 544; in none: 1,002",
+        "   tied: blocks.0.second.weight = again.weight is one parameter",
+        "   fsdp: works with 2 workers",
+        f"   ddp: refused with 2 workers: {REFUSAL}",
+        f"first, ddp, spared, 2 workers (1 cell): model 'spared' (my_net:Spared): {DDP}",
+    ):
+        assert line in trained.check, trained.check
+
+
+def test_the_plan_says_the_same_and_plans_the_others(trained):
+    refused = f"refused: first, ddp, spared, 2 workers: model 'spared' (my_net:Spared): {DDP}"
+    assert refused in trained.plan
+    with open(trained.work.folder / "results/tiny/plan.csv", newline="") as file:
+        states = {(r["strategy"], r["model"]): r["state"] for r in csv.DictReader(file)}
+    assert states["ddp", "spared"] == "refused"
+    assert states["fsdp", "spared"] == states["ddp", "mine"] == "to do"
+    assert "first, mine, 2 workers on CPU: the study uses 16 samples a worker" in trained.plan
+    for name in DATASETS:
+        assert f"== {name}: {name}, fp32" in trained.plan
+
+
+def test_a_network_is_trained_reported_and_decided_on(trained):
+    work = trained.work
+    assert "mine (first): " in trained.run
+    records = [json.loads(work.record("first", s, "mine", "2gpu").read_text()) for s in STRATEGIES]
+    assert len({r["model"]["initial_weights_sha256"] for r in records}) == 1
+    own = records[1]["model"]["own"]
+    assert own["arguments"] == {"classes": 10, "channels": 1, "image_size": 16}
+    assert (own["files"], own["version"]) == (["my_layers.py", "my_net.py"], None)
+    assert own["sha256"] == records[1]["settings"]["own_model"]["sha256"]
+    # The block with the tied weight stays with the root.
+    labels = [group["label"] for group in records[1]["strategy"]["wrap_groups"]]
+    assert labels == ["blocks.1", "blocks.2"]
+    assert records[0]["model"]["parameters"] == 2090
+    # Strategies of equal rules have trained the same network equally.
+    losses = [r["score"]["per_epoch"][-1]["test_loss"] for r in records]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)
+    assert "unusable" not in (work.folder / "results/tiny/audit.csv").read_text()
+    assert "mine" in (work.folder / "results/tiny/report.html").read_text()
+    answer = work.run("decide")
+    assert answer.returncode == 0, answer.stdout
+    assert "mine (first, tiny-images)" in answer.stdout
+
+
+def test_data_are_trained_on_and_reported(trained):
+    work = trained.work
+    records = {
+        name: json.loads(work.record(name, "single", model, "1gpu").read_text())
+        for name, model in (
+            ("stripes", "vgg-compact"), ("pictures", "vgg-compact"), ("letters", "gpt-compact"),
+        )
+    }  # fmt: skip
+    found = {n: (r["data"]["train_samples"], r["data"]["test_samples"]) for n, r in records.items()}
+    # Of 1720 characters the last tenth is the test text, in pieces of 16 with a token that comes next.
+    assert found == {"stripes": (64, 32), "pictures": (22, 2), "letters": (96, 10)}
+    assert records["stripes"]["data"]["own"]["files"] == ["my_data.py"]
+    assert records["stripes"]["data"]["own"]["call"] == "my_data.stripes"
+    assert records["pictures"]["data"]["own"]["kind"] == "images"
+    assert records["pictures"]["data"]["buffered_batches"] == 2
+    for r in records.values():
+        assert r["data"]["own"]["sha256"] == r["settings"]["own_data"]["sha256"]
+    assert "pictures" in (work.folder / "results/tiny/report.html").read_text()
+
+
+def test_what_was_changed_trains_its_own_cells_again_and_no_other(trained):
+    work = trained.work
+    folder = work.folder
+
+    def trained_again() -> dict[str, int]:
+        told = work.run("-n").stdout
+        counts = {name: told.count(f"train tiny/{name}: ") for name in ("first", *DATASETS)}
+        return {name: count for name, count in counts.items() if count}
+
+    # Folders that have moved, and a file that was only touched, train nothing again.
+    (folder / "elsewhere").mkdir()
+    for name in ("my_net.py", "my_layers.py", "my_data.py"):
+        (folder / name).rename(folder / "elsewhere" / name)
+    (folder / "pictures").rename(folder / "moved")
+    work.write_config(moved_config(MINE))
+    (folder / "letters.txt").touch()
+    assert trained_again() == {}
+    # A file that the network imports.
+    layers = folder / "elsewhere/my_layers.py"
+    layers.write_text(LAYERS.replace("relu()", "tanh()"))
+    assert trained_again() == {"first": 3}
+    layers.write_text(LAYERS)
+    # One picture less, and other arrays.
+    (folder / "moved/cats/0.png").unlink()
+    (folder / "elsewhere/my_data.py").write_text(CODE.replace("+= 100", "+= 90"))
+    assert trained_again() == {"pictures": 1, "stripes": 1}
+
+
+def test_what_gives_no_scores_or_was_refused_says_so_at_once_when_it_is_trained(trained):
+    """Takes the study as the test before left it."""
+    work = trained.work
+    two = {"two": {"call": "my_net:TwoAnswers"}} | SPARED
+    work.write_config(moved_config(two))
+    records = [work.record("first", "ddp", name, "2gpu").relative_to(work.folder) for name in two]
+    failed = work.run("--keep-going", *map(str, records))
+    assert failed.returncode != 0
+    assert SENTENCE in failed.stdout
+    assert f"FAILED: ModelError: model 'spared' (my_net:Spared): {DDP}" in failed.stdout
