@@ -75,6 +75,22 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     assert "slower" not in (kinds["ddp"], kinds["fsdp"])
 
 
+def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
+    """As after half a race, or where a strategy is alone on so many workers: no block is a repeat."""
+    cells, findings = (
+        read_cells(told.root / "cells.csv"),
+        audit.read_audit(told.root / "audit.csv"),
+    )
+    timed = set(cells.loc[cells["status"] == "ok", "gpus"])
+    assert timed
+    for gpus in timed:
+        raced = {k: r for k, r in raced_groups(read_verdict(told.root)).items() if k.gpus != gpus}
+        (found,) = decide.decisions(cells, findings, decide.Constraints(), raced)
+        bases = {row["gpus"]: row["basis"] for row in found.matrix if row["time_s"] is not None}
+        assert bases[gpus] == "measured"
+        assert set(bases.values()) == {"measured", "measured in paired blocks"}
+
+
 @pytest.fixture(scope="module")
 def values(told) -> dict:
     return report.page_values(told.root, told.root, True) | {"description": ""}

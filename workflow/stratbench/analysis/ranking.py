@@ -168,8 +168,11 @@ def rankings_of_bouts(bouts: Sequence[Sequence[Candidate]], margin: float) -> li
 
 
 def log_objectives(bout: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of the objective by repeat, shape [candidates, repeats], and of each candidate."""
-    repeats = sorted({repeat for c in bout for repeat in c.times.index})
+    """Logarithms of the objective by repeat, shape [candidates, repeats], and of each candidate.
+
+    Repeats are paired by name: a block of a verdict is none of a cell's repeats.
+    """
+    repeats = list(dict.fromkeys(repeat for c in bout for repeat in c.times.index))
     per_second = np.array([c.objective / c.time_s for c in bout])
     times = np.array([c.times.reindex(repeats).to_numpy(dtype=float) for c in bout])
     logs = np.log(times.reshape(len(bout), -1) * per_second[:, None])
