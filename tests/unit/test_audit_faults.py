@@ -1203,6 +1203,26 @@ def test_workers_with_classes_of_their_own_are_believed():
     assert [rule.id for rule in RULES if any(rule.check(alone))] == []
 
 
+def test_a_worker_without_a_sample_hides_no_part_that_others_share():
+    cell = Cell("constructed", "main", "ddp", "resnet50", "cifar10", 4, 0)
+    record = fixture.make_record(cell)
+    seen = {0: [5, 5], 1: [0, 0], 2: [5, 5], 3: [0, 5]}
+    by_class(lambda rank, _: seen[rank])(record)
+    alone = planted.study({("main", "ddp", 4, 0): record}, "cuda")
+    found = RULE["contradictory-partition"].check(alone)
+    assert "rank 0 trained on classes 0 to 1, and rank 2 on 0 to 1" in [f.figures for f in found]
+
+
+def test_a_record_that_divides_by_zero_keeps_no_other_from_being_judged():
+    """Two nodes without a worker on any: the finding is on that record, and not on the study."""
+    broken = on_two_nodes("central")
+    broken["provenance"]["workers_per_node"] = 0
+    other = copy.deepcopy(sound("cuda")[SYNC])
+    other["communication"]["busiest_link_bytes_per_batch"] = 1e6
+    found = RULE["contradictory-traffic"].check(planted.study({ASYNC: broken, SYNC: other}, "cuda"))
+    assert {f.where["strategy"] for f in found} == {"ps-async", "ps-sync"}
+
+
 def on_two_nodes(placement: str) -> dict[str, Any]:
     """A sound record of two workers as it would be on two nodes, by the formulas of docs/strategies.md."""
     record = copy.deepcopy(sound("cuda")[ASYNC])

@@ -313,12 +313,12 @@ def contradictory_partition(record: Record) -> Iterator[str]:
             worker["samples"],
         )
     # Parts are cut from the samples in the order of their labels: two neighbours may share one class.
-    known = [[c for c, n in enumerate(w["class_samples"]) if n] for w in stated]
-    for (one, ones), (other, others) in pairwise(zip(stated, known, strict=True)):
-        if ones and others and ones[-1] > others[0]:
+    known = [(w["rank"], [c for c, n in enumerate(w["class_samples"]) if n]) for w in stated]
+    for (one, ones), (other, others) in pairwise(entry for entry in known if entry[1]):
+        if ones[-1] > others[0]:
             yield (
-                f"rank {one['rank']} trained on classes {ones[0]} to {ones[-1]}, and rank "
-                f"{other['rank']} on {others[0]} to {others[-1]}"
+                f"rank {one} trained on classes {ones[0]} to {ones[-1]}, and rank {other} on "
+                f"{others[0]} to {others[-1]}"
             )
 
 

@@ -128,7 +128,7 @@ def faults_of_record(check: Callable[[Record], Iterator[str]], record: Record) -
     """What `check` finds; that a field has another shape than its writers give it is a finding too."""
     try:
         yield from check(record)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         yield f"a field has a form that no cell writes ({type(e).__name__}: {e})"
 
 

@@ -19,7 +19,8 @@ from stratbench.cell.record import Record
 
 #: By how much the sum of the steps may miss the time around them: the device's clock and the host's.
 STEPS = 0.05
-#: And by so many seconds a worker, which may lose its core between the start of its clock and a step.
+#: And by so many seconds a worker, which may lose its core between the start of its clock and a step: a few
+#: of the kernel's time slices, of 3 ms each. Of a training of 0.2 s and more STEPS is the wider.
 SPARE_S = 0.01
 #: A server's training ends with its last push, its workers' with the reply.
 SERVED, SERVED_S = 0.1, 0.5
