@@ -16,6 +16,7 @@ from stratbench.plan import cache, devices, projection, rows, schedule, servers,
 from stratbench.plan.answers import answered_questions
 from stratbench.plan.footprint import Affine, Footprint, MemoryPeak, Moment
 from stratbench.plan.text import plan_text
+from stratbench.plan.verdict_cost import hours_text
 from stratbench.ps.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policy import Hyper
 from stratbench.strategies import option_defaults
@@ -232,6 +233,12 @@ def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(
     assert "of the full matrix of 3 repeats" in long[question][0]
     assert "A tenth is out of reach for" in short[question][1]
     assert "start of its processes" in short[question][1]
+    assert [hours_text(h) for h in (0.0123, 3.21, 123.4, 12345)] == [
+        "0.012",
+        "3.2",
+        "123",
+        "12,345",
+    ]
 
 
 # --- devices -------------------------------------------------------------------------------------

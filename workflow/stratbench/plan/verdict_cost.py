@@ -93,9 +93,9 @@ def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
         sum(c.verdict_s for c in costs) / sum(c.matrix_s for c in costs) for costs in ends
     )
     yield (
-        f"About {hours[0]:.2g} to {hours[1]:.2g} worker-hours, {shares[0]:.0%} to {shares[1]:.0%} of the "
-        f"full matrix of {MATRIX_REPEATS} repeats (full runs for scores included; up to twice as much on "
-        "nodes that others use, too)."
+        f"About {hours_text(hours[0])} to {hours_text(hours[1])} worker-hours, {shares[0]:.0%} to "
+        f"{shares[1]:.0%} of the full matrix of {MATRIX_REPEATS} repeats (full runs for scores included; up "
+        "to twice as much on nodes that others use, too)."
     )
     dear = {
         key: min(pair, key=lambda c: c.share)
@@ -117,3 +117,8 @@ def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
             f"{len(dear) - len(short)} of {len(found)} cost more than a tenth since few strategies compete: "
             "the full run for their scores is a large part of so small a matrix."
         )
+
+
+def hours_text(hours: float) -> str:
+    """Hours as text: two digits, and from 10 on whole ones."""
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
