@@ -12,7 +12,7 @@ import pytest
 from stratbench.study.config import load_config
 from stratbench.study.jobs import Jobs
 from stratbench.study.messages import ConfigError
-from stratbench.study.resources import SEGMENT_START_S, block_min, segment_limit_s
+from stratbench.study.resources import SEGMENT_ALLOWANCE_S, block_min, segment_limit_s
 from stratbench.study.rounds import Round
 
 BLOCK = {
@@ -70,11 +70,11 @@ def test_a_block_asks_for_the_most_that_one_of_its_strategies_needs(tmp_path):
     request = found.request_of(plan)
     assert (request.nodes, request.cpus, request.mem_mib) == (1, 3, 3000)  # the server's
     total = 20 * (1437 // 64)
-    limit_s = SEGMENT_START_S + 1000 * 75 / total
+    limit_s = SEGMENT_ALLOWANCE_S + 1000 * 75 / total
     assert found.limit_s(plan) == pytest.approx(limit_s, rel=0.05)
     assert request.runtime_min == pytest.approx((3 * limit_s + 600) / 60, abs=1.5)
     assert segment_limit_s(None, 75, total) is None
-    assert segment_limit_s(1000, 75, 10) == SEGMENT_START_S + 1000  # no more than its own
+    assert segment_limit_s(1000, 75, 10) == SEGMENT_ALLOWANCE_S + 1000  # no more than its own
     assert block_min(None, 7, {}) == 24 * 60
 
 

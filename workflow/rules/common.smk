@@ -121,10 +121,7 @@ def description(wildcards):
 
 def compared_sets(wildcards):
     """The sets of the config, all of them there, for `compare`."""
-    try:
-        return json.dumps(existing_sets(CONFIG))
-    except ConfigError as error:
-        raise WorkflowError(str(error)) from None
+    return json.dumps(told(existing_sets, CONFIG))
 
 
 def verdict_of(wildcards):

@@ -383,8 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.write_text(render(values), encoding="utf-8")
     explored = args.folder / "explore.html"
     cells, findings = read_cells(args.folder / "cells.csv"), read_audit(args.folder / "audit.csv")
-    notices = list(notices_above(cells, args.partial))
-    explore.write_page(explored, cells, findings.to_dict("records"), args.study_dir, notices)
+    findings = findings.to_dict("records")
+    explore.write_page(explored, cells, findings, args.study_dir, values["notices"])
     for page in (out, explored):
         print(f"{page} ({page.stat().st_size / MIB:.1f} MiB)")
     return 0

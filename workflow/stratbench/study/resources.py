@@ -18,8 +18,8 @@ UNLIMITED_MIN = 24 * 60
 #: fork server, the sampler.
 JOB_MIB = 1024
 
-#: How long the processes of a segment may take to start, and to end, in seconds.
-SEGMENT_START_S = 180
+#: How long the processes of a segment may take to start, and to end, at most, in seconds.
+SEGMENT_ALLOWANCE_S = 180
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequ
 def segment_limit_s(
     time_limit_s: float | None, steps: int, total_steps: int | None
 ) -> float | None:
-    """The limit of a segment of `steps` steps: SEGMENT_START_S, and its share of the cell's limit.
+    """The limit of a segment of `steps` steps: SEGMENT_ALLOWANCE_S, and its share of the cell's limit.
 
     A segment that reaches it is of a cell that would reach its own. None where the cell has no limit.
     """
     if time_limit_s is None:
         return None
     share = min(1.0, steps / total_steps) if total_steps else 1.0
-    return SEGMENT_START_S + share * time_limit_s
+    return SEGMENT_ALLOWANCE_S + share * time_limit_s
 
 
 def block_min(limit_s: float | None, strategies: int, cluster: Mapping[str, Any]) -> int:
