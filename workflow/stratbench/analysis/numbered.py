@@ -56,7 +56,7 @@ TABLES = {
         NumberedTable(
             "table_7",
             "Standard, modified and staleness-mitigated asynchronous server",
-            ("ps-async", "ps-async-modified", "ps-dana"),
+            ("ps-async", "ps-async-modified", "ps-dana", "ps-ormo"),
             ("score", "training_time"),
             largest_only=True,
         ),
