@@ -401,8 +401,8 @@ def aims(rows: dict[Key, dict]) -> list[str]:
     missed = {key: d for key, d in found.items() if d[0] < AIM}
     name, other = (" ".join(policy) for policy in (MITIGATION, OTHER_MITIGATION))
     lines = [
-        f"**Aim: `{name}` never more than {-AIM:g} points below sync: "
-        f"{'NOT met' if missed else 'met'}** (under {len(found) - len(missed)} of {len(found)} conditions).",
+        f"**Aim: `{name}` never more than {-AIM:g} points below sync: missed under {len(missed)} of the "
+        f"{len(found)} conditions in which both are trained.**",
     ]
     for key, (points, error) in missed.items():
         there = difference(rows, key.of(*OTHER_MITIGATION), SYNC)
