@@ -17,8 +17,13 @@ import torch.nn.functional as F
 from process_groups import forking
 from torch import nn
 
+from launching import until
+from stratbench.ps import client
+from stratbench.ps import run as run_module
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
+from stratbench.ps.frames import Frame
+from stratbench.ps.member import Member
 from stratbench.ps.scale import LossScale
 from stratbench.ps.server import ServerConfig, serve
 from stratbench.ps.tickets import Ticket
@@ -26,6 +31,10 @@ from stratbench.ps.tickets import Ticket
 BATCH = 4
 #: Held while torch's one generator is drawn from: workers are threads here.
 SEEDED = threading.Lock()
+#: How long anything is waited for. Even a tenfold slower machine needs less.
+PATIENCE_S = 60.0
+#: Of the servers and workers of these tests: they give nobody up before a test does.
+DEADLINE_S = 2 * PATIENCE_S
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
 
@@ -56,8 +65,9 @@ def config(folder: Path, **changed: Any) -> ServerConfig:
         policy="ps-async",
         hyper=HYPER,
         shard_bytes=256,
-        heartbeat_deadline_s=20.0,
-        start_deadline_s=20.0,
+        heartbeat_deadline_s=DEADLINE_S,
+        handshake_deadline_s=DEADLINE_S,
+        start_deadline_s=DEADLINE_S,
     )
     return replace(base, **changed)
 
@@ -70,7 +80,7 @@ class Served:
         self._future = self._pool.submit(serve, config, secret)
         self._pool.shutdown(wait=False)
 
-    def result(self, timeout_s: float = 60.0) -> dict[str, Any]:
+    def result(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         return self._future.result(timeout_s)
 
 
@@ -99,6 +109,7 @@ class Worked:
         self.flat = FlatSpace(self.model)
         self.scale = LossScale() if scaled else None
         self.error: Exception | None = None
+        self.asked = threading.Event()  # for the initial weights: no other worker will be
         self._args = (config, secret, worker, transport, wire, dtype, before_push, rehearsals)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -107,8 +118,17 @@ class Worked:
         config, secret, worker, transport, wire, dtype, before_push, rehearsals = self._args
         try:
             self.channel = Channel.connect(
-                config.rendezvous, worker, self.flat, secret, transport, wire, 40, self.scale
+                config.rendezvous,
+                worker,
+                self.flat,
+                secret,
+                transport,
+                wire,
+                DEADLINE_S,
+                self.scale,
             )
+            send_initial = self.channel._send_initial
+            self.channel._send_initial = lambda link: (self.asked.set(), send_initial(link))
             try:
                 for _ in range(rehearsals):
                     self.flat.grads.fill_(1.0)
@@ -129,7 +149,7 @@ class Worked:
         except Exception as error:
             self.error = error
 
-    def join(self, timeout_s: float = 60.0) -> Worked:
+    def join(self, timeout_s: float = PATIENCE_S) -> Worked:
         """Wait for its end; raises what it raised."""
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), f"a worker hangs after {self.tickets[-1:]}"
@@ -165,24 +185,33 @@ def single_run(plan_config: ServerConfig, dtype: torch.dtype = torch.float64) ->
 
 # --- real processes ------------------------------------------------------------------------------
 
+#: A file: where it is, the servers count as silent for long; with a number behind, that worker does.
+LATE = "late"
+
 
 @dataclass(frozen=True)
 class Habits:
-    """How a worker process behaves."""
+    """How a worker process behaves; its tickets are counted from 0."""
 
     transport: str = "auto"
     step_s: float = 0.0  # time it takes for a step, on top of the computing
-    spin: bool = False  # spend that time in Python code, which holds the interpreter lock
     dies_at: int | None = None  # kills itself at its n-th ticket, having pushed half the shards
+    #: It stays at its n-th ticket until it is killed or its run has ended.
+    stays_at: int | None = None
+    #: (worker, n): it stays at its first ticket until that worker has begun n.
+    lets_begin: tuple[int, int] | None = None
+    beats: int = 0  # it stays at a ticket until so many more heartbeats have left
+    spin: bool = False  # it stays there in Python code, which holds the interpreter lock
 
 
-def work(config: ServerConfig, secret: bytes, worker: int, log: Path, habits: Habits) -> None:
+def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folder: Path) -> None:
     """A worker process: one JSON line for each ticket it begins, and a last one for its end."""
     torch.set_num_threads(1)
-    with log.open("a", buffering=1) as out:
+    client._GRACE_S = PATIENCE_S
+    with log_of(folder, worker).open("a", buffering=1) as out:
 
         def note(**fields: Any) -> None:
-            out.write(json.dumps(fields | {"at": time.time()}) + "\n")
+            out.write(json.dumps(fields) + "\n")
 
         model = small_model()
         flat = FlatSpace(model)
@@ -193,8 +222,9 @@ def work(config: ServerConfig, secret: bytes, worker: int, log: Path, habits: Ha
                 flat,
                 secret,
                 habits.transport,
-                deadline_s=20,
+                deadline_s=DEADLINE_S,
             )
+            beats = note_heartbeats(channel)
             ticket = channel.first()
             begun = 0
             while ticket is not None:
@@ -202,7 +232,8 @@ def work(config: ServerConfig, secret: bytes, worker: int, log: Path, habits: Ha
                 x, y = batch(ticket)
                 flat.zero_grads()
                 F.cross_entropy(model(x), y).backward()
-                pass_time(habits)
+                time.sleep(habits.step_s)
+                stay(habits, begun, channel, beats, folder)
                 if begun == habits.dies_at:
                     channel._expect()
                     channel._push_shards(0, len(channel._bounds) // 2)
@@ -215,17 +246,51 @@ def work(config: ServerConfig, secret: bytes, worker: int, log: Path, habits: Ha
             note(end=type(error).__name__, reason=str(error))
 
 
-def pass_time(habits: Habits) -> None:
-    """Let `step_s` pass."""
-    if not habits.spin:
-        time.sleep(habits.step_s)
-    until = time.monotonic() + habits.step_s * habits.spin
-    while time.monotonic() < until:
-        pass
+def note_heartbeats(channel: Channel) -> list[Frame]:
+    """The heartbeats that the channel sends to server 0, as they leave."""
+    connection, left = channel._links[0].connection, []
+    send = connection.send_if_free
+    connection.send_if_free = lambda *frame: (send(*frame), left.append(frame))
+    return left
 
 
-def serve_process(config: ServerConfig, secret: bytes) -> None:
+def stay(habits: Habits, begun: int, channel: Channel, beats: list, folder: Path) -> None:
+    """Stay at a worker's ticket number `begun` for as long as its habits say."""
+    beats_before = len(beats)
+
+    def stays() -> bool:
+        if begun == habits.stays_at:
+            return channel._error is None
+        if begun == 0 and habits.lets_begin is not None:
+            worker, count = habits.lets_begin
+            return len(notes_in(folder, worker)) < count
+        return len(beats) - beats_before < habits.beats
+
+    while stays():
+        if not habits.spin:
+            time.sleep(0.01)
+        if (folder / LATE).exists():  # as if the servers had last been heard that long ago
+            for link in channel._links:
+                link.connection.last_heard -= DEADLINE_S
+
+
+def log_of(folder: Path, worker: int) -> Path:
+    return folder / f"worker{worker}.jsonl"
+
+
+def notes_in(folder: Path, worker: int) -> list[dict[str, Any]]:
+    """What worker `worker` has noted so far."""
+    path = log_of(folder, worker)
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:
     """A server process; its statistics go to `config.stats_path`."""
+    run_module._CLOSING_S = PATIENCE_S
+    silent_s = Member.silent_s
+    Member.silent_s = lambda member, now: silent_s(
+        member, now + DEADLINE_S * (folder / f"{LATE}{member.worker}").exists()
+    )
     serve(config, secret)
 
 
@@ -242,9 +307,9 @@ class Processes:
         self.servers = []
         for s in range(config.n_servers):
             own = self.config if s == 0 else replace(self.config, server=s, stats_path=None)
-            self.servers.append(context.Process(target=serve_process, args=(own, secret)))
+            self.servers.append(context.Process(target=serve_process, args=(own, secret, folder)))
         self.workers = [
-            context.Process(target=work, args=(self.config, secret, w, self._log(w), habit))
+            context.Process(target=work, args=(self.config, secret, w, habit, folder))
             for w, habit in enumerate(habits)
         ]
 
@@ -258,33 +323,21 @@ class Processes:
             process.kill()
             process.join(5)
 
-    def _log(self, worker: int) -> Path:
-        return self.folder / f"worker{worker}.jsonl"
-
     def notes(self, worker: int) -> list[dict[str, Any]]:
         """What worker `worker` has noted so far."""
-        path = self._log(worker)
-        return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        return notes_in(self.folder, worker)
 
     def wait_for_tickets(self, worker: int, count: int) -> None:
         """Wait until a worker has begun `count` tickets."""
-        give_up = time.monotonic() + 30
-        while len(self.notes(worker)) < count:
-            assert time.monotonic() < give_up, f"worker {worker} noted {self.notes(worker)}"
-            time.sleep(0.01)
+        until(lambda: len(self.notes(worker)) >= count, PATIENCE_S)
 
-    def signal(self, process: Any, number: int) -> float:
-        """Send a signal; returns when (time.time())."""
-        os.kill(process.pid, number)
-        return time.time()
-
-    def end(self, worker: int, timeout_s: float = 60.0) -> dict[str, Any]:
+    def end(self, worker: int, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait for a worker's process to end; its last note."""
         self.workers[worker].join(timeout_s)
         assert not self.workers[worker].is_alive(), f"worker {worker} hangs"
         return self.notes(worker)[-1]
 
-    def statistics(self, timeout_s: float = 60.0) -> dict[str, Any]:
+    def statistics(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait for the servers to end; what server 0 reports."""
         for process in self.servers:
             process.join(timeout_s)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from ps_harness import Served, batch, config, single_run, small_model
+from ps_harness import DEADLINE_S, Served, batch, config, single_run, small_model
 
 from stratbench.ps import device
 from stratbench.ps.client import Channel, ServerLost
@@ -74,7 +74,7 @@ def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: 
     for number, parameter in enumerate(flat.parameters):
         parameter.register_hook(lambda g, number=number: g / 0 if number == hit else g)
     channel = Channel.connect(
-        plan.rendezvous, worker, flat, SECRET, transport, deadline_s=10, scale=scale
+        plan.rendezvous, worker, flat, SECRET, transport, deadline_s=DEADLINE_S, scale=scale
     )
     before = flat.weights.clone()
     if armed:
@@ -241,7 +241,7 @@ def test_a_server_lost_during_backward_is_raised_by_the_push(tmp_path):
     plan = config(tmp_path)
     server = Served(plan, SECRET)
     flat = FlatSpace(small_model())
-    channel = Channel.connect(plan.rendezvous, 0, flat, SECRET, "tcp", deadline_s=10)
+    channel = Channel.connect(plan.rendezvous, 0, flat, SECRET, "tcp")
     channel.first()
     channel.arm()
     channel._links[0].connection.close()

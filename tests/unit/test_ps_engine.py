@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import re
+import socket
 import threading
 import time
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from ps_harness import (
     HYPER,
+    PATIENCE_S,
     Served,
     Worked,
     batch,
@@ -25,14 +27,17 @@ from ps_harness import (
     small_model,
 )
 
-from stratbench.ps import asynchronous
+from launching import until
+from stratbench.ps import asynchronous, client
+from stratbench.ps import run as run_module
+from stratbench.ps import transport as transport_module
 from stratbench.ps.asynchronous import AsyncPolicy
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.frames import Frame, Kind, ProtocolError
 from stratbench.ps.handshake import Refused
 from stratbench.ps.link import Link
-from stratbench.ps.member import Member
+from stratbench.ps.member import Hello, Member
 from stratbench.ps.policies import POLICIES, make_policy
 from stratbench.ps.run import Run
 from stratbench.ps.snapshots import load_snapshot
@@ -46,8 +51,13 @@ TRANSPORTS = ["tcp", "shm"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """The server sets torch to one thread; kernels round differently on more."""
+def one_thread(monkeypatch):
+    """The server sets torch to one thread; kernels round differently on more.
+
+    However slow the machine is, a run does not end before the workers have its reason.
+    """
+    monkeypatch.setattr(run_module, "_CLOSING_S", PATIENCE_S)
+    monkeypatch.setattr(client, "_GRACE_S", PATIENCE_S)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -287,8 +297,9 @@ def test_a_ticket_counts_once_where_its_worker_died_after_some_verdicts(tmp_path
     ]
     for worker in (workers[0], workers[2]):
         worker.join()
+    with pytest.raises(RuntimeError, match="killed"):
+        workers[1].join()
     stats = [server.result() for server in servers]
-    assert str(workers[1].error) == "killed"
     assert [s["status"] for s in stats] == ["ok", "ok"]
     assert [x["worker"] for x in stats[0]["lost"]] == [1]
     assert stats[0]["tickets_settled"] == 36
@@ -339,8 +350,7 @@ def test_a_worker_that_dies_in_its_warm_up_holds_nobody_up(tmp_path, transport, 
     dying = Channel.connect(plan.rendezvous, 1, flat, SECRET, transport)
     dying.rehearse()
     other = Worked(plan, SECRET, 0, transport, rehearsals=200)
-    while not hasattr(other, "channel"):
-        time.sleep(0.001)
+    until(lambda: hasattr(other, "channel"))
     dying._push_shards(0, 1)  # it is in the middle of a push
     dying._links[0].connection.close()
     if policy == "ps-sync":
@@ -385,13 +395,17 @@ def test_a_snapshot_that_finds_the_disk_full_ends_the_run_with_that_reason(tmp_p
     (tmp_path / f"epoch{epoch}.weights.0.part").symlink_to("/dev/full")
     plan = config(tmp_path, epochs=3, steps_per_epoch=20, snapshot_dir=str(tmp_path))
     server = Served(plan, SECRET)
-    worker = Worked(plan, SECRET, before_push=lambda *_: time.sleep(0.01))
-    with contextlib.suppress(RunEnded):
+
+    def stay_at_the_last(worker, ticket, channel):
+        if epoch == 0 and ticket.number == 59:
+            until(lambda: channel._error)
+
+    worker = Worked(plan, SECRET, before_push=stay_at_the_last)
+    with contextlib.suppress(RunEnded) if epoch else pytest.raises(RunEnded):
         worker.join()
     stats = server.result()
     assert stats["status"] == "lost"
     assert f"epoch {epoch + 1} could not be written to {tmp_path}: No space left" in stats["error"]
-    assert len(worker.tickets) < 60 or epoch == 2
 
 
 def test_snapshots_without_room_are_told_before_the_run(tmp_path, monkeypatch):
@@ -452,7 +466,9 @@ def test_a_quick_worker_cannot_take_two_batches_of_a_synchronous_step(tmp_path, 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_statistics_are_plain_and_add_up(tmp_path, transport):
     plan = config(tmp_path, workers=2, steps_per_epoch=6, slices=2)
+    begun = time.perf_counter()
     stats, workers = run_all(plan, transport=transport)
+    elapsed_s = time.perf_counter() - begun
     assert json.loads(json.dumps(stats)) == stats
     layout = workers[0].flat.layout
     for row, worker in zip(stats["workers"], workers, strict=True):
@@ -460,7 +476,7 @@ def test_statistics_are_plain_and_add_up(tmp_path, transport):
         assert row["bytes_in"] == pushed == worker.channel.bytes_out
         assert row["bytes_out"] >= row["tickets"] * layout.weight_bytes
         assert row["wait_s"] == pytest.approx(worker.channel.wait_s)
-        assert 0 < row["wait_s"] < 10
+        assert 0 < row["wait_s"] < elapsed_s
     assert stats["apply_s"] > 0
     for histogram, dropped in zip(stats["staleness"], stats["dropped"], strict=True):
         assert sum(histogram) + dropped == 12
@@ -469,29 +485,46 @@ def test_statistics_are_plain_and_add_up(tmp_path, transport):
 
 def test_a_worker_that_leaves_while_the_server_still_sends_was_not_lost(tmp_path, monkeypatch):
     """A heartbeat behind DONE meets a closed connection; the worker's BYE is still to be read."""
-    tell, send = Member.tell, Connection.send
+    tell, send, last = Member.tell, Connection.send, Frame(Kind.HEARTBEAT)
 
     def tell_more(member, frame, payload=b""):
         tell(member, frame, payload)
         if frame.kind is Kind.DONE:
-            tell(member, Frame(Kind.HEARTBEAT))
+            tell(member, last)
 
-    def fail_at_heartbeat(connection, frame, payload=b""):
-        if frame.kind is Kind.HEARTBEAT:
+    def fail_at_the_last(connection, frame, payload=b""):
+        if frame is last:
             raise Closed("could not send: Broken pipe")
         send(connection, frame, payload)
 
     monkeypatch.setattr(Member, "tell", tell_more)
-    monkeypatch.setattr(Connection, "send", fail_at_heartbeat)
+    monkeypatch.setattr(Connection, "send", fail_at_the_last)
     stats, _ = run_all(config(tmp_path, workers=2, slices=2))
     assert (stats["status"], stats["refused"], stats["lost"]) == ("ok", 0, [])
     assert all(row["wait_s"] is not None for row in stats["workers"])
+
+
+def test_a_heartbeat_is_a_sign_of_life(monkeypatch):
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    ours, theirs = (Connection(sock) for sock in socket.socketpair())
+    for connection in (ours, theirs):
+        connection.use_keys(b"k" * 32, b"k" * 32, 100)
+    member = Member(Hello(0, "native", False, FlatSpace(small_model()).layout), ours, "tcp")
+    ours.waiting_since = 0.0
+    now.s = 50.0
+    assert member.silent_s(now.s) == 50.0
+    theirs.send(Frame(Kind.HEARTBEAT))
+    ours.receive()
+    ours.waiting_since = 0.0
+    assert member.silent_s(60.0) == 10.0
 
 
 def test_the_clock_starts_with_the_first_ticket_not_with_the_first_worker(tmp_path):
     plan = config(tmp_path, workers=2, slices=2, steps_per_epoch=2)
     server = Served(plan, b"s" * 32)
     first = Worked(plan, b"s" * 32, 0)
+    assert first.asked.wait(PATIENCE_S)
     time.sleep(0.5)
     assert first.tickets == []  # it waits for the other
     begun = time.perf_counter()
@@ -590,7 +623,7 @@ def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent(
                    "buffers": False, "heartbeat_deadline_s": 10, "snapshot_dir": None}  # fmt: skip
         channel._links.append(Link(connection, server, "tcp", welcome))
     first, other = channel._links
-    other.to_send.put(lambda: (hold.wait(10), said.append("shards")))
+    other.to_send.put(lambda: (hold.wait(PATIENCE_S), said.append("shards")))
     sender = threading.Thread(target=channel._send_queued, args=(other,))
     sender.start()
     channel._go_idle(first)
