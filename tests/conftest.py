@@ -119,8 +119,12 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[dict[str, str]]:
-    """An environment in which launchers share a fork server: where its own is not what is tested."""
+    """An environment in which launchers share a fork server: where its own is not what is tested.
+
+    It has imported PyTorch: no time limit of a cell runs meanwhile.
+    """
     with sharing():
+        assert forkserver._shared(threads=1) is not None
         folder = os.environ.pop(forkserver.FOLDER_VARIABLE)
         yield os.environ | {forkserver.FOLDER_VARIABLE: folder}
 

