@@ -68,6 +68,8 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
     assert kept.skipped == {}
     assert len(kept.record_paths()) == 3
     assert kept.request_of(cell).mem_mib == 5_000_000
+    further = kept.cell_of(wildcards("ddp", 2) | {"repeat": "7"})  # as a verdict adds them
+    assert kept.request_of(further) == kept.request_of(cell)
     skipping = jobs_of(tmp_path, **cluster, skip_infeasible=True)
     assert skipping.skipped == {cell.path: "needs more"}
     assert str(cell.record_path(tmp_path)) not in skipping.record_paths()

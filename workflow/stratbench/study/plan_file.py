@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,15 @@ class PlanFile:
 
     def host_mem_mib(self, cell: Cell) -> int:
         """Host memory that the cell needs on a node; 0 where that is not known."""
-        return self.cells.get(cell.path, {}).get("host_mem_mib") or 0
+        return self._needs(cell).get("host_mem_mib") or 0
 
     def longest_s(self, cell: Cell) -> float | None:
         """The longest that the cell is expected to take, in seconds; None where that is not known."""
-        return self.cells.get(cell.path, {}).get("cell_time_high_s")
+        return self._needs(cell).get("cell_time_high_s")
+
+    def _needs(self, cell: Cell) -> Mapping[str, Any]:
+        """What is planned of the cell, else of its first repeat: a verdict adds repeats and blocks."""
+        return self.cells.get(cell.path) or self.cells.get(replace(cell, repeat=0).path, {})
 
     def why_infeasible(
         self, cell: Cell, settings_json: str, cluster: Mapping[str, Any]
