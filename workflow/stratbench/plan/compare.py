@@ -34,7 +34,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     device alone, without records.
     """
     s, footprint, predicted = c.subject, c.footprint, c.peak
-    base_bytes = between_steps_bytes(footprint, predicted)
+    base_bytes = bytes_before_steps(footprint, predicted)
     span = c.verdict.by_device
     train_s = record["time"]["train_time_s"]
     row: dict[str, Any] = s.cell.as_dict() | {
@@ -75,7 +75,7 @@ def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> li
     ]
 
 
-def between_steps_bytes(footprint: Footprint, predicted: MemoryPeak) -> int:
+def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
     """Bytes that exist before the first step, data set included. Records count a peak from there."""
     between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
     return between_bytes + predicted.parts_bytes["data"]
