@@ -125,7 +125,7 @@ class LaunchedBlock:
     def __init__(self, root: Path, data: Path, env: dict[str, str], plan: BlockPlan, **changes):
         self.plan = plan
         self.out, self.logs = plan.folder(root), plan.log_dir(root)
-        limit_s = changes.pop("limit_s", 60)
+        limit_s = changes.pop("limit_s", 300)
         arms = {name: settings(name, **changes.get(name, {})) for name in plan.order}
         command = [
             sys.executable, "-m", "stratbench.train.block", "--block", json.dumps(plan.as_dict()),
@@ -139,7 +139,7 @@ class LaunchedBlock:
         )  # fmt: skip
 
     def finish(self) -> str:
-        output, _ = self.process.communicate(timeout=120)
+        output, _ = self.process.communicate(timeout=150)
         return output
 
     @property
@@ -236,8 +236,9 @@ def test_segments_are_in_no_table_of_training_times(finished, tmp_path):
 @pytest.mark.slow
 def test_a_killed_block_leaves_no_result_and_is_repeated_whole(start_block, tmp_path):
     plan = plan_of("ddp", "ps-async")
-    block = start_block(plan, tmp_path)
-    until(lambda: list(block.out.glob("segments/02-*/record.json")))
+    asleep = {"slowdown": {"workers": [0, 1], "factor": 1e6}}  # in its warm-up
+    block = start_block(plan, tmp_path, **{"ps-async": asleep})
+    until(lambda: list(block.out.glob("segments/01-*/record.json")))
     family = psutil.Process(block.process.pid).children(recursive=True)
     block.process.kill()
     block.finish()

@@ -22,7 +22,7 @@ from stratbench.strategies.fsdp import FSDP
 from stratbench.strategies.single import Single
 from stratbench.strategies.zero import TorchZeRO1, ZeRO1
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 NAMES = {DDP: "ddp", FSDP: "fsdp", Single: "single", ZeRO1: "zero1", TorchZeRO1: "zero1-torch"}
 

@@ -631,7 +631,7 @@ def test_a_config_is_read_without_torch():
         text=True,
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=100,
     )
     assert done.stdout.splitlines()[-1] == "[]"
 

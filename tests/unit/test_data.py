@@ -14,12 +14,12 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from launching import until
 from stratbench.workload import prepared, sources
 from stratbench.workload.datasets import DATASETS, describe
 from stratbench.workload.prepare import main, prepare
@@ -252,7 +252,7 @@ def test_a_network_that_does_not_answer_is_reported_with_the_remedy(
         prepare("mnist", tmp_path / "out")
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_a_download_is_verified_and_the_next_mirror_tried(
     tmp_path: Path, mnist_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,26 +315,30 @@ def test_a_folder_with_other_things_in_it_is_not_touched(tmp_path: Path) -> None
 # ---------------------------------------------------------------- whole or not at all
 
 
-def run_prepare(out: Path, spec: dict) -> subprocess.Popen:
+#: Of one that stays before it moves what it has built.
+STAYS = """
+import runpy, time
+from stratbench.workload import prepared
+prepared.install = lambda *_: time.sleep(600)
+runpy.run_module("stratbench.workload.prepare", run_name="__main__", alter_sys=True)
+"""
+
+
+def run_prepare(out: Path, *program: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "stratbench.workload.prepare", "mine"),
-            *("--out", str(out), "--spec", json.dumps(spec)),
-        ],
+        [sys.executable, *program, "mine", "--out", str(out), "--spec", json.dumps(SPEC)],
         env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, how: int) -> None:
     out = tmp_path / "out"
-    process = run_prepare(out, SPEC | {"train_samples": 1_000_000, "size": 32})
-    while not list(tmp_path.glob(".out.*.partial/built/train_inputs.npy")):
-        assert process.poll() is None, "ended before it could be killed"
-        time.sleep(0.02)
+    process = run_prepare(out, "-c", STAYS)
+    until(lambda: list(tmp_path.glob(".out.*.partial/built/meta.json")))
     process.send_signal(how)
     assert process.wait() != 0
     assert not out.exists()
@@ -343,9 +347,11 @@ def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, ho
     assert prepare("mine", out, spec=SPEC)["train_samples"] == 300
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> None:
-    processes = [run_prepare(tmp_path / "out", SPEC) for _ in range(4)]
+    processes = [
+        run_prepare(tmp_path / "out", "-m", "stratbench.workload.prepare") for _ in range(4)
+    ]
     assert [process.wait() for process in processes] == [0] * 4
     assert os.listdir(tmp_path) == ["out"]
     assert prepared.intact(tmp_path / "out", {"name": "mine"})
@@ -381,7 +387,7 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
     assert prepared.verified_meta(out) == meta
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("odd", ["fifo", "folder", "device", "nothing", "no JSON"])
 def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str) -> None:
     out = tmp_path / "out"
@@ -402,7 +408,7 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
     assert prepared.intact(out, {"sha256": meta["sha256"]}) is None
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("odd", ["fifo", "device", "endless"])
 def test_a_source_that_never_ends_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
@@ -456,7 +462,7 @@ def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
         env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=True,
     )
     assert done.stdout.strip() == "set()"

@@ -14,7 +14,7 @@ from launching import settings
 from stratbench.telemetry import nvml
 from stratbench.train import devices
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 HOLDER = """
 import sys, time

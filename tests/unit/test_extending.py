@@ -109,7 +109,7 @@ def test_options_need_no_torch(tmp_path):
         text=True,
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=100,
     )
     assert done.stdout.strip() == "False"
 

@@ -17,11 +17,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launching import FOREVER, WORKFLOW, assert_gone, settings, sharing, train_one_epoch, until
+from launching import (
+    FOREVER,
+    LIMIT_S,
+    WORKFLOW,
+    assert_gone,
+    settings,
+    sharing,
+    train_one_epoch,
+    until,
+)
 from stratbench.train.forkserver import Process
 
 LIGHT = Path(__file__).with_name("light_forkserver.py")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 
 @dataclass
@@ -71,7 +80,7 @@ def started(server: Light, entry: str, *args: str | int) -> Process:
 )
 def test_the_exit_code_is_told(light, entry, argument, expected):
     process = started(light, entry, argument)
-    process.join(10)
+    process.join(LIMIT_S)
     assert process.exitcode == expected
     assert not process.is_alive()
     process.kill()  # does nothing to what has ended
@@ -81,18 +90,18 @@ def test_many_at_once_are_told_apart(light):
     processes = [started(light, "leave", code) for code in range(40)]
     assert len({p.pid for p in processes}) == 40
     for p in processes:
-        p.join(10)
+        p.join(LIMIT_S)
     assert [p.exitcode for p in processes] == list(range(40))
 
 
 def test_a_process_is_its_launchers_but_for_its_own_files(light, tmp_path, monkeypatch):
     """Environment and folder are those of who asked, though the server was started elsewhere."""
     out = tmp_path / "found.json"
-    other = started(light, "sleep", 60)
+    other = started(light, "sleep", 600)
     monkeypatch.setenv("GIVEN", "as asked")
     monkeypatch.delenv("HOME")
     monkeypatch.chdir(tmp_path)
-    started(light, "show", str(out)).join(10)
+    started(light, "show", str(out)).join(LIMIT_S)
     found = json.loads(out.read_text())
     assert found["env"] == dict(os.environ)
     assert found["cwd"] == str(tmp_path)
@@ -103,31 +112,31 @@ def test_a_process_is_its_launchers_but_for_its_own_files(light, tmp_path, monke
 
 @pytest.mark.parametrize("first", [None, signal.SIGSTOP])
 def test_killed_on_request(light, first):
-    process = started(light, "sleep", 60)
+    process = started(light, "sleep", 600)
     if first:
         os.kill(process.pid, first)
     assert process.is_alive()
     process.kill()
-    process.join(5)
+    process.join(LIMIT_S)
     assert process.exitcode == -signal.SIGKILL
     assert not psutil.pid_exists(process.pid)
 
 
 def test_a_launchers_end_is_its_processes_end(light):
-    process = started(light, "sleep", 60)
-    bystander = started(light, "sleep", 60)
+    process = started(light, "sleep", 600)
+    bystander = started(light, "sleep", 600)
     process.sentinel.close()  # as the kernel does for one that was killed
-    until(lambda: not psutil.pid_exists(process.pid), 5)
+    until(lambda: not psutil.pid_exists(process.pid))
     assert bystander.is_alive()
     bystander.kill()
 
 
 def test_the_servers_end_is_its_processes_end(light):
-    processes = [started(light, "sleep", 60) for _ in range(3)]
+    processes = [started(light, "sleep", 600) for _ in range(3)]
     known = [psutil.Process(p.pid) for p in processes]
     light.process.kill()
     for process in processes:
-        process.join(5)
+        process.join(LIMIT_S)
         assert process.exitcode == -signal.SIGKILL
     assert_gone(known)
     with pytest.raises(ConnectionError):
@@ -135,16 +144,16 @@ def test_the_servers_end_is_its_processes_end(light):
 
 
 def test_a_server_without_owner_ends_after_its_last_process(light):
-    process = started(light, "sleep", 60)
+    process = started(light, "sleep", 600)
     light.process.stdin.close()
-    until(lambda: not light.path.exists(), 5)
+    until(lambda: not light.path.exists())
     assert not light.path.parent.exists(), "its folder was left"
     assert light.process.poll() is None
     assert process.is_alive()
     os.kill(process.pid, signal.SIGTERM)
-    process.join(5)
+    process.join(LIMIT_S)
     assert process.exitcode == -signal.SIGTERM
-    assert light.process.wait(5) == 0
+    assert light.process.wait(LIMIT_S) == 0
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x00\xff" * 1000, b"noise\n", b'{"entry": "lea', b"[]\n"])
@@ -156,13 +165,13 @@ def test_what_is_no_request_harms_nobody(light, sent):
         while stranger.recv(64):
             pass
     process = started(light, "leave", 7)
-    process.join(10)
+    process.join(LIMIT_S)
     assert process.exitcode == 7
 
 
 @pytest.mark.parametrize("light", [((), 40)], indirect=True)
 def test_a_server_out_of_descriptors_keeps_what_it_has_forked_and_comes_round(light):
-    kept = started(light, "sleep", 60)
+    kept = started(light, "sleep", 600)
     idle = []
     for _ in range(60):
         idle.append(socket.socket(socket.AF_UNIX))
@@ -181,7 +190,7 @@ def test_a_server_out_of_descriptors_keeps_what_it_has_forked_and_comes_round(li
     for connection in idle:
         connection.close()
     process = started(light, "leave", 7)
-    process.join(10)
+    process.join(LIMIT_S)
     assert process.exitcode == 7
     assert kept.is_alive()
     kept.kill()
@@ -206,15 +215,13 @@ def shared() -> Iterator[psutil.Process]:
 
 @pytest.mark.slow
 def test_cells_share_a_server(shared, start_cell):
-    records = []
     for strategy in ("ddp", "ps-async"):
         launched = start_cell(settings(strategy))
         code, output = launched.finish()
         assert code == 0, output
         assert "share a fork server" in output
-        records.append(launched.read_record())
+        assert any("libtorch" in mapped.path for mapped in shared.memory_maps())  # once for all
     assert not shared.children()
-    assert records[1]["time"]["setup_s"] < records[0]["time"]["setup_s"]  # nothing to import
 
 
 @pytest.mark.slow
@@ -247,7 +254,7 @@ def test_cells_go_on_without_a_server_that_was_killed(start_cell):
         train_one_epoch(launched)
         processes = server.children()
         server.kill()
-        code, output = launched.finish(timeout_s=20)
+        code, output = launched.finish()
         assert code == 1
         assert "rank0: killed by SIGKILL" in output
         assert_gone(processes)

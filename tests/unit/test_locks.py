@@ -19,7 +19,7 @@ import pytest
 from launching import WORKFLOW, until
 from stratbench.train import devices, locks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 STRANGER = 65534  # nobody
 
 
@@ -214,7 +214,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(start, tmp_path):
     assert not folders[killed].exists()
     assert folders[living].exists()
     ended.communicate("\n")
-    until(lambda: not mine.exists(), 5)
+    until(lambda: not mine.exists())
 
 
 def test_a_long_temporary_folder_has_short_sockets(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from stratbench.study import config as configuration
 from stratbench.study import plan_file, resources
 from stratbench.study.messages import ConfigError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 GIB = 1 << 30
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from process_groups import forking
 from torch import nn
 
+from launching import until
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
@@ -361,7 +362,7 @@ def launch(
         sys.executable, "-m", "stratbench.train.launch", "--cell", json.dumps(cell.as_dict()),
         "--settings", s.as_json(), "--data", str(data), "--record", str(record),
         "--timeline", str(record.with_name("timeline.csv")), "--logs", str(logs),
-        "--time-limit-s", "120",
+        "--time-limit-s", "250",
     ]  # fmt: skip
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[2] / "workflow"),
@@ -395,10 +396,14 @@ def scratch(monkeypatch):
         yield Path(folder)
 
 
+#: It sleeps in its first step, until it is killed.
+ASLEEP = {"slowdown": {"workers": [1], "factor": 1e6}, "warmup_steps": 0}
+
+
 def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, warm, scratch):
-    process, record, folder = launch(tmp_path, "ps-async", 3, epochs=20, warm=warm)
+    process, record, folder = launch(tmp_path, "ps-async", 3, epochs=20, warm=warm, **ASLEEP)
     os.kill(pid_of(folder, "rank1"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=150)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     found = json.loads(record.read_text())
     assert found["status"] == "ok"
@@ -415,24 +420,22 @@ def test_a_killed_worker_ends_a_synchronous_cell_with_its_name(tmp_path, warm):
     process, record, folder = launch(tmp_path, "ps-sync", 2, epochs=400, warm=warm)
     others = [pid_of(folder, "rank0"), pid_of(folder, "server0")]
     os.kill(pid_of(folder, "rank1"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "worker 1 was lost" in output
     assert "step " in output
     assert not record.exists()
-    assert not any(psutil.pid_exists(pid) for pid in others)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in others))
 
 
 def test_a_full_disk_fails_the_cell_with_that_reason(tmp_path, warm, scratch):
     process, record, _ = launch(tmp_path, "ps-async", 2, epochs=400, warm=warm)
-    deadline = time.monotonic() + 90
-    while not (found := list(scratch.rglob("epoch*.json"))):
-        assert time.monotonic() < deadline, "no epoch ended"
-        time.sleep(0.05)
+    until(lambda: list(scratch.rglob("epoch*.json")))
+    found = list(scratch.rglob("epoch*.json"))
     for epoch in range(400):
         with contextlib.suppress(FileExistsError):
             found[0].with_name(f"epoch{epoch}.weights.0.part").symlink_to("/dev/full")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 1
     failed = next(line for line in output.splitlines() if "FAILED" in line)
     assert "snapshot of epoch" in failed
@@ -444,7 +447,7 @@ def test_a_full_disk_fails_the_cell_with_that_reason(tmp_path, warm, scratch):
 def test_a_killed_server_ends_the_cell_with_an_error(tmp_path, warm):
     process, record, folder = launch(tmp_path, "ps-async", 2, epochs=400, warm=warm)
     os.kill(pid_of(folder, "server0"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "server0: killed by SIGKILL" in output
     assert not record.exists()
@@ -458,21 +461,21 @@ def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, wa
     pids = [pid_of(folder, f"{kind}{n}") for kind in ("server", "rank") for n in range(3)]
     for pid in (pids[1], pids[4]):
         os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "FAILED" in output
     assert any(
         why in output for why in ("worker 1 was lost", "server1: killed", "server 1 was lost")
     )
     assert not record.exists()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 def test_a_stopped_worker_is_given_up_and_ended(tmp_path, warm):
-    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=20, warm=warm)
+    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=20, warm=warm, **ASLEEP)
     stopped = pid_of(folder, "rank1")
     os.kill(stopped, signal.SIGSTOP)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     found = json.loads(record.read_text())
     assert min(found["time"]["epoch_times_s"]) >= 0
@@ -480,7 +483,7 @@ def test_a_stopped_worker_is_given_up_and_ended(tmp_path, warm):
     assert ends == sorted(ends)
     [server] = found["server"]["servers"]
     assert "no heartbeat" in server["lost"][0]["reason"]
-    assert not psutil.pid_exists(stopped)
+    until(lambda: not psutil.pid_exists(stopped))
 
 
 def test_a_loss_scale_halved_for_ever_stays_one():

@@ -117,8 +117,7 @@ def test_real_steps_on_a_cpu_are_within_the_epoch():
     assert sum(clock.step_ms) / 1000 <= clock.train_time_s <= elapsed_s - 2 * 0.05
 
 
-@pytest.mark.alone
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_five_marks_and_a_tick_cost_little_more_than_noting_six_times():
     """benchmarks/telemetry_cost.py says what that is in microseconds, and of a step."""
 
@@ -144,9 +143,11 @@ def test_five_marks_and_a_tick_cost_little_more_than_noting_six_times():
         return (time.process_time() - begun) / count
 
     pairs = [(cpu_of_a_step(), cpu_of_a_note()) for _ in range(7)]
-    step_s, note_s = (min(of) for of in zip(*pairs, strict=True))
-    print(f"{step_s * 1e6:.2f} us a step, {note_s * 1e9:.0f} ns a note")
-    assert step_s < 5 * 6 * note_s
+    # Of those pairs some were taken at one speed of the machine.
+    print(
+        ", ".join(f"{1e6 * step:.2f} us a step, {1e9 * note:.0f} ns a note" for step, note in pairs)
+    )
+    assert min(step / (6 * note) for step, note in pairs) < 5
 
 
 class FakeGpu:

@@ -130,7 +130,7 @@ def test_torchvision_is_not_imported_for_its_version():
         "worker_provenance('cpu'); sys.exit('torchvision' in sys.modules)"
     )
     root = Path(provenance.__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=100)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def checkout(tmp_path):
             ["git", *identity, "-C", str(tmp_path), *arguments],
             check=True,
             capture_output=True,
-            timeout=30,
+            timeout=100,
         )
 
     git("init", "-q")

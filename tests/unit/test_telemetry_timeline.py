@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from stratbench.telemetry import timeline as timeline_module
 from stratbench.telemetry.timeline import (
     SAMPLE_COLUMNS,
     PhaseLog,
@@ -39,18 +40,18 @@ def phases_of(timeline: Path) -> list[tuple[float, str, str]]:
         return [(float(row["t_s"]), row["id"], row["phase"]) for row in csv.DictReader(file)]
 
 
-def test_phase_log_counts_from_the_origin_and_appends(tmp_path):
+def test_phase_log_counts_from_the_origin_and_appends(tmp_path, monkeypatch):
+    now_s = iter((200.0, 200.25, 201.0, 203.5))
+    monkeypatch.setattr(timeline_module, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     path = tmp_path / "rank1.jsonl"
-    origin_s = time.monotonic() - 100
     for phase in ("setup", "eval"):
-        log = PhaseLog(path, rank=1, origin_s=origin_s)
+        log = PhaseLog(path, rank=1, origin_s=100.0)
         log.write(phase, "start")
-        time.sleep(0.02)
         log.write(phase, "end")
     setup, evaluation = read_phases([path])
     assert (setup.rank, setup.phase, evaluation.phase) == (1, "setup", "eval")
-    assert 100 <= setup.start_s < setup.end_s <= evaluation.start_s < 130
-    assert setup.end_s - setup.start_s == pytest.approx(0.02, abs=0.2)
+    assert (setup.start_s, setup.end_s) == (100, 100.25)
+    assert (evaluation.start_s, evaluation.end_s) == (101, 103.5)
 
 
 def test_a_phase_that_never_ended_is_open_and_a_cut_line_is_left_out(tmp_path):
