@@ -76,9 +76,7 @@ def oom_with_more_workers(evidence: Evidence) -> Iterator[Found]:
     ]
     for row in failed.drop_duplicates(GROUP).itertuples():
         group = Group(row.experiment, row.strategy, row.model, row.gpus)
-        fewer = [
-            k for k in evidence.groups if k.with_gpus(0) == group.with_gpus(0) and k.gpus < row.gpus
-        ]
+        fewer = [k for k in evidence.on_any_count(group) if k.gpus < row.gpus]
         if fewer:
             yield Found(
                 coordinates_of_group(group),

@@ -7,6 +7,7 @@ function yields what trips it, with the figures. What a record does not say cann
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,6 +55,18 @@ class Evidence:
         #: The cells with a result, and the same by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
         self.groups: dict[Group, pd.DataFrame] = rows_by_group(self.ok)
+        self._alike: defaultdict[Group, list[Group]] = defaultdict(list)
+        for group in self.groups:
+            self._alike[group.with_strategy("")].append(group)
+            self._alike[group.with_gpus(0)].append(group)
+
+    def with_any_strategy(self, group: Group) -> list[Group]:
+        """The groups on the same model and number of workers, itself among them."""
+        return self._alike.get(group.with_strategy(""), [])
+
+    def on_any_count(self, group: Group) -> list[Group]:
+        """The groups of the same strategy and model on any number of workers."""
+        return self._alike.get(group.with_gpus(0), [])
 
     def median(self, group: Group, column: str) -> float | None:
         """Median of a column over the repeats of a group; None where there is none."""
@@ -76,9 +89,8 @@ class Evidence:
         return next(
             (
                 other
-                for other in self.groups
-                if other.with_strategy(group.strategy) == group
-                and self.value_of(other, "ring_copies")
+                for other in self.with_any_strategy(group)
+                if self.value_of(other, "ring_copies")
                 and not self.value_of(other, "shards_states")
                 and self.value_of(other, "optimizer_parts") in (None, 1)
             ),

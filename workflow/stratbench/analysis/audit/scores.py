@@ -48,6 +48,7 @@ LOSS, LOSS_SHARE = 0.05, 0.25
 )
 def score_below_floor(evidence: Evidence) -> Iterator[Found]:
     scores = {name: score_of(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)}
+    expected: dict[tuple[str, str, float | None], tuple[str, float | None]] = {}
     for row in evidence.ok.itertuples():
         if pd.isna(row.score_final):
             continue
@@ -58,7 +59,10 @@ def score_below_floor(evidence: Evidence) -> Iterator[Found]:
             continue
         # Gains over guessing: the better the score, the larger, whatever its direction.
         reached = score.sign * (row.score_final - guess)
-        name, reference = expected_score(evidence, row, score)
+        alike = row.experiment, row.model, None if pd.isna(row.epochs) else row.epochs
+        if alike not in expected:
+            expected[alike] = expected_score(evidence, row, score)
+        name, reference = expected[alike]
         gain = 0.0 if reference is None else WORKING * score.sign * (reference - guess)
         told = f"{name} reaches {in_words(score, reference)}" if reference is not None else ""
         if (by_chance := DEVIATIONS * error_of_guessing(score, guess, row)) > gain:
@@ -116,8 +120,8 @@ def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Found]:
         # By their nature synchronous, whatever the number of workers.
         plain = [
             other
-            for other in alone
-            if other.comparison == group.comparison
+            for other in evidence.with_any_strategy(group)
+            if evidence.value_of(other, "synchronous_alone")
             and evidence.value_of(other, "equals_ddp")
             and evidence.value_of(other, "ends_with_a_worker")
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from stratbench.analysis.audit.machines import OTHERS
 from stratbench.analysis.audit.rule import (
@@ -16,7 +16,7 @@ from stratbench.analysis.audit.rule import (
     record_rule,
     rule,
 )
-from stratbench.analysis.groups import Group
+from stratbench.analysis.groups import Group, rows_by_group
 from stratbench.analysis.measures import ALONE
 from stratbench.cell.record import Record
 
@@ -74,14 +74,18 @@ def sharding_slow_alone(evidence: Evidence) -> Iterator[Found]:
     "for one worker's cache or memory, other settings, or a busy machine.",
 )
 def superlinear(evidence: Evidence) -> Iterator[Found]:
-    column = "throughput_samples_per_s"
+    column, cells = "throughput_samples_per_s", evidence.cells
+    limited = cells[(cells["status"] == "timeout") & cells["time_limit_s"].notna()]
+    stopped: defaultdict[Group, list[tuple[int, float]]] = defaultdict(list)
+    for group, rows in rows_by_group(limited).items():
+        stopped[group.with_gpus(0)].append((group.gpus, float(rows["time_limit_s"].min())))
     for group in evidence.groups:
         strategy, gpus = group.strategy, group.gpus
         alone = group.with_strategy(ALONE).with_gpus(1)
         here = evidence.median(group, column)
         if not here:
             continue
-        own = [k for k in evidence.groups if k.with_gpus(0) == group.with_gpus(0) and k.gpus < gpus]
+        own = [k for k in evidence.on_any_count(group) if k.gpus < gpus]
         bases = [min(own, key=lambda k: k.gpus)] if own else []
         if strategy != ALONE and alone in evidence.groups:
             bases.append(alone)
@@ -96,27 +100,25 @@ def superlinear(evidence: Evidence) -> Iterator[Found]:
                 name = "" if base.strategy == strategy else f"{base.strategy} "
                 text = f"{here / there:.2f} times as fast on {gpus} as {name}on {base.gpus}"
                 yield Found(coordinates_of_group(group), text)
-        yield from superlinear_at_least(evidence, group)
+        yield from superlinear_at_least(evidence, group, stopped[group.with_gpus(0)])
 
 
-def superlinear_at_least(evidence: Evidence, group: Group) -> Iterator[Found]:
-    """Against the next fewer workers, where these were stopped at a time limit and took more."""
-    cells = evidence.cells
-    same = (
-        (cells["experiment"] == group.experiment)
-        & (cells["model"] == group.model)
-        & (cells["strategy"] == group.strategy)
-    )
-    stopped = cells[same & (cells["status"] == "timeout") & (cells["gpus"] < group.gpus)]
-    time_s, limits = evidence.median(group, "train_time_s"), stopped["time_limit_s"].dropna()
-    if not time_s or limits.empty:
+def superlinear_at_least(
+    evidence: Evidence, group: Group, stopped: Iterable[tuple[int, float]]
+) -> Iterator[Found]:
+    """Against the next fewer workers, where these were stopped at a time limit and took more.
+
+    `stopped`: numbers of workers on which the strategy was, and the least limit there.
+    """
+    time_s = evidence.median(group, "train_time_s")
+    few, limit_s = max((s for s in stopped if s[0] < group.gpus), default=(0, 0.0))
+    if not time_s or not few:
         return
     # The limit is on all of the cell; what is no training took about as long there.
     rest_s = sum(
         evidence.median(group, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
     )
-    few = int(stopped.loc[limits.index, "gpus"].max())
-    least_s = float(limits[stopped["gpus"] == few].min()) - rest_s
+    least_s = limit_s - rest_s
     if least_s / time_s > SUPERLINEAR * group.gpus / few:
         text = f"at least {least_s / time_s:.1f} times as fast on {group.gpus} as on {few}"
         yield Found(
