@@ -13,7 +13,7 @@ run() { snakemake "$@" --profile profiles/local --configfile benchmarks/verdict_
 
 for study in digits-verdict digits-same; do
     began=$SECONDS
-    run verdict --config "study=$study" 'verdict={rounds: all}' 2>&1 | tee "results/$study.txt"
+    run verdict --config "study=$study" 'verdict={rounds: all}'
     echo "$study ended by itself after $((SECONDS - began)) s" | tee "$out/$study-seconds.txt"
     cp "results/$study/verdict/verdict.json" "$out/$study.json"
     cp "results/$study/logs/verdict.log" "$out/$study.txt"

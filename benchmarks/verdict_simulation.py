@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -230,6 +230,7 @@ def run(
     timing, training = np.zeros(bouts), np.zeros(bouts)
     timing += (~s.there).sum(-1) * s.gpus * costs.start_segment
     apart: list[np.ndarray] = []  # |differences| of two segments, shape [studies, ...]
+    first_limits = None  # of disagreement, by the first blocks
     covered = np.ones(bouts, dtype=bool)
     result: dict[str, np.ndarray] = {}
     while course.open.any():
@@ -243,6 +244,7 @@ def run(
             difference = np.where(ran, np.abs(logs[..., 0] - logs[..., 1]), np.nan)
             apart.append(difference.reshape(len(difference), -1))
             limits = limits_of(apart)
+            first_limits = limits if first_limits is None else first_limits
             third = difference > limits[:, None, None]
             logs[..., 2] = np.where(third, logs[..., 2], np.nan)
             timing += (ran * short * (2 + third)).sum(-1)
@@ -251,7 +253,7 @@ def run(
                 new += [np.where(ran, logs[..., i], np.nan) for i in (0, 1)]
             else:
                 new.append(np.where(ran, values_of_segments(logs), np.nan))
-        step = course.advance(np.stack(new, -1), judged * len(new))
+        step = course.advance(np.stack(new, -1), judged * len(new), first_limits[:, None, None])
         look = step.look
         gaps = s.mu - race.at(s.mu, look.leader)[..., None]
         holds = ~look.rivals | ((look.low <= gaps) & (gaps <= look.high))
@@ -284,15 +286,34 @@ def run(
 
 
 @contextmanager
-def uncorrected() -> Iterator[None]:
-    """The known mistake of looking again and again at an interval made for one look and one rival."""
-    kept = moderated.LOOKS, moderated.tail_of
-    moderated.LOOKS = 1.0
-    moderated.tail_of = lambda rivals: np.full_like(rivals, moderated.ALPHA, dtype=float)
+def _with(what: Any, **values: Any) -> Iterator[None]:
+    """In the block `what` has other attributes."""
+    kept = {name: getattr(what, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(what, name, value)
         yield
     finally:
-        moderated.LOOKS, moderated.tail_of = kept
+        for name, value in kept.items():
+            setattr(what, name, value)
+
+
+def uncorrected():
+    """The known mistake of looking again and again at an interval made for one look and one rival."""
+    alpha = moderated.ALPHA
+    return _with(moderated, REPEATED_LOOKS=1.0, tail_of=lambda k: np.full(np.shape(k), alpha))
+
+
+def screening_whatever_the_noise():
+    """The known mistake of dropping arms after one block without a look at how it scatters."""
+    advance = race.Race.advance
+    return _with(race.Race, advance=lambda self, *of: advance(self, *of[:2]))
+
+
+def intervals_of_a_leader_known_before():
+    """The known mistake of reporting intervals as if the same blocks had not chosen the leader."""
+    tail = race.reported_tail
+    return _with(race, reported_tail=lambda k: tail(k) * np.maximum(2, k) / 2)
 
 
 def values_of_segments(logs: np.ndarray) -> np.ndarray:

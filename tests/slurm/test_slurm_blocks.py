@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 from collections.abc import Iterator
@@ -155,7 +154,6 @@ def test_a_block_of_four_strategies_is_one_job_on_two_nodes(raced: Raced) -> Non
 
 
 def test_the_next_round_is_another(raced: Raced) -> None:
-    with contextlib.suppress(KeyError):
-        assert raced.workflow.jobs("verdict")["run_block"] > 0
     shown = raced.workflow.run("-n", "verdict").stdout
+    assert "tell what is decided" in shown
     assert "block 1 of" not in shown

@@ -16,6 +16,8 @@ from stratbench.cell.blocks import BLOCK_PATTERN, trained_with
 from stratbench.cell.coordinates import Cell
 from stratbench.study.config import load_config
 from stratbench.verdict import __main__ as command
+from stratbench.verdict.evidence import read_evidence
+from stratbench.verdict.rounds import next_round
 
 WORLD = World(
     steps_s={"ddp": 0.1, "fsdp": 0.11, "ps-dana": 0.099, "ps-async": 0.3},
@@ -50,10 +52,8 @@ class Files:
         return command.main([args[0], "--config", json.dumps(self.config), *args[1:]])
 
     def next_round(self) -> dict[str, Any]:
-        """What `next` writes."""
-        path = self.root / "verdict" / "round.json"
-        self.command("next", "--out", str(path))
-        return json.loads(path.read_text())
+        """What `next` prints."""
+        return next_round(read_evidence(self.config)[0]).as_dict()
 
     def run(self, found: dict[str, Any]) -> None:
         """Write all that a round asks for."""
@@ -83,13 +83,9 @@ class Files:
             "schema_version": 1, "study": "demo", "dataset": "digits", **place,
             "seed": entry["seed"], "order": entry["arms"],
             "settings": {"steps": block.steps, "discard": 15, "disagreement": None},
-            "segments": [
-                {"slot": s.slot, "pass": s.passed, "strategy": s.strategy, "status": s.status,
-                 "mean_step_s": s.step_s, "record": None, "start_s": s.start_s, "wall_s": s.wall_s}
-                for s in block.segments
-            ],
-            "hosts": list(block.hosts), "allocation": block.allocation, "started": "", "ended": "",
-            "gpu_seconds": block.gpu_seconds, "arithmetic": {}, "servers": {},
+            "segments": [segment.as_dict() for segment in block.segments],
+            "hosts": list(block.hosts), "device": "cuda" if self.device == "cuda" else "cpu",
+            "allocation": None, "started": "", "ended": "", "gpu_seconds": block.gpu_seconds,
             "trained": {arm: trained_with(self.study.settings(c)) for arm, c in cells.items()},
         }  # fmt: skip
         path = self.root / "blocks" / BLOCK_PATTERN.format(**place) / "block.json"

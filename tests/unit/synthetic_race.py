@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stratbench.cell.blocks import Block, Place, Segment
 from stratbench.cell.coordinates import Cell
-from stratbench.verdict.evidence import Block, Bout, Evidence, FullRun, Place, Segment
+from stratbench.verdict.evidence import Bout, Evidence, FullRun
 from stratbench.verdict.rounds import Round, next_round
 
 
@@ -45,7 +46,7 @@ class World:
                 arms=arms,
                 served=tuple(a.startswith("ps") for a in arms),
                 equal=equal,
-                arithmetic=tuple(("e", "m") if e else None for e in equal),
+                arithmetic=("e", "m"),
                 full_steps=self.full_steps,
             )
             for place in self.places
@@ -60,9 +61,8 @@ class World:
         known = sorted(self.steps_s)
         drawn = {arm: rng.normal(0, self.noise, 3) for arm in known}
         order = list(entry["arms"])
-        segments = [
-            Segment(order[0], 0, "burn-in", "ok", self.step_s(order[0], place.gpus), 1.0, 5.0)
-        ]
+        burn_in_s = self.step_s(order[0], place.gpus)
+        segments = [Segment(0, "burn-in", order[0], "ok", burn_in_s, None, None, 1.0, 5.0)]
         for passed, arms in (("first", order), ("mirror", order[::-1])):
             for arm in arms:
                 bad = arm in self.oom
@@ -70,8 +70,8 @@ class World:
                     common + drawn[arm][int(passed == "mirror")]
                 )
                 segments.append(
-                    Segment(arm, len(segments), passed, "oom" if bad else "ok",
-                            None if bad else step_s, 1.0, 5.0)
+                    Segment(len(segments), passed, arm, "oom" if bad else "ok",
+                            None if bad else step_s, None, None, 1.0, 5.0)
                 )  # fmt: skip
         return Block(
             place=place,
@@ -79,7 +79,7 @@ class World:
             steps=entry["settings"]["steps"] or 60,
             segments=tuple(segments),
             hosts=(self.hosts[entry["block"] % len(self.hosts)],),
-            allocation=str(entry["block"]),
+            device="cuda",
             gpu_seconds=place.gpus * 5.0 * len(segments),
         )
 

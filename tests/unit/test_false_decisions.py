@@ -94,7 +94,7 @@ def test_looking_again_after_more_repeats_finds_no_winner_where_there_is_none(
     monkeypatch, divisor, most
 ):
     """A decision after each of 2 to 10 repeats of equals: whether any look names a winner."""
-    monkeypatch.setattr(moderated, "LOOKS", divisor)
+    monkeypatch.setattr(moderated, "REPEATED_LOOKS", divisor)
     rates: dict[tuple[str, str], list[float]] = {}
     for kind in ("two best equal", "all equal"):
         for candidates in (3, 8):

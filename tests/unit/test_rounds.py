@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from stratbench.cell.blocks import trained_digest
+from stratbench.cell.settings import Settings
 from stratbench.study.config import load_config
 from stratbench.study.jobs import Jobs
 from stratbench.study.messages import ConfigError
@@ -28,18 +30,25 @@ def content(**changes: Any) -> dict[str, Any]:
     return {"round": 2, "bouts": [BLOCK], "full_runs": [RUN], "done": False} | changes
 
 
-def round_of(results: Path, said: dict[str, Any] | str, is_job: bool = False) -> Round:
+def round_of(
+    results: Path,
+    said: dict[str, Any] | str,
+    is_job: bool = False,
+    variants: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Round:
     """A round of a study whose command says `said`, or fails with that text."""
+    variants = variants or {}
     experiment = {
-        "dataset": "digits", "strategies": ["ddp", "ps-async"], "models": ["vgg-compact"],
+        "dataset": "digits", "strategies": ["ddp", "ps-async", *variants], "models": ["vgg-compact"],
         "gpus": [2], "epochs": 20, "global_batch": 64, "lr": 0.1, "time_limit_s": 1000,
-        "device": "cpu",
+        "device": "cpu", **changes,
     }  # fmt: skip
     raw = {
         "study": "s",
         "results": str(results),
         "cluster": {"mem_mib_per_cpu_worker": 1000},
-        "studies": {"s": {"experiments": {"e": experiment}}},
+        "studies": {"s": {"experiments": {"e": experiment}, "variants": variants}},
     }
     config, study = load_config(raw)
     fails = isinstance(said, str)
@@ -76,6 +85,41 @@ def test_a_block_asks_for_the_most_that_one_of_its_strategies_needs(tmp_path):
     assert segment_limit_s(None, 75, total) is None
     assert segment_limit_s(1000, 75, 10) == SEGMENT_ALLOWANCE_S + 1000  # no more than its own
     assert block_min(None, 7, {}) == 24 * 60
+
+
+def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_path):
+    """DiLoCo times whole outer steps, PowerSGD begins late: the block's own length is no limit for them."""
+    arms = {"ddp": 75, "slow": 15 + 70, "late": 1100 + 60}
+    variants = {
+        "slow": {"strategy": "local-sgd", "period": 35},
+        "late": {"strategy": "ddp", "compress": "powersgd", "start": 1100},
+    }
+    for name, steps in arms.items():
+        found = round_of(
+            tmp_path,
+            content(bouts=[BLOCK | {"arms": ["ddp", name]}]),
+            variants=variants,
+            epochs=200,
+        )
+        total = 200 * (1437 // 64)
+        limit_s = found.limit_s(found.block_of(wildcards(3)))
+        assert limit_s == pytest.approx(SEGMENT_START_S + 1000 * steps / total, abs=5), name
+
+
+def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path):
+    path = tmp_path / "s" / "verdict" / "verdict.json"
+    assert not round_of(tmp_path, "not asked").is_told
+    path.parent.mkdir(parents=True)
+    found = round_of(tmp_path, content())
+    settings = Settings(**found.settings_of(found.block_of(wildcards(3)))["ddp"])
+    place = {"experiment": "e", "model": "vgg-compact", "gpus": 2}
+    trained = {"ddp": trained_digest(settings), "taken-out-since": "0"}
+    path.write_text(json.dumps({"bouts": [place | {"trained": trained}]}))
+    assert round_of(tmp_path, "not asked").is_told
+    assert round_of(tmp_path, "not asked", epochs=30).is_told  # no block knows how long is trained
+    assert not round_of(tmp_path, "not asked", lr=0.2).is_told
+    path.write_text("[]")
+    assert not round_of(tmp_path, "not asked").is_told
 
 
 def test_a_job_of_the_round_reads_what_was_kept(tmp_path):

@@ -67,6 +67,27 @@ def test_blocks_of_other_settings_and_broken_ones_do_not_count_and_are_named(tmp
     assert "not a block's result" in notes
 
 
+@pytest.mark.parametrize("lost", ["pass", "mean_step_s", "status"])
+def test_a_block_that_lacks_what_is_read_of_it_is_named_with_a_remedy(tmp_path, lost):
+    files = Files(tmp_path)
+    path = files.write_block(files.next_round()["bouts"][0])
+    content = json.loads(path.read_text())
+    del content["segments"][1][lost]
+    path.write_text(json.dumps(content))
+    (note,) = verdict(files)["notes"]
+    assert f"not used: {path} is not a block's result: segments[1]" in note
+    assert "delete it, and the block is measured again" in note
+    assert audit.read_blocks(files.root) == []
+
+
+def test_blocks_of_cpu_processes_say_so_whatever_the_config_leaves_open(tmp_path):
+    files = Files(tmp_path, device="auto")
+    files.run({"bouts": files.next_round()["bouts"], "full_runs": []})
+    found = verdict(files)
+    assert found["hours"] == "worker-hours"
+    assert {bout["device"] for bout in found["bouts"]} == {"cpu"}
+
+
 def test_a_full_run_of_other_settings_does_not_count(tmp_path):
     files = Files(tmp_path)
     files.run(files.next_round())

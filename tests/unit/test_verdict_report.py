@@ -14,6 +14,10 @@ from stratbench.analysis.verdict_section import verdict_section
 from stratbench.analysis.verdicts import raced_groups, read_verdict
 
 
+def verdict_of(files: Files) -> str:
+    return str(files.root / "verdict" / "verdict.json")
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> Files:
     """A raced study, and what `snakemake partial` makes of it."""
@@ -28,7 +32,7 @@ def told(tmp_path_factory) -> Files:
                   "--out", at["cells.csv"], "--epochs-out", at["epochs.csv"], "--partial"])  # fmt: skip
     audit.main(["--cells", at["cells.csv"], "--out", at["audit.csv"], "--study-dir", root])
     tables.main([*both, "--summary-out", f"{root}/summary.csv", "--out-dir", f"{root}/tables"])
-    decide.main([*both, "--study-dir", root, "--out", f"{root}/decision.csv",
+    decide.main([*both, "--verdict", f"{root}/verdict/verdict.json", "--out", f"{root}/decision.csv",
                  "--answers-out", f"{root}/answers.json"])  # fmt: skip
     against.main([*both, "--cells-out", f"{root}/against_cells.csv",
                   "--claims-out", f"{root}/against_claims.csv"])  # fmt: skip
@@ -56,13 +60,13 @@ def test_without_a_verdict_a_decision_goes_by_records_alone(told, tmp_path):
     ])  # fmt: skip
     (answer,) = json.loads(out.read_text())["answers"]
     assert "blocks" not in answer["confidence_why"]
-    assert read_verdict(tmp_path) is None
+    assert read_verdict("") is None
 
 
 def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     """The user's GPUs are too small for the leader: the race does not decide against the others."""
     cells = read_cells(told.root / "cells.csv")
-    raced = raced_groups(read_verdict(told.root))
+    raced = raced_groups(read_verdict(verdict_of(told)))
     findings = audit.read_audit(told.root / "audit.csv")
     finding = dict.fromkeys(findings.columns) | {
         "rule": "contradictory-time", "severity": "unusable", "affects": "all", "strategy": "ps-dana",
@@ -84,7 +88,9 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
     timed = set(cells.loc[cells["status"] == "ok", "gpus"])
     assert timed
     for gpus in timed:
-        raced = {k: r for k, r in raced_groups(read_verdict(told.root)).items() if k.gpus != gpus}
+        raced = {
+            k: r for k, r in raced_groups(read_verdict(verdict_of(told))).items() if k.gpus != gpus
+        }
         (found,) = decide.decisions(cells, findings, decide.Constraints(), raced)
         bases = {row["gpus"]: row["basis"] for row in found.matrix if row["time_s"] is not None}
         assert bases[gpus] == "measured"
@@ -93,7 +99,7 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
 
 @pytest.fixture(scope="module")
 def values(told) -> dict:
-    return report.page_values(told.root, told.root, True) | {"description": ""}
+    return report.page_values(told.root, told.root, True, verdict_of(told)) | {"description": ""}
 
 
 def test_the_report_begins_with_the_verdict(values):
@@ -114,7 +120,7 @@ def test_a_study_without_a_verdict_has_no_such_section(values):
 
 
 def test_names_in_a_verdict_reach_the_page_escaped(told, values):
-    verdict = read_verdict(told.root)
+    verdict = read_verdict(verdict_of(told))
     text = json.dumps(verdict).replace("fsdp", "<img src=x>")
     section = verdict_section(json.loads(text), read_cells(told.root / "cells.csv"))
     html = report.render(values | {"verdict": section})
@@ -124,6 +130,6 @@ def test_names_in_a_verdict_reach_the_page_escaped(told, values):
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 99}', "{"])
 def test_a_file_that_is_no_verdict_is_as_none(tmp_path, content):
-    (tmp_path / "verdict").mkdir()
-    (tmp_path / "verdict" / "verdict.json").write_text(content)
-    assert read_verdict(tmp_path) is None
+    path = tmp_path / "verdict.json"
+    path.write_text(content)
+    assert read_verdict(str(path)) is None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from synthetic_race import World
 
+from stratbench.cell.blocks import Block, Place, Segment
 from stratbench.cell.segments import (
     disagreement_limit,
     discarded_steps,
@@ -17,12 +18,14 @@ from stratbench.cell.segments import (
     segment_steps,
     value_of_segments,
 )
-from stratbench.verdict.evidence import Block, Place, Segment
+from stratbench.verdict import race
+from stratbench.verdict.evidence import Evidence
 from stratbench.verdict.noise import noise_of
 from stratbench.verdict.rounds import Course, next_round, round_of
 from stratbench.verdict.summary import verdict_of
 from stratbench.verdict.words import verdict_lines
 
+ONE = Place("e", "m", 1)
 FIVE = World(
     steps_s={"ddp": 0.1, "fsdp": 0.11, "ps-async": 0.099, "ps-slow": 0.3, "big": 0.05, "odd": 0.09},
     scores={"ps-async": 97.9, "ps-slow": 98.0, "big": 98.0, "odd": 90.0},
@@ -134,6 +137,8 @@ def test_noise_that_hides_everything_ends_in_no_claim():
         assert (bout["claim"], bout["confidence"]) == ("none", "low")
         assert "something may be more than twice as fast" in bout["text"]
     text = "\n".join(verdict_lines(verdict))
+    assert "Ended undecided:" in text
+    assert "Decided:" not in text
     assert "above 10" in text
     assert "a margin of 3 % needs more blocks than the race has here" in text
 
@@ -170,19 +175,121 @@ def test_a_bout_with_one_strategy_left_ends_at_once():
     assert max(block["block"] for r in rounds for block in r.blocks) == 1
 
 
+class Unlucky(World):
+    """The first seed of every strategy of other arithmetic is good, the others are not."""
+
+    def full_run(self, cell):
+        run = super().full_run(cell)
+        return run if cell.repeat == 0 or cell.strategy in self.equal else replace(run, score=90.0)
+
+
 def test_a_leader_whose_further_seeds_fail_is_replaced():
     """One seed lets a loss pass; the mean of three does not."""
-    world = World(steps_s={"ddp": 0.1, "ps-lucky": 0.08}, scores={"ps-lucky": 97.5})
-
-    class Unlucky(World):
-        def full_run(self, cell):
-            run = super().full_run(cell)
-            return run if cell.repeat == 0 or cell.strategy == "ddp" else replace(run, score=90.0)
-
-    unlucky = Unlucky(**vars(world))
-    bout = told(unlucky.to_the_end()[0])["bouts"][0]
+    world = Unlucky(steps_s={"ddp": 0.1, "ps-lucky": 0.08}, scores={"ps-lucky": 97.5})
+    bout = told(world.to_the_end()[0])["bouts"][0]
+    assert bout["text"] == "ddp is the only strategy left."
     assert bout["leader"] == "ddp"
     assert [r["state"] for r in bout["ratios"]] == ["leader", "score"]
+
+
+def test_what_was_dropped_for_being_slower_than_a_leader_that_is_out_comes_back():
+    """The bout is judged again by the blocks in which all of them were, and goes on from there."""
+    near = {"ddp": 0.1, "fsdp": 0.1, "zero1": 0.1005, "ps-lucky": 0.06}
+    world = Unlucky(
+        steps_s=near, scores={"ps-lucky": 98.0}, equal=("ddp", "fsdp", "zero1"), places=[ONE]
+    )
+    evidence, rounds = world.to_the_end()
+    seen = [set(block["arms"]) for found in rounds for block in found.blocks]
+    assert not {"ddp", "fsdp", "zero1"} <= seen[-2]
+    assert {"ddp", "fsdp", "zero1"} == seen[-1]
+    (bout,) = told(evidence)["bouts"]
+    states = {r["strategy"]: r["state"] for r in bout["ratios"]}
+    assert states.pop("ps-lucky") == "score"
+    assert sorted(states.values()) in (["equal", "equal", "leader"], ["leader", "open", "open"])
+    assert bout["claim"] == "within"  # of three that are as fast: not "fastest"
+
+
+def test_arms_are_compared_over_the_blocks_that_all_of_them_are_in():
+    """The second allocation was slow for all; the arm that came back was not in it."""
+    logs = np.array([[[0.0, 3.0, 0.0], [0.01, np.nan, 0.02]]])
+    everywhere = np.ones((1, 2), dtype=bool)
+    look = race.judge(
+        logs, everywhere, everywhere, ~everywhere, np.array([2]), np.array([True]), 0.03, np.inf
+    )
+    assert (look.leader[0], look.blocks[0]) == (0, 2)
+    assert look.mean[0, 1] == pytest.approx(0.015)
+    assert not look.decided[0]  # two blocks count
+
+
+def test_who_was_faster_but_is_out_is_not_counted_among_the_slower():
+    world = World(
+        steps_s={"ddp": 0.1, "fsdp": 0.13, "ps-bad": 0.05, "ps-big": 0.05},
+        scores={"ps-bad": 80.0}, oom=["ps-big"], places=[ONE],
+    )  # fmt: skip
+    (bout,) = told(world.to_the_end()[0])["bouts"]
+    assert bout["text"] == "ddp is the fastest of 2 (95 %)."
+
+
+def test_a_noisy_first_block_drops_nobody():
+    """Two that are the same, in a block in which two segments of one arm differ by a third."""
+    world = World(steps_s=dict.fromkeys("abcd", 0.1), scores={}, equal="abcd", places=[ONE])
+    entry = next_round(world.evidence()).blocks[0]
+    block = world.block(entry)
+    factor = {"a": 0.75, "b": 1.3, "c": 1.0, "d": 0.9}
+
+    def noisy(shift: float) -> Evidence:
+        segments = tuple(
+            replace(s, mean_step_s=0.1 * factor[s.strategy] * math.exp(sign[s.in_pass] * shift))
+            for s in block.segments
+        )
+        blocks = {(ONE, 1): replace(block, segments=segments)}
+        return replace(world.evidence(), blocks=blocks)
+
+    sign = {"burn-in": 0, "first": 0.5, "mirror": -0.5}
+    assert "b" in next_round(noisy(0.3)).blocks[0]["arms"]
+    assert "b" not in next_round(noisy(0.01)).blocks[0]["arms"]
+
+
+def test_a_block_depends_on_rounds_that_are_complete_alone():
+    """Of the blocks 7 and 8 of one round the first is there: the second is asked for as before."""
+    near = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=0.05, places=[ONE])
+    evidence = near.evidence()
+    while len((found := next_round(evidence)).blocks) < 2:
+        evidence = near.follow(evidence, found)
+    seven, eight = found.blocks
+    assert (seven["block"], eight["block"]) == (7, 8)
+    half = near.follow(evidence, found, keep=lambda what: what == (ONE, 7))
+    assert next_round(half).blocks == (eight,)
+
+
+def test_a_leader_that_nobody_has_trained_in_full_is_trained_at_last():
+    """The one that led all along is out when there are no more blocks to come."""
+
+    class Diverging(World):
+        def full_run(self, cell):
+            run = super().full_run(cell)
+            return replace(run, status="diverged", score=None) if cell.repeat else run
+
+        def step_s(
+            self, arm, gpus
+        ):  # never told apart: ahead by more in odd blocks, behind in even ones
+            shift = {"ps-a": -0.003 - 0.006 * (-1) ** (self.round + 1)}.get(arm, 0.0)
+            return super().step_s(arm, gpus) * math.exp(shift)
+
+        def block(self, entry, study_seed=0):
+            object.__setattr__(self, "round", entry["block"])
+            return super().block(entry, study_seed)
+
+        round = 0
+
+    arms = dict.fromkeys(("ps-a", "ps-b", "ps-c"), 0.09)
+    scores = dict.fromkeys(arms, 98.0)
+    world = Diverging(steps_s=arms, scores=scores, equal=(), places=[ONE], noise=0.0001)
+    _, rounds = world.to_the_end(world.evidence(margin=1e-9))
+    asked = [(cell.strategy, cell.repeat) for found in rounds for cell in found.full_runs]
+    assert asked[:2] == [("ps-a", 0), ("ps-a", 1)]
+    assert [repeat for _, repeat in asked[2:]] == [0, 1]
+    assert rounds[-1].blocks == ()
 
 
 def test_an_arm_that_fails_in_a_later_block_is_out_with_its_reason():
@@ -190,7 +297,7 @@ def test_an_arm_that_fails_in_a_later_block_is_out_with_its_reason():
     key = (Place("e", "m", 1), 2)
     broken = evidence.blocks[key]
     segments = tuple(
-        replace(s, status="timeout", step_s=None) if s.strategy == "fsdp" else s
+        replace(s, status="timeout", mean_step_s=None) if s.strategy == "fsdp" else s
         for s in broken.segments
     )
     changed = replace(evidence, blocks=evidence.blocks | {key: replace(broken, segments=segments)})
@@ -248,12 +355,12 @@ def made_blocks(rng, n, arms, sd):
         slots = [("first", a) for a in order] + [("mirror", a) for a in order[::-1]]
         at = np.linspace(-1, 1, len(slots))
         segments = [
-            Segment(arm, slot, passed, "ok", 0.1 * math.exp(
+            Segment(slot, passed, arm, "ok", 0.1 * math.exp(
                 allocation + trend * at[slot] + own[arm] + rng.normal(0, sd["segment"])
-            ))
+            ), None, None, 1.0, 5.0)
             for slot, (passed, arm) in enumerate(slots)
         ]  # fmt: skip
-        blocks.append(Block(Place("e", "m", 2), number, 60, tuple(segments), ("h",), None, 1.0))
+        blocks.append(Block(Place("e", "m", 2), number, 60, tuple(segments), ("h",), "cuda", 1.0))
     return blocks
 
 

@@ -19,10 +19,7 @@ BOUT = Path("results/tiny/blocks/first/vgg-compact/2gpu")
 
 
 def racing(folder: Path) -> Workflow:
-    """A study of twice the same strategy, whose segments have few steps, and which races three blocks.
-
-    On a busy machine none of them may be dropped for the noise of one block.
-    """
+    """A study of twice the same strategy, whose segments have few steps, and which races three blocks."""
     config = tiny_config()
     experiments = config["studies"]["tiny"]["experiments"]
     del experiments["second"]
@@ -34,7 +31,6 @@ def racing(folder: Path) -> Workflow:
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
     race = "workflow/stratbench/verdict/race.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2, 3)")
-    workflow.change_code(race, "SCREEN = 1.5", "SCREEN = 99.0")
     return workflow
 
 
@@ -86,6 +82,7 @@ def test_rounds_follow_one_another_to_the_end_of_the_race(raced):
     assert done.returncode == 0, done.stdout
     assert len(re.findall(r"^Job stats:", done.stdout, re.MULTILINE)) >= 2
     assert "Done: " in done.stdout
+    assert "Decided:" not in done.stdout  # two that are the same, at a margin below the noise
     made = sorted(path.parent.name for path in (raced.folder / BOUT).glob("*/block.json"))
     assert made == ["block1", "block2", "block3"]
     assert (raced.folder / BOUT / "block1/block.json").read_bytes() == first

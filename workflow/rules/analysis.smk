@@ -34,14 +34,15 @@ STAGES = {
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
     "decide": "python -m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
-    " --study-dir {params.study:q}"
+    " --verdict {params.verdict:q}"
     " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
     "against": "python -m stratbench.analysis.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
     " --claims-out {params.out:q}/against_claims.csv",
     "paper_audit": "python -m stratbench.analysis.paper_audit --out {params.out:q}/paper_audit.csv",
     "report": "python -m stratbench.analysis.report --folder {params.out:q}"
-    " --study-dir {params.study:q} --description={params.description:q}",
+    " --study-dir {params.study:q} --verdict {params.verdict:q}"
+    " --description={params.description:q}",
 }
 
 
@@ -185,6 +186,7 @@ rule make_decision:
         study=study_dir,
         out=study_dir,
         constraints=constraints,
+        verdict=told_verdict,
     message:
         "rank the strategies of {wildcards.study}"
     shell:
@@ -251,6 +253,7 @@ rule write_report:
         study=study_dir,
         out=study_dir,
         description=description,
+        verdict=told_verdict,
     message:
         "write the report of {wildcards.study}"
     shell:
@@ -275,6 +278,7 @@ rule partial:
         trained=as_trained,
         description=description,
         constraints=constraints,
+        verdict=told_verdict,
     message:
         f"merge the records of {STUDY.name} that are there"
     shell:
@@ -304,6 +308,7 @@ rule decide:
         targets=targets,
         trained=as_trained,
         constraints=constraints,
+        verdict=told_verdict,
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"
     shell:

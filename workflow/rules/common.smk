@@ -124,10 +124,15 @@ def compared_sets(wildcards):
     return json.dumps(told(existing_sets, CONFIG))
 
 
+def told_verdict(wildcards):
+    """The study's verdict, where there is one of the config's settings; else an empty text."""
+    path = ROUND.file.with_name("verdict.json")
+    return str(path) if ROUND.is_told else ""
+
+
 def verdict_of(wildcards):
-    """The study's verdict, where there is one."""
-    path = f"{RESULTS}/{wildcards.study}/verdict/verdict.json"
-    return [path] if Path(path).exists() else []
+    """The same as a list of files."""
+    return list(filter(None, [told_verdict(wildcards)]))
 
 
 def study_dir(wildcards):

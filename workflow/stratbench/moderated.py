@@ -17,7 +17,11 @@ from scipy.special import digamma, polygamma, stdtrit  # scipy.stats takes long 
 ALPHA = 0.05
 #: Divides it for people who look again after further repeats, at 2, 3, 4, 5, 6, 8 and 10 of them; by
 #: simulation it has to be 3.8 to 5.6.
-LOOKS = 4.5
+REPEATED_LOOKS = 4.5
+#: From this many times the time on, a single repeat in common tells that one is slower.
+SCREEN = 1.5
+#: By how much something may be faster before the confidence is low.
+ROUGH = 0.10
 #: Variances from which a prior is estimated at all, is trusted in full, and how far it counts between.
 FEWEST_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
 
@@ -133,4 +137,4 @@ def tail_of(rivals: int | np.ndarray) -> np.ndarray:
     interval, and which candidate the rivals are compared with was chosen by the same repeats: two
     rivals are the fewest that count.
     """
-    return ALPHA / (LOOKS * np.maximum(2, rivals))
+    return ALPHA / (REPEATED_LOOKS * np.maximum(2, rivals))

@@ -8,9 +8,10 @@ import pandas as pd
 
 from stratbench.analysis.candidates import Candidate
 from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.ranking import ROUGH, Ranking
+from stratbench.analysis.ranking import Ranking
 from stratbench.analysis.tolerance import chance_difference
 from stratbench.cell.words import counted
+from stratbench.moderated import ROUGH
 
 
 def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tuple[str, str]:

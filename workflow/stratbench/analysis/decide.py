@@ -381,14 +381,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="stratbench.analysis.decide", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
-    parser.add_argument("--study-dir", type=Path, help="where a verdict may be: results/<study>")
+    parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
     parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
     parser.add_argument("--answers-out", type=Path, required=True, help="the decisions (JSON)")
     args = parser.parse_args(argv)
     given = Constraints.from_json(args.constraints)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
-    verdict = read_verdict(args.study_dir) if args.study_dir else None
+    verdict = read_verdict(args.verdict)
     raced = {} if verdict is None else raced_groups(verdict)
     print(write_decisions(cells, findings, given, args.out, args.answers_out, raced))
     return 0

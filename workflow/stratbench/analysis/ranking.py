@@ -15,11 +15,6 @@ import numpy as np
 from stratbench import moderated
 from stratbench.analysis.candidates import Candidate
 
-#: A rival with a single repeat in common is taken for slower from this many times the time on.
-SCREEN = 1.5
-#: By how much something may be faster before the confidence is low.
-ROUGH = 0.10
-
 
 class Standings(NamedTuple):
     """Every candidate against the chosen one; ratios on logarithms, shape [..., candidates].
@@ -75,7 +70,7 @@ def standings_against_chosen(
     half = moderated.half_widths(variance, dof, found.repeats, moderated.tail_of(rivals))
     low, high = mean - half, mean + half
     beyond = mean > np.log1p(margin) + 1e-12
-    screened = (found.repeats == 1) & (mean >= np.log(SCREEN)) & (dof == 0)
+    screened = (found.repeats == 1) & (mean >= np.log(moderated.SCREEN)) & (dof == 0)
     with_others = (found.repeats.max(-1, keepdims=True) > 1) & screened
     slower = beyond & ((low > 0) | with_others) & ~itself
     may_lead = np.where(itself | with_others, np.inf, low)

@@ -322,12 +322,12 @@ def experiment_sections(
         }
 
 
-def page_values(folder: Path, study_dir: Path, partial: bool) -> dict[str, Any]:
+def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str) -> dict[str, Any]:
     """Everything that the template prints, from the files of the other stages in `folder`."""
     cells, findings = read_cells(folder / "cells.csv"), read_audit(folder / "audit.csv")
     decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     prediction = folder / "prediction.csv"
-    verdict = read_verdict(study_dir)
+    verdict = read_verdict(verdict_path)
     counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
@@ -373,10 +373,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, required=True, help="where the other stages' files are; for the page"
     )
     parser.add_argument("--study-dir", type=Path, required=True, help="results/<study>, for links")
+    parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
     parser.add_argument("--description", default="", help="what the study is for")
     parser.add_argument("--partial", action="store_true", help="say that cells may be missing")
     args = parser.parse_args(argv)
-    values = page_values(args.folder, args.study_dir, args.partial) | {
+    values = page_values(args.folder, args.study_dir, args.partial, args.verdict) | {
         "description": args.description
     }
     out = args.folder / "report.html"

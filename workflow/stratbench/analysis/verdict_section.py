@@ -34,11 +34,11 @@ def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str
     looks = styles_by_strategy(
         (name, bases[name] if isinstance(bases.get(name), str) else None) for name in named
     )
-    matrix = verdict["matrix_gpu_hours"]
-    on_cpu = any(bout["device"] == "cpu" for bout in verdict["bouts"])
+    matrix, noise = verdict["matrix_gpu_hours"], verdict["noise"]["text"]
     return {
         "bouts": [bout_line(bout) for bout in verdict["bouts"] if len(bout["arms"]) > 1],
-        "hours": "worker-hours" if on_cpu else "GPU-hours",
+        "hours": verdict["hours"],
+        "repeats": verdict["matrix_repeats"],
         "spent": f"{verdict['spent_gpu_hours']:.3g}",
         "matrix": None if matrix is None else f"{matrix:.3g}",
         "share": None if not matrix else f"{100 * verdict['spent_gpu_hours'] / matrix:.1f} %",
@@ -46,7 +46,7 @@ def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str
         "rounds": verdict["rounds"],
         "figures": list(interval_figures(verdict, looks)),
         "noise": list(noise_rows(verdict["noise"])),
-        "implies": what_noise_implies(verdict),
+        "implies": f"{noise[0].upper()}{noise[1:]}.",
         "notes": verdict["notes"],
     }
 
@@ -82,21 +82,7 @@ def nearest_interval(bout: Mapping[str, Any]) -> str:
     if not known:
         return ""
     nearest = min(known, key=lambda ratio: (bool(ratio["why"]), ratio["low"]))  # not dropped first
-    return f"{nearest['strategy']} {interval_text(nearest)}"
-
-
-def interval_text(ratio: Mapping[str, Any]) -> str:
-    """A ratio with its interval."""
-    if ratio["ratio"] is None:
-        return ""
-    text = f"{ratio['ratio']:.3f}"
-    if ratio["low"] is None:
-        return text
-    ends = (
-        "below 0.1" if end < 0.1 else "above 10" if end > 10 else f"{end:.3f}"
-        for end in (ratio["low"], ratio["high"])
-    )  # fmt: skip
-    return f"{text} [{', '.join(ends)}]"
+    return f"{nearest['strategy']} {nearest['text']}"
 
 
 def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
@@ -107,7 +93,7 @@ def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
         "strategy": ratio["strategy"],
         "state": f"dropped after {counted(ratio['blocks'], 'block')}" if dropped
         else words.get(ratio["state"], ratio["state"]),
-        "ratio": interval_text(ratio),
+        "ratio": ratio["text"],
         "against": ratio["against"] or "",
         "why": ratio["why"],
     }  # fmt: skip
@@ -139,18 +125,6 @@ def noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         value = noise[key]
         shown = "not known" if value is None else f"{100 * value:.2f}"
         yield {"name": name, "sd": shown, "meaning": meaning}
-
-
-def what_noise_implies(verdict: Mapping[str, Any]) -> str:
-    """What the noise asks of the next study."""
-    noise, margin = verdict["noise"], verdict["margin"]
-    if noise["ratio"] is None:
-        return "Two blocks of a model and worker count are the fewest that tell."
-    needed = noise["blocks_for_margin"]
-    of = f"A margin of {100 * margin:.3g} % among {noise['rivals'] + 1} equally fast strategies"
-    if needed is None:
-        return f"{of} is out of reach here: not even 10 blocks tell so little from this noise."
-    return f"{of} takes about {counted(needed, 'block')} on these nodes."
 
 
 def interval_figures(

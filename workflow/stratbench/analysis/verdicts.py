@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -37,10 +36,9 @@ class Raced:
     claim: tuple[str, str] | None  # of its bout and how sure it is, where it leads one
 
 
-def read_verdict(study_dir: Path) -> dict[str, Any] | None:
-    """verdict.json of a study; None where there is none that this version can read."""
-    path = study_dir / "verdict" / "verdict.json"
-    if not path.exists():
+def read_verdict(path: str) -> dict[str, Any] | None:
+    """What a verdict.json says; None where `path` is empty, or there is none that this version can read."""
+    if not path:
         return None
     try:
         found = read_json(path)

@@ -6,20 +6,26 @@ here imports anything heavy: the Snakefile uses it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json
+from stratbench.cell.segments import value_of_segments
 from stratbench.cell.settings import LATER, Settings
 
 #: Path of a block below `blocks/` and `logs/blocks/` of its study.
 BLOCK_PATTERN = "{experiment}/{model}/{gpus}gpu/block{block}"
 BLOCK_FILE = "block.json"
 SCHEMA_VERSION = 1
+#: The passes of a block: a segment that does not count, each strategy twice, and once more where the two
+#: disagree.
+PASSES = BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"
 #: Settings that say how long is trained and from which seed, and not with what.
 _LENGTH = ("steps", "epochs", "seed", "profile")
 
@@ -108,12 +114,106 @@ def trained_with(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _LENGTH}
 
 
+def trained_digest(settings: Settings | Mapping[str, Any]) -> str:
+    """A short name of what `trained_with` says: equal ones have equal names."""
+    text = json.dumps(trained_with(settings), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- results
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Which bout: its experiment, model and number of workers."""
+
+    experiment: str
+    model: str
+    gpus: int
+
+    @classmethod
+    def of(cls, cell: Mapping[str, Any] | Cell) -> Place:
+        """The bout of a cell, or of its coordinates."""
+        values = vars(cell) if isinstance(cell, Cell) else cell
+        return cls(values["experiment"], values["model"], values["gpus"])
+
+    def __str__(self) -> str:
+        return f"{self.experiment}, {self.model} on {self.gpus}"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What came of a segment. Times are in seconds.
+
+    `mean_step_s`, and `step_cv` (the standard deviation of a step's time over its mean) are None unless
+    it ended well; `start_s` is all of `wall_s` but the steps.
+    """
+
+    slot: int
+    in_pass: str
+    strategy: str
+    status: str
+    mean_step_s: float | None
+    step_cv: float | None
+    record: str | None
+    start_s: float
+    wall_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """As block.json lists it."""
+        return {"pass" if key == "in_pass" else key: value for key, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Segment:
+        """The segment that `as_dict` gave."""
+        return cls(**{"in_pass" if key == "pass" else key: v for key, v in values.items()})
+
+
+@dataclass(frozen=True)
+class Block:
+    """The result of a complete block."""
+
+    place: Place
+    number: int
+    #: Of a segment, without those that it discards.
+    steps: int
+    segments: tuple[Segment, ...]
+    hosts: tuple[str, ...]
+    #: `cuda` or `cpu`.
+    device: str
+    gpu_seconds: float
+    #: What each strategy was trained with, as `trained_digest` has it.
+    trained: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, strategy: str) -> list[Segment]:
+        """A strategy's segments that count, in the order first, mirror, third."""
+        found = [s for s in self.segments if s.strategy == strategy and s.in_pass != BURN_IN]
+        return sorted(found, key=lambda s: PASSES.index(s.in_pass))
+
+    def logs(self, strategy: str) -> list[float]:
+        """Logarithms of a strategy's step times, by segment; empty unless all of them ended well."""
+        found = self.of(strategy)
+        if len(found) < 2 or any(s.status != "ok" for s in found):
+            return []
+        return [math.log(s.mean_step_s) for s in found]
+
+    def value(self, strategy: str) -> float:
+        """The logarithm of a strategy's seconds a step; NaN where it did not end well."""
+        logs = self.logs(strategy)
+        return value_of_segments(logs) if logs else math.nan
+
+    def status(self, strategy: str) -> str | None:
+        """How the strategy's first segment that did not end well ended; None: all did."""
+        bad = (s.status for s in self.segments if s.strategy == strategy and s.status != "ok")
+        return next(bad, None)
+
+
 def block_files(results: str | Path, study: str) -> list[Path]:
     """The results of all of a study's complete blocks, in the order of their paths."""
     return sorted((Path(results) / study / "blocks").glob(f"*/*/*gpu/block*/{BLOCK_FILE}"))
 
 
-def read_block(path: str | Path) -> dict[str, Any]:
+def read_block(path: str | Path) -> Block:
     """The result of a complete block. Raises BlockError where `path` holds none."""
     try:
         found = read_json(path)
@@ -121,31 +221,45 @@ def read_block(path: str | Path) -> dict[str, Any]:
         raise BlockError(f"{path} cannot be read as a block's result: {e}") from e
     if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
         raise BlockError(f"{path} is no block's result of version {SCHEMA_VERSION}")
-    faults = list(_faults(found))
-    if faults:
+    if faults := list(_faults(found)):
         raise BlockError(f"{path} is not a block's result: {'; '.join(faults[:3])}")
-    return found
+    return Block(
+        place=Place.of(found),
+        number=found["block"],
+        steps=found["settings"]["steps"],
+        segments=tuple(map(Segment.from_dict, found["segments"])),
+        hosts=tuple(sorted(found["hosts"])),
+        device=found["device"],
+        gpu_seconds=found["gpu_seconds"],
+        trained={name: trained_digest(s) for name, s in found["trained"].items()},
+    )
 
 
-def _faults(found: Mapping[str, Any]) -> Iterable[str]:
+def _faults(found: Mapping[str, Any]) -> Iterator[str]:
     """What is missing or impossible in a block's result."""
     for key, kind in _FIELDS.items():
         if not isinstance(found.get(key), kind):
             yield f"{key} is {str(found.get(key))[:40]!r}"
-    if not isinstance(found.get("segments"), list):
-        return
-    for n, segment in enumerate(found["segments"]):
-        if not isinstance(segment, dict) or segment.get("strategy") not in found["order"]:
-            yield f"segments[{n}] is of no strategy of the block"
+            return
+    if not isinstance(found["settings"].get("steps"), int):
+        yield f"settings.steps is {str(found['settings'].get('steps'))[:40]!r}"
+    for name in found["order"]:
+        if not isinstance(found["trained"].get(name), dict):
+            yield f"trained does not say with what {str(name)[:40]!r} was"
+    for n, values in enumerate(found["segments"]):
+        try:
+            segment = Segment.from_dict(values)
+        except (AttributeError, TypeError) as e:
+            yield f"segments[{n}] is no segment ({e})"
             continue
-        mean_s, ok = segment.get("mean_step_s"), segment.get("status") == "ok"
-        sound = isinstance(mean_s, float) and 0 < mean_s < math.inf if ok else mean_s is None
-        if not sound:
-            yield f"segments[{n}].mean_step_s is {mean_s!r} with status {segment.get('status')!r}"
+        if segment.strategy not in found["order"] or segment.in_pass not in PASSES:
+            yield f"segments[{n}] is of no strategy or pass of the block"
+        mean_s, ok = segment.mean_step_s, segment.status == "ok"
+        if not (isinstance(mean_s, float) and 0 < mean_s < math.inf if ok else mean_s is None):
+            yield f"segments[{n}].mean_step_s is {mean_s!r} with status {segment.status!r}"
 
 
 _FIELDS: dict[str, Any] = {
-    "experiment": str, "model": str, "gpus": int, "block": int, "seed": int, "order": list,
-    "settings": dict, "segments": list, "hosts": list, "gpu_seconds": (int, float),
-    "arithmetic": dict, "servers": dict, "trained": dict,
+    "experiment": str, "model": str, "gpus": int, "block": int, "order": list, "settings": dict,
+    "segments": list, "hosts": list, "device": str, "gpu_seconds": (int, float), "trained": dict,
 }  # fmt: skip

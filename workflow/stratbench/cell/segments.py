@@ -10,6 +10,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+#: Repeats of the matrix that a verdict stands in for.
+MATRIX_REPEATS = 3
 #: Segments are no shorter and no longer, in steps.
 LEAST_STEPS, MOST_STEPS = 50, 300
 #: Steps discarded after the warm-up: at least so many (fp16's scaler restarts and skips), and this
@@ -25,9 +27,9 @@ MOST_OFF = 0.03
 STEP_NOISE = {"cuda": (0.05, 0.3, 0.008), "cpu": (0.3, 0.3, 0.05)}
 #: Seconds to start a segment's processes from a fork server, where none was measured.
 SEGMENT_START_S = {"cuda": 6.0, "cpu": 0.7}
-#: What a race took in simulations: so many segments of each arm (on nodes that others use, too), and of
-#: full cells, for scores, one for so many arms, but at least one.
-SEGMENTS_OF_AN_ARM, SEGMENTS_WHERE_SHARED, ARMS_A_FULL_CELL = 7.5, 15.0, 9
+#: What a race took in simulations: so many segments of each arm, and of full cells, for scores, one for
+#: so many arms, but at least one.
+SEGMENTS_OF_AN_ARM, ARMS_A_FULL_CELL = 7.5, 9
 
 
 def segment_steps(
@@ -74,14 +76,10 @@ def segment_s(start_s: float, step_s: float, steps: int) -> float:
     return start_s + (steps + discarded_steps(steps)) * step_s
 
 
-def expected_cost(
-    segments: Sequence[float], full_cells: Sequence[float], shared: bool = False
-) -> tuple[float, float]:
+def expected_cost(segments: Sequence[float], full_cells: Sequence[float]) -> tuple[float, float]:
     """What a bout's blocks, and the full cells for its scores, will cost about.
 
-    Of each arm what a segment and what a full cell costs, in any one unit. `shared`: on nodes where
-    others work, too.
+    Of each arm what a segment and what a full cell costs, in any one unit.
     """
-    times = SEGMENTS_WHERE_SHARED if shared else SEGMENTS_OF_AN_ARM
     trained = max(1.0, len(full_cells) / ARMS_A_FULL_CELL)
-    return times * sum(segments), trained * sum(full_cells) / len(full_cells)
+    return SEGMENTS_OF_AN_ARM * sum(segments), trained * sum(full_cells) / len(full_cells)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from stratbench.cell.segments import (
+    MATRIX_REPEATS,
     SEGMENT_START_S,
     STEP_NOISE,
     expected_cost,
@@ -15,8 +16,8 @@ from stratbench.cell.segments import (
 )
 from stratbench.plan.schedule import Plan, Planned
 
-#: Repeats of the matrix that a verdict saves, and the share of it that it should cost at most.
-MATRIX_REPEATS, AIM = 3, 0.10
+#: The share of the matrix that a verdict should cost at most.
+AIM = 0.10
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,16 @@ class Strategy:
         """After how many steps, once it has begun with its last kind of step, its work repeats."""
         return 1
 
+    def own_length(self, discarded: int, timed: int) -> tuple[int, int]:
+        """Steps that a segment of it discards and times, where all are to have so many, or more.
+
+        Whole periods of its own are timed, and none of its first steps, which are of another kind than
+        those that most of a training has.
+        """
+        first, period = max(self.first_steps[-1], self.plain_steps), self.period
+        before = first + -(-max(0, discarded - first) // period) * period
+        return before, -(-timed // period) * period
+
     def exchanges(self, steps: int) -> int:
         """In how many of a training's `steps` the workers communicate."""
         return steps

@@ -13,11 +13,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.blocks import BLOCK_PATTERN, BlockPlan, trained_with
+from stratbench.cell.blocks import (
+    BLOCK_FILE,
+    BLOCK_PATTERN,
+    BlockPlan,
+    Place,
+    trained_digest,
+    trained_with,
+)
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.segments import MOST_STEPS, discarded_steps
 from stratbench.cell.settings import LATER
+from stratbench.strategies import strategy_class
 from stratbench.study.config import Study
 from stratbench.study.jobs import Jobs
 from stratbench.study.messages import ConfigError
@@ -79,7 +87,7 @@ class Round:
     def files(self) -> list[str]:
         """What the round makes: results of blocks, and records."""
         results = self._jobs.results
-        made = [plan.folder(results) / "block.json" for plan in self.blocks.values()]
+        made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
 
     def block_of(self, wildcards: Mapping[str, str]) -> BlockPlan:
@@ -110,12 +118,16 @@ class Round:
     def limit_s(self, plan: BlockPlan) -> float | None:
         """The limit of each segment of a block, in seconds; None: none."""
         cell = plan.cell(plan.order[0])
-        steps = plan.steps or MOST_STEPS
         samples = self._study.dataset(plan.dataset).train_samples
         total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
-        return segment_limit_s(
-            self._study.time_limit_s(cell), steps + discarded_steps(steps), total
-        )
+        longest = max(self._segment_steps(plan.cell(name), plan.steps) for name in plan.order)
+        return segment_limit_s(self._study.time_limit_s(cell), longest, total)
+
+    def _segment_steps(self, cell: Cell, steps: int | None) -> int:
+        """The steps of a cell's segment, those that it discards with them, where `steps` are to be timed."""
+        timed, settings = steps or MOST_STEPS, self._jobs.settings_of(cell)
+        cls = strategy_class(settings.strategy)
+        return sum(cls(cls.Options(**settings.options)).own_length(discarded_steps(timed), timed))
 
     def request_of(self, plan: BlockPlan) -> JobRequest:
         """What a block asks a scheduler for: the most that one of its strategies needs."""
@@ -133,7 +145,8 @@ class Round:
             return False
         if all(following[key] == self.content[key] for key in ("bouts", "full_runs")):
             raise ConfigError(
-                f"the round has made all its files, and would be the next one again: see {self.file}"
+                "the round has made all its files, and would be the next one again: "
+                "`snakemake verdict` prints which of them it does not use, and why"
             )
         return True
 
@@ -144,3 +157,18 @@ class Round:
         if done.returncode != 0:
             raise ConfigError(f"the next round of the verdict is unknown:\n{done.stderr.strip()}")
         return json.loads(done.stdout)
+
+    @cached_property
+    def is_told(self) -> bool:
+        """Whether there is a verdict.json, and of strategies as the config trains them now."""
+        try:
+            bouts = read_json(self.file.with_name("verdict.json"))["bouts"]
+            told = {(Place.of(b), arm): of for b in bouts for arm, of in b["trained"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+        now = {
+            (Place.of(cell), cell.strategy): self._jobs.settings_of(cell)
+            for cell in self._study.cells
+            if cell.repeat == 0
+        }
+        return all(trained_digest(now[arm]) == of for arm, of in told.items() if arm in now)

@@ -22,10 +22,9 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
 
 from stratbench.cell import blocks, record, segments
-from stratbench.cell.blocks import BlockPlan
+from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.files import write_atomic
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
@@ -38,10 +37,8 @@ from stratbench.train.launch import check_inputs, fail, hold_devices, job_of, la
 from stratbench.train.locks import hold_cell
 from stratbench.train.segments import (
     TAIL_STEPS,
-    Segment,
     differences_of,
     limit,
-    own_length,
     run_in_order,
     timed_steps,
 )
@@ -124,7 +121,6 @@ class BlockRun:
         self._slot = 0
         self._preceding: str | None = None
         self._hosts: set[str] = set()
-        self._arithmetic: dict[str, str | None] = dict.fromkeys(plan.order)
         self._use_cuda = False
 
     def run(self) -> None:
@@ -137,8 +133,8 @@ class BlockRun:
             old.unlink(missing_ok=True)
         any_settings = self._settings[plan.order[0]]  # all are of one experiment, model and number
         check_inputs(args.data, any_settings)
-        started, begun_s = datetime.now(UTC), time.monotonic()
         with hold_devices(any_settings, args.nodes) as self._use_cuda:
+            started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices
             if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
                 raise devices.DeviceError(reason)
             with self._shared_import(any_settings):
@@ -161,15 +157,11 @@ class BlockRun:
             },
             "segments": [segment.as_dict() for segment in done],
             "hosts": sorted(self._hosts),
+            "device": "cuda" if self._use_cuda else "cpu",
             "allocation": os.environ.get("SLURM_JOB_ID"),
             "started": started.isoformat(timespec="seconds"),
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
             "gpu_seconds": plan.gpus * wall_s,
-            "arithmetic": self._arithmetic,
-            "servers": {
-                name: strategy_class(self._settings[name].strategy).kind == "server"
-                for name in plan.order
-            },
             "trained": {name: blocks.trained_with(self._settings[name]) for name in plan.order},
         }
         write_atomic(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -213,7 +205,7 @@ class BlockRun:
         discarded = segments.discarded_steps(timed) if self._discard is None else self._discard
         s = self._settings[strategy]
         cls = strategy_class(s.strategy)
-        discarded, timed = own_length(cls(cls.Options(**s.options)), discarded, timed)
+        discarded, timed = cls(cls.Options(**s.options)).own_length(discarded, timed)
         tail = TAIL_STEPS if cls.kind == "server" else 0
         settings = blocks.segment_settings(s, plan, discarded + timed + tail)
         RunFolder.of_logs(self.logs).create()
@@ -240,7 +232,6 @@ class BlockRun:
         }
         if steps is not None:
             found["steps"] = steps
-            self._arithmetic[strategy] = arithmetic_of(found)
         path = Path("segments", name, "record.json")
         record.write(args.out / path, found)
         self._hosts.update(hosts)
@@ -265,16 +256,6 @@ class BlockRun:
         """The names of the hosts that a segment ran on; empty if no worker told its own."""
         workers = job.folder.read_workers(job.world_size).values()
         return sorted({w["provenance"]["host"]["name"] for w in workers if "provenance" in w})
-
-
-def arithmetic_of(found: Mapping[str, Any]) -> str | None:
-    """What strategies share whose updates are the same but for rounding; None: nobody shares them.
-
-    BatchNorm's statistics are a worker's own: with it they differ between numbers of workers.
-    """
-    if not found["strategy"]["traits"]["equals_ddp"]:
-        return None
-    return f"equal-{found['cell']['gpus']}gpu" if found["model"]["batchnorm"] else "equal"
 
 
 if __name__ == "__main__":

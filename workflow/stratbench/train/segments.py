@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from stratbench.cell.blocks import BlockPlan
+from stratbench.cell.blocks import BURN_IN, FIRST, MIRROR, THIRD, BlockPlan, Segment
 from stratbench.cell.segments import disagreement_limit
-from stratbench.strategies.base import Strategy
 from stratbench.train.job import Job
 
 #: Steps after those that are timed, of a strategy with servers: until the last timed push has come, no
 #: worker may run out of tickets.
 TAIL_STEPS = 3
-BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """What came of a segment. Times are in seconds.
-
-    `mean_step_s`, and `step_cv` (the standard deviation of a step's time over its mean) are None unless
-    it ended well; `start_s` is all of `wall_s` but the steps.
-    """
-
-    slot: int
-    in_pass: str
-    strategy: str
-    status: str
-    mean_step_s: float | None
-    step_cv: float | None
-    record: str | None
-    start_s: float
-    wall_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """As block.json lists it."""
-        return {"pass" if key == "in_pass" else key: value for key, value in vars(self).items()}
 
 
 def run_in_order(
@@ -93,17 +67,6 @@ def limit(plan: BlockPlan, differences: Iterable[float]) -> float:
     if plan.disagreement is not None:
         return plan.disagreement
     return disagreement_limit(list(differences))
-
-
-def own_length(strategy: Strategy, discarded: int, timed: int) -> tuple[int, int]:
-    """Steps that a strategy's segment discards and times, where all are to have so many, or more.
-
-    Whole periods of its own are timed, and none of its first steps, which are of another kind than those
-    that most of a training has.
-    """
-    first, period = max(strategy.first_steps[-1], strategy.plain_steps), strategy.period
-    before = first + -(-max(0, discarded - first) // period) * period
-    return before, -(-timed // period) * period
 
 
 def timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from stratbench.cell import record
-from stratbench.cell.blocks import block_files, read_block, trained_with
+from stratbench.cell.blocks import (
+    Block,
+    BlockError,
+    Place,
+    block_files,
+    read_block,
+    trained_digest,
+)
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.segments import value_of_segments
+from stratbench.cell.segments import MATRIX_REPEATS
 from stratbench.cell.settings import LATER
 from stratbench.strategies import strategy_class, traits_of
 from stratbench.strategies.base import Traits
@@ -20,20 +27,8 @@ from stratbench.study.config import Study
 from stratbench.study.jobs import Jobs
 from stratbench.workload.models import MODELS
 
-#: Repeats that a leader's score may be measured in, those of the matrix that a verdict saves.
-SEEDS = MATRIX_REPEATS = 3
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """Which bout: its experiment, model and number of workers."""
-
-    experiment: str
-    model: str
-    gpus: int
-
-    def __str__(self) -> str:
-        return f"{self.experiment}, {self.model} on {self.gpus}"
+#: Repeats that a leader's score may be measured in: those of the matrix.
+SEEDS = MATRIX_REPEATS
 
 
 @dataclass(frozen=True)
@@ -44,67 +39,18 @@ class Bout:
     dataset: str
     arms: tuple[str, ...]
     served: tuple[bool, ...]
-    #: Whether an arm's arithmetic equals DDP's.
+    #: Whether an arm's arithmetic equals DDP's: such arms share their score.
     equal: tuple[bool, ...]
-    #: Arms of equal arithmetic share their score with those of other bouts that have the same key.
+    #: Bouts of which this is the same share it, too.
     arithmetic: tuple[Any, ...]
     #: What is true of each arm, as its strategy says it.
     traits: tuple[Traits, ...] = ()
+    #: What each arm is trained with, as `trained_digest` has it.
+    trained: tuple[str, ...] = ()
     #: Steps of a full cell; None: not known before the data are read.
     full_steps: int | None = None
     #: Whether full cells are evaluated.
     scored: bool = True
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A segment of a block; `step_s`: mean time of its steps, None where it did not end well."""
-
-    strategy: str
-    slot: int
-    passed: str
-    status: str
-    step_s: float | None
-    start_s: float | None = None
-    wall_s: float | None = None
-    step_cv: float | None = None
-
-
-@dataclass(frozen=True)
-class Block:
-    """A complete block."""
-
-    place: Place
-    number: int
-    steps: int
-    segments: tuple[Segment, ...]
-    hosts: tuple[str, ...]
-    allocation: str | None
-    gpu_seconds: float
-    device: str = "cuda"
-
-    def of(self, strategy: str) -> list[Segment]:
-        """An arm's segments that count, in the order first, mirror, third."""
-        ordered = ("first", "mirror", "third")
-        found = [s for s in self.segments if s.strategy == strategy and s.passed in ordered]
-        return sorted(found, key=lambda s: ordered.index(s.passed))
-
-    def logs(self, strategy: str) -> list[float]:
-        """Logarithms of an arm's step times, by segment; empty unless all of them ended well."""
-        found = self.of(strategy)
-        if len(found) < 2 or any(s.status != "ok" or not s.step_s for s in found):
-            return []
-        return [math.log(s.step_s) for s in found]
-
-    def value(self, strategy: str) -> float:
-        """The arm's value, the logarithm of its seconds a step; NaN where it did not end well."""
-        logs = self.logs(strategy)
-        return value_of_segments(logs) if logs else math.nan
-
-    def status(self, strategy: str) -> str | None:
-        """How the arm's first segment that did not end well ended; None: all did."""
-        bad = (s.status for s in self.segments if s.strategy == strategy and s.status != "ok")
-        return next(bad, None)
 
 
 @dataclass(frozen=True)
@@ -141,12 +87,25 @@ class Evidence:
     #: Tolerated losses by the name of the score; others have their task's.
     tolerances: Mapping[str, float] = field(default_factory=dict)
 
+    @cached_property
+    def _blocks_by_place(self) -> dict[Place, list[Block]]:
+        found: dict[Place, list[Block]] = {}
+        for key in sorted(self.blocks):
+            found.setdefault(key[0], []).append(self.blocks[key])
+        return found
+
+    def blocks_of(self, place: Place) -> list[Block]:
+        """A bout's blocks, in order."""
+        return self._blocks_by_place.get(place, [])
+
     def cell(self, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
         """The cell of an arm's full training."""
-        place = bout.place
-        return Cell(
-            self.study, place.experiment, strategy, place.model, bout.dataset, place.gpus, repeat
-        )
+        return cell_of(self.study, bout, strategy, repeat)
+
+    def runs_of(self, bout: Bout, strategy: str) -> list[FullRun]:
+        """An arm's full runs, by repeat."""
+        cells = (self.cell(bout, strategy, repeat) for repeat in range(SEEDS))
+        return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
     def order(self, bout: Bout, block: int, arms: Iterable[str]) -> list[str]:
         """The order of a block's first pass: by a hash, so that it is the same wherever it is asked."""
@@ -159,6 +118,12 @@ class Evidence:
 
 def _hash(*parts: object) -> str:
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
+
+
+def cell_of(study: str, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
+    """A cell of a bout."""
+    place = bout.place
+    return Cell(study, place.experiment, strategy, place.model, bout.dataset, place.gpus, repeat)
 
 
 # ---------------------------------------------------------------- from files
@@ -174,18 +139,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[Evidence, list[str]]:
     notes = [
         f"{path} is not raced: {why}" for path, why in skipped.items() if path.endswith("rep0")
     ]
-    blocks = {}
-    for block, trained in _blocks_in(root, study.name, notes):
-        bout = next((b for b in bouts if b.place == block.place), None)
-        if bout is None:
-            continue
-        if stale := _changed_arms(study, bout, trained):
-            notes.append(
-                f"{block.place}, block {block.number} is not used: {', '.join(stale)} had other "
-                "settings than the config's"
-            )
-            continue
-        blocks[block.place, block.number] = block
+    blocks = {(b.place, b.number): b for b in _usable_blocks(study, bouts, root, notes)}
     runs = dict(_full_runs(study, bouts, root, notes))
     samples = {}
     for cell, (_, train_samples) in runs.items():
@@ -207,22 +161,21 @@ def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
     found: dict[Place, list[Cell]] = {}
     for cell in study.cells:
         if cell.repeat == 0 and cell.path not in skipped:
-            found.setdefault(Place(cell.experiment, cell.model, cell.gpus), []).append(cell)
+            found.setdefault(Place.of(cell), []).append(cell)
     for place, cells in found.items():
         settings = [study.settings(cell) for cell in cells]
         known = MODELS.get(place.model)
         apart = known is None or known.batchnorm is not False
-        key = (place.experiment, place.model, place.gpus if apart else None)
         traits = tuple(traits_of(s.strategy, s.options, place.gpus) for s in settings)
-        equal = tuple(t.equals_ddp for t in traits)
         yield Bout(
             place=place,
             dataset=cells[0].dataset,
             arms=tuple(cell.strategy for cell in cells),
             served=tuple(strategy_class(s.strategy).kind == "server" for s in settings),
-            equal=equal,
-            arithmetic=tuple(key if e else None for e in equal),
+            equal=tuple(t.equals_ddp for t in traits),
+            arithmetic=(place.experiment, place.model, place.gpus if apart else None),
             traits=traits,
+            trained=tuple(map(trained_digest, settings)),
             scored=settings[0].steps is None,
         )
 
@@ -230,63 +183,35 @@ def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
 def with_full_steps(study: Study, bout: Bout, train_samples: int | None) -> Bout:
     """The bout with the steps of its full cells, where the size of the data is known."""
     known = train_samples or study.dataset(bout.dataset).train_samples
-    settings = study.settings(
-        Cell(study.name, bout.place.experiment, bout.arms[0], bout.place.model, bout.dataset,
-             bout.place.gpus, 0)
-    )  # fmt: skip
+    settings = study.settings(cell_of(study.name, bout, bout.arms[0]))
     if settings.steps is None and known is None:
         return bout
-    return Bout(**{**vars(bout), "full_steps": settings.total_steps(known or 0)})
+    return replace(bout, full_steps=settings.total_steps(known or 0))
 
 
-def _blocks_in(
-    results: Path, study: str, notes: list[str]
-) -> Iterator[tuple[Block, Mapping[str, Any]]]:
-    for path in block_files(results, study):
+def _usable_blocks(
+    study: Study, bouts: Iterable[Bout], results: Path, notes: list[str]
+) -> Iterator[Block]:
+    """The blocks of the bouts whose arms were trained with the config's settings."""
+    wanted = {b.place: dict(zip(b.arms, b.trained, strict=True)) for b in bouts}
+    for path in block_files(results, study.name):
         try:
-            found = read_block(path)
-            yield block_from(found), found["trained"]
-        except (ValueError, KeyError, TypeError) as e:
-            notes.append(f"not used: {e or type(e).__name__}")
-
-
-def block_from(found: Mapping[str, Any]) -> Block:
-    """A block from what its block.json says."""
-    return Block(
-        place=Place(found["experiment"], found["model"], found["gpus"]),
-        number=found["block"],
-        steps=int(found["settings"]["steps"]),
-        segments=tuple(
-            Segment(
-                strategy=s["strategy"],
-                slot=s["slot"],
-                passed=s["pass"],
-                status=s["status"],
-                step_s=s["mean_step_s"],
-                start_s=s.get("start_s"),
-                wall_s=s.get("wall_s"),
-                step_cv=s.get("step_cv"),
+            block = read_block(path)
+        except BlockError as e:
+            notes.append(f"not used: {e}; delete it, and the block is measured again")
+            continue
+        if block.place not in wanted:
+            continue
+        # Arms that were taken out of the study since have segments that nobody asks for.
+        arms = wanted[block.place].keys() & block.trained.keys()
+        now = wanted[block.place]
+        if stale := sorted(a for a in arms if now[a] != block.trained[a]):
+            notes.append(
+                f"{block.place}, block {block.number} is not used: {', '.join(stale)} had other "
+                "settings than the config's"
             )
-            for s in found["segments"]
-        ),
-        hosts=tuple(sorted(map(str, found["hosts"]))),
-        allocation=None if found.get("allocation") is None else str(found["allocation"]),
-        gpu_seconds=float(found["gpu_seconds"]),
-        device=str(next(iter(found["trained"].values()), {}).get("device", "cuda")),
-    )
-
-
-def _changed_arms(study: Study, bout: Bout, trained: Mapping[str, Any]) -> list[str]:
-    """Arms of a block that were trained with other settings than the config gives them now."""
-    changed = []
-    for arm, settings in trained.items():
-        if arm not in bout.arms:
-            continue  # taken out of the study since: its segments are ignored
-        cell = Cell(study.name, bout.place.experiment, arm, bout.place.model, bout.dataset,
-                    bout.place.gpus, 0)  # fmt: skip
-        if trained_with(study.settings(cell)) != trained_with(settings):
-            changed.append(arm)
-    return changed
+            continue
+        yield block
 
 
 def _full_runs(
@@ -294,11 +219,9 @@ def _full_runs(
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
     """The full runs whose settings are the config's, each with the samples of its training set."""
     for bout in bouts:
-        place = bout.place
         for arm in bout.arms:
             for repeat in range(SEEDS):
-                cell = Cell(study.name, place.experiment, arm, place.model, bout.dataset,
-                            place.gpus, repeat)  # fmt: skip
+                cell = cell_of(study.name, bout, arm, repeat)
                 path = cell.record_path(results)
                 if not path.exists():
                     continue

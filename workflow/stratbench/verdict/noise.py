@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratbench import moderated
+from stratbench.cell.blocks import Block
 from stratbench.verdict import race
-from stratbench.verdict.evidence import Block
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from stratbench import moderated
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
 #: No bout is decided with fewer blocks.
 FEWEST_BLOCKS = 3
-#: An arm that took so many times as long in the first block is out of the race.
-SCREEN = 1.5
 #: Where a reported interval lies within this share either way, two arms are called equal.
 EQUAL = 0.03
 
@@ -26,11 +24,11 @@ EQUAL = 0.03
 class Look(NamedTuple):
     """A judgement of every bout; ratios to the leader on logarithms, NaN or infinite where unknown.
 
-    Shape [..., bouts, arms] of `mean` to `slower`, [..., bouts] of the others.
+    Shape [..., bouts, arms] of `mean` to `rivals`, [..., bouts] of the others.
     """
 
     leader: np.ndarray  # index of the fastest arm that may be chosen
-    ahead: np.ndarray  # index of the fastest arm, whether or not it may be chosen
+    blocks: np.ndarray  # that count: all arms in the race are in them
     mean: np.ndarray
     bound: np.ndarray  # the least that the arm's ratio may be, by which it is judged
     low: np.ndarray  # of the interval that is reported
@@ -62,6 +60,22 @@ def at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
     return np.take_along_axis(values, index[..., None], -1)[..., 0]
 
 
+def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """The logs of the blocks that all active arms are in, NaN elsewhere: what allocations do cancels there.
+
+    Only an arm that has come back to the race lacks blocks that others have.
+    """
+    whole = (np.isfinite(logs) | ~active[..., None]).all(-2, keepdims=True)
+    return np.where(whole & active[..., None], logs, np.nan)
+
+
+def mean_logs(logs: np.ndarray) -> np.ndarray:
+    """Each arm's mean over its blocks, shape [..., bouts, arms]; NaN without any."""
+    there = np.isfinite(logs)
+    with np.errstate(invalid="ignore"):
+        return np.where(there, logs, 0.0).sum(-1) / there.sum(-1)
+
+
 def judge(
     logs: np.ndarray,
     active: np.ndarray,
@@ -69,19 +83,20 @@ def judge(
     served: np.ndarray,
     started: np.ndarray,
     judged: np.ndarray,
-    blocks: np.ndarray,
     margin: float,
+    screen: np.ndarray | float,
 ) -> Look:
-    """Judges every bout of the mask `judged` by its `blocks` so far.
+    """Judges every bout of the mask `judged` by its blocks so far.
 
-    `logs`: NaN where an arm was not in a block; `active`: arms in the race, which are in every block of
-    their bout; `admissible`: arms that may lead, their score being known to be good; `served`: arms
-    with a parameter server; `started`: arms that the bout began with; `margin`: share by which
-    something may be faster than a leader when a bout is decided.
+    `logs`: NaN where an arm was not in a block; `active`: arms in the race; `admissible`: arms that may
+    lead, their score being known to be good; `served`: arms with a parameter server; `started`: arms
+    that the bout began with; `margin`: share by which something may be faster than a leader when a bout
+    is decided; `screen`: log ratio from which a single block tells an arm apart.
     """
-    with np.errstate(invalid="ignore"):
-        means = np.where(np.isfinite(logs), logs, 0.0).sum(-1) / np.isfinite(logs).sum(-1)
-    ahead = index_of_fastest(means, active)
+    logs = in_common(logs, active)
+    blocks = np.isfinite(logs).any(-2).sum(-1)
+    means = mean_logs(logs)
+    ahead = index_of_fastest(means, active)  # whether or not it may be chosen
     may_lead = active & admissible
     leader = np.where(may_lead.any(-1), index_of_fastest(means, may_lead), ahead)
     rivals = active & (np.arange(logs.shape[-2]) != leader[..., None])
@@ -91,11 +106,10 @@ def judge(
     counted = rivals & judged[..., None]
     found = found._replace(repeats=np.where(counted, found.repeats, 0))
     variance, dof = _moderated(found, served | at(served, leader)[..., None])
-    plain = dof <= np.maximum(blocks - 1, 0)[..., None]  # no variances to learn from
-    tails = moderated.tail_of(rivals.sum(-1))[..., None], reported_tail(started[..., None], plain)
+    tails = moderated.tail_of(rivals.sum(-1))[..., None], reported_tail(started)[..., None]
     half, reported = (moderated.half_widths(variance, dof, found.repeats, tail) for tail in tails)
     bound = np.where(rivals, mean - half, np.inf)
-    screened = (blocks == 1)[..., None] & (mean > np.log(SCREEN))
+    screened = (blocks == 1)[..., None] & (mean > screen)
     slower = rivals & ((bound > 0) | screened)
     at_most = np.maximum(0.0, -np.where(rivals & ~slower, bound, np.inf).min(-1))
     decided = (
@@ -104,9 +118,8 @@ def judge(
         & at(admissible, leader)
         & at(admissible, ahead)
     )
-    return Look(
-        leader, ahead, mean, bound, mean - reported, mean + reported, slower, rivals, at_most, decided
-    )  # fmt: skip
+    low, high = mean - reported, mean + reported
+    return Look(leader, blocks, mean, bound, low, high, slower, rivals, at_most, decided)
 
 
 def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,26 +131,24 @@ def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndar
     return variance.reshape(shape), dof.reshape(shape)
 
 
-def reported_tail(started: np.ndarray, plain: np.ndarray) -> np.ndarray:
+def reported_tail(started: np.ndarray) -> np.ndarray:
     """What the reported intervals of a bout leave out on either side.
 
     All intervals of a bout that began with `started` arms hold together with 95 %, at all looks, those
-    of dropped arms included. `plain`: by a variance of its own blocks alone, whose looks depend less on
-    one another: each of them counts.
+    of dropped arms included. The leader was chosen by the same blocks: every pair of arms counts.
     """
-    looks = np.where(plain, len(LOOKS) - 1, moderated.LOOKS)
-    return moderated.ALPHA / (2 * looks * np.maximum(1, started - 1))
+    return moderated.ALPHA / (moderated.REPEATED_LOOKS * np.maximum(2, started * (started - 1)))
 
 
-def dropped(look: Look, blocks: np.ndarray, decided: np.ndarray) -> np.ndarray:
-    """Arms that leave the race after a look at so many `blocks`: those told apart.
+def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
+    """Arms that leave the race after a look: those told apart.
 
     A decided bout keeps them, for their intervals. Below FEWEST_BLOCKS the nearest rival stays, so
     that the blocks still to come have something to compare.
     """
     near = index_of_fastest(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0
-    kept = (blocks < FEWEST_BLOCKS) & alone
+    kept = (look.blocks < FEWEST_BLOCKS) & alone
     stays = kept[..., None] & (np.arange(look.mean.shape[-1]) == near[..., None])
     return look.slower & ~stays & ~decided[..., None]
 
@@ -170,46 +181,67 @@ class Race:
         self.admissible = equal & there
         self.started = there.sum(-1)
         self.open = self.started > 1
+        #: Bouts that a score has opened again: judged by the blocks that they have.
+        self.again = np.zeros(self.open.shape, dtype=bool)
         self.logs = np.empty((*there.shape, 0))
-        #: Blocks so far, shape [..., bouts].
-        self.blocks = np.zeros(self.open.shape, dtype=int)
+        #: Blocks so far, and the leader at the last look, shape [..., bouts].
+        self.blocks, self.leader = np.zeros((2, *self.open.shape), dtype=int)
+        #: The leader that an arm was dropped against, -1: none, shape [..., bouts, arms].
+        self.against = np.full(there.shape, -1)
 
-    def advance(self, values: np.ndarray, new: np.ndarray) -> Step:
+    def advance(
+        self, values: np.ndarray, new: np.ndarray, disagreement: np.ndarray | float = 0.0
+    ) -> Step:
         """Judges the open bouts after their next blocks.
 
         `values`: shape [..., bouts, arms, blocks], NaN beyond the `new` blocks of a bout, and where an
-        arm has no value: it is out of the race then.
+        arm has no value: it is out of the race then. `disagreement`: the difference from which two
+        segments of one arm in a first block disagree; no screen is below it.
         """
         judged = self.open.copy()
         count = np.isfinite(values).sum(-1)
         failed = self.active & (count < new[..., None]) & judged[..., None]
         self.blocks = self.blocks + new
-        self.active &= ~failed
+        self._put_out(failed)
         if not self.logs.shape[-1]:
             self.started = self.active.sum(-1)
         self.logs = np.concatenate([self.logs, values], axis=-1)
-        blocks = self.blocks
+        screen = np.maximum(np.log(moderated.SCREEN), disagreement)
         look = judge(
-            self.logs, self.active, self.admissible, self.served, self.started, judged, blocks,
-            self.margin,
+            self.logs, self.active, self.admissible, self.served, self.started, judged, self.margin,
+            screen,
         )  # fmt: skip
-        ended = judged & (look.decided | (blocks >= LOOKS[-1]) | (self.active.sum(-1) <= 1))
-        left = dropped(look, blocks, ended) & judged[..., None]
+        alone = self.active.sum(-1) <= 1
+        ended = judged & (look.decided | (self.blocks >= LOOKS[-1]) | alone)
+        left = dropped(look, ended) & judged[..., None]
+        self.leader = np.where(judged, look.leader, self.leader)
+        self.against = np.where(left, look.leader[..., None], self.against)
         self.active &= ~left
         self.open &= ~ended
+        self.again &= False
         return Step(look, judged, left, failed, ended)
+
+    def _put_out(self, arms: np.ndarray) -> np.ndarray:
+        """Takes arms out of the race. Those that were dropped for being slower than one of them come back.
+
+        Returns these.
+        """
+        beaten = (self.against >= 0) & np.take_along_axis(arms, np.maximum(self.against, 0), -1)
+        self.active = (self.active & ~arms) | beaten
+        self.against = np.where(beaten, -1, self.against)
+        return beaten
 
     @property
     def unknown(self) -> np.ndarray:
         """Arms whose score may change the answer: of each open bout the fastest, if it is not known."""
-        if not self.logs.shape[-1]:
-            return np.zeros(self.active.shape, dtype=bool)
-        with np.errstate(invalid="ignore"):
-            means = np.nansum(self.logs, -1) / np.isfinite(self.logs).sum(-1)
+        means = mean_logs(in_common(self.logs, self.active))
         ahead = np.arange(means.shape[-1]) == index_of_fastest(means, self.active)[..., None]
-        return ahead & self.active & ~self.admissible & self.open[..., None]
+        known = np.isfinite(means) & self.active
+        return ahead & known & ~self.admissible & self.open[..., None]
 
     def learn(self, good: np.ndarray, bad: np.ndarray) -> None:
         """Takes note of scores: arms that lose too much are out; shape [..., bouts, arms]."""
         self.admissible = (self.admissible | good) & ~bad
-        self.active &= ~bad
+        changed = self._put_out(bad).any(-1) | at(bad, self.leader)
+        self.again = ~self.open & (self.blocks > 0) & changed & self.active.any(-1)
+        self.open |= self.again

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from stratbench import moderated
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.segments import disagreement_limit, discarded_steps
 from stratbench.verdict import race
 from stratbench.verdict.costs import Costs
-from stratbench.verdict.evidence import SEEDS, Block, Bout, Evidence
+from stratbench.verdict.evidence import SEEDS, Bout, Evidence
 from stratbench.verdict.scores import Scores
 
 SCHEMA_VERSION = 1
@@ -28,11 +29,10 @@ SCHEMA_VERSION = 1
 class Judged:
     """A bout at one look: what its blocks said of each arm; ratios to the leader on logarithms."""
 
-    round: int
     blocks: int
+    counted: int  # blocks that all arms in the race are in
     leader: str
     at_most: float
-    decided: bool
     fastest: bool
     intervals: dict[str, tuple[float, float, float]]  # mean, low, high of each rival
     slower: tuple[str, ...]
@@ -48,7 +48,7 @@ class Drop:
     kind: str  # slower, much slower, oom, timeout, diverged, score
     why: str
     interval: tuple[float, float, float] | None = None
-    against: str | None = None
+    against: str | None = None  # the leader that it is slower than
 
 
 @dataclass
@@ -60,12 +60,16 @@ class State:
     drops: list[Drop] = field(default_factory=list)
     active: list[str] = field(default_factory=list)
     open: bool = True
-    started: int = 0
 
     @property
     def last(self) -> Judged | None:
         """The look that counts."""
         return self.looks[-1] if self.looks else None
+
+    @property
+    def compared(self) -> int:
+        """How many arms the race has compared by time: those in it, and those told apart."""
+        return len(self.active) + sum(drop.against is not None for drop in self.drops)
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,13 @@ class Course:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.states = [State(bout, active=list(bout.arms)) for bout in evidence.bouts]
-        #: The full runs asked for, in the order of asking.
+        #: The full runs asked for, in the order of asking, and what they say.
         self.asked: dict[Cell, None] = {}
+        self.scores = Scores(evidence, self.asked)
         self.round = 0
         self.missing_blocks: list[tuple[State, int]] = []
         self.missing_runs: list[Cell] = []
+        self._limits: dict[int, float | None] = {}
         self._arms = max((len(bout.arms) for bout in evidence.bouts), default=0)
         self._race = race.Race(
             self._array("served"),
@@ -115,10 +121,21 @@ class Course:
         while self.states and self._advance():
             pass
 
-    @property
-    def scores(self) -> Scores:
-        """The scores that the race has asked for so far."""
-        return Scores(self.evidence, self.asked)
+    def disagreement(self, blocks: int) -> float | None:
+        """From which difference two segments of one arm disagree, by the first `blocks` blocks of all bouts.
+
+        None where they say nothing.
+        """
+        if blocks not in self._limits:
+            apart = [
+                abs(logs[0] - logs[1])
+                for block in self.evidence.blocks.values()
+                if block.number <= blocks
+                for arm in {s.strategy for s in block.segments}
+                if (logs := block.logs(arm))
+            ]
+            self._limits[blocks] = disagreement_limit(apart) if apart else None
+        return self._limits[blocks]
 
     def _array(self, name: str) -> np.ndarray:
         """A property of the arms, false where a bout has none; shape [bouts, arms]."""
@@ -130,42 +147,44 @@ class Course:
 
     def _advance(self) -> bool:
         """Replays a round; False where something of it is missing, or nothing is left to do."""
-        targets = self._targets()
-        blocks = self._race.blocks
-        self.missing_blocks = [
-            (state, number)
-            for state, at, target in zip(self.states, blocks, targets, strict=True)
-            for number in range(at + 1, target + 1)
-            if not self._has(state, number)
-        ]
+        self.missing_blocks = self._blocks_to_come()
         self.missing_runs = [cell for cell in self.asked if cell not in self.evidence.full_runs]
         if self.missing_blocks or self.missing_runs:
             return False
         self._learn()
         if not self._race.open.any():
-            return self._ask_for_seeds()
-        targets = self._targets()  # a bout that a score has opened again may need a block more
-        if any(not self._has(s, n)
-               for s, at, target in zip(self.states, blocks, targets, strict=True)
-               for n in range(at + 1, target + 1)):  # fmt: skip
-            return True
+            return self._ask_for_leaders()
+        if self._blocks_to_come():
+            return True  # a bout that a score has opened again may need a block more
         self.round += 1
-        values = self._values(blocks, targets)
-        step = self._race.advance(values, np.array(targets) - blocks)
+        blocks, targets = self._race.blocks, self._targets()
+        step = self._race.advance(
+            self._values(blocks, targets), np.array(targets) - blocks, self.disagreement(1) or 0.0
+        )
         self._note(step)
         self._ask(step)
         return True
 
-    def _has(self, state: State, number: int) -> bool:
-        """Whether a block is there, with all arms in the race: one may have been added to the study."""
-        block = self.evidence.blocks.get((state.bout.place, number))
-        return block is not None and set(state.active) <= {s.strategy for s in block.segments}
+    def _blocks_to_come(self) -> list[tuple[State, int]]:
+        """The blocks up to each bout's next look that are not there.
+
+        Nor is one without an arm that is in the race: it may have been added to the study.
+        """
+        ends = zip(self.states, self._race.blocks, self._targets(), strict=True)
+        return [
+            (state, number)
+            for state, at, target in ends
+            for number in range(at + 1, target + 1)
+            if (block := self.evidence.blocks.get((state.bout.place, number))) is None
+            or not set(state.active) <= {s.strategy for s in block.segments}
+        ]
 
     def _targets(self) -> list[int]:
-        """The number of blocks at each bout's next look; those that it has where it is closed."""
+        """The number of blocks at each bout's next look; those that it has where none is to come."""
+        waiting = self._race.open & ~self._race.again
         return [
-            (race.next_look(int(at)) or int(at)) if is_open else int(at)
-            for at, is_open in zip(self._race.blocks, self._race.open, strict=True)
+            (race.next_look(int(at)) or int(at)) if waits else int(at)
+            for at, waits in zip(self._race.blocks, waiting, strict=True)
         ]
 
     def _values(self, blocks: np.ndarray, targets: list[int]) -> np.ndarray:
@@ -187,8 +206,6 @@ class Course:
             if not step.judged[i]:
                 continue
             arms, blocks = state.bout.arms, int(self._race.blocks[i])
-            if not state.looks:
-                state.started = int(self._race.started[i])
             intervals = {
                 arm: (float(look.mean[i, j]), float(look.low[i, j]), float(look.high[i, j]))
                 for j, arm in enumerate(arms)
@@ -197,10 +214,10 @@ class Course:
             leader = arms[int(look.leader[i])]
             for j, arm in enumerate(arms):
                 if step.failed[i, j]:
-                    status = self._why_without_value(state, arm)
+                    status = self._why_without_value(state, arm, blocks)
                     state.drops.append(Drop(arm, blocks, status, FAILURES.get(status, status)))
-                elif step.dropped[i, j] and blocks == 1:
-                    why = f"more than {race.SCREEN:g} times as slow in the first block"
+                elif step.dropped[i, j] and look.blocks[i] == 1:
+                    why = f"more than {moderated.SCREEN:g} times as slow in the first block"
                     mean = (intervals[arm][0], -math.inf, math.inf)
                     state.drops.append(Drop(arm, blocks, "much slower", why, mean, leader))
                 elif step.dropped[i, j]:
@@ -208,11 +225,10 @@ class Course:
                     state.drops.append(Drop(arm, blocks, "slower", why, intervals[arm], leader))
             state.looks.append(
                 Judged(
-                    round=self.round,
                     blocks=blocks,
+                    counted=int(look.blocks[i]),
                     leader=leader,
                     at_most=float(look.at_most[i]),
-                    decided=bool(step.ended[i]),
                     fastest=bool(look.fastest[i]),
                     intervals=intervals,
                     slower=tuple(a for j, a in enumerate(arms) if look.slower[i, j]),
@@ -222,15 +238,16 @@ class Course:
             self._refresh(i)
 
     def _refresh(self, i: int) -> None:
+        """Takes what the race says of a bout into its state."""
         state = self.states[i]
         state.active = [a for j, a in enumerate(state.bout.arms) if self._race.active[i, j]]
         state.open = bool(self._race.open[i])
+        # What was slower than an arm that is out has come back.
+        state.drops = [drop for drop in state.drops if drop.strategy not in state.active]
 
-    def _why_without_value(self, state: State, arm: str) -> str:
-        numbers = range(1, int(self._race.blocks[self.states.index(state)]) + 1)
-        blocks = (self.evidence.blocks.get((state.bout.place, number)) for number in numbers)
-        found = (block.status(arm) for block in blocks if block)
-        return next(filter(None, found), "missing")
+    def _why_without_value(self, state: State, arm: str, blocks: int) -> str:
+        found = self.evidence.blocks_of(state.bout.place)[:blocks]
+        return next(filter(None, (block.status(arm) for block in found)), "missing")
 
     # ------------------------------------------------------------ full runs
 
@@ -252,56 +269,47 @@ class Course:
         seen = set()
         for i, state in sorted(enumerate(self.states), key=lambda s: s[1].bout.place.gpus):
             bout = state.bout
-            if not bout.scored or len(bout.arms) < 2 or not state.looks:
+            if not bout.scored or not state.looks or bout.arithmetic in seen:
                 continue
             leader = int(look.leader[i])
-            order = sorted(
-                (j for j in range(len(bout.arms)) if self._race.active[i, j]),
-                key=lambda j: (j != leader, look.mean[i, j]),
-            )
-            for j in order:
-                if (key := bout.arithmetic[j]) is not None and key not in seen:
-                    seen.add(key)
-                    yield state, bout.arms[j]
+            equal = [j for j in range(len(bout.arms)) if bout.equal[j] and self._race.active[i, j]]
+            if equal:
+                seen.add(bout.arithmetic)
+                fastest = min(equal, key=lambda j: (j != leader, look.mean[i, j]))
+                yield state, bout.arms[fastest]
 
     def _learn(self) -> None:
         """Takes the scores asked for into the race: arms that lose too much are out."""
         good, bad = np.zeros_like(self._race.active), np.zeros_like(self._race.active)
-        scores = self.scores
         for i, state in enumerate(self.states):
             for j, arm in enumerate(state.bout.arms):
                 if not self._race.active[i, j]:
                     continue
                 if not state.bout.scored:
                     good[i, j] = True
-                elif scores.runs_of(state.bout, arm):
-                    why = scores.why_failed(state.bout, arm)
+                elif self.scores.runs_of(state.bout, arm):
+                    why = self.scores.why_failed(state.bout, arm)
                     good[i, j], bad[i, j] = why is None, why is not None
                     if why is not None:
                         blocks = int(self._race.blocks[i])
                         state.drops.append(Drop(arm, blocks, "score", why))
         self._race.learn(good, bad)
-        for i, state in enumerate(self.states):
-            lost = state.last and state.last.leader not in [
-                a for j, a in enumerate(state.bout.arms) if self._race.active[i, j]
-            ]
-            if lost and not state.open and self._race.active[i].any():
-                self._race.open[i] = True  # its leader is out: judged again
+        for i in range(len(self.states)):
             self._refresh(i)
 
-    def _ask_for_seeds(self) -> bool:
-        """Asks for another seed of each leader whose score is not certain; whether it did."""
+    def _ask_for_leaders(self) -> bool:
+        """Asks for a full run, or another seed, of each leader whose score is not certain; whether it did."""
         before = len(self.asked)
-        scores = self.scores
         for state in self.states:
-            if not state.last or not state.bout.scored or state.open:
+            if not state.last or not state.bout.scored or state.compared < 2:
                 continue
             leader = state.last.leader
             if state.bout.equal[state.bout.arms.index(leader)] or leader not in state.active:
                 continue
-            loss = scores.loss_of(state.bout, leader)
-            if loss is not None and not loss.settled and loss.seeds < SEEDS:
-                self.asked.setdefault(self.evidence.cell(state.bout, leader, loss.seeds))
+            loss = self.scores.loss_of(state.bout, leader)
+            seeds = loss.seeds if loss else 0
+            if loss is None or (not loss.settled and seeds < SEEDS):
+                self.asked.setdefault(self.evidence.cell(state.bout, leader, seeds))
         return len(self.asked) > before
 
 
@@ -330,7 +338,8 @@ def round_of(course: Course) -> Round:
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
     # What an unmeasured round costs is not known: it is refused only once the budget is spent.
-    reason = "everything is decided"
+    raced = any(state.looks for state in course.states)
+    reason = "everything is decided" if raced else "there is nothing to compare"
     if not pending and any(s.last and not decided(s, evidence.margin) for s in course.states):
         reason = f"the race is over: {race.LOOKS[-1]} blocks are the most"
     elif over:
@@ -372,19 +381,7 @@ def entry(course: Course, state: State, number: int) -> dict[str, Any]:
         "settings": {
             "steps": steps,
             "discard": None if steps is None else discarded_steps(steps),
-            "disagreement": disagreement_before(course, number),
+            "disagreement": course.disagreement(state.last.blocks if state.last else 0),
         },
         "seed": evidence.block_seed(state.bout, number),
     }
-
-
-def disagreement_before(course: Course, number: int) -> float | None:
-    """The limit for third segments in block `number`, by the study's blocks before it; None: none."""
-    blocks: list[Block] = [b for b in course.evidence.blocks.values() if b.number < number]
-    apart = [
-        abs(logs[0] - logs[1])
-        for block in blocks
-        for arm in {s.strategy for s in block.segments}
-        if (logs := block.logs(arm))
-    ]
-    return disagreement_limit(apart) if apart else None

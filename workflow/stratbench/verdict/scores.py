@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,25 +34,29 @@ class Loss:
 class Scores:
     """What the full runs that the race has asked for say of each arm's score."""
 
-    def __init__(self, evidence: Evidence, asked: Iterable[Cell]) -> None:
-        """`asked`: the cells that count; other records are not looked at."""
-        self._evidence = evidence
-        self._runs: Mapping[Cell, FullRun] = {
-            cell: evidence.full_runs[cell] for cell in asked if cell in evidence.full_runs
-        }
+    def __init__(self, evidence: Evidence, asked: Container[Cell]) -> None:
+        """`asked`: the cells that count, which may become more; other records are not looked at."""
+        self._evidence, self._asked = evidence, asked
+        #: Arms of equal arithmetic, and all arms, with whom they may be compared.
+        self._equal: dict[object, list[tuple[Bout, str]]] = {}
+        self._of_model: dict[object, list[tuple[Bout, str]]] = {}
+        for bout in evidence.bouts:
+            for arm, equal in zip(bout.arms, bout.equal, strict=True):
+                if equal:
+                    self._equal.setdefault(bout.arithmetic, []).append((bout, arm))
+                self._of_model.setdefault(_model(bout), []).append((bout, arm))
 
     def runs_of(self, bout: Bout, arm: str) -> list[FullRun]:
         """An arm's full runs, by seed."""
         cells = (self._evidence.cell(bout, arm, repeat) for repeat in range(SEEDS))
-        return [self._runs[cell] for cell in cells if cell in self._runs]
+        runs = self._evidence.full_runs
+        return [runs[cell] for cell in cells if cell in self._asked and cell in runs]
 
     def reference(self, bout: Bout) -> list[FullRun]:
         """The runs that losses are measured from: of equal arithmetic, else of the best arm."""
         shared = [
             run
-            for other in self._evidence.bouts
-            for arm, key in zip(other.arms, other.arithmetic, strict=True)
-            if key is not None and key in bout.arithmetic
+            for other, arm in self._equal.get(bout.arithmetic, ())
             for run in self.runs_of(other, arm)
         ]
         if any(run.score is not None for run in shared):
@@ -79,16 +83,10 @@ class Scores:
     def _seed_scatter(self, bout: Bout) -> tuple[float, int]:
         """Standard deviation of a score between seeds, of all arms of the model, and its degrees."""
         squares, dof = 0.0, 0
-        for other in self._evidence.bouts:
-            if (other.place.experiment, other.place.model) != (
-                bout.place.experiment,
-                bout.place.model,
-            ):
-                continue
-            for arm in other.arms:
-                found = [r.score for r in self.runs_of(other, arm) if r.score is not None]
-                squares += float(np.var(found) * len(found)) if found else 0.0
-                dof += max(0, len(found) - 1)
+        for other, arm in self._of_model[_model(bout)]:
+            found = [r.score for r in self.runs_of(other, arm) if r.score is not None]
+            squares += float(np.var(found) * len(found)) if found else 0.0
+            dof += max(0, len(found) - 1)
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def why_failed(self, bout: Bout, arm: str) -> str | None:
@@ -106,6 +104,10 @@ class Scores:
             f"its {loss.score_name} is {loss.lost:.2g}{unit} worse than the "
             f"reference ({loss.tolerance:g} allowed)"
         )
+
+
+def _model(bout: Bout) -> tuple[str, str]:
+    return bout.place.experiment, bout.place.model
 
 
 def _mean(runs: Iterable[FullRun]) -> float:

@@ -3,66 +3,86 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
-from stratbench.cell.segments import MOST_OFF
+from stratbench.cell.blocks import Block
+from stratbench.cell.segments import MATRIX_REPEATS, MOST_OFF
 from stratbench.cell.words import counted, plural, worker_noun
+from stratbench.moderated import ROUGH
 from stratbench.verdict import race
 from stratbench.verdict.costs import Costs
-from stratbench.verdict.evidence import Block, FullRun
-from stratbench.verdict.noise import noise_of
+from stratbench.verdict.noise import Noise, noise_of
 from stratbench.verdict.rounds import Course, Drop, Judged, Round, State, decided
 
 SCHEMA_VERSION = 1
-#: By how much something may be faster before the confidence is low.
-ROUGH = 0.10
 #: From here on it is no claim that something may be faster by no more.
 MUCH = 1.0
+#: Kinds of claims that say which strategy is fast, and by what interval.
+CLAIMS = ("fastest", "within", "at most")
 
 
 def verdict_of(course: Course, found: Round, notes: list[str]) -> dict[str, Any]:
     """The content of verdict.json."""
     costs = Costs(course)
-    noise = noise_of(course.evidence.blocks.values())
+    blocks = list(course.evidence.blocks.values())
+    noise, margin = noise_of(blocks), course.evidence.margin
     rivals = max((len(s.bout.arms) - 1 for s in course.states), default=1)
     matrix = [costs.matrix_s(s) for s in course.states if len(s.bout.arms) > 1]
+    off = [list(off_from_steps(course, costs, state)) for state in course.states]
+    # A full run of the model checks it on any number of workers.
+    checked = {model_of(s) for s, found in zip(course.states, off, strict=True) if found}
     return {
         "schema_version": SCHEMA_VERSION,
         "study": course.evidence.study,
-        "margin": course.evidence.margin,
+        "margin": margin,
         "rounds": course.round,
         "done": found.done,
         "reason": found.reason,
+        "hours": "worker-hours" if any(b.device == "cpu" for b in blocks) else "GPU-hours",
         "spent_gpu_hours": found.spent_gpu_hours,
         "expected_gpu_hours": found.expected_gpu_hours,
         "budget_gpu_hours": course.evidence.budget_gpu_hours,
         "matrix_gpu_hours": None if None in matrix else sum(matrix) / 3600,
+        "matrix_repeats": MATRIX_REPEATS,
         "next": {"blocks": len(found.blocks), "full_runs": [str(c) for c in found.full_runs]},
-        "bouts": [bout_values(course, costs, state) for state in course.states],
-        "noise": vars(noise)
-        | {"rivals": rivals, "blocks_for_margin": noise.blocks_for(course.evidence.margin, rivals)},
+        "bouts": [
+            bout_values(course, costs, state, of_bout, checked)
+            for state, of_bout in zip(course.states, off, strict=True)
+        ],
+        "noise": vars(noise) | {"text": noise_text(noise, margin, rivals)},
         "notes": notes,
     }
 
 
-def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
-    """A bout's entry."""
-    last = state.last
+def bout_values(
+    course: Course,
+    costs: Costs,
+    state: State,
+    off: list[tuple[str, float]],
+    checked: Container[tuple[str, str]],
+) -> dict[str, Any]:
+    """A bout's entry. `off`: how far its full runs are off their steps; `checked`: models with some."""
+    last, bout = state.last, state.bout
     # A block that no look has judged yet claims nothing.
-    blocks = blocks_of(course, state)[: last.blocks if last else None]
+    blocks = course.evidence.blocks_of(bout.place)[: last.blocks if last else None]
     claim, text = claim_of(course, state, blocks)
     matrix_s = costs.matrix_s(state)
-    doubts = list(doubts_on(course, state))
-    level, why = confidence_in(course, state, blocks, claim, doubts)
+    doubts = [
+        f"a full run of {arm} took {math.expm1(log):+.1%} against its steps times the blocks' step time"
+        for arm, log in off
+        if abs(log) > MOST_OFF
+    ]
+    level, why = confidence_in(course, state, blocks, claim, doubts, model_of(state) in checked)
     return {
-        "experiment": state.bout.place.experiment,
-        "model": state.bout.place.model,
-        "dataset": state.bout.dataset,
-        "gpus": state.bout.place.gpus,
-        "arms": list(state.bout.arms),
-        "traits": {a: vars(t) for a, t in zip(state.bout.arms, state.bout.traits, strict=False)},
-        "served": dict(zip(state.bout.arms, state.bout.served, strict=True)),
+        "experiment": bout.place.experiment,
+        "model": bout.place.model,
+        "dataset": bout.dataset,
+        "gpus": bout.place.gpus,
+        "arms": list(bout.arms),
+        "traits": {a: vars(t) for a, t in zip(bout.arms, bout.traits, strict=False)},
+        "served": dict(zip(bout.arms, bout.served, strict=True)),
+        "trained": dict(zip(bout.arms, bout.trained, strict=False)),
         "device": blocks[0].device if blocks else None,
         "hosts": sorted({host for block in blocks for host in block.hosts}),
         "blocks": last.blocks if last else len(blocks),
@@ -75,17 +95,29 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
         "confidence": level,
         "confidence_why": why,
         "doubts": doubts,
-        "ratios": [ratio_values(state, arm) for arm in state.bout.arms],
+        "ratios": [ratio_values(state, arm) for arm in bout.arms],
         "looks": [look_values(look) for look in state.looks],
-        "step_s": {
-            arm: [finite(math.exp(b.value(arm))) for b in blocks] for arm in state.bout.arms
-        },
-        "full_steps": state.bout.full_steps,
-        "scores": {arm: score_state(course, state, arm) for arm in state.bout.arms},
+        "step_s": {arm: [finite(math.exp(b.value(arm))) for b in blocks] for arm in bout.arms},
+        "full_steps": bout.full_steps,
+        "scores": {arm: score_state(course, state, arm) for arm in bout.arms},
         "block_gpu_hours": costs.blocks_s(state) / 3600,
         "full_run_gpu_hours": costs.runs_s(state) / 3600,
         "matrix_gpu_hours": None if matrix_s is None else matrix_s / 3600,
     }
+
+
+def noise_text(noise: Noise, margin: float, rivals: int) -> str:
+    """What the blocks say of noise, and what that asks of the next study."""
+    if noise.ratio is None:
+        return "two blocks of a model and worker count are the fewest that tell of noise"
+    needed = noise.blocks_for(margin, rivals)
+    takes = "needs more blocks than the race has here"
+    if needed is not None:
+        takes = f"takes about {counted(needed, 'block')}"
+    return (
+        f"two strategies' ratio scatters by {noise.ratio:.1%} from block to block; among {rivals + 1} "
+        f"equally fast ones a margin of {100 * margin:.3g} % {takes}"
+    )
 
 
 def finite(value: float) -> float | None:
@@ -93,10 +125,9 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def blocks_of(course: Course, state: State) -> list[Block]:
-    """A bout's blocks, in order."""
-    found = [b for b in course.evidence.blocks.values() if b.place == state.bout.place]
-    return sorted(found, key=lambda b: b.number)
+def model_of(state: State) -> tuple[str, str]:
+    """The experiment and model of a bout."""
+    return state.bout.place.experiment, state.bout.place.model
 
 
 def is_open(state: State) -> bool:
@@ -108,7 +139,7 @@ def is_open(state: State) -> bool:
 
 
 def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, str]:
-    """The claim's kind, and the sentence: `fastest`, `within`, `at most`, `only` or `none`."""
+    """The claim's kind, and the sentence: one of CLAIMS, `only` or `none`."""
     last, margin = state.last, course.evidence.margin
     if len(state.bout.arms) == 1:
         return (
@@ -123,20 +154,19 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
             "none",
             f"No strategy is left: {'; '.join(f'{d.strategy} {d.why}' for d in state.drops)}.",
         )
-    if last.leader not in state.active:
-        return (
-            "none",
-            f"{last.leader} is out ({why_out(state, last.leader)}); the others are judged next.",
-        )
-    if state.started < 2 or (not last.intervals and last.blocks < race.FEWEST_BLOCKS):
-        return "only", f"{last.leader} is the only strategy left{where}."
-    if last.blocks < race.FEWEST_BLOCKS:
+    few = last.counted < race.FEWEST_BLOCKS
+    if state.compared == 1 or (len(state.active) == 1 and few):
+        return "only", f"{state.active[0]} is the only strategy left{where}."
+    if not set(state.active) <= {last.leader, *last.intervals} or last.leader not in state.active:
+        out = next(d for d in reversed(state.drops) if d.against is None)
+        return "none", f"{out.strategy} is out ({out.why}); the others are judged next."
+    if few:
         return "none", (
-            f"Open: {last.leader} leads after {counted(last.blocks, 'block')}; nothing is claimed before "
+            f"Open: {last.leader} leads after {counted(last.counted, 'block')}; nothing is claimed before "
             f"{race.FEWEST_BLOCKS}."
         )
     if last.fastest:
-        return "fastest", f"{last.leader} is the fastest of {state.started}{where} (95 %)."
+        return "fastest", f"{last.leader} is the fastest of {state.compared}{where} (95 %)."
     shown = share_of(last.at_most)
     if decided(state, margin):
         return (
@@ -145,15 +175,10 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
         )
     if shown > MUCH:
         return "none", (
-            f"{last.leader} leads after {counted(last.blocks, 'block')}{where}, and nothing is claimed: "
+            f"{last.leader} leads after {counted(last.counted, 'block')}{where}, and nothing is claimed: "
             "by these blocks something may be more than twice as fast."
         )
     return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} (95 %)."
-
-
-def why_out(state: State, arm: str) -> str:
-    """Why an arm left the race."""
-    return next((d.why for d in reversed(state.drops) if d.strategy == arm), "unknown")
 
 
 def on_node(blocks: list[Block]) -> str:
@@ -188,7 +213,20 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
         values |= {n: ratio_from(v) for n, v in zip(names, found, strict=True)}
         if values["low"] is None or values["high"] is None or values["low"] == 0:
             values |= {"low": None, "high": None}
-    return values
+    return values | {"text": interval_text(values)}
+
+
+def interval_text(ratio: dict[str, Any]) -> str:
+    """A ratio with its interval; an end farther than ten times either way says nothing more."""
+    if ratio["ratio"] is None:
+        return ""
+    if ratio["low"] is None:
+        return f"{ratio['ratio']:.3f}"
+    ends = (
+        "below 0.1" if end < 0.1 else "above 10" if end > 10 else f"{end:.3f}"
+        for end in (ratio["low"], ratio["high"])
+    )
+    return f"{ratio['ratio']:.3f} [{', '.join(ends)}]"
 
 
 def ratio_from(log: float) -> float | None:
@@ -234,40 +272,32 @@ def score_state(course: Course, state: State, arm: str) -> str:
     return "worse" if course.scores.why_failed(state.bout, arm) else "good"
 
 
-def doubts_on(course: Course, state: State) -> Iterator[str]:
-    """What speaks against the claim: full runs that took another time than their steps do."""
-    costs = Costs(course)
+def off_from_steps(course: Course, costs: Costs, state: State) -> Iterator[tuple[str, float]]:
+    """Logarithm of each full run's time over its steps x the blocks' step time, by arm.
+
+    Of runs that ended well, asked for or not.
+    """
     for arm in state.bout.arms:
         step_s = costs.step_s(state, arm)
-        for run in full_runs(course, state, arm):
-            off = off_by(run, step_s)
-            if off is not None and abs(off) > MOST_OFF:
-                yield (
-                    f"a full run of {arm} took {math.expm1(off):+.1%} against its steps times the blocks' "
-                    "step time"
-                )
-
-
-def full_runs(course: Course, state: State, arm: str) -> list[FullRun]:
-    """An arm's full runs that ended well, asked for or not."""
-    cells = (course.evidence.cell(state.bout, arm, repeat) for repeat in range(3))
-    runs = (course.evidence.full_runs.get(cell) for cell in cells)
-    return [run for run in runs if run is not None and run.status == "ok"]
-
-
-def off_by(run: FullRun, step_s: float | None) -> float | None:
-    """Logarithm of a full run's time over steps x step time; None where one is not known."""
-    if step_s is None or not run.train_time_s or not run.steps:
-        return None
-    return math.log(run.train_time_s / (run.steps * step_s))
+        for run in course.evidence.runs_of(state.bout, arm):
+            if run.status == "ok" and step_s is not None and run.train_time_s and run.steps:
+                yield arm, math.log(run.train_time_s / (run.steps * step_s))
 
 
 def confidence_in(
-    course: Course, state: State, blocks: list[Block], claim: str, doubts: list[str]
+    course: Course,
+    state: State,
+    blocks: list[Block],
+    claim: str,
+    doubts: list[str],
+    checked: bool,
 ) -> tuple[str, str]:
-    """`high`, `medium` or `low`, and why; docs/verdict.md has the rules."""
+    """`high`, `medium` or `low`, and why; docs/verdict.md has the rules.
+
+    `checked`: whether a full run of the model could be held to its step times.
+    """
     last = state.last
-    if last is None or claim in ("none", "only"):
+    if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
     told, sure = [], True
     hosts = {host for block in blocks for host in block.hosts}
@@ -282,7 +312,7 @@ def confidence_in(
     if open_score := unsettled_score(course, state):
         sure = False
         told.append(open_score)
-    if not checked(course, state):
+    if not checked:
         sure = False
         told.append("No full run has checked the step times yet.")
     if doubts:
@@ -293,11 +323,9 @@ def confidence_in(
     if not narrow:
         by = f"up to {at_most:.1%}" if at_most <= MUCH else "much"
         told.insert(0, f"Something may be {by} faster.")
-    if last.fastest or at_most <= ROUGH:
-        level = "high" if sure and narrow and last.blocks >= race.FEWEST_BLOCKS else "medium"
-    else:
-        level = "low"
-    over = f"Over {counted(last.blocks, 'block')} on {counted(len(hosts), 'host')}."
+    near = last.fastest or at_most <= ROUGH
+    level = "high" if sure and narrow else "medium" if near else "low"
+    over = f"Over {counted(last.counted, 'block')} on {counted(len(hosts), 'host')}."
     return level, " ".join([over, *told])
 
 
@@ -323,16 +351,3 @@ def unsettled_score(course: Course, state: State) -> str | None:
     if not math.isfinite(loss.at_most):
         return f"{told}; one seed does not say by how much it may be worse ({loss.tolerance:g} allowed)."
     return f"{told} and may be {loss.at_most:.2g} worse (95 %, {loss.tolerance:g} allowed)."
-
-
-def checked(course: Course, state: State) -> bool:
-    """Whether a full run of the model, on any number of workers, could be held to its step times."""
-    place, costs = state.bout.place, Costs(course)
-    for other in course.states:
-        if (other.bout.place.experiment, other.bout.place.model) != (place.experiment, place.model):
-            continue
-        for arm in other.bout.arms:
-            step_s = costs.step_s(other, arm)
-            if any(off_by(run, step_s) is not None for run in full_runs(course, other, arm)):
-                return True
-    return False

@@ -6,30 +6,37 @@ from collections.abc import Iterator
 from typing import Any
 
 from stratbench.cell.words import counted, worker_noun
-from stratbench.verdict.evidence import MATRIX_REPEATS
+from stratbench.verdict.summary import CLAIMS
 
 
 def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
     """The lines for a terminal, of what verdict.json holds."""
-    bouts = verdict["bouts"]
-    still = [b for b in bouts if b["open"]]
-    decided = [b for b in bouts if not b["open"]]
-    for title, found in (("Decided", decided), ("Open", still)):
+    titles: dict[str, list[dict[str, Any]]] = {"Decided": [], "Ended undecided": [], "Open": []}
+    for bout in verdict["bouts"]:
+        titles[title_of(bout)].append(bout)
+    for title, found in titles.items():
         if found:
             yield f"{title}:"
             for bout in found:
                 yield from bout_lines(bout)
     yield from cost_lines(verdict)
-    yield from noise_lines(verdict)
+    yield f"Noise: {verdict['noise']['text']}."
     yield from (f"Note: {note}" for note in verdict["notes"])
     yield from next_lines(verdict)
+
+
+def title_of(bout: dict[str, Any]) -> str:
+    """Whether a bout is open, and if not whether it ended with the claim that was asked for."""
+    if bout["open"]:
+        return "Open"
+    return "Decided" if bout["claim"] in ("fastest", "within", "only") else "Ended undecided"
 
 
 def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
     """A bout: its claim, how sure it is, and who was dropped."""
     workers = counted(bout["gpus"], worker_noun([bout["device"]]))
     yield f"  {bout['model']} on {workers} ({bout['experiment']}): {bout['text']}"
-    if bout["claim"] in ("fastest", "within", "at most"):
+    if bout["claim"] in CLAIMS:
         yield f"    Confidence: {bout['confidence']}. {bout['confidence_why']}"
     for ratio in bout["ratios"]:
         if ratio["state"] != "leader" and (told := ratio_text(ratio)):
@@ -38,12 +45,7 @@ def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
 
 def ratio_text(ratio: dict[str, Any]) -> str:
     """An arm against the leader, in a few words."""
-    figures = ""
-    if ratio["ratio"] is not None:
-        figures = f"{ratio['ratio']:.3f} times"
-        if ratio["low"] is not None:
-            figures += f" [{end_text(ratio['low'])}, {end_text(ratio['high'])}]"
-        figures += f" as long as {ratio['against']}"
+    figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
     match ratio["state"]:
         case "open":
             return figures and f"{figures}, not told apart"
@@ -56,42 +58,18 @@ def ratio_text(ratio: dict[str, Any]) -> str:
             return f"{dropped}; {figures}" if figures else dropped
 
 
-def end_text(ratio: float) -> str:
-    """An end of an interval; what is farther than ten times either way says nothing more."""
-    return "below 0.1" if ratio < 0.1 else "above 10" if ratio > 10 else f"{ratio:.3f}"
-
-
-def hours_noun(verdict: dict[str, Any]) -> str:
-    """What hours are of."""
-    on_cpu = any(bout["device"] == "cpu" for bout in verdict["bouts"])
-    return "worker-hours" if on_cpu else "GPU-hours"
-
-
 def cost_lines(verdict: dict[str, Any]) -> Iterator[str]:
     """What it has cost, against the full matrix."""
     spent, matrix = verdict["spent_gpu_hours"], verdict["matrix_gpu_hours"]
-    text = f"Cost so far: {spent:.3g} {hours_noun(verdict)}"
+    text = f"Cost so far: {spent:.3g} {verdict['hours']}"
     if matrix:
         text += (
-            f"; the full matrix of {MATRIX_REPEATS} repeats would take about {matrix:.3g}: "
+            f"; the full matrix of {verdict['matrix_repeats']} repeats would take about {matrix:.3g}: "
             f"{spent / matrix:.1%} of it"
         )
         if spent < matrix:
             text += f", {matrix - spent:.3g} saved"
     yield f"{text}."
-
-
-def noise_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """How this cluster's blocks scatter, and what the next study needs."""
-    noise, margin = verdict["noise"], verdict["margin"]
-    if noise["ratio"] is None:
-        return
-    text = f"Noise: two strategies' ratio scatters by {noise['ratio']:.1%} from block to block"
-    needed = noise["blocks_for_margin"]
-    if needed is None:
-        yield f"{text}: a margin of {100 * margin:.3g} % needs more blocks than the race has here."
-    else:
-        yield f"{text}: a margin of {100 * margin:.3g} % takes about {counted(needed, 'block')}."
 
 
 def next_lines(verdict: dict[str, Any]) -> Iterator[str]:
@@ -109,5 +87,5 @@ def next_lines(verdict: dict[str, Any]) -> Iterator[str]:
         )
     cost = "its cost is not known before the first block"
     if expected is not None:
-        cost = f"about {expected:.3g} {hours_noun(verdict)}"
+        cost = f"about {expected:.3g} {verdict['hours']}"
     yield f"Next round: {' and '.join(parts)}; {cost}."

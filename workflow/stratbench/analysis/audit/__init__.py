@@ -81,7 +81,7 @@ def audit(
     cells: pd.DataFrame,
     records: Sequence[Record] = (),
     floors: dict[str, float] | None = None,
-    of_blocks: Sequence[dict[str, Any]] = (),
+    of_blocks: Sequence[blocks.Block] = (),
 ) -> list[dict[str, Any]]:
     """The findings on the rows of cells.csv and on `records`, the most severe first.
 
@@ -120,7 +120,7 @@ def read_records(cells: pd.DataFrame, study_dir: Path) -> list[Record]:
     return [record.read(study_dir / path) for path in paths]
 
 
-def read_blocks(study_dir: Path) -> list[dict[str, Any]]:
+def read_blocks(study_dir: Path) -> list[blocks.Block]:
     """The complete blocks of a verdict below results/<study>; what is none is left to the verdict."""
     found = []
     for path in blocks.block_files(study_dir.parent, study_dir.name):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
 from stratbench.analysis.audit.rule import Evidence, Found, coordinates_of_cell, rule
-from stratbench.cell.blocks import trained_with
+from stratbench.cell.blocks import Block, Place, trained_digest
 from stratbench.cell.record import Record
-from stratbench.cell.segments import MOST_OFF, value_of_segments
+from stratbench.cell.segments import MOST_OFF
 
 
 @rule(
@@ -22,10 +21,13 @@ from stratbench.cell.segments import MOST_OFF, value_of_segments
     "over minutes, input that runs dry, other load, or segments that are too short.",
 )
 def full_run_against_steps(evidence: Evidence) -> Iterator[Found]:
+    by_place: dict[Place, list[Block]] = {}
+    for block in evidence.blocks:
+        by_place.setdefault(block.place, []).append(block)
     for record in evidence.records:
         if record["status"] != "ok" or not record["time"]["train_time_s"]:
             continue
-        logs = [log for block in evidence.blocks if (log := log_step_s(block, record)) is not None]
+        logs = logs_of_steps(by_place.get(Place.of(record["cell"]), []), record)
         steps = steps_of(record)
         if not logs or not steps:
             continue
@@ -46,16 +48,10 @@ def steps_of(record: Record) -> int:
     return given or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
 
 
-def log_step_s(block: dict[str, Any], record: Record) -> float | None:
-    """What a block says of a record's cell, if it timed the same strategy with the same settings."""
-    cell = record["cell"]
-    strategy = cell["strategy"]
-    if any(block[key] != cell[key] for key in ("experiment", "model", "gpus")):
-        return None
-    trained = block["trained"].get(strategy)
-    if trained is None or trained_with(trained) != trained_with(record["settings"]):
-        return None
-    counted = [s for s in block["segments"] if s["strategy"] == strategy and s["pass"] != "burn-in"]
-    if len(counted) < 2 or any(s["status"] != "ok" for s in counted):
-        return None
-    return value_of_segments([math.log(s["mean_step_s"]) for s in counted])
+def logs_of_steps(blocks: list[Block], record: Record) -> list[float]:
+    """What blocks of a record's bout say of its cell, where they timed it with the same settings."""
+    if not blocks:
+        return []
+    strategy, trained = record["cell"]["strategy"], trained_digest(record["settings"])
+    logs = [block.value(strategy) for block in blocks if block.trained.get(strategy) == trained]
+    return [log for log in logs if math.isfinite(log)]

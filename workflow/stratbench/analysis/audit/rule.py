@@ -16,6 +16,7 @@ import pandas as pd
 
 from stratbench.analysis.columns import Row
 from stratbench.analysis.groups import GROUP, Group, rows_by_group
+from stratbench.cell.blocks import Block
 from stratbench.cell.record import Record
 
 #: `unusable`: draw no conclusion from it; `doubtful`: explain it first; `note`: know it.
@@ -38,7 +39,7 @@ class Evidence:
     """What the rules look at: the rows of cells.csv, and the records behind them where there are any.
 
     `floors`: accuracies by data set that any working training reaches, for tables that say too
-    little to judge them by themselves. `blocks`: a verdict's, each as its block.json says.
+    little to judge them by themselves. `blocks`: a verdict's.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Evidence:
         cells: pd.DataFrame,
         records: Sequence[Record] = (),
         floors: dict[str, float] | None = None,
-        blocks: Sequence[dict[str, Any]] = (),
+        blocks: Sequence[Block] = (),
     ) -> None:
         self.cells = cells
         self.records = records
