@@ -103,7 +103,7 @@ def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_p
         )
         total = 200 * (1437 // 64)
         limit_s = found.limit_s(found.block_of(wildcards(3)))
-        assert limit_s == pytest.approx(SEGMENT_START_S + 1000 * steps / total, abs=5), name
+        assert limit_s == pytest.approx(SEGMENT_ALLOWANCE_S + 1000 * steps / total, abs=5), name
 
 
 def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path):
