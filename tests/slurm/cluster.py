@@ -108,7 +108,7 @@ class SlurmCluster:
         path = kept.get("PATH", "/usr/bin:/bin")
         return {**kept, "SLURM_CONF": str(self.conf), "PATH": f"{path}:/usr/sbin"}
 
-    def run(self, *command: str, timeout_s: float = 30) -> str:
+    def run(self, *command: str, timeout_s: float = 120) -> str:
         """The standard output of a SLURM command against this cluster.
 
         Raises:
@@ -160,7 +160,7 @@ class SlurmCluster:
             self._start_slurmd(node)
         with contextlib.suppress(RuntimeError):
             self.run("scontrol", "update", f"nodename={node}", "state=resume")
-        self._wait(node, lambda: self.node_states()[node] == "idle", 60)
+        self._wait(node, lambda: self.node_states()[node] == "idle", 120)
 
     # Starting
 
@@ -269,14 +269,14 @@ class SlurmCluster:
             f"--log-file={here}/log/munged.log",
             f"--seed-file={here}/run/munged.seed",
         )
-        self._wait("munged", (here / "run" / "munge.socket").exists, 10, munged)
+        self._wait("munged", (here / "run" / "munge.socket").exists, 120, munged)
         if self.accounting:
             self._start_accounting()
         slurmctld = self._daemon("slurmctld", "slurmctld", "-D", "-f", str(self.conf))
-        self._wait("slurmctld", lambda: "is UP" in self.run("scontrol", "ping"), 20, slurmctld)
+        self._wait("slurmctld", lambda: "is UP" in self.run("scontrol", "ping"), 120, slurmctld)
         for node in NODES:
             self._start_slurmd(node)
-        self._wait("both nodes", lambda: set(self.node_states().values()) == {"idle"}, 30)
+        self._wait("both nodes", lambda: set(self.node_states().values()) == {"idle"}, 120)
 
     def _start_slurmd(self, node: str) -> None:
         self._daemon(f"slurmd-{node}", "slurmd", "-D", "-N", node, "-f", str(self.conf))
@@ -293,7 +293,7 @@ class SlurmCluster:
                 "--skip-test-db",
                 "--auth-root-authentication-method=socket",
                 f"--auth-root-socket-user={user_name()}",
-            ).wait(timeout=60)
+            ).wait(timeout=120)
         mariadb = self._daemon(
             "mariadb",
             "mariadbd",
@@ -306,9 +306,9 @@ class SlurmCluster:
             "--innodb-lock-wait-timeout=900",
             "--innodb-flush-log-at-trx-commit=0",
         )
-        self._wait("mariadb", lambda: connects(self.directory / "run" / "db.socket"), 30, mariadb)
+        self._wait("mariadb", lambda: connects(self.directory / "run" / "db.socket"), 120, mariadb)
         slurmdbd = self._daemon("slurmdbd", "slurmdbd", "-D")
-        self._wait("slurmdbd", lambda: bool(listening([self.ports["slurmdbd"]])), 30, slurmdbd)
+        self._wait("slurmdbd", lambda: bool(listening([self.ports["slurmdbd"]])), 120, slurmdbd)
         for entity in (
             ("cluster", self.name),
             ("account", ACCOUNT, f"Cluster={self.name}"),
@@ -356,7 +356,7 @@ class SlurmCluster:
     def cancel_all(self) -> None:
         """Cancel every job and wait until SLURM is rid of them."""
         self.run("scancel", "--quiet", "--user", user_name())
-        self._wait("an empty queue", lambda: not self.run("squeue", "-h"), 30)
+        self._wait("an empty queue", lambda: not self.run("squeue", "-h"), 120)
 
     def stop(self) -> None:
         """Cancel every job, end every daemon and check that no process is left.
@@ -368,7 +368,7 @@ class SlurmCluster:
             if listening([self.ports.get("slurmctld", 0)]):
                 self.cancel_all()
         left = self.processes()
-        for number, patience_s in ((signal.SIGTERM, 8), (signal.SIGKILL, 5)):
+        for number, patience_s in ((signal.SIGTERM, 8), (signal.SIGKILL, 60)):
             deadline = time.monotonic() + patience_s
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -379,7 +379,7 @@ class SlurmCluster:
                 left = sorted({*filter(alive, left), *self.processes()})
         if self._guard is not None:
             self._guard.stdin.close()
-            self._guard.wait(timeout=30)
+            self._guard.wait(timeout=120)
             self._guard = None
         if left:
             raise RuntimeError(f"processes of the cluster in {self.directory} are left: {left}")

@@ -53,7 +53,7 @@ SchedulerType=sched/backfill
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU={memory_mib // cpus}
-SlurmdTimeout=10
+SlurmdTimeout=20
 KillWait=5
 MinJobAge=3600
 {_accounting(directory, ports)}

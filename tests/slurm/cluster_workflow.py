@@ -73,7 +73,7 @@ class ClusterWorkflow(Workflow):
             return run.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
-            output, _ = run.communicate(timeout=10)
+            output, _ = run.communicate(timeout=60)
             raise AssertionError(
                 f"snakemake hangs after {limit_s} s; it printed:\n{output}"
             ) from None

@@ -66,7 +66,7 @@ def full_disk(folder: Path) -> Iterator[None]:
                 pass
         yield
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

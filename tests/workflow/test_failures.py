@@ -25,6 +25,7 @@ def one_long_cell() -> dict:
     second["strategies"] = ["ddp"]
     second["gpus"] = [2]
     second["epochs"] = 2000
+    second["time_limit_s"] = 1200  # it may be held for long
     config["studies"]["tiny"]["experiments"]["first"]["gpus"] = [1]
     return config
 
@@ -59,18 +60,21 @@ def fork_servers(folder: Path) -> list[psutil.Process]:
     """The fork servers of a run there; what they have forked has the same command line."""
     alike = [
         p
-        for p in psutil.process_iter(["cmdline"])
-        if "stratbench.train.forkserver" in (p.info["cmdline"] or []) and Path(p.cwd()) == folder
+        for p in psutil.process_iter(["cmdline", "cwd"])
+        if "stratbench.train.forkserver" in (p.info["cmdline"] or [])
+        and p.info["cwd"] == str(folder)
     ]
-    return [p for p in alike if p.ppid() not in {other.pid for other in alike}]
+    parents = {other.pid for other in alike}
+    return [p for p in alike if p.is_running() and p.ppid() not in parents]
 
 
 def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
     workflow.write_config(one_long_cell())
+    workflow.hold("second")
     run = workflow.start()
     workers = wait_for(lambda: training_workers(workflow.folder))
     workers[0].send_signal(signal.SIGKILL)
-    output, _ = run.communicate(timeout=200)
+    output, _ = run.communicate(timeout=400)
     assert run.returncode != 0
     # The others finished, and the message names the cell and shows the end of its log.
     for strategy in ("single", "ddp"):
@@ -94,7 +98,7 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     servers = fork_servers(workflow.folder)
     assert servers
     os.killpg(run.pid, signal.SIGINT)  # what a terminal sends
-    run.communicate(timeout=200)
+    run.communicate(timeout=400)
     assert_gone([*workers, *servers])
     assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
     assert workflow.jobs()["train_cell"] >= 1

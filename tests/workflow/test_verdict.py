@@ -14,7 +14,7 @@ from tiny_study import Workflow, tiny_config
 
 from launching import assert_gone, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BOUT = Path("results/tiny/blocks/first/vgg-compact/2gpu")
 
 
@@ -31,6 +31,7 @@ def racing(folder: Path) -> Workflow:
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
     race = "workflow/stratbench/verdict/race.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2, 3)")
+    workflow.hold()
     return workflow
 
 
@@ -62,11 +63,14 @@ def test_a_round_is_shown_run_and_told_and_the_next_one_is_another(raced):
 
 
 def test_ctrl_c_ends_a_block_and_leaves_nothing_of_it(raced):
+    third = ("02-ddp", "02-same")
+    raced.hold(*third)
     run = raced.start("verdict", "--config", "verdict={rounds: all}")
-    until(lambda: list((raced.folder / BOUT).glob("block2/segments/*/record.json")))
+    until(lambda: list((raced.folder / BOUT).glob("block2/segments/01-*/record.json")), 200)
     family = psutil.Process(run.pid).children(recursive=True)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=200)
+    raced.release(*third)
     assert run.returncode != 0, output
     assert_gone(family)
     assert not (raced.folder / BOUT / "block2/block.json").exists()
