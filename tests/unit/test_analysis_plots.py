@@ -164,7 +164,7 @@ def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, stat
     drawn = {path.stem for path in (tmp_path / "a" / "main").iterdir()}
     assert drawn == OF_DDP - without
     for name in drawn:
-        for kind in () if without else ("svg", "png"):
+        for kind in () if without else ("svg", "png", "pdf"):
             one = (tmp_path / "a" / "main" / f"{name}.{kind}").read_bytes()
             assert one == (tmp_path / "b" / "main" / f"{name}.{kind}").read_bytes()
         with Image.open(tmp_path / "a" / "main" / f"{name}.png") as image:

@@ -290,16 +290,23 @@ def has_data(name: str, data: FigureData) -> bool:
     return bool(rows["value"].notna().any()) or MEASURES[name].baseline is None
 
 
+#: The files of each figure, without dates and programs: the same bytes for the same figure.
+FORMATS: dict[str, dict[str, None]] = {
+    ".svg": {"Date": None, "Creator": None},
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None, "Producer": None},
+}
+
+
 def save_figure(figure: Figure, stem: Path) -> None:
-    """Write <stem>.svg, .png and .pdf, the same bytes for the same figure."""
+    """Write the figure in all FORMATS."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     layout = figure.get_layout_engine()
     if layout is not None:
         layout.execute(figure)
         figure.set_layout_engine(None)  # laid out by now; saving would do it again for each format
-    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
-    figure.savefig(stem.with_suffix(".png"), metadata={"Software": None})
-    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})
+    for suffix, metadata in FORMATS.items():
+        figure.savefig(stem.with_suffix(suffix), metadata=metadata)
     plt.close(figure)
 
 
