@@ -14,6 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+# Tests run side by side; PyTorch, not yet imported, would give each of them all the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# It looks for the source of what it registers, which takes longer the more is imported before it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    import torch._dynamo  # noqa: F401
+    import torchvision  # noqa: F401
+
 import hypothesis
 import pytest
 
@@ -27,8 +34,6 @@ from stratbench.workload.prepare import prepare
 # However long an example takes on a busy machine, `timeout` judges.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
-# Tests run side by side; PyTorch, not yet imported, would give each of them all the cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.compile would compile and load a program for each kind of vector instructions, to see which work.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Hundreds of processes import the package: it is compiled once.

@@ -27,7 +27,7 @@ from launching import (
     train_one_epoch,
     until,
 )
-from stratbench.train.forkserver import Process
+from stratbench.train.forkserver import FOLDER_VARIABLE, Process, address, shared_servers
 
 LIGHT = Path(__file__).with_name("light_forkserver.py")
 pytestmark = pytest.mark.timeout(180)
@@ -222,6 +222,15 @@ def test_cells_share_a_server(shared, start_cell):
         assert "share a fork server" in output
         assert any("libtorch" in mapped.path for mapped in shared.memory_maps())  # once for all
     assert not shared.children()
+
+
+def test_a_server_is_shared_for_each_number_of_threads_that_cells_have(monkeypatch):
+    """None of them imports PyTorch before a cell asks."""
+    monkeypatch.setenv("PYTHONPATH", str(WORKFLOW))
+    with shared_servers([2, 1, 2]):
+        folder = Path(os.environ[FOLDER_VARIABLE])
+        assert set(folder.iterdir()) == {address(folder, 1), address(folder, 2)}
+    assert not folder.exists()
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ class Project:
         experiments = config["studies"]["tiny"]["experiments"]
         del experiments["second"]
         experiments["first"]["gpus"] = [1]  # two cells: single and ddp
+        del experiments["first"]["threads"]  # all of the machine's cores
         folder.mkdir()
         self.snakefile = folder / "Snakefile"
         self.snakefile.write_text(SNAKEFILE.format(source=source, names=names, more=more))
