@@ -34,14 +34,14 @@ STAGES = {
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
     "decide": "python -m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
-    " --verdict {params.verdict:q}"
+    " --verdict={params.verdict:q}"
     " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
     "against": "python -m stratbench.analysis.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
     " --claims-out {params.out:q}/against_claims.csv",
     "paper_audit": "python -m stratbench.analysis.paper_audit --out {params.out:q}/paper_audit.csv",
     "report": "python -m stratbench.analysis.report --folder {params.out:q}"
-    " --study-dir {params.study:q} --verdict {params.verdict:q}"
+    " --study-dir {params.study:q} --verdict={params.verdict:q}"
     " --description={params.description:q}",
 }
 
