@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from stratbench.cell.blocks import Place
 from stratbench.cell.segments import MATRIX_REPEATS
@@ -61,7 +60,7 @@ class Costs:
         """An arm's seconds a step over its blocks (geometric mean)."""
         logs = [block.value(arm) for block in self._evidence.blocks_of(state.bout.place)]
         known = [log for log in logs if math.isfinite(log)]
-        return math.exp(float(np.mean(known))) if known else None
+        return math.exp(statistics.fmean(known)) if known else None
 
     def full_s(self, state: State, arm: str) -> float | None:
         """GPU-seconds of a full cell: of its runs, else its start and its steps by the blocks.
@@ -69,7 +68,7 @@ class Costs:
         Evaluations are left out of the estimate. None where nothing tells.
         """
         if runs := self._evidence.runs_of(state.bout, arm):
-            return float(np.mean([run.gpu_seconds for run in runs]))
+            return statistics.fmean(run.gpu_seconds for run in runs)
         step_s, steps = self.step_s(state, arm), state.bout.full_steps
         if step_s is None or steps is None:
             return None
@@ -79,7 +78,7 @@ class Costs:
             for s in block.segments
             if s.strategy == arm and s.status == "ok"
         ]
-        return state.bout.place.gpus * (float(np.median(starts)) + steps * step_s)
+        return state.bout.place.gpus * (statistics.median(starts) + steps * step_s)
 
     def matrix_s(self, state: State) -> float | None:
         """Of the bout's cells in the full matrix of MATRIX_REPEATS repeats; what failed costs nothing.

@@ -28,10 +28,14 @@ def verdict_of(course: Course, found: Round, notes: list[str]) -> dict[str, Any]
     blocks = list(course.evidence.blocks.values())
     noise, margin = noise_of(blocks), course.evidence.margin
     rivals = max((len(s.bout.arms) - 1 for s in course.states), default=1)
-    matrix = [costs.matrix_s(s) for s in course.states if len(s.bout.arms) > 1]
     off = [list(off_from_steps(course, costs, state)) for state in course.states]
     # A full run of the model checks it on any number of workers.
     checked = {model_of(s) for s, found in zip(course.states, off, strict=True) if found}
+    bouts = [
+        bout_values(course, costs, state, of_bout, checked)
+        for state, of_bout in zip(course.states, off, strict=True)
+    ]
+    matrix = [bout["matrix_gpu_hours"] for bout in bouts if len(bout["arms"]) > 1]
     return {
         "schema_version": SCHEMA_VERSION,
         "study": course.evidence.study,
@@ -43,13 +47,10 @@ def verdict_of(course: Course, found: Round, notes: list[str]) -> dict[str, Any]
         "spent_gpu_hours": found.spent_gpu_hours,
         "expected_gpu_hours": found.expected_gpu_hours,
         "budget_gpu_hours": course.evidence.budget_gpu_hours,
-        "matrix_gpu_hours": None if None in matrix else sum(matrix) / 3600,
+        "matrix_gpu_hours": None if None in matrix else sum(matrix),
         "matrix_repeats": MATRIX_REPEATS,
         "next": {"blocks": len(found.blocks), "full_runs": [str(c) for c in found.full_runs]},
-        "bouts": [
-            bout_values(course, costs, state, of_bout, checked)
-            for state, of_bout in zip(course.states, off, strict=True)
-        ],
+        "bouts": bouts,
         "noise": vars(noise) | {"text": noise_text(noise, margin, rivals)},
         "notes": notes,
     }
