@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import stat
 import struct
@@ -101,6 +102,12 @@ def test_a_bundle_reads_as_the_folder_that_it_was_made_of(study_dir, bundled, tm
     assert ours.provenance["sha256"] == ours.manifest["sha256"]
     assert {"cells.json", "config.json", "environment.json"} < set(ours.manifest["files"])
     assert sum(name.endswith("timeline.csv") for name in ours.manifest["files"]) == 8
+
+
+def test_a_folder_without_a_list_of_cells_has_all_that_have_a_record(study_dir, tmp_path):
+    shutil.copytree(study_dir, tmp_path / "copy")
+    (tmp_path / "copy" / "cells.json").unlink()
+    assert len(read_set(str(tmp_path / "copy")).records) == len(read_set(str(study_dir)).records)
 
 
 def test_equal_records_give_equal_bytes(study_dir, bundled):

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from stratbench.analysis.columns import (
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.record import Record
 from stratbench.cell.settings import LATER, Settings
 from stratbench.cell.words import counted
 from stratbench.study.config import Study
@@ -97,10 +98,12 @@ def status_without_record(log_dir: Path) -> Row:
     return {"status": "error", "reason": on_one_line(reason)}
 
 
-def rows_of_cell(cell: Cell, study_dir: Path, asked: Expected) -> tuple[Row, list[Row]]:
+def rows_of_cell(
+    cell: Cell, study_dir: Path, asked: Expected, read: Callable[[Path], Record] = record.read
+) -> tuple[Row, list[Row]]:
     """The row of a cell and its epochs' rows; faults of the record become status `error`.
 
-    A skipped cell without a record is `infeasible`.
+    A skipped cell without a record is `infeasible`. `read` gives the record in a file.
     """
     path = study_dir / "cells" / cell.path / "record.json"
     log_dir = study_dir / "logs" / cell.path
@@ -115,7 +118,7 @@ def rows_of_cell(cell: Cell, study_dir: Path, asked: Expected) -> tuple[Row, lis
         ), []
     row["record_path"] = str(path.relative_to(study_dir))
     try:
-        rec = record.read(path)
+        rec = read(path)
         if rec["cell"] != coordinates:
             raise record.RecordError(
                 f"{path} holds the record of another cell: {record.cell_of(rec)}"
@@ -140,7 +143,7 @@ def rows_of_cell(cell: Cell, study_dir: Path, asked: Expected) -> tuple[Row, lis
 
 
 def rows_of_cells(
-    cells: Sequence[Cell], study_dir: Path, asked: Expected
+    cells: Sequence[Cell], study_dir: Path, asked: Expected, read: Callable[[Path], Record]
 ) -> Iterator[tuple[Row, list[Row]]]:
     """`rows_of_cell` of each, with a progress line every few seconds."""
     next_line_s = time.monotonic() + 3
@@ -148,7 +151,7 @@ def rows_of_cells(
         if time.monotonic() > next_line_s:
             print(f"read {done} of {len(cells)} records", file=sys.stderr, flush=True)
             next_line_s += 3
-        yield rows_of_cell(cell, study_dir, asked)
+        yield rows_of_cell(cell, study_dir, asked, read)
 
 
 def read_expected(path: Path) -> list[Cell]:
@@ -165,6 +168,7 @@ def collect(
     out: Path,
     epochs_out: Path,
     asked: Expected | None = None,
+    read: Callable[[Path], Record] = record.read,
 ) -> list[Row]:
     """Write both files; returns the rows of cells that should have a usable record and have none."""
     without: list[Row] = []
@@ -177,7 +181,7 @@ def collect(
         epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
         cells_csv.writeheader()
         epochs_csv.writeheader()
-        for row, epochs in rows_of_cells(cells, study_dir, asked or Expected()):
+        for row, epochs in rows_of_cells(cells, study_dir, asked or Expected(), read):
             cells_csv.writerow(row)
             epochs_csv.writerows(epochs)
             if row["status"] in WITHOUT_RECORD:

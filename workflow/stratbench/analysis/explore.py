@@ -16,7 +16,6 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 
 from stratbench.analysis.audit import SEVERITIES
@@ -25,7 +24,9 @@ from stratbench.analysis.groups import GROUP
 from stratbench.analysis.measures import FACTORS
 from stratbench.analysis.score import score_of
 from stratbench.analysis.style import FURTHER_COLOURS, MARKERS, styles_by_strategy
+from stratbench.cell import pages
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
+from stratbench.cell.files import write_atomic
 from stratbench.cell.words import WORKER_NOUNS, plural
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -218,23 +219,17 @@ def packed(text: str) -> str:
 
 def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
     """The page. `notices`: what a reader must know before any number; `back`: a link to the report."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     script = (TEMPLATES / "explore.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template("explore.html.j2").render(
-        title=title,
-        notices=notices,
-        back=back,
-        data=packed(as_json(data)),
-        script=script,
-        script_hash=f"sha256-{digest}",
-    )
+    values = {
+        "title": title,
+        "notices": notices,
+        "back": back,
+        "data": packed(as_json(data)),
+        "script": script,
+        "script_hash": f"sha256-{digest}",
+    }
+    return pages.render("explore.html.j2", TEMPLATES, values=values)
 
 
 def write_page(
@@ -243,4 +238,4 @@ def write_page(
     """explore.html of one study; its links lead to the files below results/<study>."""
     data = page_data(cells, findings) | {"files": files_of(cells, study_dir, out.parent)}
     page = render(data, str(cells["study"].iloc[0]), notices, "report.html")
-    out.write_text(page, encoding="utf-8")
+    write_atomic(out, page)

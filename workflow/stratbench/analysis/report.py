@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jinja2
 import pandas as pd
 from PIL import Image
 
@@ -42,6 +41,7 @@ from stratbench.analysis.tables import (
 )
 from stratbench.analysis.verdict_section import verdict_section
 from stratbench.analysis.verdicts import read_verdict
+from stratbench.cell import pages
 from stratbench.cell.words import MIB, counted, plural, worker_noun
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -356,14 +356,7 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
 
 def render(values: dict[str, Any]) -> str:
     """The page."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(values)
+    return pages.render("report.html.j2", TEMPLATES, values=values)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from stratbench import __version__
 from stratbench.command import CommandError
@@ -89,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--to-share", action="store_true", help="whether a bundle can be shared")
     compare = add("compare", run_compare, "two result sets or more, side by side")
     compare.add_argument(
-        "sets",
+        "set",
         nargs="*",
         metavar="NAME=SET",
         help=f"{SET}; default: `sets` of this folder's config",
@@ -136,47 +137,30 @@ def run_study(given: argparse.Namespace, others: list[str]) -> int:
 def run_plan(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench plan`: the rule `plan`, or of a bundle the module behind it."""
     require("torch")
-    if given.set is not None:
-        from stratbench.command import from_set
-
-        refuse(others)
-        return from_set.plan(given.set, pairs(given), given.out)
-    refuse_out(given)
-    return run_rules("plan", *QUIETLY, *others, config=pairs(given))
+    return of_set_or_study(given, others, lambda m: m.plan(given.set, pairs(given), given.out))
 
 
 def run_check(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench check`: the rule `check`, or the check of a set."""
     if given.set is not None:
-        from stratbench.command import from_set
-
-        refuse(others + pairs(given))
-        return from_set.check(given.set, given.to_share)
-    require("torch")
-    return run_rules("check", *QUIETLY, *others, config=pairs(given))
+        refuse(pairs(given))
+    elif given.to_share:
+        raise CommandError("--to-share is for a set; name a bundle")
+    else:
+        require("torch")
+    return of_set_or_study(given, others, lambda m: m.check(given.set, given.to_share))
 
 
 def run_decide(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench decide`: the rule `decide`, or of a set the module behind it."""
-    if given.set is not None:
-        from stratbench.command import from_set
-
-        refuse(others)
-        return from_set.decide(given.set, pairs(given), given.out)
-    refuse_out(given)
-    return run_rules("decide", *QUIETLY, *others, config=pairs(given))
+    return of_set_or_study(given, others, lambda m: m.decide(given.set, pairs(given), given.out))
 
 
 def run_compare(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench compare`: the rule `compare`, or of named sets the module behind it."""
     limit = [] if given.fail_above is None else [f"compare={{fail_above: {given.fail_above}}}"]
-    if given.sets:
-        from stratbench.command import from_set
-
-        refuse(others)
-        return from_set.compare(given.sets, [*pairs(given), *limit], given.out)
-    refuse_out(given)
-    return run_rules("compare", *QUIETLY, *others, config=[*pairs(given), *limit])
+    config = [*pairs(given), *limit]
+    return of_set_or_study(given, others, lambda m: m.compare(given.set, config, given.out), limit)
 
 
 def run_export(given: argparse.Namespace, others: list[str]) -> int:
@@ -186,32 +170,44 @@ def run_export(given: argparse.Namespace, others: list[str]) -> int:
     if unknown := [name for name in given.to if name not in EXPORTS]:
         raise CommandError(f"--to {unknown[0]}: is not one of {', '.join(EXPORTS)}")
     if given.set is not None:
+        refuse(pairs(given))
+    formats = [f"export=[{', '.join(given.to)}]"]
+    return of_set_or_study(
+        given, others, lambda m: m.export(given.set, given.to, given.out), formats
+    )
+
+
+def of_set_or_study(
+    given: argparse.Namespace,
+    others: list[str],
+    of_set: Callable[[ModuleType], int],
+    config: Sequence[str] = (),
+) -> int:
+    """What the module `from_set` does with the set that is named; without one, the rule of this name.
+
+    `config`: what the rule gets beside the config's own pairs.
+    """
+    if given.set:
         from stratbench.command import from_set
 
         refuse(others)
-        return from_set.export(given.set, given.to, given.out)
-    refuse_out(given)
-    formats = [f"export=[{', '.join(given.to)}]"]
-    return run_rules("export", *QUIETLY, *others, config=[*pairs(given), *formats])
+        return of_set(from_set)
+    if getattr(given, "out", None) is not None:
+        raise CommandError(
+            "--out is for a set; a study's results are in the folder `results` of its config"
+        )
+    return run_rules(given.command, *QUIETLY, *others, config=[*pairs(given), *config])
 
 
 def run_bundle(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench bundle`: the rule `bundle`."""
     hosts = ["bundle={hosts: replaced}"] if given.replace_hosts else []
-    return run_rules("bundle", *QUIETLY, *others, config=[*pairs(given), *hosts])
+    return run_rules(given.command, *QUIETLY, *others, config=[*pairs(given), *hosts])
 
 
 def pairs(given: argparse.Namespace) -> list[str]:
     """What is to change in the config, as KEY=VALUE."""
     return [*([f"study={given.study}"] if given.study else []), *given.config]
-
-
-def refuse_out(given: argparse.Namespace) -> None:
-    """CommandError for --out without a set: a study's rules write into its results."""
-    if given.out is not None:
-        raise CommandError(
-            "--out is for a set; a study's results are in the folder `results` of its config"
-        )
 
 
 def refuse(others: list[str]) -> None:

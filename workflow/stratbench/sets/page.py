@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import Decision
 from stratbench.analysis.report import TEMPLATES as REPORT_TEMPLATES
 from stratbench.analysis.report import data_uri, width_pt
+from stratbench.cell import pages
 from stratbench.cell.words import MIB
 from stratbench.sets.check import describe_audit, machines
 from stratbench.sets.comparison import (
@@ -220,12 +219,5 @@ def page_values(
 
 def render(values: dict[str, Any]) -> str:
     """The page; everything in it is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([TEMPLATES, REPORT_TEMPLATES]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("compare.html.j2").render(values)
+    page = pages.render("compare.html.j2", TEMPLATES, REPORT_TEMPLATES, values=values)
     return re.sub(r"\n{3,}", "\n\n", page)

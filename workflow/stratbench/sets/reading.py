@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from stratbench.analysis import paper
 from stratbench.analysis.audit import AUDIT_COLUMNS, audit, read_records
 from stratbench.analysis.collect import Expected, collect
 from stratbench.analysis.columns import EPOCH_COLUMNS, read_cells, read_epochs
+from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
 from stratbench.cell.record import Record, RecordError
@@ -46,7 +47,7 @@ class ResultSet:
     #: Accuracies by data set that any working training reaches, for tables that say too little.
     floors: dict[str, float] = field(default_factory=dict)
 
-    @cached_property
+    @functools.cached_property
     def findings(self) -> pd.DataFrame:
         """What the audit says of it, as audit.csv."""
         found = audit(self.cells, self.records, self.floors)
@@ -125,11 +126,12 @@ def _read_folder(
         raise SetError(
             f"{source} holds no record and lists no cells; it is no folder results/<study>"
         )
+    read = functools.cache(record.read)  # thousands of them, for the tables and for the audit
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as work:
         out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
         bad = [
             row
-            for row in collect(cells, folder, out, epochs_out, asked)
+            for row in collect(cells, folder, out, epochs_out, asked, read)
             if row["status"] == "error"
         ]
         if manifest and bad:
@@ -138,7 +140,7 @@ def _read_folder(
     if not frame["record_path"].notna().any():
         raise SetError(f"{source} holds no record; train the study's cells first")
     try:
-        records = tuple(read_records(frame, folder))
+        records = tuple(read_records(frame, folder, read))
     except RecordError as e:
         raise told(e) from e
     if manifest:
@@ -154,7 +156,8 @@ def _read_folder(
 def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[Cell]:
     """The cells that are listed, and after them those that have a record without being listed."""
     listed = folder / "cells.json"
-    cells = list(_listed_cells(listed, told)) if listed.exists() else []
+    has_list = listed.exists()
+    cells = list(_listed_cells(listed, told)) if has_list else []
     if len({cell.study for cell in cells}) > 1:
         raise told("cells.json lists cells of more than one study")
     known = {cell.path for cell in cells}
@@ -164,7 +167,7 @@ def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[
     for path in sorted(folder.glob(f"cells/{pattern}/record.json")):
         if path.parent.relative_to(folder / "cells").as_posix() in known:
             continue
-        if cells and not manifest:
+        if has_list and not manifest:
             continue  # of a matrix that the study no longer has
         try:
             found = read_json(path)

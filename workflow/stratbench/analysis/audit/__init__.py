@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,12 @@ def found_by(rule: Rule, evidence: Evidence) -> Iterator[Found]:
         yield Found({}, f"this rule cannot judge the records ({type(e).__name__}: {e})")
 
 
-def read_records(cells: pd.DataFrame, study_dir: Path) -> list[Record]:
+def read_records(
+    cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read
+) -> list[Record]:
     """The records behind the rows of cells.csv that have a usable one, below results/<study>."""
     paths = cells.loc[cells["status"] != "error", "record_path"].dropna()
-    return [record.read(study_dir / path) for path in paths]
+    return [read(study_dir / path) for path in paths]
 
 
 def read_blocks(study_dir: Path) -> list[blocks.Block]:
