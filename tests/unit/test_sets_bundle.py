@@ -121,6 +121,12 @@ def test_no_secret_is_in_a_bundle(study_dir, tmp_path, hosts):
     assert "WANDB" not in text_in(out.read_bytes())
 
 
+def test_an_experiment_called_as_a_part_of_a_record_keeps_its_config(study_dir, tmp_path):
+    config = {"experiments": {"slurm": {"epochs": 3}, "environment": {"lr": 0.1}}}
+    path, _ = write_bundle(study_dir, config, "replaced", tmp_path / "x.stratbench.zip")
+    assert read_set(str(path)).config == config
+
+
 def test_names_are_replaced_everywhere_and_alike(study_dir, tmp_path):
     out, manifest = write_bundle(study_dir, CONFIG, "replaced", tmp_path / "x.zip")
     text = text_in(out.read_bytes())

@@ -51,7 +51,7 @@ def write_bundle(
     }
     if (study_dir / "plan.json").exists():
         extra["plan.json"] = without_secrets(_json(study_dir / "plan.json"))
-    cleaned = {name: without_secrets(found) for name, found in records.items()}
+    cleaned = {name: without_secrets(found, is_record=True) for name, found in records.items()}
     study = next(iter(records.values()))["cell"]["study"]
     if hosts == "replaced":
         nodes = {node for text in timelines.values() for node in nodes_in(text)}

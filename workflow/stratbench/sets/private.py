@@ -26,26 +26,30 @@ _WORD = re.compile(r"[\w-]*")
 _NODES = {"SLURM_JOB_NODELIST", "SLURMD_NODENAME"}
 #: What SLURM says of a site, and not of the machine.
 _SITE = {"SLURM_CLUSTER_NAME": "cluster", "SLURM_JOB_PARTITION": "partition"}
+#: A worker's variables, and what keeps those that a record may hold.
+_LISTED = {"environment": environment.of_training, "slurm": environment.of_slurm}
 
 
-def without_secrets(value: Any) -> Any:
-    """A JSON value without texts that look like secrets, and without variables that are not on the list."""
+def without_secrets(value: Any, is_record: bool = False) -> Any:
+    """A JSON value without texts that look like secrets.
+
+    A record keeps of a worker's variables those that are on the lists. Elsewhere `slurm` or `environment`
+    may be the name of an experiment.
+    """
     if isinstance(value, list):
-        return [without_secrets(inner) for inner in value]
+        return [without_secrets(inner, is_record) for inner in value]
     if isinstance(value, str):
         return LEFT_OUT if environment.tells_secret(value) else value
     if not isinstance(value, dict):
         return value
     kept = {}
     for key, inner in value.items():
-        if key == "environment" and isinstance(inner, dict):
-            kept[key] = environment.of_training({k: str(v) for k, v in inner.items()})
-        elif key == "slurm" and isinstance(inner, dict):
-            kept[key] = environment.of_slurm({k: str(v) for k, v in inner.items()})
+        if is_record and key in _LISTED and isinstance(inner, dict):
+            kept[key] = _LISTED[key]({k: str(v) for k, v in inner.items()})
         elif isinstance(inner, str) and environment.names_secret(key):
             kept[key] = LEFT_OUT
         else:
-            kept[key] = without_secrets(inner)
+            kept[key] = without_secrets(inner, is_record)
     return kept
 
 
