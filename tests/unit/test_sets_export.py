@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fixture_records as fixture
 import numpy as np
@@ -61,6 +62,24 @@ def test_a_format_without_its_package_is_one_sentence_and_writes_nothing(
     assert f"pip install -r {REQUIREMENTS}" in told
     assert (ROOT / REQUIREMENTS).exists()
     assert not out.exists()
+
+
+def test_an_export_replaces_its_own_folders_and_nobody_elses(study, tmp_path, monkeypatch, capsys):
+    def write(found, folder):
+        (folder / "written").touch()
+
+    writer = SimpleNamespace(OF_RECORDS=False, write=write)
+    monkeypatch.setattr("stratbench.sets.export._module_of", lambda name: writer)
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    kept = theirs / "parquet" / "kept"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert main(["export", study.source, "--to", "parquet", "--out", str(theirs)]) == 2
+    assert "was not written by an export" in capsys.readouterr().err
+    assert [*theirs.rglob("*")] == [kept.parent, kept]
+    for _ in range(2):
+        assert main(["export", study.source, "--to", "parquet", "--out", str(ours)]) == 0
+        assert (ours / "parquet" / "written").exists()
 
 
 def test_a_run_has_its_settings_results_and_epochs(study):

@@ -20,22 +20,29 @@ EXPORTS = {
 }
 #: The file that names the packages of all formats, from the root of a clone.
 REQUIREMENTS = "envs/requirements-export.txt"
+#: The file in a folder of exports that says what it is.
+MARK = ".stratbench-export"
 
 
 def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path]:
     """Write a set in each of `formats` (names of EXPORTS) below `out`; returns the folders.
 
     A folder is replaced only when all of it is written. SetError where a format's package is not
-    installed, or the set has nothing that the format holds; nothing is written then.
+    installed, the set has nothing that the format holds, or `out` is no folder of exports, so that
+    nobody's own folder `wandb` is replaced; nothing is written then.
     """
+    if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise SetError(f"{out} was not written by an export; name a folder that does not exist yet")
     modules = {name: _module_of(name) for name in formats}
     if not found.records and (runs := [name for name in formats if modules[name].OF_RECORDS]):
         raise SetError(f"{found.source} has no records, and {runs[0]} holds runs; use parquet")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
     folders = []
     for name, module in modules.items():
         folder, unfinished = out / name, out / f".{name}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir()
         module.write(found, unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
