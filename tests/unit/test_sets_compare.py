@@ -239,6 +239,15 @@ def test_the_decision_goes_over_all_sets_by_time_or_by_cost(sets):
     assert decisions_over([sets["old"], read_set("paper:v1")], {}, Constraints()) == []
 
 
+def test_two_experiments_of_one_job_are_told_apart(tmp_path):
+    cells = [c for name in ("first", "second") for c in fixture.expand(**CELLS, experiment=name)]
+    sets = [
+        read_set(str(fixture.write_study(tmp_path / name, cells)), name) for name in ("old", "new")
+    ]
+    for decision in decisions_over(sets, {}, Constraints()):
+        assert re.fullmatch(r"\w+ \((old|new), (first|second)\)", decision.choice.strategy)
+
+
 def test_the_page_and_its_tables_hold_foreign_texts_as_texts(folder, tmp_path, capsys):
     named = {"old": str(folder / "old/constructed"), "fast": str(folder / "fast/constructed")}
     assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path)]) == 0

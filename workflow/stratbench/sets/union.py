@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -19,6 +20,15 @@ from stratbench.sets.reading import ResultSet
 JOB = ("dataset", "model", "task", "epochs", "steps", "global_batch", "precision", "slowdown")
 
 
+class Part(NamedTuple):
+    """What one experiment of a set has of a job."""
+
+    set_name: str
+    #: Of one experiment and model, and what the audit finds on them.
+    rows: pd.DataFrame
+    findings: list[dict[str, Any]]
+
+
 def decisions_over(
     sets: Sequence[ResultSet], prices: Mapping[str, float], given: Constraints
 ) -> list[Decision]:
@@ -28,17 +38,21 @@ def decisions_over(
     Repeats of two sets are paired by their numbers, which is arbitrary and makes the intervals no
     narrower. Experiments keep the name that the first set gives them.
     """
-    jobs: dict[tuple[str, ...], list[tuple[ResultSet, pd.DataFrame]]] = {}
+    jobs: dict[tuple[str, ...], list[Part]] = {}
     for found in sets:
+        told = found.findings.to_dict("records")
         weak = found.cells.groupby("experiment")["global_batch"].nunique() > 1
         for (experiment, _), rows in found.cells.groupby(["experiment", "model"], sort=False):
             job = job_of(rows, bool(weak[experiment]))
             if job is not None:
-                jobs.setdefault((job,), []).append((found, rows))
-    shared = {job: parts for job, parts in jobs.items() if len({s.name for s, _ in parts}) > 1}
+                on_them = [
+                    f for f in told if f["experiment"] == experiment or pd.isna(f["experiment"])
+                ]
+                jobs.setdefault(job, []).append(Part(found.name, rows, on_them))
     studied = [
-        (pd.concat([rows for _, rows in parts]), list(candidates_in(parts, prices, given)))
-        for parts in shared.values()
+        (pd.concat([part.rows for part in parts]), list(candidates_in(parts, prices, given)))
+        for parts in jobs.values()
+        if len({part.set_name for part in parts}) > 1
     ]
     left = [[c for c in found if not c.kind] for _, found in studied]
     rankings = iter(rankings_of_bouts([bout for bout in left if bout], given.equivalence_margin))
@@ -57,19 +71,24 @@ def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
 
 
 def candidates_in(
-    parts: Sequence[tuple[ResultSet, pd.DataFrame]],
+    parts: Sequence[Part],
     prices: Mapping[str, float],
     given: Constraints,
 ) -> Iterator[Candidate]:
-    """All candidates of a job: those of each set at its price, called `ddp (a100)`, judged together."""
+    """All candidates of a job: those of each set at its price, called `ddp (a100)`, judged together.
+
+    Where several experiments of a set are one job, the experiment is named, too: `ddp (a100, first)`.
+    """
     found = []
-    for one, rows in parts:
-        here = replace(given, price_per_gpu_hour=prices.get(one.name, given.price_per_gpu_hour))
-        mine = candidates_among(rows, one.findings.to_dict("records"), here)
+    times = Counter(part.set_name for part in parts)
+    for name, rows, findings in parts:
+        here = replace(given, price_per_gpu_hour=prices.get(name, given.price_per_gpu_hour))
+        mine = candidates_among(rows, findings, here)
+        whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
         for candidate in mine:
-            candidate.strategy = f"{candidate.strategy} ({one.name})"
+            candidate.strategy = f"{candidate.strategy} ({whose})"
             # Two hosts of two sets may have one name.
-            candidate.hosts = frozenset(f"{host} of {one.name}" for host in candidate.hosts)
+            candidate.hosts = frozenset(f"{host} of {name}" for host in candidate.hosts)
         found += mine
     judge_scores(found, given)
     yield from found
