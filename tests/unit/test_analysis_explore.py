@@ -108,6 +108,15 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     assert set(cells["strategy"]) == set(data["styles"])
 
 
+def test_scores_of_several_units_are_shown_as_the_records_have_them(study):
+    _, cells = study
+    texts = cells.assign(score_unit=["nats/token", *cells["score_unit"].iloc[1:]])
+    columns = {c["name"]: c for c in explore.columns_of(texts)}
+    assert columns["score_final"]["unit"] == ""
+    at = cells["score_final"].first_valid_index()
+    assert columns["score_final"]["values"][at] == pytest.approx(cells["score_final"][at], rel=1e-5)
+
+
 def test_a_finding_is_on_all_cells_that_share_its_coordinates(study):
     _, cells = study
     wide = {"experiment": "main", "model": "vgg16", "gpus": 2, "strategy": None, "repeat": np.nan}

@@ -38,6 +38,8 @@ DISCRETE = ("gpus", "repeat")
 FIRST = ("set", "experiment", "model", "strategy", "gpus", "repeat", "status")
 #: Paths, which become links.
 NOT_SHOWN = ("study", "record_path", "log_path")
+#: In the unit of the task's score.
+SCORES = ("score_final", "score_best")
 #: Digits that are kept of a measured value.
 DIGITS = 6
 #: Data with more characters stand in the page compressed, so that it stays below 1 MiB with 10,000 cells.
@@ -85,10 +87,15 @@ def column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
         return None
     if column.kind == "number":
         by = shown_in(column.unit)[1]
-        if column.name.startswith("score_") and column.name in ("score_final", "score_best"):
+        if column.name in SCORES and shares_score(cells):
             by = score_of(cells).factor
         return [None if v is None else rounded(v * by) for v in present(series.astype(float))]
     return [None if v is None else str(v) for v in present(series)]
+
+
+def shares_score(cells: pd.DataFrame) -> bool:
+    """Whether all scores have one unit; else they are shown as the records have them."""
+    return cells["score_unit"].dropna().nunique() <= 1
 
 
 def present(series: pd.Series) -> list[Any]:
@@ -98,14 +105,13 @@ def present(series: pd.Series) -> list[Any]:
 
 def columns_of(cells: pd.DataFrame) -> Iterator[Row]:
     """The columns that some cell has a value in, as the page's script reads them."""
-    shares_score = cells["score_unit"].dropna().nunique() <= 1
     for column in (SET_COLUMN, *CELL_COLUMNS):
         if column.name not in cells or column.name in NOT_SHOWN or column.kind == "json":
             continue
         if (values := column_values(column, cells)) is None:
             continue
         unit = shown_in(column.unit)[0]
-        if column.name in ("score_final", "score_best") and shares_score:
+        if column.name in SCORES and shares_score(cells):
             unit = score_of(cells).shown_unit
         yield {
             "name": column.name,
