@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -65,7 +66,7 @@ class ComparedCell:
         """The coordinates in the first set."""
         return self.match.first
 
-    @property
+    @cached_property
     def time(self) -> Interval | None:
         """Training time in the other set, divided by that in the first; None where there is no ratio."""
         return None if self.why_not else ratio_of_times(self.other_times, self.first_times)
@@ -77,7 +78,7 @@ class ComparedCell:
             return None
         return self.other_memory / self.first_memory
 
-    @property
+    @cached_property
     def score_change(self) -> Interval | None:
         """By how much the score is higher in the other set, as shown; None where either has none."""
         if self.why_not or not self.first_scores or not self.other_scores:
@@ -136,11 +137,11 @@ class Comparison:
     only_first: int
     only_other: int
 
-    @property
+    @cached_property
     def with_ratio(self) -> list[ComparedCell]:
         return [cell for cell in self.cells if not cell.why_not]
 
-    @property
+    @cached_property
     def without_ratio(self) -> list[ComparedCell]:
         return [cell for cell in self.cells if cell.why_not]
 
