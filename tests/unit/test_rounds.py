@@ -106,7 +106,7 @@ def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_p
         assert limit_s == pytest.approx(SEGMENT_ALLOWANCE_S + 1000 * steps / total, abs=5), name
 
 
-def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path):
+def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, capsys):
     path = tmp_path / "s" / "verdict" / "verdict.json"
     assert not round_of(tmp_path, "not asked").is_told
     path.parent.mkdir(parents=True)
@@ -117,7 +117,9 @@ def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path):
     path.write_text(json.dumps({"bouts": [place | {"trained": trained}]}))
     assert round_of(tmp_path, "not asked").is_told
     assert round_of(tmp_path, "not asked", epochs=30).is_told  # no block knows how long is trained
+    assert capsys.readouterr().err == ""
     assert not round_of(tmp_path, "not asked", lr=0.2).is_told
+    assert "the verdict is not used" in capsys.readouterr().err
     path.write_text("[]")
     assert not round_of(tmp_path, "not asked").is_told
 

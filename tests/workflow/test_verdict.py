@@ -95,3 +95,9 @@ def test_rounds_follow_one_another_to_the_end_of_the_race(raced):
     found = json.loads((raced.folder / "results/tiny/verdict/verdict.json").read_text())
     assert found["margin"] == 0.001 < found["noise"]["ratio"]
     assert found["bouts"][0]["claim"] != "within"
+    # The decision goes by these blocks, and by none of strategies that were trained otherwise.
+    assert "Measured in paired blocks" in raced.run("decide").stdout
+    other = "studies={tiny: {experiments: {first: {lr: 0.02}}}}"
+    done = raced.run("decide", "--config", other)
+    assert done.returncode == 0, done.stdout
+    assert "paired blocks" not in done.stdout

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -171,4 +172,11 @@ class Round:
             for cell in self._study.cells
             if cell.repeat == 0
         }
-        return all(trained_digest(now[arm]) == of for arm, of in told.items() if arm in now)
+        alike = all(trained_digest(now[arm]) == of for arm, of in told.items() if arm in now)
+        if not alike:
+            print(
+                "the verdict is not used: its strategies were trained with other settings than the "
+                "config's; `snakemake verdict` makes another",
+                file=sys.stderr,
+            )
+        return alike
