@@ -268,6 +268,7 @@ for command in (
         (["compare", "a=paper:v1", "paper:v2"], "name each set once"),
         (["export", "paper:v2", "--to", "excel"], "--to excel: is not one of parquet"),
         (["decide", "--out", "there"], "--out is for a set"),
+        (["decide", "--jobs", "4"], "an option of Snakemake gets its value by ="),
         (["plan"], "no config.yaml is in this folder"),
         (["run", "--profile", "none"], "none is no profile"),
         (["init", ".", "--quick"], "unknown: --quick"),

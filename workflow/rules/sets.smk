@@ -16,10 +16,9 @@ rule bundle:
         config=lambda w: json.dumps(
             {
                 key: value
-                for key, value in CONFIG.items()
+                for key, value in STUDY_CONFIG.items()
                 if key not in ("sets", "compare", "bundle", "export")
-            }
-            | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}},
+            },
             sort_keys=True,
         ),
         hosts=CONFIG["bundle"]["hosts"],

@@ -190,7 +190,11 @@ def of_set_or_study(
     if given.set:
         from stratbench.command import from_set
 
-        refuse(others)
+        if others:  # the value of an option that is not ours looks like a set
+            raise CommandError(
+                f"{' '.join(others)}: is no option for a set; an option of Snakemake gets its value by =: "
+                "--jobs=4"
+            )
         return of_set(from_set)
     if getattr(given, "out", None) is not None:
         raise CommandError(

@@ -16,6 +16,7 @@ from stratbench.analysis.groups import Group, findings_by_group
 from stratbench.analysis.score import Score, score_of
 from stratbench.analysis.summary import describe_outcome, outcome_kinds
 from stratbench.analysis.usable import UsableGroups
+from stratbench.cell.words import counted
 from stratbench.sets.matching import (
     WORK,
     Difference,
@@ -333,6 +334,11 @@ def headline_of(found: Comparison) -> str:
     same = sum(cell.first_times == cell.other_times for cell in found.with_ratio)
     if same:
         told += f" {same} of {len(found.with_ratio)} times are equal to the last digit: not measured twice."
+    if found.only_first or found.only_other:
+        told += (
+            f" Finished in one of them alone: {counted(found.only_first, 'kind')} of cells in {a}, "
+            f"{found.only_other} in {b}."
+        )
     if found.without_ratio:
         told += f" {len(found.without_ratio)} of {len(found.cells)} shared kinds of cells have no ratio."
     return told

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -24,6 +23,7 @@ from stratbench.analysis.panels import (
 from stratbench.analysis.plots import save_figure
 from stratbench.analysis.style import GREY, RC, Style, styles_by_strategy
 from stratbench.sets.comparison import ComparedCell, Comparison
+from stratbench.sets.unpaired import geometric_mean
 
 #: Height of a line of the figure of ratios, and of what is around it, in inches.
 LINE_IN, AROUND_IN = 0.17, 1.1
@@ -129,9 +129,13 @@ def times_figure(
             )
             at, look = [c.group.gpus for c in line], looks[strategy]
             same = {"color": look.colour, "marker": look.marker}
-            axis.plot(at, [_mean(c.first_times) for c in line], "-", **same, **_edge())
+            axis.plot(at, [geometric_mean(c.first_times) for c in line], "-", **same, **_edge())
             axis.plot(
-                at, [_mean(c.other_times) for c in line], "--", **same, markerfacecolor="white"
+                at,
+                [geometric_mean(c.other_times) for c in line],
+                "--",
+                **same,
+                markerfacecolor="white",
             )
         counts_axis(axis, counts, is_ratio=False)
         axis.set_xlabel("workers")
@@ -144,10 +148,6 @@ def times_figure(
     note = f"Geometric means of the repeats. Solid: {found.first.name}; dashed: {found.other.name}."
     add_legend_and_note(figure, handles, note)
     return figure
-
-
-def _mean(times: Sequence[float]) -> float:
-    return float(np.exp(np.mean(np.log(times))))
 
 
 def _edge() -> dict[str, object]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import pandas as pd
-
 from stratbench.analysis.audit.mixed import NOT_STATED, TABLE, row_comparing, texts_by_path
 from stratbench.analysis.groups import Group, rows_by_group
 from stratbench.sets.reading import ResultSet
@@ -187,15 +185,3 @@ def together(found: Iterator[Difference]) -> list[Difference]:
     kinds = [*WORK.values(), *PLACE.values()]
     merged = [Difference(*key, cells=n) for key, n in counts.items()]
     return sorted(merged, key=lambda d: kinds.index(d.kind))
-
-
-def alone(first: ResultSet, other: ResultSet, found: list[Match]) -> tuple[pd.Series, pd.Series]:
-    """How many kinds of cells, by strategy, only the first and only the other set has."""
-    sides = []
-    for one, taken in (
-        (first, {match.first for match in found}),
-        (other, {match.other for match in found}),
-    ):
-        rest = [group.strategy for group in groups_with_data(one) if group not in taken]
-        sides.append(pd.Series(rest, dtype=str).value_counts())
-    return sides[0], sides[1]

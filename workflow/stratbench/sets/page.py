@@ -98,8 +98,6 @@ def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str,
             (experiment, [figure_values(path) for path in paths])
             for experiment, paths in figures.items()
         ],
-        "only_first": found.only_first,
-        "only_other": found.only_other,
     }
 
 

@@ -13,7 +13,7 @@ from stratbench.analysis.measures import NO_CELL
 from stratbench.analysis.tables import latex, markdown
 from stratbench.cell.words import counted
 from stratbench.sets.comparison import ComparedCell, Comparison, StrategyMean
-from stratbench.sets.unpaired import Interval
+from stratbench.sets.unpaired import Interval, geometric_mean
 
 #: What a program that opens a CSV file takes for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -42,8 +42,7 @@ def seconds_text(times: tuple[float, ...]) -> str:
     """The geometric mean of times, and of how many."""
     if not times:
         return NO_CELL
-    mean = float(pd.Series(times).map(float).prod() ** (1 / len(times)))
-    return f"{mean:.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
+    return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
 
 
 def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
@@ -59,8 +58,8 @@ def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
             "workers": cell.group.gpus,
             "repeats_first": len(cell.first_times),
             "repeats_other": len(cell.other_times),
-            "time_first_s": _mean(cell.first_times),
-            "time_other_s": _mean(cell.other_times),
+            "time_first_s": geometric_mean(cell.first_times) if cell.first_times else None,
+            "time_other_s": geometric_mean(cell.other_times) if cell.other_times else None,
             "time_ratio": time and time.value,
             "time_ratio_low": time and time.low,
             "time_ratio_high": time and time.high,
@@ -75,10 +74,6 @@ def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
             "doubted_by": "; ".join(cell.doubts),
             "not_known_to_be_equal": cell.caution,
         }
-
-
-def _mean(times: tuple[float, ...]) -> float | None:
-    return float(pd.Series(times).prod() ** (1 / len(times))) if times else None
 
 
 def wide_table(found: Comparison, experiment: str) -> pd.DataFrame:

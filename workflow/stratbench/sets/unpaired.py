@@ -24,6 +24,11 @@ class Interval(NamedTuple):
     high: float | None = None
 
 
+def geometric_mean(times: Sequence[float]) -> float:
+    """The geometric mean; that of one value is the value, to the last digit."""
+    return math.prod(t ** (1 / len(times)) for t in times)
+
+
 def ratio_of_times(new: Sequence[float], old: Sequence[float], alpha: float = ALPHA) -> Interval:
     """The ratio of geometric means with its 1 - `alpha` interval (Welch, 1947); values above 0.
 
