@@ -69,11 +69,7 @@ def bout_values(
     blocks = course.evidence.blocks_of(bout.place)[: last.blocks if last else None]
     claim, text = claim_of(course, state, blocks)
     matrix_s = costs.matrix_s(state)
-    doubts = [
-        f"a full run of {arm} took {math.expm1(log):+.1%} against its steps times the blocks' step time"
-        for arm, log in off
-        if abs(log) > MOST_OFF
-    ]
+    doubts = list(doubts_of(off))
     level, why = confidence_in(course, state, blocks, claim, doubts, model_of(state) in checked)
     return {
         "experiment": bout.place.experiment,
@@ -105,6 +101,20 @@ def bout_values(
         "full_run_gpu_hours": costs.runs_s(state) / 3600,
         "matrix_gpu_hours": None if matrix_s is None else matrix_s / 3600,
     }
+
+
+def doubts_of(off: list[tuple[str, float]]) -> Iterator[str]:
+    """Of each arm whose full runs took another time than their steps do by how much they did."""
+    for arm in dict.fromkeys(arm for arm, _ in off):
+        found = sorted(log for a, log in off if a == arm and abs(log) > MOST_OFF)
+        if found:
+            ends = " to ".join(
+                f"{math.expm1(log):+.1%}" for log in dict.fromkeys(found[:1] + found[-1:])
+            )
+            yield (
+                f"{counted(len(found), 'full run')} of {arm} took {ends} against the steps times the "
+                "blocks' step time"
+            )
 
 
 def noise_text(noise: Noise, margin: float, rivals: int) -> str:
