@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import yaml
+from snakemake_forks import run_snakemake
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 540
@@ -97,16 +98,9 @@ class Workflow:
 
     def run(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run Snakemake to its end; output and errors together in `stdout`."""
-        return subprocess.run(
-            self.command(*args),
-            cwd=self.folder,
-            env=self.environment(),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        _, _, _, *given = command = self.command(*args)
+        done = run_snakemake(given, self.folder, self.environment(), TIMEOUT_S)
+        return subprocess.CompletedProcess(command, *done)
 
     def start(self, *args: str, stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
         """Start Snakemake in a session of its own, and with Ctrl-C working.
