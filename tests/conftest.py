@@ -19,7 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # It looks for the source of what it registers, which takes longer the more is imported before it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     import torch._dynamo  # noqa: F401
-    import torchvision  # noqa: F401
+
+    from stratbench.workload.models import import_torchvision
+
+    import_torchvision()
 
 import hypothesis
 import pytest
