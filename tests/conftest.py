@@ -16,6 +16,8 @@ from typing import Any
 
 # Tests run side by side; PyTorch, not yet imported, would give each of them all the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# PyTorch 2.13 multiplies no bf16 matrices on some virtual machines with AMX: "could not create a primitive".
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # It looks for the source of what it registers, which takes longer the more is imported before it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     import torch._dynamo  # noqa: F401
