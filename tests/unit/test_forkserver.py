@@ -227,6 +227,7 @@ def test_cells_share_a_server(shared, start_cell):
 def test_a_server_is_shared_for_each_number_of_threads_that_cells_have(monkeypatch):
     """None of them imports PyTorch before a cell asks."""
     monkeypatch.setenv("PYTHONPATH", str(WORKFLOW))
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)  # and put back for the tests after this one
     with shared_servers([2, 1, 2]):
         folder = Path(os.environ[FOLDER_VARIABLE])
         assert set(folder.iterdir()) == {address(folder, 1), address(folder, 2)}
