@@ -237,7 +237,7 @@ class Away:
 sys.meta_path.insert(0, Away())
 from stratbench.command.__main__ import main
 for command in (
-    "decide paper:v2", "check paper:v1", "compare a=paper:v1 b=paper:v2 --fail-above 0.05", "plan paper:v2"
+    "decide paper:v2", "check paper:v1", "compare a=paper:v1 b=paper:v2 --fail-above 0.00001", "plan paper:v2"
 ):
     print("exit code", main(command.split()))
 """

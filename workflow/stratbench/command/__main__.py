@@ -158,7 +158,8 @@ def run_decide(given: argparse.Namespace, others: list[str]) -> int:
 
 def run_compare(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench compare`: the rule `compare`, or of named sets the module behind it."""
-    limit = [] if given.fail_above is None else [f"compare={{fail_above: {given.fail_above}}}"]
+    # Without an exponent, which YAML would take for a text.
+    limit = [] if given.fail_above is None else [f"compare={{fail_above: {given.fail_above:.9f}}}"]
     config = [*pairs(given), *limit]
     return of_set_or_study(given, others, lambda m: m.compare(given.set, config, given.out), limit)
 
