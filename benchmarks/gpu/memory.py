@@ -96,7 +96,8 @@ class planned:
         }
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        # Waited for: a pool left behind by a process that ends at once waits for ever.
+        self._pool.shutdown(cancel_futures=True)
 
 
 def request_of(s: Settings, on_cuda: bool) -> Request:

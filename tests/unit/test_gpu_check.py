@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from test_worker import BARE
@@ -77,6 +78,9 @@ def test_what_needs_no_gpu_holds(tmp_path):
     assert "stage cells: not asked for" in evidence["unproven"]
     assert evidence["git"]["revision"]
     assert evidence["packages"]["torch"]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])
+    ]
 
 
 STAGES = {
