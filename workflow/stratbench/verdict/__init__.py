@@ -1,1 +1,1 @@
-"""The verdict: which strategy is fastest, at a tenth of the matrix's cost, from short paired blocks."""
+"""The verdict: which strategy is fastest, from short paired blocks instead of whole trainings."""
