@@ -272,6 +272,7 @@ def stay(habits: Habits, begun: int, channel: Channel, beats: list, folder: Path
         if (folder / LATE).exists():  # as if the servers had last been heard that long ago
             for link in channel._links:
                 link.connection.last_heard -= DEADLINE_S
+                link.connection._awake.since -= DEADLINE_S
 
 
 def log_of(folder: Path, worker: int) -> Path:
@@ -288,8 +289,8 @@ def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:
     """A server process; its statistics go to `config.stats_path`."""
     run_module._CLOSING_S = PATIENCE_S
     silent_s = Member.silent_s
-    Member.silent_s = lambda member, now: silent_s(
-        member, now + DEADLINE_S * (folder / f"{LATE}{member.worker}").exists()
+    Member.silent_s = lambda member, now, awake_since: silent_s(
+        member, now + DEADLINE_S * (folder / f"{LATE}{member.worker}").exists(), awake_since
     )
     serve(config, secret)
 

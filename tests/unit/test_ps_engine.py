@@ -42,7 +42,7 @@ from stratbench.ps.policies import POLICIES, make_policy
 from stratbench.ps.run import Run
 from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.tickets import Ticket, TicketPlan
-from stratbench.ps.transport import Closed, Connection, Listeners
+from stratbench.ps.transport import Closed, Connection, Listeners, Silent
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -504,20 +504,67 @@ def test_a_worker_that_leaves_while_the_server_still_sends_was_not_lost(tmp_path
     assert all(row["wait_s"] is not None for row in stats["workers"])
 
 
-def test_a_heartbeat_is_a_sign_of_life(monkeypatch):
+@pytest.fixture
+def now(monkeypatch):
+    """The time that servers and connections see: `now.s`."""
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(transport_module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    for module in (run_module, transport_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+def a_member() -> tuple[Member, Connection]:
+    """A worker as its server sees it, of which the reader waits, and the worker's own end."""
     ours, theirs = (Connection(sock) for sock in socket.socketpair())
     for connection in (ours, theirs):
         connection.use_keys(b"k" * 32, b"k" * 32, 100)
-    member = Member(Hello(0, "native", False, FlatSpace(small_model()).layout), ours, "tcp")
     ours.waiting_since = 0.0
+    layout = FlatSpace(small_model()).layout
+    return Member(Hello(0, "native", False, layout), ours, "tcp"), theirs
+
+
+def test_a_heartbeat_is_a_sign_of_life(now):
+    member, theirs = a_member()
     now.s = 50.0
-    assert member.silent_s(now.s) == 50.0
+    assert member.silent_s(now.s, 0.0) == 50.0
     theirs.send(Frame(Kind.HEARTBEAT))
-    ours.receive()
-    ours.waiting_since = 0.0
-    assert member.silent_s(60.0) == 10.0
+    member.connection.receive()
+    member.connection.waiting_since = 0.0
+    assert member.silent_s(60.0, 0.0) == 10.0
+
+
+#: Seconds between looks, the deadline being 10: the whole job is suspended for an hour, and goes on.
+LOOKS_S = [1] * 9 + [3600] + [1] * 12
+
+
+def test_a_server_gives_nobody_up_for_a_pause_that_it_shared(tmp_path, now, monkeypatch):
+    run = Run(config(tmp_path, heartbeat_deadline_s=10.0), SECRET, make_policy)
+    run._members[0], _ = a_member()
+    given_up, looks_s = [], iter(LOOKS_S)
+    monkeypatch.setattr(run, "_lose", lambda member, reason: given_up.append(now.s))
+
+    def wait(seconds: float) -> bool:
+        step_s = next(looks_s, None)
+        now.s += step_s or 0
+        return step_s is None
+
+    monkeypatch.setattr(run.over, "wait", wait)
+    run.watch()
+    assert run.error is None
+    assert given_up == [9 + 3600 + 11, 9 + 3600 + 12]
+
+
+def test_a_worker_takes_no_server_for_lost_after_a_pause_that_it_shared(now):
+    connection = a_member()[0].connection
+    connection.silence_s = 10.0
+    lost_at = []
+    for step_s in LOOKS_S:
+        now.s += step_s
+        try:
+            connection._check_deadlines()
+        except Silent:
+            lost_at.append(now.s)
+    assert lost_at == [9 + 3600 + 11, 9 + 3600 + 12]
 
 
 def test_the_clock_starts_with_the_first_ticket_not_with_the_first_worker(tmp_path):

@@ -584,9 +584,10 @@ def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(
 ):
     half_way, silent_s = threading.Event(), Member.silent_s
 
-    def long(member, now):
+    def long(member, now, awake_since):
         """The insider counts as silent for long as soon as it is at all."""
-        return silent_s(member, now + DEADLINE_S * (half_way.is_set() and member.worker == 0))
+        late_s = DEADLINE_S * (half_way.is_set() and member.worker == 0)
+        return silent_s(member, now + late_s, awake_since)
 
     monkeypatch.setattr(Member, "silent_s", long)
     plan = config(tmp_path, workers=2, shard_bytes=1 << 20)

@@ -308,10 +308,10 @@ class Member:
             else:
                 self.connection.send(*item)
 
-    def silent_s(self, now: float) -> float:
-        """For how many seconds it has said nothing while the server was listening."""
+    def silent_s(self, now: float, awake_since: float) -> float:
+        """For how many seconds it has said nothing while the server was listening, and awake."""
         since = self.connection.waiting_since
-        return 0.0 if since is None else now - max(since, self.connection.last_heard)
+        return 0.0 if since is None else now - max(since, awake_since, self.connection.last_heard)
 
     def check_ticket(self, frame: Frame) -> None:
         """Raise ProtocolError unless `frame` is about the ticket it works on."""

@@ -29,7 +29,7 @@ from stratbench.ps.policy import Hyper
 from stratbench.ps.snapshots import SnapshotWriter
 from stratbench.ps.store import EpochLog, MakePolicy, Store, check_length
 from stratbench.ps.tickets import TicketPlan, Tickets
-from stratbench.ps.transport import Closed, Connection, Silent
+from stratbench.ps.transport import Awake, Closed, Connection, Silent
 
 log = logging.getLogger(__name__)
 
@@ -450,14 +450,12 @@ class Run:
     def watch(self) -> None:
         """Send heartbeats and look for silent workers until the run is over."""
         interval_s = min(1.0, self.config.heartbeat_deadline_s / 4)
-        born = looked = time.monotonic()
+        awake = Awake(interval_s)
         while not self.over.wait(interval_s):
             now = time.monotonic()
-            suspended = now - looked > 3 * interval_s  # it is this process that was stopped
-            looked = now
-            if not suspended:
-                self._look_for_silence(now)
-            if not self._started and now - born > self.config.start_deadline_s:
+            awake_since = awake.look(now)
+            self._look_for_silence(now, awake_since)
+            if not self._started and now - awake_since > self.config.start_deadline_s:
                 with self._lock:
                     here = sorted(m.worker for m in self._members.values() if m.alive and m.pulled)
                     self._fail(
@@ -465,10 +463,10 @@ class Run:
                         f"{self.config.start_deadline_s:g} s"
                     )
 
-    def _look_for_silence(self, now: float) -> None:
+    def _look_for_silence(self, now: float, awake_since: float) -> None:
         deadline_s = self.config.heartbeat_deadline_s
         for member in list(self._members.values()):
-            if member.alive and member.silent_s(now) > deadline_s:
+            if member.alive and member.silent_s(now, awake_since) > deadline_s:
                 self._lose(member, f"no heartbeat for {deadline_s:g} s")
             elif member.alive and not member.has_mail:
                 member.tell(Frame(Kind.HEARTBEAT))

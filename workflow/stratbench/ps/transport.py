@@ -33,6 +33,25 @@ class Silent(ConnectionError):
     """Nothing was heard from the peer until the deadline."""
 
 
+class Awake:
+    """Since when this process has not been paused: by a job that is suspended, or with its machine.
+
+    What was silent meanwhile may have been paused as well, so that silence counts from then on.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        """`look` is called about every `interval_s`."""
+        self._longest_s = 3 * interval_s
+        self.since = self._looked = time.monotonic()
+
+    def look(self, now: float) -> float:
+        """It is awake `now` (time.monotonic()); returns since when."""
+        if now - self._looked > self._longest_s:
+            self.since = now
+        self._looked = now
+        return self.since
+
+
 class Connection:
     """Frames over one stream socket. One thread receives; several may send.
 
@@ -57,6 +76,7 @@ class Connection:
         self.deadline: float | None = None
         #: Longest silence of the peer, in seconds, before receiving raises Silent.
         self.silence_s: float | None = None
+        self._awake = Awake(tick_s)
         self.last_heard = time.monotonic()
         #: time.monotonic() since when the reader has been waiting; None while it works.
         self.waiting_since: float | None = None
@@ -162,7 +182,8 @@ class Connection:
         now = time.monotonic()
         if self.deadline is not None and now > self.deadline:
             raise Silent("nothing complete came before the deadline")
-        if self.silence_s is not None and now - self.last_heard > self.silence_s:
+        heard = max(self.last_heard, self._awake.look(now))
+        if self.silence_s is not None and now - heard > self.silence_s:
             raise Silent(f"nothing was heard for {self.silence_s:g} s")
 
     def close(self) -> None:
