@@ -18,8 +18,6 @@ from process_groups import forking
 from torch import nn
 
 from launching import until
-from stratbench.ps import client
-from stratbench.ps import run as run_module
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.frames import Frame
@@ -207,7 +205,6 @@ class Habits:
 def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folder: Path) -> None:
     """A worker process: one JSON line for each ticket it begins, and a last one for its end."""
     torch.set_num_threads(1)
-    client._GRACE_S = PATIENCE_S
     with log_of(folder, worker).open("a", buffering=1) as out:
 
         def note(**fields: Any) -> None:
@@ -287,7 +284,6 @@ def notes_in(folder: Path, worker: int) -> list[dict[str, Any]]:
 
 def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:
     """A server process; its statistics go to `config.stats_path`."""
-    run_module._CLOSING_S = PATIENCE_S
     silent_s = Member.silent_s
     Member.silent_s = lambda member, now, awake_since: silent_s(
         member, now + DEADLINE_S * (folder / f"{LATE}{member.worker}").exists(), awake_since

@@ -28,7 +28,7 @@ from ps_harness import (
 )
 
 from launching import until
-from stratbench.ps import asynchronous, client
+from stratbench.ps import asynchronous
 from stratbench.ps import run as run_module
 from stratbench.ps import transport as transport_module
 from stratbench.ps.asynchronous import AsyncPolicy
@@ -51,13 +51,8 @@ TRANSPORTS = ["tcp", "shm"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """The server sets torch to one thread; kernels round differently on more.
-
-    However slow the machine is, a run does not end before the workers have its reason.
-    """
-    monkeypatch.setattr(run_module, "_CLOSING_S", PATIENCE_S)
-    monkeypatch.setattr(client, "_GRACE_S", PATIENCE_S)
+def one_thread():
+    """The server sets torch to one thread; kernels round differently on more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -540,6 +535,7 @@ LOOKS_S = [1] * 9 + [3600] + [1] * 12
 def test_a_server_gives_nobody_up_for_a_pause_that_it_shared(tmp_path, now, monkeypatch):
     run = Run(config(tmp_path, heartbeat_deadline_s=10.0), SECRET, make_policy)
     run._members[0], _ = a_member()
+    run._started = True
     given_up, looks_s = [], iter(LOOKS_S)
     monkeypatch.setattr(run, "_lose", lambda member, reason: given_up.append(now.s))
 
@@ -624,6 +620,57 @@ def test_a_policy_that_fails_ends_the_run_with_its_error(tmp_path, monkeypatch, 
     assert "out of numbers" in server.result()["error"]
 
 
+def test_the_reason_of_an_end_is_sent_however_long_that_takes(tmp_path, monkeypatch):
+    """Longer than a server once waited for it: a second."""
+    send = Connection.send
+
+    def slowly(connection, frame, payload=b""):
+        time.sleep(1.5 * (frame.kind is Kind.ERR))
+        send(connection, frame, payload)
+
+    def fail(policy, *args):
+        raise ArithmeticError("out of numbers")
+
+    monkeypatch.setattr(Connection, "send", slowly)
+    monkeypatch.setattr(AsyncPolicy, "on_push", fail)
+    plan = config(tmp_path)
+    server, worker = Served(plan, SECRET), Worked(plan, SECRET)
+    with pytest.raises(RunEnded, match="out of numbers"):
+        worker.join()
+    assert "out of numbers" in server.result()["error"]
+
+
+def link_over(connection, server: int = 0) -> Link:
+    """A worker's link to a server of one shard."""
+    welcome = {"first": server, "stop": server + 1, "shard_numel": 1, "n_servers": 2}
+    welcome |= {"buffers": False, "heartbeat_deadline_s": PATIENCE_S, "snapshot_dir": None}
+    return Link(connection, server, "tcp", welcome)
+
+
+def test_a_failed_push_waits_until_what_the_server_said_is_read():
+    """Longer than a worker once waited for it, and also where it has its next ticket already."""
+    failed = threading.Event()
+
+    def send(frame, payload=b""):
+        failed.set()
+        raise Closed("could not send: Broken pipe")
+
+    def receive():
+        failed.wait(PATIENCE_S)
+        time.sleep(1.0)
+        return Frame(Kind.ERR, length=4)
+
+    connection = SimpleNamespace(
+        send=send, receive=receive, read=lambda n: b"full", send_if_free=send, close=lambda: None
+    )
+    channel, link = Channel(None, 0, "native", None), link_over(connection)
+    channel._links.append(link)
+    channel._told.set()
+    link.receiver = channel._thread(channel._receive, link)
+    with pytest.raises(RunEnded, match="full"):
+        channel._send(link, Frame(Kind.PUSH))
+
+
 # --- finding each other --------------------------------------------------------------------------
 
 
@@ -666,9 +713,7 @@ def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent(
         connection = SimpleNamespace(
             send=lambda frame, payload=b"", s=server: said.append((s, frame.kind))
         )
-        welcome = {"first": server, "stop": server + 1, "shard_numel": 1, "n_servers": 2,
-                   "buffers": False, "heartbeat_deadline_s": 10, "snapshot_dir": None}  # fmt: skip
-        channel._links.append(Link(connection, server, "tcp", welcome))
+        channel._links.append(link_over(connection, server))
     first, other = channel._links
     other.to_send.put(lambda: (hold.wait(PATIENCE_S), said.append("shards")))
     sender = threading.Thread(target=channel._send_queued, args=(other,))

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ps_harness import DEADLINE_S, PATIENCE_S, Served, Worked, config, single_run, small_model
 
 from launching import until
-from stratbench.ps import client, gate
+from stratbench.ps import gate
 from stratbench.ps import run as run_module
 from stratbench.ps.client import Channel, RunEnded, ServerLost
 from stratbench.ps.flat import FlatSpace
@@ -49,13 +49,8 @@ SHARD_BYTES = 248
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """The server sets torch to one thread; kernels round differently on more.
-
-    However slow the machine is, a run does not end before the workers have its reason.
-    """
-    monkeypatch.setattr(run_module, "_CLOSING_S", PATIENCE_S)
-    monkeypatch.setattr(client, "_GRACE_S", PATIENCE_S)
+def one_thread():
+    """The server sets torch to one thread; kernels round differently on more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

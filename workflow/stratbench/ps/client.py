@@ -32,7 +32,6 @@ from stratbench.ps.shm import DTYPES
 from stratbench.ps.tickets import Ticket
 from stratbench.ps.transport import Closed, Connection, Silent, dial
 
-_GRACE_S = 0.5  # how long a failed send waits for the server's own reason to arrive
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1
 
@@ -176,13 +175,15 @@ class Channel:
             self._grads = torch.empty(self.flat.layout.numel, dtype=DTYPES[self._wire])
         for link in self._links:
             link.connection.silence_s = link.deadline_s
-            self._thread(self._receive, link)
+            link.receiver = self._thread(self._receive, link)
             if link.server > 0:
                 self._thread(self._send_queued, link)
         self._thread(self._keep_heartbeat)
 
-    def _thread(self, target: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=target, args=args, daemon=True).start()
+    def _thread(self, target: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        return thread
 
     @property
     def transports(self) -> list[str]:
@@ -373,7 +374,7 @@ class Channel:
         try:
             link.connection.send(frame, payload)
         except Closed as error:
-            self._told.wait(_GRACE_S)  # the receiving thread may hold the server's reason
+            link.receiver.join(link.deadline_s)  # it reads to the end: the server may have said why
             self._fail(ServerLost(f"server {link.server} was lost: {error}"))
             raise self._error from None
 
@@ -412,11 +413,13 @@ class Channel:
         elif kind is Kind.TICKET:
             self._take_ticket(Ticket(*unpack_ticket(link.connection.read(frame.length))))
         elif kind is Kind.ACK:
-            self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
+            with contextlib.suppress(Closed):  # its own receiver learns why
+                self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
         elif kind is Kind.WAIT:
             self._go_idle(link)
         elif kind is Kind.INIT:
-            self._send_initial(link)
+            with contextlib.suppress(Closed):  # what is received next says why
+                self._send_initial(link)
         elif kind is Kind.DONE:
             self.evaluator = frame.shard
             self._done = True

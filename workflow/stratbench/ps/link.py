@@ -33,6 +33,7 @@ class Link:
         self.outdated = False  # what is under way now will be sent again
         self.replied = threading.Event()  # all shards' weights have come
         self.lock = threading.Lock()  # guards the three above
+        self.receiver: threading.Thread | None = None  # takes in what the server says
         self.to_send: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def expect_all(self, outdated: bool = False) -> None:

@@ -34,7 +34,6 @@ from stratbench.ps.transport import Awake, Closed, Connection, Silent
 log = logging.getLogger(__name__)
 
 _OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
-_CLOSING_S = 1.0  # how long the end of a run waits for what is queued for the workers
 
 
 class Run:
@@ -178,7 +177,7 @@ class Run:
             self._lose(member, str(error))
         except Exception as error:
             self._break_down(error)
-        member.sender.join(_CLOSING_S)  # it has the reason to send, if the worker still listens
+        member.sender.join()  # it has the reason to send; who never reads it is closed with the run
         connection.close()
 
     def _break_down(self, error: Exception) -> None:
@@ -450,12 +449,11 @@ class Run:
     def watch(self) -> None:
         """Send heartbeats and look for silent workers until the run is over."""
         interval_s = min(1.0, self.config.heartbeat_deadline_s / 4)
-        awake = Awake(interval_s)
+        born, awake = time.monotonic(), Awake(interval_s)
         while not self.over.wait(interval_s):
             now = time.monotonic()
-            awake_since = awake.look(now)
-            self._look_for_silence(now, awake_since)
-            if not self._started and now - awake_since > self.config.start_deadline_s:
+            self._look_for_silence(now, awake.look(now))
+            if not self._started and now - born > self.config.start_deadline_s:
                 with self._lock:
                     here = sorted(m.worker for m in self._members.values() if m.alive and m.pulled)
                     self._fail(
@@ -474,10 +472,12 @@ class Run:
     def close(self) -> None:
         """Send what is queued for the workers, as far as they take it; finish the snapshots."""
         members = list(self._members.values())
-        give_up = time.monotonic() + _CLOSING_S
+        give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:
             member.end()
-        for thread in [t for m in members for t in (m.sender, m.reader) if t is not None]:
+        # Who still takes part leaves when it has read why the run ended; who was lost may never.
+        readers = [m.reader for m in members if m.alive]
+        for thread in [*(m.sender for m in members if m.sender), *readers]:
             thread.join(max(0.0, give_up - time.monotonic()))
         for member in members:
             member.connection.close()
