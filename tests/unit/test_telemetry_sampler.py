@@ -160,10 +160,11 @@ def test_a_killed_sampler_leaves_what_it_had_and_stop_says_so(tmp_path):
 
 
 def test_it_ends_when_its_launcher_is_killed(tmp_path):
+    """However long its period is."""
     out = tmp_path / "samples.csv"
     program = (
         "import time; from stratbench.telemetry.sampler import Sampler;"
-        f"s = Sampler({str(out)!r}, {str(out) + '.pids'!r}, time.time(), 0.1);"
+        f"s = Sampler({str(out)!r}, {str(out) + '.pids'!r}, time.time(), 600);"
         "print(s.pid, flush=True); time.sleep(600)"
     )
     root = Path(sampler_module.__file__).parents[2]

@@ -31,6 +31,8 @@ from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 LONGEST_STOP_S = 5.0
 # Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
+# The sampler looks so often at least, in seconds, whether its parent still lives.
+_LONGEST_WAIT_S = 1.0
 # Has the sampler take a sample before its time; one that is still starting is not disturbed by it.
 _WAKE = signal.SIGCONT
 # The kernel counts CPU time in ticks of 10 ms: a share over less than this says nothing.
@@ -273,8 +275,18 @@ def sample_until(
         if ending:
             return
         count += in_time
-        in_time = not wake.wait(max(0.0, begun_s + count * period_s - time.monotonic()))
+        in_time = _wait(wake, begun_s + count * period_s, parent_pid)
         wake.clear()
+
+
+def _wait(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
+    """Wait until `due_s`, or less where `wake` is set or the parent dies; whether `wake` was not set."""
+    while True:
+        left_s = due_s - time.monotonic()
+        if wake.wait(min(max(0.0, left_s), _LONGEST_WAIT_S)):
+            return False
+        if left_s <= _LONGEST_WAIT_S or os.getppid() != parent_pid:
+            return True
 
 
 def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
