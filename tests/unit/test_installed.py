@@ -254,7 +254,7 @@ for command in (
     assert done.stderr.splitlines()[-1] == (
         "stratbench plan: needs the package torch: pip install torch torchvision"
     )
-    assert (tmp_path / "compare/a-b/index.html").exists()
+    assert (tmp_path / "compare/a+b/index.html").exists()
 
 
 @pytest.mark.parametrize(

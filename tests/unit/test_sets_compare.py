@@ -21,6 +21,7 @@ from stratbench.analysis.groups import Group
 from stratbench.analysis.score import Score
 from stratbench.sets import page, regression, tables, unpaired
 from stratbench.sets.__main__ import main
+from stratbench.sets.compare import folder_name
 from stratbench.sets.comparison import ComparedCell, compare, headline_of
 from stratbench.sets.matching import Match
 from stratbench.sets.reading import read_set
@@ -253,7 +254,7 @@ def test_the_page_and_its_tables_hold_foreign_texts_as_texts(folder, tmp_path, c
     named = {"old": str(folder / "old/constructed"), "fast": str(folder / "fast/constructed")}
     assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path)]) == 0
     assert "fast against old: Between old and fast differ: " in capsys.readouterr().out
-    out = tmp_path / "old-fast"
+    out = tmp_path / "old+fast"
     page = (out / "index.html").read_text()
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
@@ -328,7 +329,23 @@ def test_compare_fails_where_a_strategy_is_slower(
     judge = ["--compare", json.dumps({"fail_above": allowed})]
     assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path), *judge]) == code
     assert told in capsys.readouterr().out
-    assert "Regression watch" in (tmp_path / f"old-{other}/index.html").read_text()
+    assert "Regression watch" in (tmp_path / f"old+{other}/index.html").read_text()
+
+
+def test_no_two_comparisons_share_a_folder():
+    names = [["a-b", "c"], ["a", "b-c"], ["c", "a-b"]]
+    names += [[100 * "a", "b" * 100], [100 * "a", "c" * 100]]
+    folders = [folder_name(sets) for sets in names]
+    assert len(set(folders)) == len(folders)
+    assert max(map(len, folders)) < 120
+
+
+def test_a_set_called_as_a_page_is_refused(capsys):
+    named = {"a": "paper:v1", "index.html": "paper:v2"}
+    assert main(["compare", "--sets", json.dumps(named), "--out", "none"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: 'index.html' cannot name a set")
+    assert told.count("\n") == 1
 
 
 def test_one_repeat_cannot_tell(tmp_path):
@@ -377,6 +394,7 @@ def config_with(**keys):
         ({"sets": {"a": "paper:v3", "b": "x"}}, "Allowed: paper:v1, paper:v2"),
         ({"sets": {"a": 3.5, "b": "x"}}, "sets.a = 3.5: must be text"),
         ({"sets": {"../a": "y", "b": "x"}}, "the name '../a' stands in paths"),
+        ({"sets": {"a": "y", "Index.html": "x"}}, "Index.html: is the name of a page"),
         ({"compare": {"fail_above": -0.1}}, "must be at least 0"),
         ({"compare": {"fail_above": 5}}, "must be at most 1"),
         ({"compare": {"fail_abov": 0.1}}, "Did you mean 'fail_above'?"),

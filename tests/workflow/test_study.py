@@ -120,7 +120,7 @@ def test_records_travel_as_one_file_and_are_compared(finished):
     assert "folder and paper share no cell" in result.stdout
     assert "cannot tell" in result.stdout
     assert (
-        finished.folder / "results/compare/folder-file-paper/index.html"
+        finished.folder / "results/compare/folder+file+paper/index.html"
     ).stat().st_size > 10_000
     gone = finished.run("compare", "--config", "sets={a: paper:v1, b: gone.zip}")
     assert gone.returncode != 0

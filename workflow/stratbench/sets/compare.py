@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stratbench.analysis.constraints import Constraints
@@ -17,8 +17,9 @@ from stratbench.sets.comparison import Comparison, compare, headline_of
 from stratbench.sets.exploring import write_explore
 from stratbench.sets.reading import ResultSet, read_set
 from stratbench.sets.union import decisions_over, sentences_on
+from stratbench.study.result_sets import EXPLORE, INDEX, PAGES
 
-#: The longest name of a comparison's folder.
+#: The longest name of a comparison's folder, but for what tells it from others that begin as it does.
 _LONGEST = 100
 
 
@@ -37,22 +38,23 @@ def compare_sets(
     if len(named) < 2:
         raise SetError("one set cannot be compared; name two or more")
     for name in named:
-        if not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) or name.lower() in PAGES:
             raise SetError(
-                f"{shown_name(name)} cannot name a set: letters, digits, '.', '_' and '-' can"
+                f"{shown_name(name)} cannot name a set: letters, digits, '.', '_' and '-' can, "
+                f"but for {' and '.join(PAGES)}"
             )
     prices, given = prices or {}, given or Constraints()
     sets = [read_noisily(source, name) for name, source in named.items()]
     found = [compare(sets[0], other) for other in sets[1:]]
-    folder = out_root / re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(named))[:_LONGEST]
+    folder = out_root / folder_name(named)
     decisions = decisions_over(sets, prices, given)
     watched = None if allowed is None else regression.watch(found, allowed)
     sections = [write_pair(one, folder) for one in found]
     values = page.page_values(
         sets, sections, watched, allowed, decisions, list(sentences_on(given, prices)), given
     )
-    write_atomic(folder / "index.html", page.render(values))
-    write_explore(sets, folder / "explore.html")
+    write_atomic(folder / INDEX, page.render(values))
+    write_explore(sets, folder / EXPLORE)
     for one in found:
         print(printable(f"{one.other.name} against {one.first.name}: {headline_of(one)}"))
         for mean in one.strategies:
@@ -63,8 +65,16 @@ def compare_sets(
         print(printable(f"Constraints: {'; '.join(sentences_on(given, prices))}.\n{told}"))
     if watched is not None:
         print(printable("\n".join(regression.describe_watch(watched, allowed))))
-    print(folder / "index.html")
+    print(folder / INDEX)
     return 1 if watched and regression.is_slower(watched) else 0
+
+
+def folder_name(names: Iterable[str]) -> str:
+    """The name of a comparison's folder, which no other sets have."""
+    name = "+".join(names)  # no name has a plus in it
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST]}+{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def read_noisily(source: str, name: str) -> ResultSet:

@@ -11,10 +11,11 @@ from stratbench.analysis import explore
 from stratbench.analysis.report import notices_above
 from stratbench.cell.files import write_atomic
 from stratbench.sets.reading import ResultSet
+from stratbench.study.result_sets import INDEX
 
 
 def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
-    """explore.html of these sets, beside the page of their comparison (index.html)."""
+    """explore.html of these sets, beside the page of their comparison."""
     cells = pd.concat([one.cells.assign(set=one.name) for one in sets], ignore_index=True)
     findings = [
         finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")
@@ -22,4 +23,4 @@ def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
     title = ", ".join(one.name for one in sets)
     notices = list(notices_above(cells, partial=False))
     data = explore.page_data(cells, findings)
-    write_atomic(path, explore.render(data, title, notices, "index.html"))
+    write_atomic(path, explore.render(data, title, notices, INDEX))

@@ -10,6 +10,8 @@ from stratbench.study.messages import ConfigError, repr_of, wrong_value_message
 
 #: What stands before a version of the paper's tables, and the versions.
 PAPER, VERSIONS = "paper:", ("v1", "v2")
+#: The pages of a comparison; beside them each set has a folder of its name.
+PAGES = INDEX, EXPLORE = "index.html", "explore.html"
 _EXAMPLE = "--config 'sets={old: old.stratbench.zip, new: results/demo}'"
 
 
@@ -22,6 +24,10 @@ def check_sets(config: Mapping[str, Any]) -> None:
         )
     places: dict[str, str] = {}
     for name, text in sets.items():
+        if name.lower() in PAGES:
+            raise ConfigError(
+                f"config: sets.{name}: is the name of a page of the comparison; give the set another"
+            )
         place = text if text.startswith(PAPER) else os.path.realpath(os.path.expanduser(text))
         if place in places:
             raise ConfigError(
