@@ -36,8 +36,9 @@ def folder(study, tmp_path):
     return found
 
 
-def test_a_good_bundle_can_stay(folder, capsys):
+def test_a_good_bundle_can_stay(folder, capsys, monkeypatch):
     assert list(faults_of_folder(folder)) == []
+    monkeypatch.setattr("stratbench.sets.shared.read_set", lambda _: pytest.fail("read twice"))
     assert main(["check", str(folder / "lab.stratbench.zip"), "--to-share"]) == 0
     assert "nothing is missing" in capsys.readouterr().out
 

@@ -46,7 +46,7 @@ def check(text: str, to_share: bool = False) -> int:
     print(printable("\n".join(describe_set(found))))
     if not to_share:
         return exit_code(found)
-    faults = list(faults_of_bundle(Path(text).expanduser()))
+    faults = list(faults_of_bundle(Path(text).expanduser(), found))
     print(printable("\n  ".join(["to share it:", *(faults or ["nothing is missing"])])))
     return 1 if faults else 0
 

@@ -10,7 +10,7 @@ import yaml
 
 from stratbench.cell.files import read_regular
 from stratbench.sets.archive import SUFFIX, SetError
-from stratbench.sets.reading import read_set
+from stratbench.sets.reading import ResultSet, read_set
 
 MOST_SHARED_BYTES = 5 << 20
 MOST_STATEMENT_BYTES = 10_000
@@ -34,8 +34,11 @@ def faults_of_folder(folder: Path) -> Iterator[str]:
         yield from faults_of_bundle(path)
 
 
-def faults_of_bundle(path: Path) -> Iterator[str]:
-    """Why a bundle with the statement beside it cannot be shared, in sentences."""
+def faults_of_bundle(path: Path, found: ResultSet | None = None) -> Iterator[str]:
+    """Why a bundle with the statement beside it cannot be shared, in sentences.
+
+    `found`: what is in it, where it has been read.
+    """
     try:
         # Before anything is unpacked; it bounds what a check costs, too.
         size = len(read_regular(path, MOST_SHARED_BYTES))
@@ -43,7 +46,7 @@ def faults_of_bundle(path: Path) -> Iterator[str]:
         yield f"{path} {e.strerror}; a study's experiments can be bundled one by one"
         return
     try:
-        found = read_set(str(path))
+        found = found or read_set(str(path))
     except SetError as e:
         yield str(e)
     else:
