@@ -172,6 +172,22 @@ def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality
     )
     assert "it may be chance</td>" in shown
     assert "both intervals leave out 1" not in shown
+    assert " more</b> are not shown" not in shown
+
+
+def test_of_many_changes_of_places_the_sure_ones_are_shown_and_the_rest_counted(sets):
+    found = compare(sets["old"], sets["fast"])
+    sure = next(r for r in found.rank_changes if r.is_clear)
+    chance = replace(sure, before=unpaired.Interval(1.1, 0.9, 1.3))
+    for changes, more, more_sure in (
+        ((*[chance] * 13, sure), 2, 0),
+        ((*[sure] * 13, chance), 2, 1),
+        ([chance] * 12, 0, 0),
+    ):
+        section = page.pair_section(replace(found, rank_changes=changes), {})
+        assert len(section["ranks"]) == 12
+        assert section["ranks"][0]["is_sure"] == (sure in changes)
+        assert (section["more_ranks"], section["more_sure"]) == (more, more_sure)
 
 
 def test_what_the_audit_doubts_is_said_beside_the_ratio(sets, tmp_path):

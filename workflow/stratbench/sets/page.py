@@ -34,6 +34,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 MEMORY_CHANGE = 0.02
 #: Differences of a kind that are shown; the others are counted, and in the table's file.
 MOST_DIFFERENCES = 12
+#: Pairs that changed places that are shown; the others are counted.
+MOST_RANK_CHANGES = 12
 
 
 def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
@@ -52,6 +54,10 @@ def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
 
 def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str, Any]:
     """Everything on the page about one set against the first."""
+    ranks = sorted(
+        found.rank_changes, key=lambda r: (not r.is_clear, r.after.value / r.before.value)
+    )
+    hidden = ranks[MOST_RANK_CHANGES:]
     return {
         "name": found.other.name,
         "headline": headline_of(found),
@@ -83,8 +89,10 @@ def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str,
                 "after": ratio_text(r.after),
                 "is_sure": r.is_clear,
             }
-            for r in found.rank_changes
+            for r in ranks[:MOST_RANK_CHANGES]
         ],
+        "more_ranks": len(hidden),
+        "more_sure": sum(r.is_clear for r in hidden),
         "changes": list(change_sentences(found)),
         "outcomes": [
             {
