@@ -390,6 +390,29 @@ def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
     assert not regression.is_slower(regression.watch([back], 1.0))
 
 
+def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_path):
+    """Of fsdp's two cells, one is out of memory where it ran; of ddp's, the audit rejects what ran."""
+    lost, rejected = ("fsdp", "vgg16", 2), ("ddp", "vgg16", 2)
+
+    def change(cell, record):
+        key = (cell.strategy, cell.model, cell.gpus)
+        if cell.repeat == 2 and key in (lost, rejected):
+            return None
+        if key == rejected:
+            slowed(record, 1e-6)
+        return record
+
+    cells = fixture.expand(**CELLS)
+    folder = fixture.write_study(tmp_path, cells, {lost: "oom"}, change=change)
+    found = compare(sets["old"], read_set(str(folder), "new"))
+    assert [w.sentence for w in regression.watch([found], 1.0) if w.fails] == [
+        "new: fsdp on 2, vgg16 (main), OOM: no longer finishes"
+    ]
+    [cell] = [c for c in found.cells if c.group == Group("main", *rejected)]
+    assert cell.why_not == "measured against rejected by the audit"
+    assert cell.other_outcome == ""
+
+
 # ---------------------------------------------------------------- the config
 
 

@@ -12,7 +12,8 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.groups import Group, findings_by_group
+from stratbench.analysis.collect import WITHOUT_RECORD
+from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
 from stratbench.analysis.score import Score, score_of
 from stratbench.analysis.summary import describe_outcome, outcome_kinds
 from stratbench.analysis.usable import UsableGroups
@@ -49,7 +50,7 @@ class ComparedCell:
     #: Median peak of memory in bytes; None: not known, or not measured alike.
     first_memory: float | None
     other_memory: float | None
-    #: How the repeats that did not end well ended; empty where all did.
+    #: How the repeats that ran and did not end well ended; empty where all did.
     first_outcome: str
     other_outcome: str
     score: Score
@@ -61,6 +62,8 @@ class ComparedCell:
     doubts: tuple[str, ...] = ()
     #: Whether it is the work that differs, whatever was measured.
     other_work: bool = False
+    #: Whether a repeat of the other set finished, whatever the audit says of it.
+    other_finished: bool = True
 
     @property
     def group(self) -> Group:
@@ -199,10 +202,10 @@ def doubts_on_times(found: ResultSet) -> dict[Group, list[str]]:
 
 
 def outcomes_of(found: ResultSet) -> dict[Group, str]:
-    """How the cells of each group ended that did not end well."""
+    """How the cells of each group ended that ran and did not end well."""
+    ran = found.cells[~found.cells["status"].isin(WITHOUT_RECORD)]
     return {
-        Group(*key): outcome_kinds(describe_outcome(rows))
-        for key, rows in found.cells.groupby(list(Group._fields), sort=False)
+        group: outcome_kinds(describe_outcome(rows)) for group, rows in rows_by_group(ran).items()
     }
 
 
@@ -252,6 +255,7 @@ def compared_cell(
         why_not=why,
         caution="; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in unknown),
         other_work=bool(reasons),
+        other_finished=match.other in groups[1].groups,
     )
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from stratbench.analysis.audit.mixed import NOT_STATED, TABLE, row_comparing, texts_by_path
+from stratbench.analysis.collect import WITHOUT_RECORD
 from stratbench.analysis.groups import Group, rows_by_group
 from stratbench.sets.reading import ResultSet
 
@@ -98,7 +99,7 @@ def matches(first: ResultSet, other: ResultSet) -> list[Match]:
 
 def groups_with_data(found: ResultSet) -> dict[Group, str]:
     """The groups of repeats of a set that have a record, and the data set of each."""
-    cells = found.cells[~found.cells["status"].isin(["missing", "error"])]
+    cells = found.cells[~found.cells["status"].isin(WITHOUT_RECORD)]
     return {g: str(rows["dataset"].iloc[0]) for g, rows in rows_by_group(cells).items()}
 
 

@@ -26,7 +26,7 @@ class Watched:
     cells: int
     slowdown: Slowdown
     #: SLOWER: its lower bound is above what is allowed; WITHIN: its upper bound is not; LOST: it finished in
-    #: the first set, and none of its repeats does; else UNKNOWN.
+    #: the first set, and none of its repeats that ran does; else UNKNOWN.
     verdict: str
     #: The audit's rules that doubt a time behind it.
     doubts: tuple[str, ...] = ()
@@ -73,9 +73,11 @@ def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
 
 
 def is_lost(cell: ComparedCell) -> bool:
-    """Whether a cell of equal work finished in the first set, and ended otherwise in the other."""
-    ended = bool(cell.first_times) and not cell.other_times and bool(cell.other_outcome)
-    return ended and not cell.other_work
+    """Whether a cell of equal work finished in the first set, and in the other no repeat that ran did.
+
+    A repeat without a record has not ended: it neither saves a cell nor loses one.
+    """
+    return bool(cell.first_times) and not cell.other_finished and not cell.other_work
 
 
 def lost_one(set_name: str, cell: ComparedCell) -> Watched:
