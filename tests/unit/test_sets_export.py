@@ -16,7 +16,7 @@ import pytest
 
 from stratbench.analysis.columns import BY_NAME, EPOCH_BY_NAME
 from stratbench.sets.__main__ import main
-from stratbench.sets.export import EXPORTS, REQUIREMENTS, export_set
+from stratbench.sets.export import EXPORTS, MARK, REQUIREMENTS, export_set
 from stratbench.sets.export.runs import runs_of
 from stratbench.sets.reading import read_set
 
@@ -80,6 +80,43 @@ def test_an_export_replaces_its_own_folders_and_nobody_elses(study, tmp_path, mo
     for _ in range(2):
         assert main(["export", study.source, "--to", "parquet", "--out", str(ours)]) == 0
         assert (ours / "parquet" / "written").exists()
+
+
+def test_an_interrupted_export_leaves_nothing_that_looks_whole(study, tmp_path, monkeypatch):
+    parts, out = ("cells", "epochs"), tmp_path / "out"
+
+    def export(version, ends_after=None):
+        def write(found, folder):
+            for part in parts:
+                (folder / part).write_text(version)
+                if part == ends_after:
+                    raise KeyboardInterrupt
+
+        writer = SimpleNamespace(OF_RECORDS=False, write=write)
+        monkeypatch.setattr("stratbench.sets.export._module_of", lambda name: writer)
+        export_set(study, ["parquet"], out)
+
+    def written():
+        return {path.name: path.read_text() for path in (out / "parquet").iterdir()}
+
+    export("old")
+    with pytest.raises(KeyboardInterrupt):
+        export("new", ends_after="cells")
+    assert written() == dict.fromkeys(parts, "old")
+    assert {path.name for path in out.iterdir()} == {MARK, "parquet"}
+
+    def remove_half(path, **_):
+        if (Path(path) / "cells").exists():
+            (Path(path) / "cells").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupting:
+        interrupting.setattr("shutil.rmtree", remove_half)
+        with pytest.raises(KeyboardInterrupt):
+            export("new")
+    assert written() == dict.fromkeys(parts, "new")
+    export("newer")
+    assert {path.name for path in out.iterdir()} == {MARK, "parquet"}
 
 
 def test_a_run_has_its_settings_results_and_epochs(study):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ MARK = ".stratbench-export"
 def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path]:
     """Write a set in each of `formats` (names of EXPORTS) below `out`; returns the folders.
 
-    A folder is replaced only when all of it is written. SetError where a format's package is not
-    installed, the set has nothing that the format holds, or `out` is no folder of exports, so that
-    nobody's own folder `wandb` is replaced; nothing is written then.
+    A folder is replaced only when all of it is written, and at once. SetError where a format's package
+    is not installed, the set has nothing that the format holds, or `out` is no folder of exports, so
+    that nobody's own folder `wandb` is replaced; nothing is written then.
     """
     if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise SetError(f"{out} was not written by an export; name a folder that does not exist yet")
@@ -40,14 +41,29 @@ def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path
     (out / MARK).touch()
     folders = []
     for name, module in modules.items():
-        folder, unfinished = out / name, out / f".{name}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        module.write(found, unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        folder = out / name
+        with _replacing(folder) as unfinished:
+            module.write(found, unfinished)
         folders.append(folder)
     return folders
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of `folder` at the end; not if something is raised (Ctrl-C)."""
+    unfinished, old = (folder.with_name(f".{folder.name}.{what}") for what in ("unfinished", "old"))
+    for left in (unfinished, old):
+        shutil.rmtree(left, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(old)  # in one step: what is half removed would look whole
+    unfinished.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _module_of(name: str) -> Any:
