@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-#: Repeats of the matrix that a verdict stands in for.
+#: Repeats of the matrix that a verdict stands in for; a leader's score is measured in no more.
 MATRIX_REPEATS = 3
 #: Segments are no shorter and no longer, in steps.
 LEAST_STEPS, MOST_STEPS = 50, 300

@@ -27,9 +27,6 @@ from stratbench.study.config import Study
 from stratbench.study.jobs import Jobs
 from stratbench.workload.models import MODELS
 
-#: Repeats that a leader's score may be measured in: those of the matrix.
-SEEDS = MATRIX_REPEATS
-
 
 @dataclass(frozen=True)
 class Bout:
@@ -104,7 +101,7 @@ class Evidence:
 
     def runs_of(self, bout: Bout, strategy: str) -> list[FullRun]:
         """An arm's full runs, by repeat."""
-        cells = (self.cell(bout, strategy, repeat) for repeat in range(SEEDS))
+        cells = (self.cell(bout, strategy, repeat) for repeat in range(MATRIX_REPEATS))
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
     def order(self, bout: Bout, block: int, arms: Iterable[str]) -> list[str]:
@@ -220,7 +217,7 @@ def _full_runs(
     """The full runs whose settings are the config's, each with the samples of its training set."""
     for bout in bouts:
         for arm in bout.arms:
-            for repeat in range(SEEDS):
+            for repeat in range(MATRIX_REPEATS):
                 cell = cell_of(study.name, bout, arm, repeat)
                 path = cell.record_path(results)
                 if not path.exists():

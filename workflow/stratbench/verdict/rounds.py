@@ -16,10 +16,10 @@ import numpy as np
 
 from stratbench import moderated
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.segments import disagreement_limit, discarded_steps
+from stratbench.cell.segments import MATRIX_REPEATS, disagreement_limit, discarded_steps
 from stratbench.verdict import race
 from stratbench.verdict.costs import Costs
-from stratbench.verdict.evidence import SEEDS, Bout, Evidence
+from stratbench.verdict.evidence import Bout, Evidence
 from stratbench.verdict.scores import Scores
 
 SCHEMA_VERSION = 1
@@ -308,7 +308,7 @@ class Course:
                 continue
             loss = self.scores.loss_of(state.bout, leader)
             seeds = loss.seeds if loss else 0
-            if loss is None or (not loss.settled and seeds < SEEDS):
+            if loss is None or (not loss.settled and seeds < MATRIX_REPEATS):
                 self.asked.setdefault(self.evidence.cell(state.bout, leader, seeds))
         return len(self.asked) > before
 

@@ -10,8 +10,9 @@ import numpy as np
 from scipy.special import stdtrit
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.segments import MATRIX_REPEATS
 from stratbench.moderated import ALPHA
-from stratbench.verdict.evidence import SEEDS, Bout, Evidence, FullRun
+from stratbench.verdict.evidence import Bout, Evidence, FullRun
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Scores:
 
     def runs_of(self, bout: Bout, arm: str) -> list[FullRun]:
         """An arm's full runs, by seed."""
-        cells = (self._evidence.cell(bout, arm, repeat) for repeat in range(SEEDS))
+        cells = (self._evidence.cell(bout, arm, repeat) for repeat in range(MATRIX_REPEATS))
         runs = self._evidence.full_runs
         return [runs[cell] for cell in cells if cell in self._asked and cell in runs]
 
