@@ -126,6 +126,7 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+@lru_cache(maxsize=10_000)
 def kind_of(path: str) -> str | None:
     """The kind of a difference, a value of WORK or PLACE; None where cells may differ in it."""
     if THREADS.fullmatch(path):
