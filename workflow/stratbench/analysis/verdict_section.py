@@ -72,7 +72,7 @@ def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
 
 def at_most_text(bout: Mapping[str, Any]) -> str:
     """By how much something may be faster than the leader; empty where the blocks say next to nothing."""
-    known = bout["at_most"] is not None and bout["claim"] in ("fastest", "within", "at most")
+    known = bout["at_most"] is not None and bout["claimed"]
     return f"{bout['at_most']:.1%}" if known else ""
 
 
@@ -81,7 +81,7 @@ def nearest_interval(bout: Mapping[str, Any]) -> str:
     known = [r for r in bout["ratios"] if r["low"] is not None and r["against"] == bout["leader"]]
     if not known:
         return ""
-    nearest = min(known, key=lambda ratio: (bool(ratio["why"]), ratio["low"]))  # not dropped first
+    nearest = min(known, key=lambda ratio: (bool(ratio["why"]), ratio["at_least"]))  # not dropped first
     return f"{nearest['strategy']} {nearest['text']}"
 
 
@@ -94,6 +94,7 @@ def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
         "state": f"dropped after {counted(ratio['blocks'], 'block')}" if dropped
         else words.get(ratio["state"], ratio["state"]),
         "ratio": ratio["text"],
+        "at_least": f"{ratio['at_least']:.3f}" if ratio["at_least"] else "",
         "against": ratio["against"] or "",
         "why": ratio["why"],
     }  # fmt: skip
@@ -153,8 +154,8 @@ def interval_figures(
                 for arm in drawn
             ]
             note = (
-                "The leader at each look is 1. Shaded: the margin. Arrows lead out of the figure, "
-                "and so do rivals that are missing."
+                "The leader at each look is 1. Shaded: the margin. Dash: the bound that decides. "
+                "Arrows lead out of the figure, and so do rivals that are missing."
             )
             add_legend_and_note(figure, handles, note)
             out = io.BytesIO()
@@ -191,11 +192,13 @@ def draw_intervals(
         if not shown:
             continue
         yield arm
-        x, mean, low, high = np.array(shown).T
+        x, mean, low, high, bound = np.array(shown).T
         ends = np.clip([low, high], *nearest)
         style = looks[arm]
         axis.vlines(x, *ends, color=style.colour, linewidth=1.4)
         axis.plot(x, mean, style.marker, color=style.colour, markersize=3.5)
+        inside = bound >= nearest[0]
+        axis.plot(x[inside], bound[inside], "_", color=style.colour, markersize=5)
         for at, beyond, end in zip(x, high > nearest[1], ends[1], strict=True):
             if beyond:
                 axis.plot([at], [end], "^", color=style.colour, markersize=2.5)

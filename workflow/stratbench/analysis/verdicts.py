@@ -12,7 +12,7 @@ from stratbench.analysis.groups import Group
 from stratbench.cell.files import read_json
 from stratbench.strategies.base import Traits
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: States of an arm that exclude it, and what the decision calls them.
 EXCLUDED = {
     "oom": "does not fit",
@@ -61,7 +61,7 @@ def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
             }
             state = states[arm]
             kind = EXCLUDED.get(state["state"])
-            leads = arm == bout["leader"] and bout["claim"] in ("fastest", "within", "at most")
+            leads = arm == bout["leader"] and bout["claimed"]
             found[Group(bout["experiment"], arm, bout["model"], bout["gpus"])] = Raced(
                 times_s=pd.Series(times, dtype=float),
                 hosts=frozenset(bout["hosts"]),

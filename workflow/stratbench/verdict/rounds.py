@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,29 +25,38 @@ from stratbench.verdict.scores import Scores
 SCHEMA_VERSION = 1
 
 
+class Ratio(NamedTuple):
+    """An arm's time over the leader's, on logarithms, as race.Look has it."""
+
+    mean: float
+    low: float  # of the interval that is reported
+    high: float
+    bound: float  # the least that it may be, by which the arm is judged
+
+
 @dataclass(frozen=True)
 class Judged:
-    """A bout at one look: what its blocks said of each arm; ratios to the leader on logarithms."""
+    """A bout at one look: what its blocks said of each arm."""
 
     blocks: int
     counted: int  # blocks that all arms in the race are in
     leader: str
     at_most: float
     fastest: bool
-    intervals: dict[str, tuple[float, float, float]]  # mean, low, high of each rival
+    ratios: dict[str, Ratio]  # of each rival
     slower: tuple[str, ...]
     equal: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Drop:
-    """An arm that left the race: when, why, and its interval then."""
+    """An arm that left the race: when, why, and its ratio then."""
 
     strategy: str
     blocks: int
     kind: str  # slower, much slower, oom, timeout, diverged, score
     why: str
-    interval: tuple[float, float, float] | None = None
+    ratio: Ratio | None = None
     against: str | None = None  # the leader that it is slower than
 
 
@@ -206,8 +215,9 @@ class Course:
             if not step.judged[i]:
                 continue
             arms, blocks = state.bout.arms, int(self._race.blocks[i])
-            intervals = {
-                arm: (float(look.mean[i, j]), float(look.low[i, j]), float(look.high[i, j]))
+            parts = (look.mean[i], look.low[i], look.high[i], look.bound[i])
+            ratios = {
+                arm: Ratio(*(float(part[j]) for part in parts))
                 for j, arm in enumerate(arms)
                 if look.rivals[i, j]
             }
@@ -218,11 +228,10 @@ class Course:
                     state.drops.append(Drop(arm, blocks, status, FAILURES.get(status, status)))
                 elif step.dropped[i, j] and look.blocks[i] == 1:
                     why = f"more than {moderated.SCREEN:g} times as slow in the first block"
-                    mean = (intervals[arm][0], -math.inf, math.inf)
-                    state.drops.append(Drop(arm, blocks, "much slower", why, mean, leader))
+                    state.drops.append(Drop(arm, blocks, "much slower", why, ratios[arm], leader))
                 elif step.dropped[i, j]:
                     why = f"slower than {leader}"
-                    state.drops.append(Drop(arm, blocks, "slower", why, intervals[arm], leader))
+                    state.drops.append(Drop(arm, blocks, "slower", why, ratios[arm], leader))
             state.looks.append(
                 Judged(
                     blocks=blocks,
@@ -230,7 +239,7 @@ class Course:
                     leader=leader,
                     at_most=float(look.at_most[i]),
                     fastest=bool(look.fastest[i]),
-                    intervals=intervals,
+                    ratios=ratios,
                     slower=tuple(a for j, a in enumerate(arms) if look.slower[i, j]),
                     equal=tuple(a for j, a in enumerate(arms) if look.equal[i, j]),
                 )

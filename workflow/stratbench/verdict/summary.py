@@ -15,7 +15,7 @@ from stratbench.verdict.costs import Costs
 from stratbench.verdict.noise import Noise, noise_of
 from stratbench.verdict.rounds import Course, Drop, Judged, Round, State, decided
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: From here on it is no claim that something may be faster by no more.
 MUCH = 1.0
 #: Kinds of claims that say which strategy is fast, and by what interval.
@@ -86,6 +86,7 @@ def bout_values(
         "steps": blocks[0].steps if blocks else None,
         "open": is_open(state),
         "claim": claim,
+        "claimed": claim in CLAIMS,
         "text": text,
         "leader": last.leader if last else None,
         "at_most": ratio_minus_one(last.at_most) if last else None,
@@ -168,7 +169,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
     few = last.counted < race.FEWEST_BLOCKS
     if state.compared == 1 or (len(state.active) == 1 and few):
         return "only", f"{state.active[0]} is the only strategy left{where}."
-    if not set(state.active) <= {last.leader, *last.intervals} or last.leader not in state.active:
+    if not set(state.active) <= {last.leader, *last.ratios} or last.leader not in state.active:
         out = next(d for d in reversed(state.drops) if d.against is None)
         return "none", f"{out.strategy} is out ({out.why}); the others are judged next."
     if few:
@@ -207,23 +208,23 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
     drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == arm), None)
     values: dict[str, Any] = {
         "strategy": arm, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
-        "blocks": last.blocks if last else 0, "why": "",
+        "at_least": None, "blocks": last.blocks if last else 0, "why": "",
     }  # fmt: skip
     found = None
     if drop is not None:
         values |= {"state": drop.kind, "blocks": drop.blocks, "why": drop.why}
-        found, values["against"] = drop.interval, drop.against
+        found, values["against"] = drop.ratio, drop.against
     elif last is not None and arm == last.leader:
         values |= {"state": "leader", "ratio": 1.0}
-    elif last is not None and arm in last.intervals:
+    elif last is not None and arm in last.ratios:
         kind = "slower" if arm in last.slower else "equal" if arm in last.equal else "open"
         values |= {"state": kind, "against": last.leader}
-        found = last.intervals[arm]
+        found = last.ratios[arm]
     if found is not None:
-        names = ("ratio", "low", "high")
+        names = ("ratio", "low", "high", "at_least")
         values |= {n: ratio_from(v) for n, v in zip(names, found, strict=True)}
         if values["low"] is None or values["high"] is None or values["low"] == 0:
-            values |= {"low": None, "high": None}
+            values |= {"low": None, "high": None, "at_least": None}
     return values | {"text": interval_text(values)}
 
 
@@ -246,8 +247,8 @@ def ratio_from(log: float) -> float | None:
 
 
 def look_values(look: Judged) -> dict[str, Any]:
-    """A look as JSON keeps it."""
-    intervals = {arm: [ratio_from(v) for v in values] for arm, values in look.intervals.items()}
+    """A look as JSON keeps it; `intervals`: ratio, low, high and the least that it may be."""
+    intervals = {arm: [ratio_from(v) for v in values] for arm, values in look.ratios.items()}
     return {
         "blocks": look.blocks,
         "leader": look.leader,

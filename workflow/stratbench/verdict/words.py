@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from stratbench.cell.words import counted, worker_noun
-from stratbench.verdict.summary import CLAIMS
 
 
 def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
@@ -19,6 +18,11 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
             yield f"{title}:"
             for bout in found:
                 yield from bout_lines(bout)
+    if any(ratio["at_least"] for bout in verdict["bouts"] for ratio in bout["ratios"]):
+        yield (
+            "In brackets: the interval that holds with those of all pairs, at all looks. "
+            '"At least": the bound of this rival alone, by which it is told apart.'
+        )
     yield from cost_lines(verdict)
     yield f"Noise: {verdict['noise']['text']}."
     yield from (f"Note: {note}" for note in verdict["notes"])
@@ -36,7 +40,7 @@ def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
     """A bout: its claim, how sure it is, and who was dropped."""
     workers = counted(bout["gpus"], worker_noun([bout["device"]]))
     yield f"  {bout['model']} on {workers} ({bout['experiment']}): {bout['text']}"
-    if bout["claim"] in CLAIMS:
+    if bout["claimed"]:
         yield f"    Confidence: {bout['confidence']}. {bout['confidence_why']}"
     for ratio in bout["ratios"]:
         if ratio["state"] != "leader" and (told := ratio_text(ratio)):
@@ -46,13 +50,15 @@ def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
 def ratio_text(ratio: dict[str, Any]) -> str:
     """An arm against the leader, in a few words."""
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
+    if ratio["at_least"]:
+        figures += f", at least {ratio['at_least']:.3f}"
     match ratio["state"]:
         case "open":
-            return figures and f"{figures}, not told apart"
+            return figures and f"{figures}: not told apart"
         case "equal":
-            return f"{figures}, equal"
+            return f"{figures}: equal"
         case "slower" if not ratio["why"]:
-            return f"{figures}, slower"
+            return f"{figures}: slower"
         case _:
             dropped = f"dropped after {counted(ratio['blocks'], 'block')}: {ratio['why']}"
             return f"{dropped}; {figures}" if figures else dropped
