@@ -46,26 +46,25 @@ def main(folder: Path) -> None:
         leader = times[bout["leader"]]
         print(f"{bout['text']} Blocks: {bout['blocks']}. Confidence: {bout['confidence']}.\n")
         print(
-            "| strategy | blocks: ratio to the leader | state | matrix, 3 repeats | contradicts |"
+            "| strategy | blocks: ratio to the leader | at least | state | matrix, 3 repeats | contradicts |"
         )
-        print("|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|")
         for arm in bout["ratios"]:
             known = arm["low"] is not None
             said = f"{arm['ratio']:.3f}" + (
                 f" [{arm['low']:.3f}, {arm['high']:.3f}]" if known else ""
             )
+            bound = f"{arm['at_least']:.3f}" if arm["at_least"] else "–"
+            row = f"| {arm['strategy']} | {said} | {bound} | {arm['state']}"
             if (
                 len(times.get(arm["strategy"], [])) < len(leader)
                 or arm["strategy"] == bout["leader"]
             ):
-                print(f"| {arm['strategy']} | {said} | {arm['state']} | – | no |")
+                print(f"{row} | – | no |")
                 continue
             ratio, low, high = interval(times[arm["strategy"]], leader)
             says = "**yes**" if contradicted(bout, high) else "no"
-            print(
-                f"| {arm['strategy']} | {said} | {arm['state']} | {ratio:.3f} [{low:.3f}, {high:.3f}] "
-                f"| {says} |"
-            )
+            print(f"{row} | {ratio:.3f} [{low:.3f}, {high:.3f}] | {says} |")
     spent, matrix = verdict["spent_gpu_hours"], verdict["matrix_gpu_hours"]
     print(
         f"\nThe verdict took {spent:.3g} worker-hours; the matrix would take {matrix:.3g}: "

@@ -110,6 +110,7 @@ def test_the_report_begins_with_the_verdict(values):
     assert "more than 1.5 times as slow in the first block" in section
     assert "strategy × allocation" in section
     assert "nothing is faster by more than" in section
+    assert '<th scope="col">at least</th>' in section
     assert "data:image/svg+xml" in section
     assert "GPU-hours" in section
 

@@ -114,6 +114,19 @@ def test_the_second_pass_is_not_the_first_blocks_order_again():
     assert len({o[0] for o in orders}) > 2
 
 
+def test_rivals_are_told_apart_by_the_bound_that_is_printed():
+    """The interval, which counts all pairs at all looks, is wider and may hold 1."""
+    verdict = told(FIVE.to_the_end()[0])
+    ratios = [r for bout in verdict["bouts"] for r in bout["ratios"] if r["at_least"]]
+    assert {r["state"] for r in ratios} >= {"slower"}
+    for r in ratios:
+        assert r["low"] < r["at_least"] < r["ratio"]
+        assert (r["state"] == "slower") == (r["at_least"] > 1)
+    text = "\n".join(verdict_lines(verdict))
+    assert all(f"at least {r['at_least']:.3f}" in text for r in ratios)
+    assert "In brackets" in text
+
+
 def test_a_budget_ends_the_race_and_the_last_look_stands():
     """No claim without three blocks, and none that the intervals do not allow."""
     near = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=0.05)

@@ -81,7 +81,8 @@ def nearest_interval(bout: Mapping[str, Any]) -> str:
     known = [r for r in bout["ratios"] if r["low"] is not None and r["against"] == bout["leader"]]
     if not known:
         return ""
-    nearest = min(known, key=lambda ratio: (bool(ratio["why"]), ratio["at_least"]))  # not dropped first
+    # One that was dropped comes last.
+    nearest = min(known, key=lambda ratio: (bool(ratio["why"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
 
 
