@@ -23,7 +23,7 @@ LEAST_RANGE, MOST_RANGE = 1.25, 4.0
 #: Where an axis has ticks, if its range has room for them.
 COARSE_TICKS, FINE_TICKS = (
     (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0),
-    (0.8, 0.9, 0.97, 1.0, 1.03, 1.1, 1.25),
+    (0.8, 0.9, 1.0, 1.1, 1.25),
 )
 
 
@@ -199,7 +199,7 @@ def draw_intervals(
         axis.vlines(x, *ends, color=style.colour, linewidth=1.4)
         axis.plot(x, mean, style.marker, color=style.colour, markersize=3.5)
         inside = bound >= nearest[0]
-        axis.plot(x[inside], bound[inside], "_", color=style.colour, markersize=5)
+        axis.plot(x[inside], bound[inside], "_", color=style.colour, markersize=8)
         for at, beyond, end in zip(x, high > nearest[1], ends[1], strict=True):
             if beyond:
                 axis.plot([at], [end], "^", color=style.colour, markersize=2.5)
