@@ -134,7 +134,7 @@ def warm() -> Iterator[dict[str, str]]:
     It has imported PyTorch: no time limit of a cell runs meanwhile.
     """
     with sharing():
-        assert forkserver._shared(threads=1) is not None
+        assert forkserver._shared() is not None
         folder = os.environ.pop(forkserver.FOLDER_VARIABLE)
         yield os.environ | {forkserver.FOLDER_VARIABLE: folder}
 

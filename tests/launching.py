@@ -97,11 +97,11 @@ def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> N
 
 @contextmanager
 def sharing() -> Iterator[psutil.Process]:
-    """Have launchers share a server for cells of one thread a worker; yields its process."""
+    """Have launchers share a server; yields its process."""
     me = psutil.Process()
     before = me.children()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(WORKFLOW))
-        with forkserver.shared_servers([1, 1]):
+        with forkserver.shared_server():
             (server,) = set(me.children()) - set(before)
             yield server

@@ -11,7 +11,7 @@ from stage import Stage, median
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.hardware import datasheet_of
-from stratbench.train.forkserver import shared_servers
+from stratbench.train.forkserver import shared_server
 from stratbench.workload.prepare import prepare
 from stratbench.workload.sources import DataError
 from subject import launch_command, prepared, settings
@@ -33,7 +33,7 @@ def run(stage: Stage) -> None:
         stage.skip("records are valid", "neither fastjsonschema nor jsonschema is installed")
     cells = ON_GPU if stage.on_cuda else SMALL if stage.small else ON_CPU
     # On CPUs the cells share one import of PyTorch, as those of a workflow do.
-    with nullcontext() if stage.on_cuda else shared_servers([1]):
+    with nullcontext() if stage.on_cuda else shared_server():
         for variant, precision in cells:
             s = settings(
                 variant, stage.device, precision=precision, dataset=dataset, per_worker_batch=32,

@@ -27,7 +27,7 @@ from launching import (
     train_one_epoch,
     until,
 )
-from stratbench.train.forkserver import FOLDER_VARIABLE, Process, address, shared_servers
+from stratbench.train.forkserver import FOLDER_VARIABLE, Process, address, shared_server
 
 LIGHT = Path(__file__).with_name("light_forkserver.py")
 pytestmark = pytest.mark.timeout(180)
@@ -224,23 +224,25 @@ def test_cells_share_a_server(shared, start_cell):
     assert not shared.children()
 
 
-def test_a_server_is_shared_for_each_number_of_threads_that_cells_have(monkeypatch):
-    """None of them imports PyTorch before a cell asks."""
+def test_a_shared_server_leaves_nothing_behind(monkeypatch):
+    """Nor does it import PyTorch before a cell asks."""
     monkeypatch.setenv("PYTHONPATH", str(WORKFLOW))
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)  # and put back for the tests after this one
-    with shared_servers([2, 1, 2]):
+    with shared_server():
         folder = Path(os.environ[FOLDER_VARIABLE])
-        assert set(folder.iterdir()) == {address(folder, 1), address(folder, 2)}
+        assert list(folder.iterdir()) == [address(folder)]
     assert not folder.exists()
 
 
 @pytest.mark.slow
-def test_another_number_of_threads_has_a_server_of_its_own(shared, start_cell):
-    """OpenMP takes the number as it was when PyTorch was imported."""
-    launched = start_cell(settings("ddp", threads=2))
+def test_cells_that_share_a_server_have_their_own_numbers_of_threads(shared, start_cell):
+    """OpenMP has read another one when PyTorch was imported."""
+    launched = start_cell(settings("ddp", threads=3))
     code, output = launched.finish()
     assert code == 0, output
-    assert "share a fork server" not in output
+    assert "share a fork server" in output
+    workers = launched.read_record()["workers"]
+    assert [w["provenance"]["host"]["threads"] for w in workers] == [3, 3]
 
 
 @pytest.mark.slow

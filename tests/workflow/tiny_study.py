@@ -42,7 +42,7 @@ def tiny_config() -> dict:
         "global_batch": 32,
         "lr": 0.05,
         "device": "cpu",
-        "threads": 1,  # the same for all cells, so that one fork server is enough
+        "threads": 1,
         "time_limit_s": 120,
     }
     config = {

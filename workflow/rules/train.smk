@@ -1,5 +1,5 @@
 from stratbench.study import pending, resume, slurm
-from stratbench.train import devices, forkserver
+from stratbench.train import forkserver
 
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
@@ -27,11 +27,8 @@ onstart:
         slurm.hold_until_ended(workflow, planned)
         slurm.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
-    if workflow.local_exec:
-        forkserver.share_until_exit(
-            devices.threads_of(settings, cell.gpus)
-            for _, cell, settings, _ in requests
-        )
+    if workflow.local_exec and requests:
+        forkserver.share_until_exit()
 
 
 # Training: one job a cell. Oom, timeout and divergence are results; anything else fails the job.

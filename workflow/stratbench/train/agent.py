@@ -79,7 +79,7 @@ def run_node(job: Job, node: int) -> Exits:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
         devices.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
-    with fork_server(job.threads, may_share=job.in_block or not job.use_cuda) as path:
+    with fork_server(may_share=job.in_block or not job.use_cuda) as path:
         text = job.to_json()
         servers = [
             Process(

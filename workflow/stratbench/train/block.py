@@ -137,7 +137,7 @@ class BlockRun:
             started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices
             if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
                 raise devices.DeviceError(reason)
-            with self._shared_import(any_settings):
+            with self._shared_import():
                 done = run_in_order(plan, self._run_segment, self._burnt_in)
         agent.on_signals(lambda _: None)  # what is as good as finished is not given up
         wall_s = time.monotonic() - begun_s
@@ -168,17 +168,16 @@ class BlockRun:
         print(f"block {plan}: {len(done)} segments in {wall_s:.0f} s", flush=True)
 
     @contextmanager
-    def _shared_import(self, settings: Settings) -> Iterator[None]:
+    def _shared_import(self) -> Iterator[None]:
         """Let the segments share a fork server, which imports PyTorch before the first one."""
         if self._args.nodes > 1:
             yield
             return
-        threads = devices.threads_of(settings, settings.gpus)
-        with fork_server(threads, may_share=not self._use_cuda) as path:
+        with fork_server(may_share=not self._use_cuda) as path:
             before = os.environ.get(FOLDER_VARIABLE)
             os.environ[FOLDER_VARIABLE] = str(path.parent)
             try:
-                with fork_server(threads, may_share=True):  # comes back when it has been imported
+                with fork_server(may_share=True):  # comes back when it has been imported
                     pass
                 yield
             finally:

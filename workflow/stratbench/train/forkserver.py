@@ -1,8 +1,9 @@
 """The fork server: imports PyTorch once and forks the processes of cells, so that they start at once.
 
-A launcher starts one for its cell. Cells on the CPUs of one machine share the import: Snakemake starts a
-server for them and names its folder in STRATBENCH_FORK_SERVERS. That server imports PyTorch when the
-first cell asks. A cell on GPUs has a server of its own, started with its choice of GPUs.
+A launcher starts one for its cell. Cells on the CPUs of one machine share the import, whatever number of
+threads they have: Snakemake starts a server for them and names its folder in STRATBENCH_FORK_SERVER.
+That server imports PyTorch when the first cell asks. A cell on GPUs has a server of its own, started
+with its choice of GPUs.
 
 Each process has its own connection between its launcher and the server: a socket in a folder that only
 their user can open. A line of JSON asks for the process; its pid and, at the end, its exit code come
@@ -27,7 +28,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,21 +36,21 @@ from typing import Any
 
 from stratbench.train.locks import scratch
 
-#: The folder of the servers that the cells of this run share.
-FOLDER_VARIABLE = "STRATBENCH_FORK_SERVERS"
+#: The folder of the server that the cells of this run share.
+FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
 _ANSWER = struct.Struct("!i")  # a greeting, a pid or the negative error of the fork, an exit code
 _REQUEST_TIMEOUT_S = 10.0
 _ACCEPT_AGAIN_S = 0.1
 
 
 class ForkServer:
-    """A fork server of this process, whose processes compute with `threads` threads each.
+    """A fork server of this process.
 
     When this process ends, the server ends too, after what it has forked.
     """
 
-    def __init__(self, folder: Path, threads: int) -> None:
-        self.path = address(folder, threads)
+    def __init__(self, folder: Path) -> None:
+        self.path = address(folder)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(os.fspath(self.path))
             listener.listen(128)
@@ -59,8 +60,9 @@ class ForkServer:
                 pass_fds=[listener.fileno()],
                 env=os.environ
                 | {
-                    # OpenMP reads it once, when PyTorch is loaded.
-                    "OMP_NUM_THREADS": str(threads),
+                    # Read once, when PyTorch is loaded. How many threads a process has it says
+                    # itself, by `torch.set_num_threads`.
+                    "OMP_NUM_THREADS": "1",
                     # Whether there is a GPU is asked of NVML: asked of CUDA, forks could not use it.
                     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                 },
@@ -119,15 +121,15 @@ class Process:
 
 
 @contextmanager
-def fork_server(threads: int, may_share: bool) -> Iterator[Path]:
+def fork_server(may_share: bool) -> Iterator[Path]:
     """Address of the fork server that the cells of this run share, or of one for this block only."""
-    shared = _shared(threads) if may_share else None
+    shared = _shared() if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
         yield shared
         return
     with scratch() as folder:
-        server = ForkServer(folder, threads)
+        server = ForkServer(folder)
         try:
             yield server.path
         finally:
@@ -135,40 +137,39 @@ def fork_server(threads: int, may_share: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def shared_servers(threads: Iterable[int]) -> Iterator[None]:
-    """Let the launchers that this process starts share fork servers, one for each number of threads."""
+def shared_server() -> Iterator[None]:
+    """Let the launchers that this process starts share a fork server."""
     with scratch() as folder:
-        servers = [ForkServer(folder, n) for n in sorted(set(threads))]
+        server = ForkServer(folder)
         os.environ[FOLDER_VARIABLE] = str(folder)
         try:
             yield
         finally:
             os.environ.pop(FOLDER_VARIABLE, None)
-            for server in servers:
-                server.stop()
+            server.stop()
 
 
-def share_until_exit(threads: Iterable[int]) -> None:
-    """`shared_servers` until this process ends; if there can be none, cells start their own."""
+def share_until_exit() -> None:
+    """`shared_server` until this process ends; if there can be none, cells start their own."""
     stack = contextlib.ExitStack()
     try:
-        stack.enter_context(shared_servers(threads))
+        stack.enter_context(shared_server())
     except OSError as e:
         print(f"no fork server, so that each cell imports PyTorch itself: {e}", file=sys.stderr)
     atexit.register(stack.close)
 
 
-def address(folder: str | Path, threads: int) -> Path:
-    """Where the server for `threads` listens; another Python environment has another address."""
-    return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}-{threads}"
+def address(folder: str | Path) -> Path:
+    """Where the server listens; another Python environment has another address."""
+    return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}"
 
 
-def _shared(threads: int) -> Path | None:
+def _shared() -> Path | None:
     """The shared server, if there is one that has imported what it needs."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return None
-    path = address(folder, threads)
+    path = address(folder)
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(os.fspath(path))
