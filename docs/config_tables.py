@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.cell.options import limits, spell
+from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.schema import TYPE_NAMES, resolved, schema
 
 #: Lines of docs/configuration.md that the generated tables stand between.
@@ -29,20 +31,34 @@ def key_tables() -> str:
             for key, rule in properties.items()
         ]
         parts.append(f"### {title}\n\n" + _table(("key", "value", "default", "meaning"), rows))
-    header = ("strategy", "option", "value", "default")
+    header = ("strategy", "option", "value", "default", "meaning")
     parts.append("### Options of strategies\n\n" + _table(header, _option_rows()))
     return "\n".join(parts)
 
 
 def _option_rows() -> Iterator[tuple[str, ...]]:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    names[type(None)] = "null"
+    """A row for each option, with all strategies for which the rest of the row is the same."""
+    owners: dict[tuple[str, ...], list[str]] = {}
     for strategy in REGISTRY:
-        hints = get_type_hints(strategy_class(strategy).Options)
-        for key, default in option_defaults(strategy).items():
-            parts = get_args(hints[key]) or (hints[key],)  # a literal's or a union's
-            value = " or ".join(names.get(part) or f"`{part}`" for part in parts)
-            yield f"`{strategy}`", f"`{key}`", value, f"`{json.dumps(default)}`"
+        options_class = strategy_class(strategy).Options
+        types = get_type_hints(options_class)
+        for spec in fields(options_class):
+            value = _type(types[spec.name], list(limits(spec)))
+            row = (f"`{spec.name}`", value, json.dumps(spec.default), spec.metadata["help"])
+            owners.setdefault(row, []).append(strategy)
+    servers = [strategy for strategy in REGISTRY if strategy.startswith("ps-")]
+    for (name, value, default, meaning), strategies in owners.items():
+        of = "every `ps-*`" if strategies == servers else ", ".join(f"`{s}`" for s in strategies)
+        yield of, name, value, f"`{default}`", meaning
+
+
+def _type(hint: Any, bounds: Iterable[str]) -> str:
+    """What an option takes: its literal values, or a type in words with the bounds of numbers."""
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(hint))
+    if get_args(hint):  # a union
+        return "; or ".join(_type(part, bounds) for part in get_args(hint))
+    return ", ".join([spell(hint), *bounds])
 
 
 def _blocks(
@@ -65,12 +81,11 @@ def _allowed(rule: Mapping[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in rule["enum"])
     if "const" in rule:
         return f"`{rule['const']}`"
-    if "items" in rule:
-        return f"a list ({_allowed(rule['items'])})"
     types = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
+    names = TYPE_NAMES | {"array": f"a list ({_allowed(rule['items'])})" if "items" in rule else ""}
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {rule[key]}" for key, sign in signs.items() if key in rule]
-    return ", ".join([" or ".join(TYPE_NAMES[t] for t in types), *bounds])
+    return ", ".join([" or ".join(names[t] for t in types), *bounds])
 
 
 def _default(key: str, rule: Mapping[str, Any], required: list[str]) -> str:

@@ -102,6 +102,18 @@ def test_tables_of_all_keys_are_current():
     assert generated.strip() == config_tables.key_tables().strip(), "run: make docs"
 
 
+def test_tables_say_of_every_option_what_it_takes_and_means_in_words():
+    page = config_tables.key_tables()
+    row = next(line for line in page.splitlines() if "| `shard_workers` |" in line)
+    strategy, _, value, default, meaning = (cell.strip() for cell in row.strip("|").split("|"))
+    assert (strategy, default) == ("`fsdp`", '`"all"`')
+    assert value == "a whole number, at least 1; or `all`, `node`"
+    assert meaning.startswith("workers that hold one model")
+    assert page.count("`transport`") == 1, "what all servers share is told once"
+    assert "| `text` | text or a list (text) |" in page
+    assert "typing." not in page
+
+
 def test_tables_are_put_between_the_marks_of_their_page(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(

@@ -39,9 +39,9 @@ class Options:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if not _fits(value, types[spec.name]):
-                raise ValueError(f"{spec.name} = {value!r}: must be {_spell(types[spec.name])}")
+                raise ValueError(f"{spec.name} = {value!r}: must be {spell(types[spec.name])}")
             if not _within(value, spec):
-                raise ValueError(f"{spec.name} = {value!r}: must be {' and '.join(_limits(spec))}")
+                raise ValueError(f"{spec.name} = {value!r}: must be {' and '.join(limits(spec))}")
 
     @classmethod
     def later(cls) -> dict[str, Any]:
@@ -64,11 +64,12 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _spell(hint: Any) -> str:
+def spell(hint: Any) -> str:
+    """The values of a type, in words."""
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     if get_args(hint):
-        return " or ".join(map(_spell, get_args(hint)))
+        return " or ".join(map(spell, get_args(hint)))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return (names | {type(None): "null"}).get(hint, str(hint))
 
@@ -80,7 +81,8 @@ def _within(value: Any, spec: Field) -> bool:
     return (least is None or value >= least) and (below is None or value < below)
 
 
-def _limits(spec: Field) -> Iterator[str]:
+def limits(spec: Field) -> Iterator[str]:
+    """Between which limits the numbers of an option lie, in words."""
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
     if least is not None:
         yield f"at least {least:g}"
