@@ -10,6 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+#: What takes long to import, for processes that start once a cell, and once a stage of the analysis.
+FOR_CELLS = ("torch", "pandas", "numpy", "matplotlib", "urllib.request", "importlib.metadata")
+FOR_STAGES = ("torch", "matplotlib", "scipy")
 
 
 def check(*command: str | Path) -> None:
@@ -42,14 +45,17 @@ def test_the_studies_of_the_config_expand(workflow, study):
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("code", "heavy"),
     [
-        "import stratbench.study.config as c, yaml; c.load_config(yaml.safe_load(open('config.yaml')))",
-        "import stratbench.train.launch",
+        (
+            "import stratbench.study.config as c, yaml; c.load_config(yaml.safe_load(open('config.yaml')))",
+            FOR_CELLS,
+        ),
+        ("import stratbench.train.launch", FOR_CELLS),
+        ("from stratbench.analysis import against, decide, report, tables", FOR_STAGES),
     ],
 )
-def test_what_the_snakefile_and_every_cells_launcher_import_is_light(code):
-    heavy = ("torch", "pandas", "numpy", "matplotlib", "urllib.request", "importlib.metadata")
+def test_what_commands_import_is_light(code, heavy):
     code = f"import sys; {code}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code],

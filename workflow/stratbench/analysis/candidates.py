@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import nnls
 
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
@@ -280,6 +279,8 @@ def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Itera
         if times[-1] >= times[:-1].min():
             continue
         design = np.stack([np.ones_like(counts), 1 / counts], axis=1)
+        from scipy.optimize import nnls  # 0.3 s, for what few decisions need
+
         (fixed_s, shared_s), _ = nnls(design, times)
         off = float(np.max(np.abs(design @ [fixed_s, shared_s] / times - 1)))
         nearest = [c for c in usable if c.gpus < given.gpus][-1]

@@ -39,7 +39,6 @@ from stratbench.analysis.tables import (
     wide_rows,
     workers_are,
 )
-from stratbench.analysis.verdict_section import verdict_section
 from stratbench.analysis.verdicts import read_verdict
 from stratbench.cell import pages
 from stratbench.cell.words import MIB, counted, plural, worker_noun
@@ -328,13 +327,18 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
     decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     prediction = folder / "prediction.csv"
     verdict = read_verdict(verdict_path)
+    if verdict is not None:
+        # It draws, and matplotlib takes 0.5 s to import.
+        from stratbench.analysis.verdict_section import verdict_section
+
+        verdict = verdict_section(verdict, cells)
     counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
         "notices": list(notices_above(cells, partial)),
         "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
         "decided": decided,
-        "verdict": None if verdict is None else verdict_section(verdict, cells),
+        "verdict": verdict,
         "decisions": answers_by_experiment(decided["answers"]),
         "strategies": list(strategy_lines(cells)),
         "experiments": list(experiment_sections(folder, cells, decided)),

@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.segments import MATRIX_REPEATS
@@ -76,6 +75,8 @@ class Scores:
         sd, dof = self._seed_scatter(bout)
         width = math.inf
         if dof:
+            from scipy.special import stdtrit  # takes 0.2 s, and the first rounds need none
+
             quantile = -float(stdtrit(dof, ALPHA))
             width = quantile * sd * math.sqrt(1 / len(own) + 1 / len(reference))
         tolerance = self._evidence.tolerances.get(first.score_name, first.tolerance)
