@@ -280,3 +280,19 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, argu
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_mistake_in_the_config_is_told_by_a_command_that_is_quiet_otherwise(tmp_path):
+    (tmp_path / "config.yaml").write_text("study: mine\nstudies: {mine: {repeats: many}}\n")
+    package = Path(__file__).parents[2] / "workflow"
+    done = subprocess.run(
+        [sys.executable, "-m", "stratbench.command", "decide"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(package)},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "config: studies.mine" in done.stderr
+    assert "Building DAG" not in done.stderr

@@ -13,12 +13,10 @@ from types import ModuleType
 
 from stratbench import __version__
 from stratbench.command import CommandError
-from stratbench.command.in_folder import profile_folder, require, run_rules
+from stratbench.command.in_folder import QUIET, profile_folder, require, run_rules
 from stratbench.command.init import lay_down
 
 SET = "a bundle, a folder results/STUDY, or paper:v2"
-#: The rule's own text is what is asked for.
-QUIETLY = ("--cores", "1", "--quiet", "all")
 DESCRIPTION = """\
 Measures distributed-training strategies against each other, and says which to choose.
 
@@ -201,13 +199,19 @@ def of_set_or_study(
         raise CommandError(
             "--out is for a set; a study's results are in the folder `results` of its config"
         )
-    return run_rules(given.command, *QUIETLY, *others, config=[*pairs(given), *config])
+    return answer_by_rule(given, others, config)
 
 
 def run_bundle(given: argparse.Namespace, others: list[str]) -> int:
     """`stratbench bundle`: the rule `bundle`."""
     hosts = ["bundle={hosts: replaced}"] if given.replace_hosts else []
-    return run_rules(given.command, *QUIETLY, *others, config=[*pairs(given), *hosts])
+    return answer_by_rule(given, others, hosts)
+
+
+def answer_by_rule(given: argparse.Namespace, others: list[str], config: Sequence[str]) -> int:
+    """The rule of the subcommand's name: its own text is what was asked for, and nothing of Snakemake's."""
+    quiet = ("--cores", "1", "--quiet", "all")
+    return run_rules(given.command, *quiet, *others, config=[*pairs(given), *config], program=QUIET)
 
 
 def pairs(given: argparse.Namespace) -> list[str]:

@@ -13,6 +13,8 @@ from stratbench.command import CommandError
 
 #: What rules need beside the packages of the analysis, and how it is installed.
 NEEDED = {"snakemake": "snakemake", "torch": "torch torchvision"}
+#: Snakemake that tells why no rule could begin, whatever `--quiet` says.
+QUIET = "stratbench.command.quietly"
 
 
 def require(*modules: str) -> None:
@@ -32,10 +34,11 @@ def module_is_missing(name: str) -> bool:
         return True
 
 
-def run_rules(*arguments: str, config: Sequence[str] = ()) -> int:
+def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snakemake") -> int:
     """Take this process' place by Snakemake, in this folder; `config`: pairs KEY=VALUE.
 
-    The folder's own Snakefile counts, where there is one. CommandError where no study is here.
+    `program`: the module that is Snakemake, or QUIET. The folder's own Snakefile counts, where there is one.
+    CommandError where no study is here.
     """
     if not Path("config.yaml").is_file():
         raise CommandError(
@@ -44,7 +47,7 @@ def run_rules(*arguments: str, config: Sequence[str] = ()) -> int:
         )
     require("snakemake")
     snakefile = "Snakefile" if Path("Snakefile").is_file() else str(SNAKEFILE)
-    command = [sys.executable, "-P", "-m", "snakemake", "--snakefile", snakefile, *arguments]
+    command = [sys.executable, "-P", "-m", program, "--snakefile", snakefile, *arguments]
     command += ["--config", *config] if config else []
     sys.stdout.flush()
     os.execv(sys.executable, command)

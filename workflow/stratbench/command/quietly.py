@@ -1,0 +1,35 @@
+"""Snakemake with `--quiet all`, which tells all the same why no rule could begin.
+
+Its own `--quiet all` hides errors too, such as a mistake in config.yaml. What goes wrong inside a rule
+the rule tells itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import snakemake.cli
+from snakemake_interface_logger_plugins.common import LogEvent
+
+
+class BeforeRules(logging.Handler):
+    """Prints errors until the first job begins."""
+
+    begun = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.begun = self.begun or getattr(record, "event", None) == LogEvent.JOB_INFO
+        if record.levelno >= logging.ERROR and not self.begun:
+            print(record.getMessage(), file=sys.stderr)
+
+
+def main() -> None:
+    """Take Snakemake's arguments, and end with its exit code."""
+    # Snakemake clears the handlers of its own logger, `snakemake.logging`.
+    logging.getLogger("snakemake").addHandler(BeforeRules())
+    snakemake.cli.main()
+
+
+if __name__ == "__main__":
+    main()
