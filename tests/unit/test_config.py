@@ -73,8 +73,15 @@ def refusal(config_: Any) -> str:
         ({"dataset": REMOVED}, ["'dataset' is missing"]),
         # batches
         ({"gpus": [1, 3]}, ["global_batch = 64: cannot be split evenly over 3 workers", "[1, 3]"]),
+        ({"epochs": None}, ["either epochs or steps", "given: neither"]),
+        (
+            {"optimizer": "adamw", "betas": [0.9]},
+            ["betas = [0.9]: must have at least 2 entries"],
+        ),
+        ({"optimizer": "adamw", "betas": [0.9, 0.9, 0.9]}, ["must have at most 2 entries"]),
+        ({"gpus": [1], "global_batch": 10**9}, ["a step of 1 worker would"]),
         ({"per_worker_batch": 8}, ["either global_batch", "per_worker_batch = 8"]),
-        ({"global_batch": REMOVED}, ["either global_batch", "global_batch = None"]),
+        ({"global_batch": REMOVED}, ["either global_batch", "given: neither"]),
         ({"global_batch": 1500, "gpus": [1]}, ["global_batch = 1500", "1437"]),
         (
             {"global_batch": REMOVED, "per_worker_batch": 500},
@@ -112,8 +119,8 @@ def refusal(config_: Any) -> str:
         ({"epochs": 2.5}, ["epochs = 2.5: must be a whole number"]),
         ({"gpus": [1.0]}, ["gpus[0] = 1.0: must be a whole number"]),
         ({"gpus": [True]}, ["gpus[0] = True: must be a whole number"]),
-        ({"gpus": 2}, ["gpus = 2: must be a list"]),
-        ({"models": "vgg16"}, ["models = 'vgg16': must be a list"]),
+        ({"gpus": 2}, ["gpus = 2: must be a list; write [2]."]),
+        ({"models": "vgg16"}, ["models = 'vgg16': must be a list; write [vgg16]."]),
         ({"strategies": [False]}, ["strategies[0] = False: must be text"]),
         ({"nesterov": "perhaps"}, ["nesterov = 'perhaps': must be true or false"]),
         ({"nesterov": 1}, ["nesterov = 1: must be true or false"]),

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from stratbench.cell.words import counted
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
 from stratbench.study.schema import read_as
@@ -125,7 +126,7 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
             ": give either epochs or steps (time and memory alone, without a score), and not both; "
-            f"given: epochs = {block['epochs']}, steps = {block['steps']}"
+            f"given: {_given(block, 'epochs', 'steps')}"
         )
     if target is None:
         return
@@ -188,25 +189,32 @@ def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
         yield ".nesterov = true: needs momentum > 0"
 
 
+def _given(block: Mapping[str, Any], *keys: str) -> str:
+    """Which of the keys have a value, and what."""
+    values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
+    return ", ".join(values) or "neither"
+
+
 def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     batch, weak = block.get("global_batch"), block.get("per_worker_batch")
     if (batch is None) == (weak is None):
         yield (
             ": give either global_batch (split over the workers) or per_worker_batch, and not both; "
-            f"given: global_batch = {batch}, per_worker_batch = {weak}"
+            f"given: {_given(block, 'global_batch', 'per_worker_batch')}"
         )
         return
     key, value = ("global_batch", batch) if batch else ("per_worker_batch", weak)
     for n in block["gpus"]:
+        workers = counted(n, "worker")
         if batch and batch % n:
             yield (
-                f".global_batch = {batch}: cannot be split evenly over {n} workers "
+                f".global_batch = {batch}: cannot be split evenly over {workers} "
                 f"(gpus = {block['gpus']}); use a multiple of every worker count"
             )
         together = batch or weak * n
         if dataset.is_read and together > dataset.train_samples:
             yield (
-                f".{key} = {value}: a step of {n} workers would take {together} samples, but "
+                f".{key} = {value}: a step of {workers} would take {together} samples, but "
                 f"{block['dataset']} has {dataset.train_samples} to train on; use a smaller batch"
             )
         steps = block["steps"]
@@ -214,13 +222,13 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
             steps = block["epochs"] * (dataset.train_samples // together)
         if steps is not None and block["lr_warmup_steps"] >= steps:
             yield (
-                f".lr_warmup_steps = {block['lr_warmup_steps']}: {n} workers train for {steps} steps in "
-                "all, so the learning rate would never be reached; use fewer"
+                f".lr_warmup_steps = {block['lr_warmup_steps']}: {workers} would take "
+                f"{counted(steps, 'step')} in all, so the learning rate would never be reached; use fewer"
             )
         each, parts = together // n, block["accumulate"]
         if each % parts:
             yield (
-                f".accumulate = {parts}: a batch of {each} on each of {n} workers cannot be divided into so "
+                f".accumulate = {parts}: a batch of {each} on each of {workers} cannot be divided into so "
                 "many equal parts; change it or the batch"
             )
         normalising = [
@@ -229,7 +237,7 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
         if together == n * parts and normalising:
             within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
             yield (
-                f".{key} = {value}: a batch of one sample on each of {n} workers{within}, but "
+                f".{key} = {value}: a batch of one sample on each of {workers}{within}, but "
                 f"{normalising[0]} normalises over the batch; use a larger batch or fewer workers"
             )
 

@@ -155,7 +155,8 @@ def _explain(fault: Any) -> str:
             message = f"{at}: the key {missing!r} is missing. {about}"
         case "type":
             wanted = " or ".join(TYPE_NAMES[t] for t in ([rule] if isinstance(rule, str) else rule))
-            message = f"{given}: must be {wanted}. {about}"
+            one = "array" in rule and isinstance(value, (str, int, float))
+            message = f"{given}: must be {wanted}{f'; write [{value}]' if one else ''}. {about}"
         case "enum":
             return wrong_value_message(where, value, "is not allowed", [str(r) for r in rule])
         case "const":
@@ -173,6 +174,9 @@ def _explain(fault: Any) -> str:
             message = f"{given}: must be less than {rule}. {about}"
         case "maxLength":
             message = f"{given}: has {len(value):,} characters; must have at most {rule:,}. {about}"
+        case "minItems" | "maxItems" if rule > 1:
+            bound = "at least" if fault.validator == "minItems" else "at most"
+            message = f"{given}: must have {bound} {rule} entries. {about}"
         case "minItems" | "minProperties" | "minLength":
             message = f"{at}: must not be empty. {about}"
         case "pattern":
