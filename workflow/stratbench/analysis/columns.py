@@ -311,12 +311,12 @@ def on_one_line(text: str) -> str:
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
-def text_types(*more: str) -> dict[str, type[str]]:
+def text_types(*more: str) -> dict[str, type[object]]:
     """What `pandas.read_csv` is given, so that columns of text stay text whatever they hold.
 
     `more`: further columns of text, of files that hold some columns of cells.csv and their own.
     """
-    return dict.fromkeys((*(c.name for c in CELL_COLUMNS if c.is_text), *more), str)
+    return dict.fromkeys((*(c.name for c in CELL_COLUMNS if c.is_text), *more), object)
 
 
 def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
@@ -328,7 +328,10 @@ def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
     import pandas as pd  # not above: `collect` does without
 
     dtype = text_types(*text) | types
-    return pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
+    found = pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
+    # In one block for each type: frames are cut into groups often, and the more blocks the slower. Columns of
+    # type `str` would each be one.
+    return found.copy()
 
 
 def read_cells(path: Path) -> Any:

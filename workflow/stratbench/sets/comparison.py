@@ -202,10 +202,10 @@ def doubts_on_times(found: ResultSet) -> dict[Group, list[str]]:
 
 
 def outcomes_of(found: ResultSet) -> dict[Group, str]:
-    """How the cells of each group ended that ran and did not end well."""
-    ran = found.cells[~found.cells["status"].isin(WITHOUT_RECORD)]
+    """How the cells ended that ran and did not end well, by their group."""
+    bad = found.cells[~found.cells["status"].isin(["ok", *WITHOUT_RECORD])]
     return {
-        group: outcome_kinds(describe_outcome(rows)) for group, rows in rows_by_group(ran).items()
+        group: outcome_kinds(describe_outcome(rows)) for group, rows in rows_by_group(bad).items()
     }
 
 

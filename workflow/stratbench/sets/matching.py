@@ -11,7 +11,7 @@ from typing import Any
 
 from stratbench.analysis.audit.mixed import NOT_STATED, TABLE, row_comparing, texts_by_path
 from stratbench.analysis.collect import WITHOUT_RECORD
-from stratbench.analysis.groups import Group, rows_by_group
+from stratbench.analysis.groups import GROUP, Group, rows_by_group
 from stratbench.sets.reading import ResultSet
 
 #: Kinds of what differs that make two cells different work, by the audit's rule for cells of one study.
@@ -99,8 +99,9 @@ def matches(first: ResultSet, other: ResultSet) -> list[Match]:
 
 def groups_with_data(found: ResultSet) -> dict[Group, str]:
     """The groups of repeats of a set that have a record, and the data set of each."""
-    cells = found.cells[~found.cells["status"].isin(WITHOUT_RECORD)]
-    return {g: str(rows["dataset"].iloc[0]) for g, rows in rows_by_group(cells).items()}
+    cells = found.cells[~found.cells["status"].isin(WITHOUT_RECORD)].drop_duplicates(GROUP)
+    listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
+    return {Group(*key): str(dataset) for *key, dataset in listed}
 
 
 @lru_cache(maxsize=32)
