@@ -406,7 +406,9 @@ def test_without_records_theory_answers_and_says_so():
     assert found.source == "theory"
     assert found.headline == "ddp, by theory: nothing was measured."
     assert found.confidence == "none"
-    assert decided([cell("ddp", 1.0)], model="resnet50").source == "theory"
+    other = decided([cell("ddp", 1.0)], model="resnet50")
+    assert other.source == "theory"
+    assert other.headline == "ddp, by theory: it is not a model of the study, which has vgg16."
 
 
 def test_rules_from_theory():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,17 @@ def decisions(
     ]
     if constraints.model is not None:
         made = [decision for decision in made if decision.model == constraints.model]
-        return made or [decision_by_theory("", "", constraints.model, constraints, [])]
+        return made or [_on_another_model(cells["model"].unique(), constraints)]
     return made
+
+
+def _on_another_model(models: Iterable[str], given: Constraints) -> Decision:
+    """The decision on a model that is none of the study's: by theory, and the name may be a mistake."""
+    decision = decision_by_theory("", "", str(given.model), given, [])
+    name = decision.headline.partition(",")[0]
+    listed = ", ".join(models) or "none"
+    headline = f"{name}, by theory: it is not a model of the study, which has {listed}."
+    return replace(decision, headline=headline)
 
 
 def decide(
