@@ -207,6 +207,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("resuls", "x", ["resuls = 'x'", "Did you mean 'results'?"]),
         ("results", "", ["results: must not be empty"]),
         ("studies", {}, ["studies: must not be empty"]),
+        ("studies demo experiments", {"e" * 300: {}}, ["has 300 characters; must have at most 100"]),
         ("studies", [], ["studies = []: must be a mapping"]),
         ("studies a/b", {"experiments": {}}, ["studies: the name 'a/b' stands in paths"]),
         ("studies demo experiments ../x", {}, ["studies.demo.experiments: the name '../x'"]),
