@@ -154,5 +154,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     for severity in SEVERITIES:
         of_severity = [finding for finding in findings if finding["severity"] == severity]
         rules = ", ".join(sorted({finding["rule"] for finding in of_severity}))
-        print(f"{len(of_severity)} {severity}" + (f": {rules}" if rules else ""))
+        print(f"audit: {len(of_severity)} {severity}" + (f": {rules}" if rules else ""))
     return 0
