@@ -45,20 +45,18 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return spec | own.fingerprint(spec["call"], [tmp_path])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync"])
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
     start_cell: Callable[..., LaunchedCell],
     warm: dict[str, str],
     code: dict[str, Any],
     tmp_path: Path,
-    strategy: str,
 ) -> None:
     """The last test batch is smaller than the others, and evaluation is not compiled."""
     if reason := missing_compiler(cuda=False):
         pytest.skip(reason)
     epochs = {}
-    for compiles in (False, True):
+    for strategy, compiles in (("ddp", False), ("ddp", True), ("fsdp", True), ("ps-sync", True)):
         s = settings(
             strategy, model="net", own_model=code, precision="fp64", epochs=2, compile=compiles
         )
@@ -66,17 +64,19 @@ def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
         exit_code, output = cell.finish(timeout_s=300)
         assert exit_code == 0, output
         rec = record.read(cell.record)
-        epochs[compiles] = rec["score"]["per_epoch"]
+        epochs[strategy, compiles] = rec["score"]["per_epoch"]
         time = rec["time"]
         if compiles:
-            assert 0 < time["compile_s"] <= time["warmup_s"]
-            assert time["compilations"] >= 2  # forward and backward
-            assert time["recompilations"] == 0
+            assert 0 < time["compile_s"] <= time["warmup_s"], strategy
+            assert time["compilations"] >= 2, strategy  # forward and backward
+            assert time["recompilations"] == 0, strategy
         else:
             assert "compile_s" not in time
-    for eager, compiled in zip(*epochs.values(), strict=True):
-        for key in ("train_loss", "test_loss"):
-            assert compiled[key] == pytest.approx(eager[key], abs=1e-9, rel=0)
+    eager = epochs.pop(("ddp", False))
+    for strategy, compiled in epochs.items():
+        for one, other in zip(eager, compiled, strict=True):
+            for key in ("train_loss", "test_loss"):
+                assert other[key] == pytest.approx(one[key], abs=1e-9, rel=0), strategy
 
 
 def test_without_a_compiler_a_cell_ends_in_one_sentence(

@@ -446,14 +446,18 @@ def test_results_and_evidence_of_an_earlier_run_are_removed_first(start_cell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_launcher_takes_everything_with_it(start_cell, signum):
-    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+def test_a_stopped_launcher_takes_everything_with_it(start_cell, warm, signum):
+    """With a fork server of its own, and with one that it shares."""
+    shared = {"env": warm} if signum == signal.SIGINT else {}
+    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6), **shared)
     train_one_epoch(launched)
-    processes = family(launched)
-    assert len(processes) >= 4
+    workers = [*map(psutil.Process, worker_pids(launched).values())]
+    processes = {*family(launched), *workers}
+    assert len(workers) == 2
+    assert len(processes) >= (3 if shared else 4)
     launched.process.send_signal(signum)
     code, output = launched.finish(timeout_s=LIMIT_S)
-    assert_gone(processes)
+    assert_gone([*processes])
     assert code == 128 + signum
     assert signum.name in output
     assert "Traceback" not in output
