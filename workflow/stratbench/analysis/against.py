@@ -48,9 +48,10 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
         experiment, strategy, model, gpus = key
         for measure, (column, scale) in COLUMNS_OF.items():
             values = groups.values(key, column, "time" if scale == 1.0 else "score")
-            if len(values):
+            if values:
                 place = (measure, rows["dataset"].iloc[0], model, strategy, gpus)
-                ours.setdefault(place, (scale * float(values.median()), experiment))
+                median = float(np.median(list(values.values())))
+                ours.setdefault(place, (scale * median, experiment))
     tables = paper.published_tables()
     theirs = {
         (r.version, r.table, r.measure, r.dataset, r.model, r.strategy, r.gpus): r.value

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 
 from stratbench.analysis.groups import Group
 from stratbench.analysis.stats import mean_ratio
@@ -53,7 +52,7 @@ def ratio_figure(
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
     """scale(one / other) over the repeats of both; a bound where one was stopped at its time limit."""
-    pair = groups.common_repeats(one, other, column, concerns)
+    pair = groups.common_repeats((one, other), column, concerns)
     if pair is not None:
         served = any(
             (groups.groups[key]["strategy_kind"] == "server").any() for key in (one, other)
@@ -65,9 +64,9 @@ def ratio_figure(
     for stopped, ended, upward in ((one, other, True), (other, one, False)):
         least_s = groups.least_time_s(stopped, ended)
         values = groups.values(ended, column, concerns)
-        if least_s is None or least_s <= 0 or values.empty:
+        if least_s is None or least_s <= 0 or not values:
             continue
-        ratio = least_s / float(values.median())
+        ratio = least_s / float(np.median(list(values.values())))
         ends = (ratio, np.inf) if upward else (0.0, 1 / ratio)
         low, high = sorted(scale(end) for end in ends)
         return ClaimFigure(label, scale(ratio if upward else 1 / ratio), low, high, "bound")
@@ -108,7 +107,7 @@ def points_between(one: str, other: str) -> Callable[[UsableGroups], Iterator[Cl
     def figures(groups: UsableGroups) -> Iterator[ClaimFigure]:
         for group in groups.groups:
             for rival in counterparts(groups, group, other) if group.strategy == one else ():
-                pair = groups.common_repeats(group, rival, "score_final", "score")
+                pair = groups.common_repeats((group, rival), "score_final", "score")
                 if pair is not None:
                     yield median_figure(group, 100 * (pair[0] - pair[1]))
 
@@ -127,8 +126,10 @@ def share_recovered(groups: UsableGroups) -> Iterator[ClaimFigure]:
         others = [next(counterparts(groups, group, n), None) for n in ("ps-sync", "ps-async")]
         if None in others:
             continue
-        found = [groups.values(g, "score_final", "score") for g in (*others, group)]
-        sync, lossy, mine = pd.concat(found, axis=1, join="inner").to_numpy().T
+        found = groups.common_repeats((*others, group), "score_final", "score")
+        if found is None:
+            continue
+        sync, lossy, mine = found
         shares = (mine - lossy)[sync > lossy] / (sync - lossy)[sync > lossy]
         if shares.size:
             yield median_figure(group, shares)

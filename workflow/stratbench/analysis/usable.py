@@ -23,6 +23,7 @@ class UsableGroups:
             for key, found in findings_by_group(findings, groups)
         }
         self.groups = groups
+        self._values: dict[tuple[Group, str], dict[int, float]] = {}
         #: Time limits of groups that reached theirs: they took longer.
         self.limits: dict[Group, float] = {
             key: float(rows["time_limit_s"].min())
@@ -30,21 +31,25 @@ class UsableGroups:
             if key not in groups and rows["time_limit_s"].notna().any()
         }
 
-    def values(self, group: Group, column: str, concerns: str) -> pd.Series:
+    def values(self, group: Group, column: str, concerns: str) -> dict[int, float]:
         """A column by repeat; empty where there is none or the audit rejects it."""
         if group not in self.groups or self.rejected[group] & {concerns, "all"}:
-            return pd.Series(dtype=float)
-        rows = self.groups[group]
-        values = pd.Series(rows[column].to_numpy(dtype=float), index=rows["repeat"])
-        return values.dropna()
+            return {}
+        if (group, column) not in self._values:
+            rows = self.groups[group]
+            pairs = zip(rows["repeat"], rows[column].to_numpy(dtype=float).tolist(), strict=True)
+            self._values[group, column] = {r: value for r, value in pairs if value == value}
+        return self._values[group, column]
 
     def common_repeats(
-        self, one: Group, other: Group, column: str, concerns: str
+        self, groups: Sequence[Group], column: str, concerns: str
     ) -> np.ndarray | None:
-        """Values [2, repeats] of two groups for the repeats that both have."""
-        columns = [self.values(key, column, concerns) for key in (one, other)]
-        found = pd.concat(columns, axis=1, join="inner").to_numpy().T
-        return found if found.size else None
+        """Values [groups, repeats] of groups for the repeats that all of them have."""
+        first, *others = (self.values(group, column, concerns) for group in groups)
+        common = [repeat for repeat in first if all(repeat in other for other in others)]
+        if not common:
+            return None
+        return np.array([[values[repeat] for repeat in common] for values in (first, *others)])
 
     def with_time(self) -> list[Group]:
         """All groups with a result or a limit that they reached."""
