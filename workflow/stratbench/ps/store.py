@@ -195,9 +195,9 @@ class Store:
 class EpochLog:
     """Which tickets have been here in full; ends epochs and keeps their snapshots.
 
-    An epoch ends when its tickets and those of all epochs before it are through: a ticket whose worker
-    was lost is handed on late, while others are epochs ahead. A run of a number of steps also notes
-    when as many tickets as its first step has were through, its first two, and so on.
+    An epoch ends when as many tickets as it and those before it have are through, whichever these are:
+    a worker may hold a ticket while others are epochs ahead. A run of a number of steps also notes when
+    as many tickets as its first step has were through, its first two, and so on.
     """
 
     def __init__(self, plan: TicketPlan, writer: SnapshotWriter | None) -> None:
@@ -205,7 +205,8 @@ class EpochLog:
         self.step_ends_s = array("d")
         self._plan, self._writer = plan, writer
         self._seen = Once()
-        self._left = [plan.tickets_of(epoch) for epoch in range(plan.epochs)]
+        self._through = 0  # how many tickets are, when the next epoch ends
+        self._await_next()
 
     @property
     def complete(self) -> bool:
@@ -221,15 +222,19 @@ class EpochLog:
         if self.complete:
             for shard in store.shards.values():
                 shard.finish()
-        self._left[self._plan.ticket(number).epoch] -= 1
-        while len(self.ends) < self._plan.epochs and not self._left[len(self.ends)]:
+        if len(self._seen) == self._through:
             self._end(len(self.ends), seconds, store)
+            self._await_next()
 
     def _end(self, epoch: int, seconds: float, store: Store) -> None:
         self.ends.append({"epoch": epoch, "end_s": seconds})
         if self._writer is not None:
             buffers = None if store.buffers is None else store.buffers.mean()
             self._writer.take(epoch, seconds, list(store.shards.values()), buffers)
+
+    def _await_next(self) -> None:
+        if not self.complete:
+            self._through += self._plan.tickets_of(len(self.ends))
 
 
 def _histogram(counts: Counter[int]) -> list[int]:

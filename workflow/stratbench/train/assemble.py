@@ -156,9 +156,9 @@ def served_run(
 ) -> dict[str, Any]:
     """The same as the parameter servers saw it: from the first ticket to the last applied push.
 
-    An epoch ends with its last ticket; other workers may already be in the next epoch. The samples of
-    a lost worker count if its pushes were taken. A late push may have been dropped by some shards and
-    applied by others: `samples_applied` is the mean over the shards.
+    An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next
+    epoch. The samples of a lost worker count if its pushes were taken. A late push may have been
+    dropped by some shards and applied by others: `samples_applied` is the mean over the shards.
     """
     first = servers[0]
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
