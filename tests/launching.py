@@ -96,12 +96,12 @@ def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> N
 
 
 @contextmanager
-def sharing() -> Iterator[psutil.Process]:
-    """Have launchers share a server; yields its process."""
+def sharing(workflow: Path = WORKFLOW) -> Iterator[psutil.Process]:
+    """Have launchers share a server, which has its code from `workflow`; yields its process."""
     me = psutil.Process()
     before = me.children()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(WORKFLOW))
+        patch.setenv("PYTHONPATH", str(workflow))
         with forkserver.shared_server():
             (server,) = set(me.children()) - set(before)
             yield server

@@ -17,6 +17,7 @@ import psutil
 from cluster import SlurmCluster
 
 from launching import phase_logs
+from stratbench.train.forkserver import FOLDER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 from tiny_study import Workflow, tiny_config
@@ -65,7 +66,14 @@ class ClusterWorkflow(Workflow):
 
     def environment(self) -> dict[str, str]:
         ours = super().environment()
-        return self.cluster.env | {"XDG_CACHE_HOME": ours["XDG_CACHE_HOME"]}
+        return self.cluster.env | {"XDG_CACHE_HOME": ours["XDG_CACHE_HOME"]} | self.variables
+
+    def share_import(self, warm: dict[str, str]) -> None:
+        """Let cells share the fork server of `warm`: where what ends a job is not what is tested.
+
+        Their workers are its children then, and not processes of the job.
+        """
+        self.variables[FOLDER_VARIABLE] = warm[FOLDER_VARIABLE]
 
     def finish(self, run: subprocess.Popen[str], limit_s: float) -> str:
         """What a started Snakemake printed, once it has ended; killed and failed after `limit_s`."""

@@ -156,8 +156,11 @@ def test_a_cell_for_gpus_asks_slurm_for_them_and_others_do_not(disaster: Disaste
     assert disaster.workflow.slurm_jobs("good")[0]["gres"] == "N/A"
 
 
-def test_the_next_run_trains_what_failed_and_nothing_else(disaster: Disaster) -> None:
+def test_the_next_run_trains_what_failed_and_nothing_else(
+    disaster: Disaster, warm: dict[str, str]
+) -> None:
     workflow = disaster.workflow
+    workflow.share_import(warm)
     assert workflow.jobs()["train_cell"] == len(FAILING)
     before = {k: workflow.cell_record(k).read_bytes() for k in ONE_OF_EACH if k not in FAILING}
     n_jobs = len(workflow.slurm_jobs())

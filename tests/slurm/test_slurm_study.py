@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def finished(slurm: SlurmCluster, tmp_path: Path) -> ClusterWorkflow:
+def finished(slurm: SlurmCluster, warm: dict[str, str], tmp_path: Path) -> ClusterWorkflow:
     """A study with a cell on two nodes for each strategy and a cell on one, after its run.
 
     What spans nodes trains a user's own network.
@@ -48,6 +48,7 @@ def finished(slurm: SlurmCluster, tmp_path: Path) -> ClusterWorkflow:
     (tmp_path / "elsewhere" / "a_net.py").write_text(NETWORK)
     config |= {"models": {"mine": {"call": "a_net.Net"}}, "code": ["elsewhere"]}
     workflow = ClusterWorkflow(tmp_path, config, slurm)
+    workflow.share_import(warm)
     output = workflow.finish(workflow.start(), limit_s=400)
     assert (tmp_path / "results/tiny/report.html").exists(), output
     return workflow
