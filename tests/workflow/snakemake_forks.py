@@ -46,6 +46,8 @@ def _process() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        # Nothing that a run finds by its own environment is already found.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         start_new_session=True,
     )
     atexit.register(_end, process)

@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from tiny_study import ROOT, tiny_config
+from snakemake_forks import run_snakemake
+from tiny_study import ROOT, TIMEOUT_S, tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -59,16 +59,11 @@ class Project:
     def run(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run it to its end, started from another folder and without PYTHONPATH."""
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        return subprocess.run(
-            [sys.executable, "-m", "snakemake", "-c2", "-s", self.snakefile, "-d", self.folder, *args],
-            cwd="/",
-            env=kept | {"XDG_CACHE_HOME": str(self.folder.parent / "cache")},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=540,
-            check=False,
-        )  # fmt: skip
+        env = kept | {"XDG_CACHE_HOME": str(self.folder.parent / "cache")}
+        command = ["-c2", "-s", str(self.snakefile), "-d", str(self.folder), *args]
+        return subprocess.CompletedProcess(
+            command, *run_snakemake(command, Path("/"), env, TIMEOUT_S)
+        )
 
 
 def test_another_workflow_trains_a_study_and_builds_on_its_table(tmp_path):
