@@ -411,6 +411,14 @@ def test_without_records_theory_answers_and_says_so():
     assert other.headline == "ddp, by theory: it is not a model of the study, which has vgg16."
 
 
+def test_where_all_reached_their_limit_a_longer_one_is_told_as_the_way_on():
+    found = decided([failed("ddp", "timeout")])
+    assert found.reason == "Every strategy is excluded; see why below."
+    assert found.changes == (
+        "A longer time_limit_s, which ddp reached: train again with --forcerun (docs/configuration.md).",
+    )
+
+
 def test_rules_from_theory():
     def choice(model="convnext_large", optimizer="sgd", **given):
         return theory.choice_by_theory(model, Constraints(**given), optimizer)[0]

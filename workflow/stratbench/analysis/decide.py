@@ -113,7 +113,7 @@ def decide(
             **common,
             choice=None,
             headline="No strategy can be recommended from these records.",
-            reason=f"All {len({c.strategy for c in found})} are excluded; see why below.",
+            reason="Every strategy is excluded; see why below.",
             confidence="none",
             confidence_why="Nothing is left to rank.",
             changes=tuple(sentences_on_constraints(found, None)),
@@ -247,6 +247,12 @@ def sentences_on_constraints(found: list[Candidate], first: Candidate | None) ->
         best = min(kept_out, key=lambda c: (c.objective, c.gpus), default=None)
         if best and (first is None or best.objective < first.objective):
             yield f"{words}: then {best.strategy} on {best.gpus} ({describe_amount(best)}; {best.why})."
+    stopped = dict.fromkeys(c.strategy for c in found if c.kind == "too slow" and c.time_s is None)
+    if first is None and stopped:
+        yield (
+            f"A longer time_limit_s, which {', '.join(stopped)} reached: train again with --forcerun "
+            "(docs/configuration.md)."
+        )
 
 
 def sentences_on_slow_workers(first: Candidate, ranked: list[Candidate]) -> Iterator[str]:
