@@ -248,7 +248,7 @@ def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monk
 def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys, monkeypatch):
     config, study = study_of({"Plain": None, "Unused": None}, strategies=["ddp"])
     config |= {"results": str(tmp_path)}
-    monkeypatch.setattr(check, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    monkeypatch.setattr(check, "pool_of", lambda _: ThreadPoolExecutor(1))
     for round_ in (["Plain", "Unused"], ["Unused"]):
         checked = check.check_study(config, study)
         told = capsys.readouterr().out

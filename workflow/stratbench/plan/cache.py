@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from pathlib import Path
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.places import PACKAGE
 from stratbench.plan.footprint import BATCHES, Footprint, make_footprint
+from stratbench.plan.processes import pool_of
 from stratbench.plan.request import Request
 from stratbench.telemetry.cores import usable_cores
 from stratbench.workload.own import ModelError
@@ -25,9 +25,6 @@ SOURCES = (
     "strategies/*.py", "ps/flat.py", "ps/shm.py", "plan/check.py", "plan/fake.py",
     "plan/footprint.py", "plan/request.py", "plan/trace.py", "plan/traffic.py",
 )  # fmt: skip
-
-#: A process imports PyTorch first, and must make some footprints to be worth that.
-FOOTPRINTS_A_PROCESS = 4
 
 
 def footprints_of(requests: Iterable[Request], folder: Path) -> dict[Request, Footprint | str]:
@@ -91,9 +88,7 @@ def _make(requests: list[Request]) -> Iterator[tuple[Request, Footprint | str]]:
         return
     # The slowest first (many modules, sharded), so that none is left running alone at the end.
     requests = sorted(requests, key=lambda r: (r.traits.shards_states, r.model), reverse=True)
-    context = multiprocessing.get_context("spawn")
-    n_processes = min(len(usable_cores()), 1 + len(requests) // FOOTPRINTS_A_PROCESS)
-    with ProcessPoolExecutor(n_processes, mp_context=context) as pool:
+    with pool_of(min(len(usable_cores()), len(requests))) as pool:
         running = {pool.submit(try_footprint, request): request for request in requests}
         print(
             f"predicting {len(running)} kinds of cells; they are kept for the next time", flush=True

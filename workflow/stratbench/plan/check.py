@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import multiprocessing
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.words import counted
 from stratbench.plan.cache import key_parts
+from stratbench.plan.processes import pool_of
 from stratbench.plan.request import Request
 from stratbench.plan.subject import Subject, subject_of
 from stratbench.strategies import acceptance
@@ -138,8 +138,7 @@ def _find(wanted: Mapping[Network, list[Request]], folder: Path) -> dict[Network
         f"checking {counted(len(missing), 'network')}, {counted(kinds, 'kind')} of cells",
         flush=True,
     )
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(usable_cores()), len(missing)), mp_context=context) as pool:
+    with pool_of(min(len(usable_cores()), len(missing))) as pool:
         running = {pool.submit(find, requests): n for n, requests in missing.items()}
         for i, done in enumerate(as_completed(running), 1):
             network = running[done]
