@@ -216,6 +216,22 @@ def test_cost_is_told_where_a_price_is_known(plan_of):
     assert ", cost " in plan_text(plan_of(cluster={"price_per_gpu_hour": 3}))
 
 
+def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of, monkeypatch):
+    plan = plan_of(strategies=["ddp"], gpus=[2])
+    record = {"status": "oom", "reason": "no memory", "time": {"train_time_s": None}}
+    only = cell(plan, "ddp", 2).cell
+    found = {only: record | {"cell": only.as_dict()}}
+    monkeypatch.setattr(schedule, "records_by_cell", lambda study, results: found)
+    plan = plan_of(strategies=["ddp"], gpus=[2])
+    told = plan_text(plan)
+    assert "nothing left to do" in told
+    assert "0.0 to 0.0" not in told
+    answers = dict(answered_questions(plan))
+    assert answers["How does the number of workers change the peak?"] == [
+        "No strategy of the study is on two numbers of workers."
+    ]
+
+
 def test_the_five_questions_are_answered(plan_of):
     plan = plan_of(models=["resnet50", "vgg16"])
     found = answered_questions(plan)

@@ -70,7 +70,10 @@ def _batches(plan: Plan) -> Iterator[str]:
 
 
 def _workers(plan: Plan) -> Iterator[str]:
-    for experiment, model, cells in _by_model(_known(plan)):
+    known = _known(plan)
+    if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
+        yield "No strategy of the study is on two numbers of workers."
+    for experiment, model, cells in _by_model(known):
         rows = []
         for strategy, found in groupby(
             sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus)), lambda c: c.cell.strategy

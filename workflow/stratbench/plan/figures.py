@@ -62,7 +62,7 @@ def _sources(sources: Iterable[str]) -> str:
     counted = Counter(sources)
     if len(counted) > 3:
         return f"{len(counted)} sources (see the column time_source)"
-    return ", ".join(source for source, _ in counted.most_common()) or "nothing left to do"
+    return ", ".join(source for source, _ in counted.most_common())
 
 
 def cells_by_experiment(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:

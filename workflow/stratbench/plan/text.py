@@ -143,7 +143,10 @@ def _on(plan: Plan, name: str) -> Iterator[str]:
     if t.cost is not None:
         cost = f", cost {t.cost[0]:,.2f} to {t.cost[1]:,.2f}"
     noun = "GPU-hours" if name != "CPU" else "hours of a worker's CPU"
-    yield f"      {low:,.1f} to {high:,.1f} {noun} still to do{cost}; from {t.sources}"
+    if t.sources:
+        yield f"      {low:,.1f} to {high:,.1f} {noun} still to do{cost}; from {t.sources}"
+    else:
+        yield "      nothing left to do"
     if t.longest is not None:
         yield f"      the longest: {t.longest.cell}, up to {seconds_text(t.longest_high_s)}"
     if t.cut_off:
