@@ -11,6 +11,7 @@ from stratbench.analysis.claims import FAILS, HOLDS, UNKNOWN, judge_claims
 from stratbench.analysis.groups import GROUP
 from stratbench.analysis.metrics import METRICS, ClaimFigure
 from stratbench.analysis.stats import ratio_intervals
+from stratbench.analysis.usable import UsableGroups
 
 pytestmark = pytest.mark.slow
 NOTHING = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
@@ -48,6 +49,25 @@ def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
     )
     assert "no traffic" in rows.loc["fsdp-slowdown-v2", "explanation"]
     assert rows.loc["async-gain-v1", "in_the_paper"] == "holds: 30.40 (vgg16 on 4)"
+
+
+def test_only_repeats_that_both_have_are_compared(v2):
+    """A lost repeat of one strategy takes the other's out of the ratio, not out of the order."""
+    pair = v2[v2["strategy"].isin(["ddp", "fsdp"])].drop_duplicates("strategy")
+    ddp, fsdp = (group for group in UsableGroups(pair.assign(gpus=2, model="vgg16")).groups)
+    times = {ddp: {0: 50.0, 1: 10.0, 2: 20.0}, fsdp: {2: 60.0, 1: 30.0, 3: 7.0}}
+    rows = [
+        pair[pair["strategy"] == group.strategy].assign(
+            **group._asdict(), repeat=repeat, train_time_s=time_s
+        )
+        for group, found in times.items()
+        for repeat, time_s in found.items()
+    ]
+    groups = UsableGroups(pd.concat(rows))
+    found = groups.common_repeats((ddp, fsdp), "train_time_s", "time")
+    assert found.tolist() == [[10, 20], [30, 60]]
+    rows[1:3] = [row.assign(train_time_s=np.nan) for row in rows[1:3]]
+    assert UsableGroups(pd.concat(rows)).common_repeats((ddp, fsdp), "train_time_s", "time") is None
 
 
 def test_only_the_papers_models_on_gpus_are_evidence(v2):
