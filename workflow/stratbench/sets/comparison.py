@@ -221,7 +221,7 @@ def compared_cell(
     sides = (match.first, match.other)
     times, scores, peaks = (
         [
-            usable.values(group, column, concerns)
+            tuple(usable.values(group, column, concerns).values())
             for usable, group in zip(groups, sides, strict=True)
         ]
         for column, concerns in (
@@ -232,23 +232,23 @@ def compared_cell(
     )
     outcome = [told.get(group, "") for told, group in zip(outcomes, sides, strict=True)]
     why = "; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in reasons)
-    if not why and any(len(values) == 0 for values in times):
+    if not why and not all(times):
         told = [
-            text or ("rejected by the audit" if len(values) == 0 else "measured")
+            text or ("measured" if values else "rejected by the audit")
             for text, values in zip(outcome, times, strict=True)
         ]
         why = f"{told[0]} against {told[1]}"
     methods = any(d.path == "memory.method" for d in differing)
     on_cpu_and_gpu = any(d.path == "provenance.device" for d in differing)
     memory = [
-        float(values.median()) if len(values) and not (methods or on_cpu_and_gpu) else None
+        float(np.median(values)) if values and not (methods or on_cpu_and_gpu) else None
         for values in peaks
     ]
     unknown = [d for d in not_stated(differing) if d not in reasons]
     return ComparedCell(
         match,
-        *(tuple(values.tolist()) for values in times),
-        *(tuple((score.factor * values).tolist()) for values in scores),
+        *times,
+        *(tuple(score.factor * value for value in values) for values in scores),
         *memory,
         *outcome,
         score=score,
