@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -284,25 +284,15 @@ def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Itera
         (fixed_s, shared_s), _ = nnls(design, times)
         off = float(np.max(np.abs(design @ [fixed_s, shared_s] / times - 1)))
         nearest = [c for c in usable if c.gpus < given.gpus][-1]
-        yield Candidate(
-            strategy=name,
+        yield replace(
+            nearest,
             gpus=given.gpus,
-            traits=nearest.traits,
             basis=f"extrapolated from {', '.join(str(c.gpus) for c in usable)} workers by "
             f"{fixed_s:.3g} s + {shared_s:.3g} s / N, which misses the measured by {off:.0%} at most",
+            times=pd.Series(dtype=float),
             time_s=float(fixed_s + shared_s / given.gpus),
-            score=nearest.score,
-            scores=nearest.scores,
-            score_error=nearest.score_error,
-            unscored=nearest.unscored,
-            test_samples=nearest.test_samples,
-            memory_bytes=nearest.memory_bytes,
-            states_bytes=nearest.states_bytes,
-            on_cpu=nearest.on_cpu,
-            served=nearest.served,
-            batchnorm=nearest.batchnorm,
-            global_batch=nearest.global_batch,
-            hosts=nearest.hosts,
-            price_per_gpu_hour=given.price_per_gpu_hour,
+            may_lose=None,
+            claim=None,
+            slower_than=None,
             doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
         )

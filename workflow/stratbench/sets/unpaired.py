@@ -28,28 +28,26 @@ def geometric_mean(times: Sequence[float]) -> float:
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
-def ratio_of_times(new: Sequence[float], old: Sequence[float], alpha: float = ALPHA) -> Interval:
-    """The ratio of geometric means with its 1 - `alpha` interval (Welch, 1947); values above 0.
+def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> Interval:
+    """The ratio of geometric means with its 95 % interval (Welch, 1947); values above 0.
 
     There is no interval where either side has fewer than two repeats, or neither scatters.
     """
     logs = np.log(np.asarray(new, dtype=float)), np.log(np.asarray(old, dtype=float))
-    found = _difference(*logs, alpha)
+    found = _difference(*logs)
     return Interval(*(None if x is None else math.exp(x) for x in found))
 
 
-def difference_of_scores(
-    new: Sequence[float], old: Sequence[float], alpha: float = ALPHA
-) -> Interval:
+def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> Interval:
     """The difference of means, with its interval as in `ratio_of_times`."""
-    return _difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float), alpha)
+    return _difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
-def _difference(new: np.ndarray, old: np.ndarray, alpha: float) -> Interval:
+def _difference(new: np.ndarray, old: np.ndarray) -> Interval:
     mean = float(new.mean() - old.mean())
     if min(len(new), len(old)) < 2 or new.var() + old.var() == 0:
         return Interval(mean)
-    half = _half_width([_part(new), _part(old)], alpha / 2)
+    half = _half_width([_part(new), _part(old)], ALPHA / 2)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -68,7 +66,7 @@ def _half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
     return -float(stdtrit(dof, alpha)) * math.sqrt(total)
 
 
-def mean_over_models(logs: Sequence[float], alpha: float = ALPHA) -> Interval:
+def mean_over_models(logs: Sequence[float]) -> Interval:
     """The geometric mean of ratios, one (as a logarithm) of each model, with its t interval over models.
 
     It says how much the ratio differs from model to model, so that one model has no interval.
@@ -77,7 +75,7 @@ def mean_over_models(logs: Sequence[float], alpha: float = ALPHA) -> Interval:
     mean = float(values.mean())
     if len(values) < 2 or values.var() == 0:
         return Interval(math.exp(mean))
-    half = _half_width([_part(values)], alpha / 2)
+    half = _half_width([_part(values)], ALPHA / 2)
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 

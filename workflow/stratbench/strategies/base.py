@@ -128,6 +128,8 @@ class Strategy:
     #: What the breakdown of a step's time cannot separate, in a sentence; None: nothing is hidden.
     breakdown_note: ClassVar[str | None] = None
     Options: ClassVar[type[Options]] = Options
+    #: What was given to `setup`.
+    model: nn.Module
     #: What updates the weights on this worker, from `setup` on; None: something else does.
     optimizer: torch.optim.Optimizer | None = None
 
@@ -246,9 +248,14 @@ class Strategy:
         """One training step; returns the batch's mean loss on the device, unsynchronised."""
         raise NotImplementedError
 
-    def evaluating(self) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, with the weights and buffers that stand for the whole."""
-        raise NotImplementedError
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.train()
 
     def model_states(self) -> dict[str, int]:
         """Bytes of parameters, gradients, optimizer state and buffers that this rank holds."""
@@ -281,7 +288,6 @@ class Collective(Strategy):
 
     module: nn.Module  # the wrapped model
     compiled: nn.Module  # what a step calls: it, or what compiles it
-    model: nn.Module  # what was given to `setup`
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
         """The module whose forward and backward synchronise the workers."""
@@ -433,14 +439,6 @@ class Collective(Strategy):
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self.model.buffers()]
-
-    @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        self.model.eval()
-        try:
-            yield self.model
-        finally:
-            self.model.train()
 
     def model_states(self) -> dict[str, int]:
         from stratbench.telemetry.memory import model_states

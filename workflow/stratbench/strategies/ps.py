@@ -8,7 +8,6 @@ the optimizer's state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -336,14 +335,6 @@ class ParameterServer(base.Strategy):
         from stratbench.ps.snapshots import drop_snapshot
 
         drop_snapshot(self.channel.snapshot_dir, epoch)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        self.model.eval()
-        try:
-            yield self.model
-        finally:
-            self.model.train()
 
     def model_states(self) -> dict[str, int]:
         weights_bytes = sum(p.numel() * p.element_size() for p in self.flat.parameters)

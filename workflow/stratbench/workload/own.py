@@ -326,7 +326,7 @@ def told(e: BaseException) -> str:
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """Names in a sentence; of many the first few."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence; of many the first four."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -97,8 +97,8 @@ def take_trial(
     )
 
 
-def modules_by_chance(model: nn.Module, x: Tensor, times: int = 8) -> tuple[str, ...]:
-    """Names of modules that some of several forward passes of `x` call, and some do not.
+def modules_by_chance(model: nn.Module, x: Tensor) -> tuple[str, ...]:
+    """Names of modules that some of eight forward passes of `x` call, and some do not.
 
     Whoever skips a module throws dice, with torch's random numbers or with Python's.
     """
@@ -112,7 +112,7 @@ def modules_by_chance(model: nn.Module, x: Tensor, times: int = 8) -> tuple[str,
     kept = random.getstate()
     try:
         with _restored_buffers(model), torch.no_grad():
-            for seed in range(times):
+            for seed in range(8):
                 random.seed(seed)
                 torch.manual_seed(seed)
                 called.append(set())

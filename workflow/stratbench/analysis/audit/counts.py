@@ -17,7 +17,6 @@ from stratbench.analysis.audit.checks import (
     unless_same,
 )
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.cell.record import Record
 from stratbench.strategies import REGISTRY, strategy_class, traits_of
 
 #: Settings that the cell's coordinates repeat.
@@ -33,8 +32,7 @@ RESULTS = ("score.final", "time.train_time_s", "batch.samples_seen", "batch.samp
     "What the record says of its end does not go with what it holds: a cell that finished has all "
     "its results and no reason, one that did not has a reason and no final score.",
 )
-def contradictory_status(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_status(facts: Facts) -> Iterator[str]:
     status, entries = facts.status, facts("score.per_epoch")
     finite = all(e["train_loss"] is not None and e["test_loss"] is not None for e in entries)
     if status == "ok":
@@ -45,7 +43,7 @@ def contradictory_status(record: Record) -> Iterator[str]:
         results = RESULTS[1:] if facts("settings.steps") else RESULTS
         for path in (*results, "batch.updates_applied", "time.step_ms", "model.parameters"):
             yield from unless_given(path, facts(path), why)
-        yield from unless_given("workers", record["workers"] or None, why)
+        yield from unless_given("workers", facts.workers or None, why)
         if not finite:
             yield f"a loss is not finite, {why}"
     else:
@@ -67,8 +65,7 @@ def contradictory_status(record: Record) -> Iterator[str]:
     "Counts of the record that follow from each other do not agree: batches, steps, samples, "
     "updates, epochs, workers, and the settings that they come from.",
 )
-def contradictory_counts(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_counts(facts: Facts) -> Iterator[str]:
     yield from faults_of_settings(facts)
     yield from faults_of_batches(facts)
     yield from faults_of_epochs(facts)
@@ -77,7 +74,7 @@ def contradictory_counts(record: Record) -> Iterator[str]:
         yield from faults_of_updates(facts)
     yield from faults_of_workers(facts)
     yield from faults_of_models(facts)
-    for path, value in numbers_by_path(record):
+    for path, value in numbers_by_path(facts.record):
         if not math.isfinite(value):
             yield f"{path} is {value}, which is no number"
         elif value < 0 and not path.startswith(("settings.", "strategy.options.")):
@@ -297,8 +294,7 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
     "Each worker was to have its own classes (partition: by-class), and the samples that it trained on "
     "are not of such a part: what unequal data cost cannot be told from this cell.",
 )
-def contradictory_partition(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_partition(facts: Facts) -> Iterator[str]:
     stated = [w for w in facts.workers if "class_samples" in w]
     if facts("settings.partition") != "by-class":
         yield from (
@@ -328,8 +324,7 @@ def contradictory_partition(record: Record) -> Iterator[str]:
     "all",
     "The record is of another strategy than its cell names, or of another kind than that strategy.",
 )
-def unlike_its_strategy(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def unlike_its_strategy(facts: Facts) -> Iterator[str]:
     listed, name = facts("cell.strategy"), facts("strategy.name")
     if listed in REGISTRY:  # another name is that of a variant
         yield from unless_same("strategy.name", name, "the cell's strategy", listed)
@@ -354,8 +349,7 @@ def unlike_its_strategy(record: Record) -> Iterator[str]:
     "The record says of its strategy what this version of the strategy does not say of itself, and "
     "the audit and the decision go by what the record says. Train the cell again.",
 )
-def traits_unlike_strategy(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     name = facts("strategy.name")
     if name not in REGISTRY:
         return
@@ -372,8 +366,7 @@ def traits_unlike_strategy(record: Record) -> Iterator[str]:
     "Workers were lost, or did nothing, and the others finished without them: it is ranked as if "
     "it had been trained by all of them.",
 )
-def lost_workers(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def lost_workers(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
         return
     if facts.lost:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most, unless_equal
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.derived import value_at
-from stratbench.cell.record import Record
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.hardware import datasheet_of
 
@@ -25,8 +24,7 @@ CORE_FLOPS = 5e11
     "time",
     "Operations a second do not follow from samples and time, or exceed what the devices can do.",
 )
-def contradictory_efficiency(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_efficiency(facts: Facts) -> Iterator[str]:
     done = facts.product("compute.forward_flops_per_sample", "batch.samples_seen")
     time_s, achieved = facts("time.train_time_s"), facts("compute.achieved_flops_per_s")
     if done is not None and time_s:
@@ -85,8 +83,7 @@ def contradictory_efficiency(record: Record) -> Iterator[str]:
     "time",
     "Energy does not follow from itself, or is not what GPUs can have drawn in this time.",
 )
-def contradictory_energy(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_energy(facts: Facts) -> Iterator[str]:
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
     if joules is None:
         return

@@ -88,8 +88,7 @@ def processes_share_cores(evidence: Evidence) -> Iterator[Found]:
     "all",
     "The workers did not run where the record says: two of them on one GPU, none, or another kind.",
 )
-def contradictory_devices(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_devices(facts: Facts) -> Iterator[str]:
     places: dict[tuple[str, str], int] = {}
     for worker in facts.workers:
         place, name = worker["provenance"], f"rank {worker['rank']}"

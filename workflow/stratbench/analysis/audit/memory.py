@@ -22,7 +22,6 @@ from stratbench.analysis.audit.rule import (
 )
 from stratbench.analysis.derived import value_at
 from stratbench.analysis.groups import GROUP, Group
-from stratbench.cell.record import Record
 from stratbench.cell.words import MIB
 
 #: From where on dividing by the number of workers does not explain it.
@@ -91,8 +90,7 @@ def oom_with_more_workers(evidence: Evidence) -> Iterator[Found]:
     "Memory of the record does not agree with itself, with the model's size, or with the device's: "
     "peaks, model states, capacity.",
 )
-def contradictory_memory(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_memory(facts: Facts) -> Iterator[str]:
     yield from faults_of_states(facts)
     yield from faults_of_peaks(facts)
     for worker in facts.workers:

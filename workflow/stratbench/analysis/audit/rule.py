@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.columns import Row
 from stratbench.analysis.groups import GROUP, Group, rows_by_group
 from stratbench.cell.blocks import Block
@@ -123,10 +124,10 @@ def rule(
 
 def record_rule(
     id: str, severity: Severity, affects: Affects, explanation: str
-) -> Callable[[Callable[[Record], Iterator[str]]], Rule]:
+) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
     """Make a rule of a check that looks at one record by itself and yields what is wrong with it."""
 
-    def made(check: Callable[[Record], Iterator[str]]) -> Rule:
+    def made(check: Callable[[Facts], Iterator[str]]) -> Rule:
         def over_records(evidence: Evidence) -> Iterator[Found]:
             for record in evidence.records:
                 where = coordinates_of_cell(record["cell"])
@@ -137,10 +138,10 @@ def record_rule(
     return made
 
 
-def faults_of_record(check: Callable[[Record], Iterator[str]], record: Record) -> Iterator[str]:
+def faults_of_record(check: Callable[[Facts], Iterator[str]], record: Record) -> Iterator[str]:
     """What `check` finds; that a field has another shape than its writers give it is a finding too."""
     try:
-        yield from check(record)
+        yield from check(Facts(record))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         yield f"a field has a form that no cell writes ({type(e).__name__}: {e})"
 

@@ -28,7 +28,6 @@ from stratbench.analysis.audit.rule import (
 )
 from stratbench.analysis.measures import ALONE
 from stratbench.analysis.score import Score, score_of
-from stratbench.cell.record import Record
 
 #: What of the reference's gain over guessing training that works reaches in the same epochs.
 WORKING = 0.5
@@ -220,8 +219,7 @@ def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
     "Scores and losses of the record do not agree: the last epoch and the final score, the best of all, "
     "whole samples of the test set, a loss too small for its errors, a score that is no such loss.",
 )
-def contradictory_score(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_score(facts: Facts) -> Iterator[str]:
     entries = facts("score.per_epoch")
     numbered = [entry["epoch"] for entry in entries]
     yield from unless_same(
@@ -271,8 +269,7 @@ def contradictory_score(record: Record) -> Iterator[str]:
     "A test loss is less than the least possible, the entropy rate of the source that the text is drawn "
     "from, by more than chance explains: the model has seen the answers, or the loss is no such mean.",
 )
-def loss_below_least(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def loss_below_least(facts: Facts) -> Iterator[str]:
     least = facts("task.least_loss")
     for entry in facts("score.per_epoch") if least is not None else ():
         loss, error = entry["test_loss"], entry.get("score_error") or 0.0

@@ -14,7 +14,6 @@ from stratbench.analysis.audit.checks import (
     unless_same,
 )
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.cell.record import Record
 from stratbench.strategies import REGISTRY, strategy_class
 
 #: Shards are padded, and hold the float buffers too.
@@ -30,8 +29,7 @@ BUSY = 50
     "What the parameter servers counted does not agree in itself, with the workers, or with the "
     "policy: tickets, pushes, updates, staleness, waits.",
 )
-def contradictory_server(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_server(facts: Facts) -> Iterator[str]:
     if not facts.servers:
         return
     asked = facts("strategy.options.servers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.audit.machines import OTHERS
 from stratbench.analysis.audit.rule import (
     Evidence,
@@ -194,11 +195,11 @@ def repeats_uneven(evidence: Evidence) -> Iterator[Found]:
     "The workers did not begin the epochs together, and the slowest worker's time counts: waiting for "
     "a late start is charged to the strategy.",
 )
-def late_start(record: Record) -> Iterator[str]:
-    if record["status"] != "ok" or record["strategy"]["kind"] != "collective":
+def late_start(facts: Facts) -> Iterator[str]:
+    if facts.status != "ok" or facts("strategy.kind") != "collective":
         return  # a server's clock starts once, when all workers are ready
-    skews_ms = record["time"].get("start_skew_ms") or ()
-    together_s, train_s = sum(skews_ms) / 1e3, record["time"]["train_time_s"]
+    together_s = sum(facts("time.start_skew_ms") or ()) / 1e3
+    train_s = facts("time.train_time_s")
     if together_s > SKEW * train_s:
         yield f"{together_s:.4g} s of start skew in {train_s:.4g} s of training"
 
@@ -210,8 +211,8 @@ def late_start(record: Record) -> Iterator[str]:
     "torch.compile compiled while the training was timed: its steps hold seconds that are no training. "
     "Look for what changes between steps, or train with more warmup_steps.",
 )
-def recompiled(record: Record) -> Iterator[str]:
-    if count := record["time"].get("recompilations"):
+def recompiled(facts: Facts) -> Iterator[str]:
+    if count := facts("time.recompilations"):
         yield f"{count} compilations after the warm-up"
 
 

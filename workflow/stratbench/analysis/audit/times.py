@@ -15,7 +15,6 @@ from stratbench.analysis.audit.checks import (
 )
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.derived import value_at
-from stratbench.cell.record import Record
 
 #: By how much the sum of the steps may miss the time around them: the device's clock and the host's.
 STEPS = 0.05
@@ -37,8 +36,7 @@ ORDER = ("min", "p10", "p50", "p90", "p99", "max")
     "Times of the record that follow from each other do not agree: throughput and training time, "
     "epochs and their sum, steps and phases, training and the whole.",
 )
-def contradictory_time(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_time(facts: Facts) -> Iterator[str]:
     if facts.finished:
         yield from faults_of_training(facts)
         yield from faults_of_workers(facts)

@@ -15,7 +15,6 @@ from stratbench.analysis.audit.rule import (
     record_rule,
     rule,
 )
-from stratbench.cell.record import Record
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.ps import node_by_placement
 
@@ -84,8 +83,7 @@ def least_bytes_per_s(row: Any) -> float | None:
     "Bytes and waits of communication do not agree with each other, with the model's size, or with "
     "what the strategy says that it sends.",
 )
-def contradictory_traffic(record: Record) -> Iterator[str]:
-    facts = Facts(record)
+def contradictory_traffic(facts: Facts) -> Iterator[str]:
     if not facts("communication"):
         # A strategy need not say what it sends; one that says how is held to it.
         known = facts("strategy.traits.ring_copies") is not None or facts.servers
