@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_study import Workflow, tiny_config
+from tiny_study import Workflow, skipping_config, tiny_config
 
 
 @pytest.fixture
@@ -16,8 +16,16 @@ def workflow(tmp_path: Path) -> Workflow:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
-    """A copy whose study has run to its report. Tests leave it as they found it."""
-    done = Workflow(tmp_path_factory.mktemp("finished"), tiny_config())
+    """A copy whose study has run to its report, but for a cell that the plan called infeasible.
+
+    Tests leave it as they found it.
+    """
+    done = Workflow(tmp_path_factory.mktemp("finished"), skipping_config())
+    assert done.jobs()["train_cell"] == 5  # not yet planned
+    planned = done.run("plan")
+    assert planned.returncode == 0, planned.stdout
+    assert "infeasible: second, single, vgg16, 1 worker: needs" in planned.stdout
+    assert done.jobs()["train_cell"] == 4
     result = done.run()
     assert result.returncode == 0, result.stdout
     assert ": train tiny/first: ddp, vgg-compact, workers: 2, repeat 0; log: " in result.stdout

@@ -68,6 +68,14 @@ def tiny_config() -> dict:
     return json.loads(json.dumps(config))  # no list is shared between experiments
 
 
+def skipping_config() -> dict:
+    """The same with a network of 134 million parameters, for workers that may use 276 MiB."""
+    config = tiny_config()
+    config["studies"]["tiny"]["experiments"]["second"]["models"].append("vgg16")
+    config["cluster"] = {"gpu": "A10G 24GB", "mem_mib_per_gpu": 1300, "skip_infeasible": True}
+    return config
+
+
 def end(process: subprocess.Popen[str]) -> None:
     """Kill a Snakemake that still runs, and what it has started."""
     if process.poll() is None:
