@@ -174,7 +174,7 @@ def test_what_is_forked_has_not_touched_cuda():
 def test_a_fork_server_asks_nvml_for_gpus(monkeypatch, tmp_path):
     popen = mock.Mock()
     monkeypatch.setattr(forkserver.subprocess, "Popen", popen)
-    forkserver.ForkServer(tmp_path, 1)
+    forkserver.ForkServer(tmp_path)
     assert popen.call_args.kwargs["env"]["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
