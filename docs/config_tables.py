@@ -46,7 +46,7 @@ def _option_rows() -> Iterator[tuple[str, ...]]:
             value = _type(types[spec.name], list(limits(spec)))
             row = (f"`{spec.name}`", value, json.dumps(spec.default), spec.metadata["help"])
             owners.setdefault(row, []).append(strategy)
-    servers = [strategy for strategy in REGISTRY if strategy.startswith("ps-")]
+    servers = [name for name in REGISTRY if strategy_class(name).kind == "server"]
     for (name, value, default, meaning), strategies in owners.items():
         of = "every `ps-*`" if strategies == servers else ", ".join(f"`{s}`" for s in strategies)
         yield of, name, value, f"`{default}`", meaning

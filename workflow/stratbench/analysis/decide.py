@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +81,10 @@ def decisions(
     ]
     if constraints.model is not None:
         made = [decision for decision in made if decision.model == constraints.model]
-        return made or [_on_another_model(cells["model"].unique(), constraints)]
+        if not made:  # the name may be a mistake
+            why = f"it is not a model of the study, which has {', '.join(cells['model'].unique())}"
+            made = [decision_by_theory("", "", constraints.model, constraints, [], why)]
     return made
-
-
-def _on_another_model(models: Iterable[str], given: Constraints) -> Decision:
-    """The decision on a model that is none of the study's: by theory, and the name may be a mistake."""
-    decision = decision_by_theory("", "", str(given.model), given, [])
-    name = decision.headline.partition(",")[0]
-    listed = ", ".join(models) or "none"
-    headline = f"{name}, by theory: it is not a model of the study, which has {listed}."
-    return replace(decision, headline=headline)
 
 
 def decide(
@@ -319,9 +312,14 @@ def matrix_rows(
 
 
 def decision_by_theory(
-    experiment: str, dataset: str, model: str, given: Constraints, found: list[Candidate]
+    experiment: str,
+    dataset: str,
+    model: str,
+    given: Constraints,
+    found: list[Candidate],
+    why: str = "nothing was measured",
 ) -> Decision:
-    """The decision where nothing was measured."""
+    """The decision where there are no measurements; `why` there are none."""
     name, reasons = theory.choice_by_theory(model, given, given.optimizers.get(experiment, "sgd"))
     return Decision(
         experiment=experiment,
@@ -329,7 +327,7 @@ def decision_by_theory(
         model=model,
         source="theory",
         choice=None,
-        headline=f"{name or 'No strategy'}, by theory: nothing was measured.",
+        headline=f"{name or 'No strategy'}, by theory: {why}.",
         reason=" ".join(reasons),
         confidence="none",
         confidence_why="These are rules from theory; no record of this model is usable.",

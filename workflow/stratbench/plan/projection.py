@@ -24,10 +24,8 @@ LINK_UTILISATION = (0.9, 0.4)
 CPU_UTILISATION = (0.7, 0.1)
 CPU_LAUNCH_S = (2e-6, 30e-6)
 #: Bytes a second that one parameter-server process takes in, applies and hands out, all workers together.
-SERVER_BYTES_PER_S = (
-    30e9,
-    2e9,
-)  # at least 2.1e9 measured over TCP: benchmarks/results/ps_transport.md
+#: Over TCP at least 2.1e9 were measured (benchmarks/results/ps_transport.md).
+SERVER_BYTES_PER_S = (30e9, 2e9)
 #: Start of the processes, rendezvous, data and warm-up, in seconds.
 STARTUP_S = (10.0, 120.0)
 

@@ -205,7 +205,8 @@ class EpochLog:
         self.step_ends_s = array("d")
         self._plan, self._writer = plan, writer
         self._seen = Once()
-        self._through = 0  # how many tickets are, when the next epoch ends
+        #: The next epoch ends when so many tickets are through.
+        self._next_end = 0
         self._await_next()
 
     @property
@@ -222,7 +223,7 @@ class EpochLog:
         if self.complete:
             for shard in store.shards.values():
                 shard.finish()
-        if len(self._seen) == self._through:
+        if len(self._seen) == self._next_end:
             self._end(len(self.ends), seconds, store)
             self._await_next()
 
@@ -234,7 +235,7 @@ class EpochLog:
 
     def _await_next(self) -> None:
         if not self.complete:
-            self._through += self._plan.tickets_of(len(self.ends))
+            self._next_end += self._plan.tickets_of(len(self.ends))
 
 
 def _histogram(counts: Counter[int]) -> list[int]:
