@@ -20,8 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # It looks for the source of what it registers, which takes longer the more is imported before it.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    import torch._dynamo  # noqa: F401
-
+    import stratbench.workload.with_torch  # noqa: F401
     from stratbench.workload.models import import_torchvision
 
     import_torchvision()

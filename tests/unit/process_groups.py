@@ -26,7 +26,9 @@ def forking() -> ForkServerContext:
     One list for all tests: the first of them to start a process starts the server that imports it.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "stratbench.train.worker", "ps_harness"])
+    context.set_forkserver_preload(
+        ["stratbench.workload.with_torch", "pytest", "stratbench.train.worker", "ps_harness"]
+    )
     with pytest.MonkeyPatch.context() as patch:
         # What it cannot find it leaves out without a word, and before Python 3.13 it has no other path.
         patch.setenv(

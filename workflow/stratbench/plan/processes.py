@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-#: What all of them need, and what every optimizer's constructor would import, for 1.5 s of each.
-IMPORTED = ["stratbench.plan.fake", "torch._dynamo"]
+#: What all of them need.
+IMPORTED = ["stratbench.workload.with_torch", "stratbench.plan.fake"]
 
 
 def pool_of(n_processes: int) -> ProcessPoolExecutor:

@@ -312,10 +312,10 @@ class _Server:
 
 def entries() -> dict[str, Callable[..., Any]]:
     """The functions that a process can run, by name. Imports PyTorch."""
+    import stratbench.workload.with_torch  # noqa: F401
     from stratbench.train import worker
 
-    gc.collect()
-    gc.freeze()  # else every full collection in a child would look at PyTorch's objects, for 0.1 s
+    gc.freeze()  # else every full collection in a child would look at these objects
     return {"worker": worker.main, "server": worker.serve_parameters}
 
 

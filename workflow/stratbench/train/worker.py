@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # else every optimizer's constructor would, for 1.5 s of every worker
 import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder, server_name, worker_name
