@@ -10,8 +10,8 @@ import numpy as np
 
 from stratbench.cell.blocks import Block, Place, Segment
 from stratbench.cell.coordinates import Cell
-from stratbench.verdict.evidence import Bout, Evidence, FullRun
-from stratbench.verdict.rounds import Round, next_round
+from stratbench.verdict.evidence import Bout, FullRun, RaceEvidence
+from stratbench.verdict.rounds import NextRound, next_round
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class World:
         """True seconds a step."""
         return self.steps_s[arm] / gpus**self.speedup
 
-    def evidence(self, **given) -> Evidence:
+    def evidence(self, **given) -> RaceEvidence:
         """Nothing measured yet."""
         arms = tuple(self.steps_s)
         equal = tuple(a in self.equal for a in arms)
@@ -51,7 +51,7 @@ class World:
             )
             for place in self.places
         )
-        return Evidence(study="s", seed=0, bouts=bouts, **given)
+        return RaceEvidence(study="s", seed=0, bouts=bouts, **given)
 
     def block(self, entry: Mapping, study_seed: int = 0) -> Block:
         """The block that an entry of round.json asks for; the same whenever it is asked for."""
@@ -95,8 +95,11 @@ class World:
         )  # fmt: skip
 
     def follow(
-        self, evidence: Evidence, found: Round, keep: Callable[[object], bool] = lambda _: True
-    ) -> Evidence:
+        self,
+        evidence: RaceEvidence,
+        found: NextRound,
+        keep: Callable[[object], bool] = lambda _: True,
+    ) -> RaceEvidence:
         """The evidence after a round, of which only what `keep` lets through was finished."""
         blocks = dict(evidence.blocks)
         runs = dict(evidence.full_runs)
@@ -107,7 +110,9 @@ class World:
         runs |= {cell: self.full_run(cell) for cell in found.full_runs if keep(cell)}
         return replace(evidence, blocks=blocks, full_runs=runs)
 
-    def to_the_end(self, evidence: Evidence | None = None) -> tuple[Evidence, list[Round]]:
+    def to_the_end(
+        self, evidence: RaceEvidence | None = None
+    ) -> tuple[RaceEvidence, list[NextRound]]:
         """Rounds until `next_round` says that it is done."""
         evidence = evidence or self.evidence()
         rounds = []

@@ -39,7 +39,7 @@ from stratbench.ps.handshake import Refused
 from stratbench.ps.link import Link
 from stratbench.ps.member import Hello, Member
 from stratbench.ps.policies import POLICIES, make_policy
-from stratbench.ps.run import Run
+from stratbench.ps.run import ServerRun
 from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.tickets import Ticket, TicketPlan
 from stratbench.ps.transport import Closed, Connection, Listeners, Silent
@@ -359,7 +359,7 @@ def test_a_worker_that_dies_in_its_warm_up_holds_nobody_up(tmp_path, transport, 
 
 
 def test_who_comes_when_the_run_has_failed_is_told_why(tmp_path):
-    run = Run(config(tmp_path, policy="ps-sync", workers=2), SECRET, make_policy)
+    run = ServerRun(config(tmp_path, policy="ps-sync", workers=2), SECRET, make_policy)
     run._fail("step 0: worker 1 was lost")
     hello = {"worker": 0, "wire": "native", "scaled": False}
     hello["layout"] = asdict(FlatSpace(small_model()).layout)
@@ -445,13 +445,13 @@ def test_a_last_step_with_fewer_batches_than_workers_is_made(tmp_path):
 
 def test_a_quick_worker_cannot_take_two_batches_of_a_synchronous_step(tmp_path, monkeypatch):
     """Worker 1's last shard lets the others go on while the server has not yet noted its ticket."""
-    complete = Run._complete
+    complete = ServerRun._complete
 
     def slowly(run, member):
         time.sleep(0.03 * (member.worker == 1))
         complete(run, member)
 
-    monkeypatch.setattr(Run, "_complete", slowly)
+    monkeypatch.setattr(ServerRun, "_complete", slowly)
     plan = config(tmp_path, policy="ps-sync", workers=3, slices=3, steps_per_epoch=8)
     _, workers = run_all(plan)
     for number, worker in enumerate(workers):
@@ -533,7 +533,7 @@ LOOKS_S = [1] * 9 + [3600] + [1] * 12
 
 
 def test_a_server_gives_nobody_up_for_a_pause_that_it_shared(tmp_path, now, monkeypatch):
-    run = Run(config(tmp_path, heartbeat_deadline_s=10.0), SECRET, make_policy)
+    run = ServerRun(config(tmp_path, heartbeat_deadline_s=10.0), SECRET, make_policy)
     run._members[0], _ = a_member()
     run._started = True
     given_up, looks_s = [], iter(LOOKS_S)

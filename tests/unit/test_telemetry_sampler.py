@@ -20,7 +20,7 @@ from fake_nvml import FakeNvml, GpuIsLost
 
 from stratbench.telemetry import sampler as sampler_module
 from stratbench.telemetry.nvml import Nvml
-from stratbench.telemetry.sampler import Sampler, Watched, busy_check, sample_until
+from stratbench.telemetry.sampler import CellProcesses, Sampler, busy_check, sample_until
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS, read_samples
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,7 +89,7 @@ def test_a_share_is_of_the_time_since_the_share_before(monkeypatch):
     """Of samples just behind one another only the first has one."""
     now = SimpleNamespace(s=10.0)
     monkeypatch.setattr(sampler_module, "time", SimpleNamespace(monotonic=lambda: now.s))
-    watched, found = Watched(None), []
+    watched, found = CellProcesses(None), []
     for at_s, cpu_time_s in ((10, 3.0), (12, 4.0), (12.001, 4.1), (14, 4.6)):
         now.s = at_s
         found.append(watched._share("rank0", cpu_time_s))
@@ -213,7 +213,7 @@ def sampled_with(
         wake,
         text,
         Nvml(library),
-        Watched(None),
+        CellProcesses(None),
         parent_pid=os.getppid(),
         period_s=period_s,
         origin_s=sampler_module.time.monotonic(),
@@ -262,7 +262,7 @@ def test_without_a_driver_the_host_is_sampled_all_the_same():
 
 def test_watched_reads_whole_lines_as_they_come_and_drops_the_dead(tmp_path):
     pids = tmp_path / "pids"
-    watched = Watched(pids)
+    watched = CellProcesses(pids)
     assert watched.refresh() is False  # not there yet
     with burning() as child:
         pids.write_text(f"rank0 {child.pid}\nrank1 {os.getpid()}")

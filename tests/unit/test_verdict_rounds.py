@@ -19,7 +19,7 @@ from stratbench.cell.segments import (
     value_of_segments,
 )
 from stratbench.verdict import race
-from stratbench.verdict.evidence import Evidence
+from stratbench.verdict.evidence import RaceEvidence
 from stratbench.verdict.noise import noise_of
 from stratbench.verdict.rounds import Course, next_round, round_of
 from stratbench.verdict.summary import verdict_of
@@ -250,7 +250,7 @@ def test_a_noisy_first_block_drops_nobody():
     block = world.block(entry)
     factor = {"a": 0.75, "b": 1.3, "c": 1.0, "d": 0.9}
 
-    def noisy(shift: float) -> Evidence:
+    def noisy(shift: float) -> RaceEvidence:
         segments = tuple(
             replace(s, mean_step_s=0.1 * factor[s.strategy] * math.exp(sign[s.in_pass] * shift))
             for s in block.segments

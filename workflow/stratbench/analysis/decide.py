@@ -25,7 +25,7 @@ from stratbench.analysis.confidence import confidence_in
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.groups import Group
 from stratbench.analysis.measures import format_number
-from stratbench.analysis.ranking import Comparison, Ranking, rankings_of_bouts
+from stratbench.analysis.ranking import AgainstRival, Ranking, rankings_of_bouts
 from stratbench.analysis.verdicts import Raced, raced_groups, read_verdict
 from stratbench.cell.files import write_atomic
 from stratbench.cell.words import MIB, counted, worker_noun
@@ -179,7 +179,7 @@ def reason_for(ranking: Ranking, noun: str) -> str:
     return text + "."
 
 
-def describe_ratio(found: Comparison) -> str:
+def describe_ratio(found: AgainstRival) -> str:
     """The ratio with its interval, where it has one."""
     interval = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
     return f"{format_number(found.ratio, 2)}{interval}"

@@ -82,7 +82,7 @@ def standings_against_chosen(
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AgainstRival:
     """How many times the objective of the chosen `rival` takes; no interval: None."""
 
     rival: Candidate
@@ -99,7 +99,7 @@ class Ranking:
     """The chosen candidate and every other against it, in the order of their objectives."""
 
     first: Candidate
-    compared: tuple[Comparison, ...]
+    compared: tuple[AgainstRival, ...]
     #: The share by which something may be faster (cheaper) than the chosen; None: nothing tells.
     at_most: float | None
 
@@ -194,7 +194,7 @@ def ranking_of_bout(bout: Sequence[Candidate], found: Standings, margin: float) 
         near = found.mean[i] <= np.log1p(margin) + 1e-12
         stand = "slower" if found.slower[i] else "tied" if near or known else "unknown"
         compared.append(
-            Comparison(
+            AgainstRival(
                 rival=bout[i],
                 ratio=float(np.exp(found.mean[i])),
                 low=float(np.exp(found.low[i])) if known else None,

@@ -54,7 +54,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckResult:
     """What the check found of a network, as JSON-able values.
 
     `error`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
@@ -82,7 +82,7 @@ class Checked:
 
     study: str
     subjects: list[Subject]
-    found: dict[Network, Found]
+    found: dict[Network, CheckResult]
     refused: dict[Cell, str]
 
 
@@ -109,7 +109,7 @@ def as_checked(request: Request) -> Request:
     return replace(request, eval_batch=2)
 
 
-def _refusal_of_cell(s: Subject, found: Found, requests: list[Request]) -> str | None:
+def _refusal_of_cell(s: Subject, found: CheckResult, requests: list[Request]) -> str | None:
     if found.error is not None:
         return found.error
     try:
@@ -121,9 +121,9 @@ def _refusal_of_cell(s: Subject, found: Found, requests: list[Request]) -> str |
     return found.refusals[requests.index(as_checked(s.request))]
 
 
-def _find(wanted: Mapping[Network, list[Request]], folder: Path) -> dict[Network, Found]:
+def _find(wanted: Mapping[Network, list[Request]], folder: Path) -> dict[Network, CheckResult]:
     """What is found of each network: kept in `folder` from before, or by processes, one for each core."""
-    found: dict[Network, Found] = {}
+    found: dict[Network, CheckResult] = {}
     paths = {
         network: folder / f"check-{_key(requests)}.json" for network, requests in wanted.items()
     }
@@ -145,7 +145,7 @@ def _find(wanted: Mapping[Network, list[Request]], folder: Path) -> dict[Network
             try:
                 made = done.result()
             except BrokenProcessPool:
-                made = Found(error="the process that checks it was killed (out of memory?)")
+                made = CheckResult(error="the process that checks it was killed (out of memory?)")
             found[network] = made
             print(f"  {network.model}: {made.seconds:.1f} s ({i} of {len(missing)})", flush=True)
             if made.error is None and not any(made.refusals):  # a fault may be mended elsewhere
@@ -163,11 +163,11 @@ def _key(requests: Sequence[Request]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _read(path: Path) -> Found | None:
+def _read(path: Path) -> CheckResult | None:
     try:
         kept = read_json(path)
         del kept["of"]
-        return Found(**kept)
+        return CheckResult(**kept)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -175,7 +175,7 @@ def _read(path: Path) -> Found | None:
 # --- one network ---------------------------------------------------------------------------------
 
 
-def find(requests: Sequence[Request]) -> Found:
+def find(requests: Sequence[Request]) -> CheckResult:
     """What is found of the network that `requests` share. Imports torch, and the user's code."""
     import torch
 
@@ -186,13 +186,13 @@ def find(requests: Sequence[Request]) -> Found:
             warnings.simplefilter("ignore")
             found = _found_of(requests)
     except ModelError as error:
-        found = Found(error=str(error))
+        found = CheckResult(error=str(error))
     except Exception as error:  # whatever a model raises
-        found = Found(error=f"{models.in_words(requests[0].network)}: {told(error)}")
+        found = CheckResult(error=f"{models.in_words(requests[0].network)}: {told(error)}")
     return replace(found, seconds=time.perf_counter() - started)
 
 
-def _found_of(requests: Sequence[Request]) -> Found:
+def _found_of(requests: Sequence[Request]) -> CheckResult:
     from stratbench.workload.trial import NeedsData
 
     try:
@@ -211,7 +211,7 @@ def _found_of(requests: Sequence[Request]) -> Found:
     return replace(found, refusals=[_refusal(r, trial, on_fakes) for r in requests])
 
 
-def _tried(request: Request, on_fakes: bool) -> tuple[Trial, Found]:
+def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
     from stratbench.plan import fake
     from stratbench.workload import trial as trials
 
@@ -225,7 +225,7 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, Found]:
         trial = replace(trial, by_chance=trials.modules_by_chance(model, x))
         sizes = [(label, _numel(p for m in ms for p in m.parameters())) for label, ms in groups]
         parameters = _numel(model.parameters())
-        return trial, Found(
+        return trial, CheckResult(
             parameters=parameters,
             groups=sizes,
             root=parameters - sum(size for _, size in sizes),

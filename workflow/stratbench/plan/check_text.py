@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.words import counted
-from stratbench.plan.check import Checked, Found, Network
+from stratbench.plan.check import Checked, CheckResult, Network
 from stratbench.plan.subject import Subject
 from stratbench.strategies import strategy_class
 
@@ -47,7 +47,7 @@ def refused_lines(refused: Mapping[Cell, str]) -> list[str]:
 
 
 def _network(
-    network: Network, found: Found, subjects: list[Subject], refused: Mapping[Cell, str]
+    network: Network, found: CheckResult, subjects: list[Subject], refused: Mapping[Cell, str]
 ) -> Iterator[str]:
     datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
     yield f"{network.model} on {datasets}"
@@ -97,7 +97,7 @@ def _buffers(subjects: list[Subject]) -> str:
     return "; ".join(f"{note} ({', '.join(names)})" for note, names in notes.items())
 
 
-def _groups(found: Found) -> str:
+def _groups(found: CheckResult) -> str:
     if not found.groups:
         return "none, so that fsdp gathers all at once"
     groups = found.groups

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
 
 
-class Run:
+class ServerRun:
     """The state of one server process.
 
     `_lock` guards who takes part and who holds which ticket; it may be held when a shard's lock is

@@ -16,7 +16,7 @@ from stratbench.cell.files import write_atomic
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.gate import Gate
 from stratbench.ps.policies import make_policy
-from stratbench.ps.run import Run
+from stratbench.ps.run import ServerRun
 from stratbench.ps.store import MakePolicy
 from stratbench.ps.transport import Listeners
 
@@ -30,7 +30,7 @@ def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -
     them to `config.stats_path`. Sets torch to one thread: the workers' threads share the cores.
     """
     torch.set_num_threads(1)
-    run = Run(config, secret, make)
+    run = ServerRun(config, secret, make)
     gate = Gate(secret, config.handshake_deadline_s, run.over, run.refusals, run.enter)
     listeners = Listeners(config.bind, config.advertise)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)

@@ -31,7 +31,7 @@ from stratbench.sets.matching import (
 )
 from stratbench.sets.reading import ResultSet
 from stratbench.sets.unpaired import (
-    Interval,
+    Estimate,
     difference_of_scores,
     mean_over_models,
     ratio_of_times,
@@ -71,7 +71,7 @@ class ComparedCell:
         return self.match.first
 
     @cached_property
-    def time(self) -> Interval | None:
+    def time(self) -> Estimate | None:
         """Training time in the other set, divided by that in the first; None where there is no ratio."""
         return None if self.why_not else ratio_of_times(self.other_times, self.first_times)
 
@@ -83,7 +83,7 @@ class ComparedCell:
         return self.other_memory / self.first_memory
 
     @cached_property
-    def score_change(self) -> Interval | None:
+    def score_change(self) -> Estimate | None:
         """By how much the score is higher in the other set, as shown; None where either has none."""
         if self.why_not or not self.first_scores or not self.other_scores:
             return None
@@ -97,7 +97,7 @@ class StrategyMean:
     strategy: str
     #: None: all worker counts together.
     gpus: int | None
-    time: Interval
+    time: Estimate
     models: int
     cells: int
 
@@ -113,8 +113,8 @@ class RankChange:
     was_first: str
     is_first: str
     #: Time of `is_first` divided by that of `was_first`, in either set.
-    before: Interval
-    after: Interval
+    before: Estimate
+    after: Estimate
 
     @property
     def is_clear(self) -> bool:

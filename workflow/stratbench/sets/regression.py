@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stratbench.sets.comparison import ComparedCell, Comparison
-from stratbench.sets.unpaired import ALPHA, Slowdown, slowdown_over_cells
+from stratbench.sets.unpaired import ALPHA, LostSpeed, slowdown_over_cells
 
 SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
 #: The verdicts with which a comparison fails.
@@ -24,7 +24,7 @@ class Watched:
     #: Whether it is a whole strategy, or one cell.
     whole: bool
     cells: int
-    slowdown: Slowdown
+    slowdown: LostSpeed
     #: SLOWER: its lower bound is above what is allowed; WITHIN: its upper bound is not; LOST: it finished in
     #: the first set, and none of its repeats that ran does; else UNKNOWN.
     verdict: str
@@ -83,7 +83,7 @@ def is_lost(cell: ComparedCell) -> bool:
 def lost_one(set_name: str, cell: ComparedCell) -> Watched:
     """The verdict on a cell that no longer finishes."""
     what = f"{describe(cell)}, {cell.other_outcome}"
-    return Watched(set_name, what, False, 1, Slowdown(None, None, None), LOST)
+    return Watched(set_name, what, False, 1, LostSpeed(None, None, None), LOST)
 
 
 def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:

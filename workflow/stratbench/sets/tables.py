@@ -13,13 +13,13 @@ from stratbench.analysis.measures import NO_CELL
 from stratbench.analysis.tables import latex, markdown
 from stratbench.cell.words import counted
 from stratbench.sets.comparison import ComparedCell, Comparison, StrategyMean
-from stratbench.sets.unpaired import Interval, geometric_mean
+from stratbench.sets.unpaired import Estimate, geometric_mean
 
 #: What a program that opens a CSV file takes for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def ratio_text(found: Interval | None) -> str:
+def ratio_text(found: Estimate | None) -> str:
     """A ratio as tables print it, with its interval if it has one."""
     if found is None:
         return NO_CELL
@@ -27,7 +27,7 @@ def ratio_text(found: Interval | None) -> str:
     return text if found.low is None else f"{text} [{found.low:.3f}, {found.high:.3f}]"
 
 
-def change_text(found: Interval | None, cell: ComparedCell) -> str:
+def change_text(found: Estimate | None, cell: ComparedCell) -> str:
     """A change of a score as tables print it."""
     if found is None:
         return NO_CELL

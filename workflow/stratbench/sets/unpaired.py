@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 ALPHA = 0.05
 
 
-class Interval(NamedTuple):
+class Estimate(NamedTuple):
     """A value with the ends of its interval; None where there is none."""
 
     value: float
@@ -28,32 +28,32 @@ def geometric_mean(times: Sequence[float]) -> float:
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
-def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> Interval:
+def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> Estimate:
     """The ratio of geometric means with its 95 % interval (Welch, 1947); values above 0.
 
     There is no interval where either side has fewer than two repeats, or neither scatters.
     """
     logs = np.log(np.asarray(new, dtype=float)), np.log(np.asarray(old, dtype=float))
     found = _difference(*logs)
-    return Interval(*(None if x is None else math.exp(x) for x in found))
+    return Estimate(*(None if x is None else math.exp(x) for x in found))
 
 
-def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> Interval:
+def difference_of_scores(new: Sequence[float], old: Sequence[float]) -> Estimate:
     """The difference of means, with its interval as in `ratio_of_times`."""
     return _difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
-def _difference(new: np.ndarray, old: np.ndarray) -> Interval:
+def _difference(new: np.ndarray, old: np.ndarray) -> Estimate:
     mean = float(new.mean() - old.mean())
     if min(len(new), len(old)) < 2 or new.var() + old.var() == 0:
-        return Interval(mean)
+        return Estimate(mean)
     from scipy import stats  # 0.5 s, also for commands that compare nothing
 
     low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(1 - ALPHA)
-    return Interval(mean, float(low), float(high))
+    return Estimate(mean, float(low), float(high))
 
 
-def mean_over_models(logs: Sequence[float]) -> Interval:
+def mean_over_models(logs: Sequence[float]) -> Estimate:
     """The geometric mean of ratios, one (as a logarithm) of each model, with its t interval over models.
 
     It says how much the ratio differs from model to model, so that one model has no interval.
@@ -61,14 +61,14 @@ def mean_over_models(logs: Sequence[float]) -> Interval:
     values = np.asarray(logs, dtype=float)
     mean = float(values.mean())
     if len(values) < 2 or values.var() == 0:
-        return Interval(math.exp(mean))
+        return Estimate(math.exp(mean))
     from scipy import stats  # as above
 
     low, high = stats.ttest_1samp(values, 0.0).confidence_interval(1 - ALPHA)
-    return Interval(math.exp(mean), math.exp(low), math.exp(high))
+    return Estimate(math.exp(mean), math.exp(low), math.exp(high))
 
 
-class Slowdown(NamedTuple):
+class LostSpeed(NamedTuple):
     """By which share something got slower, with one-sided bounds; None where nothing tells."""
 
     share: float | None
@@ -78,7 +78,7 @@ class Slowdown(NamedTuple):
 
 def slowdown_over_cells(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
-) -> Slowdown:
+) -> LostSpeed:
     """The mean slow-down over cells, each (new, old) times of its repeats, all above 0.
 
     Each bound is passed by chance with probability `alpha`. The cells are given, and noise is that of
@@ -94,7 +94,7 @@ def slowdown_over_cells(
     ]
     total = sum(variance for variance, _ in parts)
     if len(parts) < 2 * len(logs) or total == 0:
-        return Slowdown(math.expm1(mean), None, None)
+        return LostSpeed(math.expm1(mean), None, None)
     dof = total**2 / sum(variance**2 / n for variance, n in parts)
     half = -float(stdtrit(dof, alpha)) * math.sqrt(total) / len(logs)
-    return Slowdown(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))
+    return LostSpeed(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))

@@ -103,7 +103,7 @@ class Sampler:
         return clean
 
 
-class Watched:
+class CellProcesses:
     """The processes of the cell on this node, as the launcher lists them in a file.
 
     Lines `label pid`, appended while the cell starts; a process that ended drops out.
@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
             wake,
             file,
             Nvml(),
-            Watched(options.pids_file),
+            CellProcesses(options.pids_file),
             parent_pid=options.parent_pid,
             period_s=options.period_s,
             origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
@@ -242,7 +242,7 @@ def sample_until(
     wake: threading.Event,
     file: TextIO,
     nvml: Nvml,
-    watched: Watched,
+    watched: CellProcesses,
     *,
     parent_pid: int,
     period_s: float,

@@ -71,7 +71,7 @@ class FullRun:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RaceEvidence:
     """All that a verdict rests on. What is in it depends on no order of files."""
 
     study: str
@@ -126,7 +126,7 @@ def cell_of(study: str, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
 # ---------------------------------------------------------------- from files
 
 
-def read_evidence(config: Mapping[str, Any]) -> tuple[Evidence, list[str]]:
+def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
     """The evidence of a config's study, and notes on what was not used. `config`: validated."""
     study = Study(config, config["study"])
     given = config.get("verdict") or {}
@@ -141,7 +141,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[Evidence, list[str]]:
     samples = {}
     for cell, (_, train_samples) in runs.items():
         samples.setdefault(cell.dataset, train_samples)
-    return Evidence(
+    return RaceEvidence(
         study=study.name,
         seed=study.seed,
         bouts=tuple(with_full_steps(study, bout, samples.get(bout.dataset)) for bout in bouts),

@@ -19,7 +19,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.segments import MATRIX_REPEATS, disagreement_limit, discarded_steps
 from stratbench.verdict import race
 from stratbench.verdict.costs import Costs
-from stratbench.verdict.evidence import Bout, Evidence
+from stratbench.verdict.evidence import Bout, RaceEvidence
 from stratbench.verdict.scores import Scores
 
 SCHEMA_VERSION = 1
@@ -82,7 +82,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Round:
+class NextRound:
     """What the next round shall run; `done`: nothing, for the `reason`."""
 
     number: int
@@ -110,7 +110,7 @@ class Round:
 class Course:
     """The replay of a study's rounds, as far as its evidence goes."""
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: RaceEvidence) -> None:
         self.evidence = evidence
         self.states = [State(bout, active=list(bout.arms)) for bout in evidence.bouts]
         #: The full runs asked for, in the order of asking, and what they say.
@@ -331,12 +331,12 @@ FAILURES = {
 }
 
 
-def next_round(evidence: Evidence) -> Round:
+def next_round(evidence: RaceEvidence) -> NextRound:
     """What the next round shall run, of the evidence alone."""
     return round_of(Course(evidence))
 
 
-def round_of(course: Course) -> Round:
+def round_of(course: Course) -> NextRound:
     """The next round of a replayed course."""
     evidence = course.evidence
     costs = Costs(course)
@@ -358,7 +358,7 @@ def round_of(course: Course) -> Round:
     elif pending:
         reason = "open"
     done = not pending or bool(over)
-    return Round(
+    return NextRound(
         number=course.round + (0 if done else 1),
         blocks=() if done else tuple(entry(course, s, n) for s, n in course.missing_blocks),
         full_runs=() if done else tuple(course.missing_runs),

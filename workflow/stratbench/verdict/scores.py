@@ -11,7 +11,7 @@ import numpy as np
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.segments import MATRIX_REPEATS
 from stratbench.moderated import ALPHA
-from stratbench.verdict.evidence import Bout, Evidence, FullRun
+from stratbench.verdict.evidence import Bout, FullRun, RaceEvidence
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Loss:
 class Scores:
     """What the full runs that the race has asked for say of each arm's score."""
 
-    def __init__(self, evidence: Evidence, asked: Container[Cell]) -> None:
+    def __init__(self, evidence: RaceEvidence, asked: Container[Cell]) -> None:
         """`asked`: the cells that count, which may become more; other records are not looked at."""
         self._evidence, self._asked = evidence, asked
         #: Arms of equal arithmetic, and all arms, with whom they may be compared.

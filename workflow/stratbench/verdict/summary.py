@@ -13,7 +13,7 @@ from stratbench.moderated import ROUGH
 from stratbench.verdict import race
 from stratbench.verdict.costs import Costs
 from stratbench.verdict.noise import Noise, noise_of
-from stratbench.verdict.rounds import Course, Drop, Judged, Round, State, decided
+from stratbench.verdict.rounds import Course, Drop, Judged, NextRound, State, decided
 
 SCHEMA_VERSION = 2
 #: From here on it is no claim that something may be faster by no more.
@@ -22,7 +22,7 @@ MUCH = 1.0
 CLAIMS = ("fastest", "within", "at most")
 
 
-def verdict_of(course: Course, found: Round, notes: list[str]) -> dict[str, Any]:
+def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, Any]:
     """The content of verdict.json."""
     costs = Costs(course)
     blocks = list(course.evidence.blocks.values())

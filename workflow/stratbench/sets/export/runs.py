@@ -33,7 +33,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Run:
+class ExportedRun:
     """A record as a run."""
 
     cell: Cell
@@ -52,7 +52,7 @@ class Run:
         return self.tags["status"] == "ok"
 
 
-def runs_of(found: ResultSet) -> Iterator[Run]:
+def runs_of(found: ResultSet) -> Iterator[ExportedRun]:
     """A run for each record of a set, in the order of its cells, with a progress line every few seconds."""
     records = {Cell(**record["cell"]): record for record in found.records}
     epochs = dict(list(found.epochs.groupby(list(COORDINATES), sort=False)))
@@ -77,7 +77,7 @@ def runs_of(found: ResultSet) -> Iterator[Run]:
         done += 1
         record = records[cell]
         rows = epochs.get(tuple(vars(cell).values()), pd.DataFrame())
-        yield Run(
+        yield ExportedRun(
             cell=cell,
             parameters=cell.as_dict() | dict(_flat(record["settings"])),
             tags={name: str(row[name]) for name in TAGS if pd.notna(row[name])},

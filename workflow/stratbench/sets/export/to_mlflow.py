@@ -17,7 +17,7 @@ import alembic  # noqa: F401  the store needs it, and MLflow's small package doe
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from stratbench.sets.export.runs import Run, runs_of
+from stratbench.sets.export.runs import ExportedRun, runs_of
 from stratbench.sets.reading import ResultSet
 
 OF_RECORDS = True
@@ -25,7 +25,7 @@ OF_RECORDS = True
 MOST_METRICS, MOST_OTHERS = 1000, 100
 
 
-def metrics_of(run: Run) -> list[Metric]:
+def metrics_of(run: ExportedRun) -> list[Metric]:
     """Epochs by their number, at the time at which they ended; after them what the whole cell measured."""
     found = [
         Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
@@ -51,7 +51,7 @@ def write(found: ResultSet, folder: Path) -> None:
         write_run(client, experiments[name], run)
 
 
-def write_run(client: MlflowClient, experiment_id: str, run: Run) -> None:
+def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
     """One run; `FINISHED` where the cell is ok, else `FAILED`, with the status as a tag."""
     created = client.create_run(
         experiment_id, start_time=int(1000 * run.started_s), run_name=run.cell.path

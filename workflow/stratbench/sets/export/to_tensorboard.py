@@ -10,13 +10,13 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from stratbench.sets.export.runs import Run, runs_of
+from stratbench.sets.export.runs import ExportedRun, runs_of
 from stratbench.sets.reading import ResultSet
 
 OF_RECORDS = True
 
 
-def events_of(run: Run) -> Iterator[Event]:
+def events_of(run: ExportedRun) -> Iterator[Event]:
     """All events of a run, each at the time at which its epoch ended."""
     yield Event(wall_time=run.started_s, file_version="brain.Event:2")
     told = run.parameters | {"status": run.tags["status"]}

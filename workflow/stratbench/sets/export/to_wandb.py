@@ -10,7 +10,7 @@ from pathlib import Path
 
 import wandb
 
-from stratbench.sets.export.runs import Run, runs_of
+from stratbench.sets.export.runs import ExportedRun, runs_of
 from stratbench.sets.reading import ResultSet
 
 OF_RECORDS = True
@@ -41,7 +41,7 @@ def write(found: ResultSet, folder: Path) -> None:
         write_run(run, folder)
 
 
-def write_run(run: Run, folder: Path) -> None:
+def write_run(run: ExportedRun, folder: Path) -> None:
     """One run: epochs as its history, what the whole cell measured as its summary."""
     # Uploaded twice it is one run.
     identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_s}".encode())
