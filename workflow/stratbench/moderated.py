@@ -1,9 +1,9 @@
 """Paired comparisons from a handful of repeats: moderated t on logarithms.
 
-A handful of repeats says little of its own variance, so the variances of a study's comparisons are
-pooled, as far as they look alike: Smyth, Linear models and empirical Bayes methods for assessing
-differential expression, 2004. Everything works on arrays, so that a simulation can try it a hundred
-thousand times.
+A handful of repeats gives a poor estimate of its own variance. So the variances of a study's
+comparisons are pooled, as far as they look alike: Smyth, Linear models and empirical Bayes methods
+for assessing differential expression, 2004. Everything works on arrays, so that a simulation can run
+it a hundred thousand times.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 
 #: The rate of false claims that is allowed.
 ALPHA = 0.05
-#: Divides it for people who look again after further repeats, at 2, 3, 4, 5, 6, 8 and 10 of them; by
-#: simulation it has to be 3.8 to 5.6.
+#: Divides ALPHA for people who look again after further repeats, at 2, 3, 4, 5, 6, 8 and 10 of them.
+#: By simulation it has to be 3.8 to 5.6.
 REPEATED_LOOKS = 4.5
-#: From this many times the time on, a single repeat in common tells that one is slower.
+#: From this ratio of times on, a single common repeat is enough to call one slower.
 SCREEN = 1.5
-#: By how much something may be faster before the confidence is low.
+#: Something may be faster by this share before the confidence is low.
 ROUGH = 0.10
-#: Variances from which a prior is estimated at all, is trusted in full, and how far it counts between.
+#: Variances needed to estimate a prior at all, and to trust it in full; its degrees in between.
 FEWEST_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
 
 
 class Differences(NamedTuple):
-    """Of paired repeats: mean, variance (divisor n - 1) and number n; arrays of equal shape."""
+    """Differences of paired repeats: mean, variance (divisor n - 1) and number n; arrays of equal shape."""
 
     mean: np.ndarray
     variance: np.ndarray
@@ -39,9 +39,10 @@ class Differences(NamedTuple):
 
 
 def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
-    """Of `logs` from `others`, both shape [..., repeats] (broadcast); NaN where there is no repeat.
+    """The differences of `logs` from `others`, both shape [..., repeats] (broadcast).
 
-    The mean is NaN without a common repeat, the variance with fewer than two.
+    NaN in an input marks a repeat that is missing. The mean is NaN without a common repeat, the
+    variance with fewer than two.
     """
     d = np.asarray(logs, dtype=float) - np.asarray(others, dtype=float)
     there = np.isfinite(d)
@@ -54,22 +55,22 @@ def paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
 
 
 class Prior(NamedTuple):
-    """What the other variances say of one: their common value, and how many degrees it is worth."""
+    """A prior for variances: their common value, and how many degrees of freedom it is worth."""
 
     dof: np.ndarray
     variance: np.ndarray
 
 
 def variance_prior(variances: np.ndarray, dof: np.ndarray, known: np.ndarray) -> Prior:
-    """The prior of `variances` with `dof` degrees, both shape [..., G]; shape [...].
+    """The prior of `variances` with `dof` degrees of freedom, both shape [..., G]; shape [...].
 
-    Only those of the mask `known` count. `dof` is infinite where they scatter no more than a common
-    variance's estimates do, and 0 where there are too few to tell.
+    Only variances in the mask `known` count. The prior's `dof` is infinite where they scatter no more
+    than estimates of one common variance do, and 0 where there are too few of them.
     """
     count = known.sum(-1)
     if np.all(count < FEWEST_VARIANCES):
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
-    from scipy.special import digamma, polygamma  # takes 0.2 s, also for those who compare nothing
+    from scipy.special import digamma, polygamma  # takes 0.2 s: not for those who compare nothing
 
     half = np.where(known, dof, 2) / 2
     e = np.where(known, np.log(np.where(known, variances, 1.0)) - digamma(half) + np.log(half), 0.0)
@@ -87,7 +88,7 @@ def variance_prior(variances: np.ndarray, dof: np.ndarray, known: np.ndarray) ->
 
 
 def trigamma_inverse(y: np.ndarray) -> np.ndarray:
-    """x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
+    """The x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
     from scipy.special import polygamma  # as above
 
     x = 0.5 + 1.0 / np.asarray(y, dtype=float)
@@ -101,11 +102,11 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 
 
 def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each variance drawn towards those of its kind, and its degrees of freedom; shape [..., G].
+    """Variances drawn towards those of their kind, and their degrees of freedom; both shape [..., G].
 
     `kinds`, shape [G] or [..., G]: whether a parameter server takes part, since servers scatter
-    otherwise. Kinds with too few variances borrow from all. A variance of 0 teaches nothing. NaN
-    and 0 degrees where there is none.
+    differently. A kind with too few variances borrows from all kinds. Variances of 0 are not used for
+    the prior. Where there is no variance the result is NaN, with 0 degrees.
     """
     kinds = np.broadcast_to(kinds, found.mean.shape)
     own_dof = np.maximum(found.dof, 0)
@@ -127,7 +128,7 @@ def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarr
 def half_widths(
     variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
 ) -> np.ndarray:
-    """Half the width of t intervals that leave out `tail` on either side; infinite without degrees."""
+    """Half the width of t intervals that leave out `tail` on each side; infinite without degrees."""
     known = dof > 0
     if not known.any():
         return np.full(np.broadcast(variance, dof, repeats, tail).shape, np.inf)
@@ -140,10 +141,10 @@ def half_widths(
 
 
 def tail_of(rivals: int | np.ndarray) -> np.ndarray:
-    """What an interval of a comparison with `rivals` others leaves out on either side.
+    """The probability that an interval leaves out on each side, in a comparison with `rivals` others.
 
-    The allowed rate is shared by the rivals and the looks. A claim rests on one end of each
-    interval, and which candidate the rivals are compared with was chosen by the same repeats: two
-    rivals are the fewest that count.
+    The allowed rate of false claims is shared between the rivals and the looks. A claim uses one end
+    of each interval, but the same repeats also chose the candidate that the rivals are compared with:
+    so at least two rivals are counted.
     """
     return ALPHA / (REPEATED_LOOKS * np.maximum(2, rivals))

@@ -1,4 +1,4 @@
-"""`python -m stratbench.verdict next` says what the next round shall run, `tell` what is decided so far."""
+"""`python -m stratbench.verdict`: `next` prints the next round to run, `tell` the verdict so far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratbench.verdict.words import verdict_lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.verdict", description=__doc__)
     parser.add_argument(
         "what", choices=["next", "tell"], help="the next round, or the verdict so far"

@@ -1,4 +1,4 @@
-"""What a race has cost, what its next round will, and what the full matrix would have."""
+"""Costs of a race: what it has cost, what its next round will cost, what the full matrix would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Costs:
-    """GPU-seconds of a course, by what its blocks and full runs took."""
+    """The GPU-seconds of a course, measured on its blocks and full runs."""
 
     def __init__(self, course: Course) -> None:
         self._course, self._evidence = course, course.evidence
@@ -26,20 +26,20 @@ class Costs:
 
     @property
     def spent_s(self) -> float:
-        """Of all blocks, and of the full runs that the race asked for."""
+        """GPU-seconds of all blocks, and of the full runs that the race asked for."""
         return sum(self.blocks_s(s) + self.runs_s(s) for s in self._course.states)
 
     def blocks_s(self, state: State) -> float:
-        """Of a bout's blocks."""
+        """GPU-seconds of a bout's blocks."""
         return sum(block.gpu_seconds for block in self._evidence.blocks_of(state.bout.place))
 
     def runs_s(self, state: State) -> float:
-        """Of a bout's full runs that the race asked for."""
+        """GPU-seconds of the full runs that the race asked for in a bout."""
         return self._runs_s.get(state.bout.place, 0.0)
 
     @property
     def expected_s(self) -> float | None:
-        """Of the next round; None where nothing like it was measured yet."""
+        """GPU-seconds of the next round; None if nothing like it was measured yet."""
         expected = 0.0
         for state, _ in self._course.missing_blocks:
             if not (found := self._evidence.blocks_of(state.bout.place)):
@@ -57,15 +57,15 @@ class Costs:
         return expected
 
     def step_s(self, state: State, arm: str) -> float | None:
-        """An arm's seconds a step over its blocks (geometric mean)."""
+        """Seconds per step of an arm over its blocks (geometric mean)."""
         logs = [block.value(arm) for block in self._evidence.blocks_of(state.bout.place)]
         known = [log for log in logs if math.isfinite(log)]
         return math.exp(statistics.fmean(known)) if known else None
 
     def full_s(self, state: State, arm: str) -> float | None:
-        """GPU-seconds of a full cell: of its runs, else its start and its steps by the blocks.
+        """GPU-seconds of a full cell: from its runs, else from its start and its steps in the blocks.
 
-        Evaluations are left out of the estimate. None where nothing tells.
+        The estimate leaves out evaluations. None if nothing was measured.
         """
         if runs := self._evidence.runs_of(state.bout, arm):
             return statistics.fmean(run.gpu_seconds for run in runs)
@@ -81,9 +81,9 @@ class Costs:
         return state.bout.place.gpus * (statistics.median(starts) + steps * step_s)
 
     def matrix_s(self, state: State) -> float | None:
-        """Of the bout's cells in the full matrix of MATRIX_REPEATS repeats; what failed costs nothing.
+        """GPU-seconds of the bout in the full matrix of MATRIX_REPEATS repeats; failed cells cost nothing.
 
-        None where nothing tells what a cell takes.
+        None if nothing tells how long any cell takes.
         """
         found = [self.full_s(state, arm) for arm in state.bout.arms]
         known = [f for f in found if f is not None]

@@ -1,4 +1,4 @@
-"""The evidence of a study: its bouts, the complete blocks and the full runs that there are."""
+"""The evidence of a study: its bouts, their complete blocks, and the full runs."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from stratbench.workload.models import MODELS
 
 @dataclass(frozen=True)
 class Bout:
-    """What competes: the strategies of an experiment, model and number of workers."""
+    """A bout: the strategies that compete on one experiment, model and number of workers."""
 
     place: Place
     dataset: str
     arms: tuple[str, ...]
     served: tuple[bool, ...]
-    #: Whether an arm's arithmetic equals DDP's: such arms share their score.
+    #: Whether an arm's arithmetic equals DDP's: such arms share one score.
     equal: tuple[bool, ...]
-    #: Bouts of which this is the same share it, too.
+    #: Bouts with equal `arithmetic` share it, too.
     arithmetic: tuple[Any, ...]
-    #: What is true of each arm, as its strategy says it.
+    #: The traits of each arm, as its strategy states them.
     traits: tuple[Traits, ...] = ()
-    #: What each arm is trained with, as `trained_digest` has it.
+    #: The settings that each arm is trained with, as a `trained_digest`.
     trained: tuple[str, ...] = ()
     #: Steps of a full cell; None: not known before the data are read.
     full_steps: int | None = None
@@ -66,13 +66,13 @@ class FullRun:
 
     @property
     def sign(self) -> int:
-        """1 where more is better."""
+        """1 if a higher score is better, else -1."""
         return 1 if self.better == "higher" else -1
 
 
 @dataclass(frozen=True)
 class RaceEvidence:
-    """All that a verdict rests on. What is in it depends on no order of files."""
+    """Everything that a verdict rests on. It does not depend on the order of files."""
 
     study: str
     seed: int
@@ -81,7 +81,7 @@ class RaceEvidence:
     full_runs: Mapping[Cell, FullRun] = field(default_factory=dict)
     margin: float = 0.03
     budget_gpu_hours: float | None = None
-    #: Tolerated losses by the name of the score; others have their task's.
+    #: Tolerated losses by the name of the score; scores not named here have their task's.
     tolerances: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -92,7 +92,7 @@ class RaceEvidence:
         return found
 
     def blocks_of(self, place: Place) -> list[Block]:
-        """A bout's blocks, in order."""
+        """The blocks of a bout, in order."""
         return self._blocks_by_place.get(place, [])
 
     def cell(self, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
@@ -100,12 +100,12 @@ class RaceEvidence:
         return cell_of(self.study, bout, strategy, repeat)
 
     def runs_of(self, bout: Bout, strategy: str) -> list[FullRun]:
-        """An arm's full runs, by repeat."""
+        """The full runs of an arm, by repeat."""
         cells = (self.cell(bout, strategy, repeat) for repeat in range(MATRIX_REPEATS))
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
     def order(self, bout: Bout, block: int, arms: Iterable[str]) -> list[str]:
-        """The order of a block's first pass: by a hash, so that it is the same wherever it is asked."""
+        """The arms in the order of a block's first pass: by a hash, so the same for every caller."""
         return sorted(arms, key=lambda arm: _hash(self.seed, bout.place, block, arm))
 
     def block_seed(self, bout: Bout, block: int) -> int:
@@ -118,7 +118,7 @@ def _hash(*parts: object) -> str:
 
 
 def cell_of(study: str, bout: Bout, strategy: str, repeat: int = 0) -> Cell:
-    """A cell of a bout."""
+    """The cell of a strategy and repeat in a bout."""
     place = bout.place
     return Cell(study, place.experiment, strategy, place.model, bout.dataset, place.gpus, repeat)
 
@@ -154,7 +154,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[RaceEvidence, list[str]]:
 
 
 def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
-    """The bouts of a study, in the order of the config, without cells of which the path is `skipped`."""
+    """The bouts of a study, in the order of the config, without the cells whose path is in `skipped`."""
     found: dict[Place, list[Cell]] = {}
     for cell in study.cells:
         if cell.repeat == 0 and cell.path not in skipped:
@@ -178,7 +178,7 @@ def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
 
 
 def with_full_steps(study: Study, bout: Bout, train_samples: int | None) -> Bout:
-    """The bout with the steps of its full cells, where the size of the data is known."""
+    """The bout with the number of steps of its full cells, if the size of the data is known."""
     known = train_samples or study.dataset(bout.dataset).train_samples
     settings = study.settings(cell_of(study.name, bout, bout.arms[0]))
     if settings.steps is None and known is None:
@@ -189,7 +189,7 @@ def with_full_steps(study: Study, bout: Bout, train_samples: int | None) -> Bout
 def _usable_blocks(
     study: Study, bouts: Iterable[Bout], results: Path, notes: list[str]
 ) -> Iterator[Block]:
-    """The blocks of the bouts whose arms were trained with the config's settings."""
+    """The blocks of the bouts in which the arms were trained with the config's settings."""
     wanted = {b.place: dict(zip(b.arms, b.trained, strict=True)) for b in bouts}
     for path in block_files(results, study.name):
         try:
@@ -199,7 +199,7 @@ def _usable_blocks(
             continue
         if block.place not in wanted:
             continue
-        # Arms that were taken out of the study since have segments that nobody asks for.
+        # Nobody asks for the segments of arms that have been removed from the study since.
         arms = wanted[block.place].keys() & block.trained.keys()
         now = wanted[block.place]
         if stale := sorted(a for a in arms if now[a] != block.trained[a]):
@@ -214,7 +214,7 @@ def _usable_blocks(
 def _full_runs(
     study: Study, bouts: Iterable[Bout], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
-    """The full runs whose settings are the config's, each with the samples of its training set."""
+    """The full runs that have the config's settings, each with the number of its training samples."""
     for bout in bouts:
         for arm in bout.arms:
             for repeat in range(MATRIX_REPEATS):
@@ -237,7 +237,7 @@ def _full_runs(
 
 
 def full_run_from(found: record.Record, steps: int) -> FullRun:
-    """A full run from its record."""
+    """The full run that a record describes."""
     task, score = found["task"], found["score"]["final"]
     factor = 100 if task["unit"] == "share" else 1
     return FullRun(

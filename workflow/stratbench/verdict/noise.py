@@ -1,4 +1,4 @@
-"""How a cluster's own blocks scatter, by method of moments, and what that asks of the next study.
+"""The scatter of a cluster's own blocks, by the method of moments, and how many blocks it asks for.
 
 The model of a segment's log time: arm + allocation + arm x allocation + trend over the block + start
 of the process + within the segment. All figures are standard deviations on the log scale.
@@ -19,7 +19,7 @@ from stratbench.verdict import race
 
 @dataclass(frozen=True)
 class Noise:
-    """Components of the scatter, None where the blocks cannot tell; 0 where they show none."""
+    """Components of the scatter: None if the blocks cannot tell, 0 if they show none."""
 
     allocation: float | None
     arm_in_allocation: float | None
@@ -27,16 +27,16 @@ class Noise:
     within: float | None
     #: Of a single segment: process and within together.
     segment: float | None
-    #: Of the trend, at a block's ends.
+    #: Of the trend, at the ends of a block.
     drift: float | None
-    #: Of a paired ratio of two arms in one block.
+    #: Of the paired ratio of two arms in one block.
     ratio: float | None
     blocks: int
     #: Degrees of freedom of `ratio`.
     dof: int
 
     def blocks_for(self, margin: float, rivals: int) -> int | None:
-        """Blocks until equally fast arms are within `margin`; None: more than the race has."""
+        """Blocks until equally fast arms are within `margin`; None if that takes more than a race has."""
         if self.ratio is None:
             return None
         for n in (n for n in race.LOOKS if n >= race.FEWEST_BLOCKS):
@@ -50,7 +50,7 @@ class Noise:
 
 
 def noise_of(blocks: Iterable[Block]) -> Noise:
-    """The components, pooled over the bouts of `blocks`."""
+    """The components of noise, pooled over the bouts of `blocks`."""
     by_place: dict[object, list[Block]] = {}
     for block in blocks:
         by_place.setdefault(block.place, []).append(block)
@@ -84,7 +84,7 @@ def noise_of(blocks: Iterable[Block]) -> Noise:
     )
 
 
-#: Variance of a mean of steps of which neighbours correlate by 0.3, over that of independent ones.
+#: Variance of a mean of steps whose neighbours correlate by 0.3, over that of independent steps.
 CORRELATED = (1 + 0.3) / (1 - 0.3)
 
 
@@ -109,7 +109,7 @@ def _root(variance: float | None) -> float | None:
 
 
 def _add_differences(block: Block, segment: _Mean, trend: _Mean) -> None:
-    """What a block's mirror says: mirror less first pass is the trend times the slots between."""
+    """Adds what a block's mirror shows: mirror minus first pass is the trend times the slots between."""
     rows = []
     for arm in dict.fromkeys(s.strategy for s in block.segments):
         found = block.of(arm)
@@ -127,7 +127,7 @@ def _add_differences(block: Block, segment: _Mean, trend: _Mean) -> None:
 
 
 def _add_blocks(found: list[Block], between: _Mean, allocation: _Mean) -> None:
-    """What several blocks of a bout say, of the arms that are in all of them."""
+    """Adds what several blocks of a bout show of the arms that are in all of them."""
     arms = [
         arm
         for arm in dict.fromkeys(s.strategy for s in found[0].segments)

@@ -1,8 +1,8 @@
-"""The race: what the blocks of a bout tell of its arms, and when it ends.
+"""The race: judges the arms of a bout by its blocks, and says when it ends.
 
-An arm is a strategy in a bout, a bout an experiment, model and number of workers. All arrays have axes
-[..., bouts, arms, blocks], [..., bouts, arms] or [..., bouts], so that a simulation tries the very
-functions that judge a study. Times are natural logarithms of a step's seconds.
+An arm is a strategy in a bout; a bout is an experiment, model and number of workers. All arrays have
+the axes [..., bouts, arms, blocks], [..., bouts, arms] or [..., bouts], so that a simulation runs the
+same functions that judge a study. Times are natural logarithms of seconds per step.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from stratbench import moderated
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
 #: No bout is decided with fewer blocks.
 FEWEST_BLOCKS = 3
-#: Where a reported interval lies within this share either way, two arms are called equal.
+#: Two arms are called equal if the reported interval lies within this share either way.
 EQUAL = 0.03
 
 
 class Look(NamedTuple):
-    """A judgement of every bout; ratios to the leader on logarithms, NaN or infinite where unknown.
+    """A judgement of every bout. Ratios to the leader are logarithms, NaN or infinite where unknown.
 
-    Shape [..., bouts, arms] of `mean` to `rivals`, [..., bouts] of the others.
+    Shape [..., bouts, arms] from `mean` to `rivals`, [..., bouts] of the others.
     """
 
     leader: np.ndarray  # index of the fastest arm that may be chosen
-    blocks: np.ndarray  # that count: all arms in the race are in them
+    blocks: np.ndarray  # number of blocks that count: all arms in the race are in them
     mean: np.ndarray
-    bound: np.ndarray  # the least that the arm's ratio may be, by which it is judged
+    bound: np.ndarray  # lower bound of the arm's ratio, by which it is judged
     low: np.ndarray  # of the interval that is reported
     high: np.ndarray
-    slower: np.ndarray  # told apart from the leader
-    rivals: np.ndarray  # arms in the race but the leader
-    at_most: np.ndarray  # by how much something may be faster than the leader
+    slower: np.ndarray  # arms shown to be slower than the leader
+    rivals: np.ndarray  # arms in the race, except the leader
+    at_most: np.ndarray  # upper bound on how much faster than the leader something may be
     decided: np.ndarray
 
     @property
     def fastest(self) -> np.ndarray:
-        """Whether every rival is slower, shape [..., bouts]."""
+        """Whether every rival is slower than the leader, shape [..., bouts]."""
         return ~(self.rivals & ~self.slower).any(-1)
 
     @property
     def equal(self) -> np.ndarray:
-        """Whether an arm takes as long as the leader within EQUAL, either way."""
+        """Whether an arm takes as long as the leader, within EQUAL either way."""
         near = np.log1p(EQUAL)
         return self.rivals & (self.low >= -near) & (self.high <= near)
 
 
 def index_of_fastest(means: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """The index of the least mean among arms of the mask, shape [...]; 0 where there is none."""
+    """The index of the lowest mean among the arms of the mask, shape [...]; 0 if there is none."""
     return np.argmin(np.where(among & np.isfinite(means), means, np.inf), axis=-1)
 
 
 def at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The value of one arm of each bout, shape [..., bouts]."""
+    """The value of one arm in each bout, shape [..., bouts]."""
     return np.take_along_axis(values, index[..., None], -1)[..., 0]
 
 
 def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """The logs of the blocks that all active arms are in, NaN elsewhere: what allocations do cancels there.
+    """The logs of blocks that contain all active arms, NaN elsewhere: there, allocation effects cancel.
 
     Only an arm that has come back to the race lacks blocks that others have.
     """
@@ -70,7 +70,7 @@ def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
 
 
 def mean_logs(logs: np.ndarray) -> np.ndarray:
-    """Each arm's mean over its blocks, shape [..., bouts, arms]; NaN without any."""
+    """The mean of each arm over its blocks, shape [..., bouts, arms]; NaN for an arm without blocks."""
     there = np.isfinite(logs)
     with np.errstate(invalid="ignore"):
         return np.where(there, logs, 0.0).sum(-1) / there.sum(-1)
@@ -89,9 +89,9 @@ def judge(
     """Judges every bout of the mask `judged` by its blocks so far.
 
     `logs`: NaN where an arm was not in a block; `active`: arms in the race; `admissible`: arms that may
-    lead, their score being known to be good; `served`: arms with a parameter server; `started`: arms
-    that the bout began with; `margin`: share by which something may be faster than a leader when a bout
-    is decided; `screen`: log ratio from which a single block tells an arm apart.
+    lead because their score is known to be good; `served`: arms with a parameter server; `started`: the
+    number of arms that the bout began with; `margin`: a bout is decided when nothing may be faster than
+    its leader by more than this share; `screen`: the log ratio from which one block shows an arm slower.
     """
     logs = in_common(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)
@@ -123,7 +123,7 @@ def judge(
 
 
 def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variances drawn together over all bouts of a study, and their degrees of freedom."""
+    """Variances moderated over all bouts of a study, and their degrees of freedom."""
     shape = found.mean.shape
     flat = (*shape[:-2], -1)
     joined = moderated.Differences(*(part.reshape(flat) for part in found))
@@ -132,19 +132,19 @@ def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndar
 
 
 def reported_tail(started: np.ndarray) -> np.ndarray:
-    """What the reported intervals of a bout leave out on either side.
+    """The probability that the reported intervals of a bout leave out on each side.
 
-    All intervals of a bout that began with `started` arms hold together with 95 %, at all looks, those
-    of dropped arms included. The leader was chosen by the same blocks: every pair of arms counts.
+    All intervals of a bout that began with `started` arms hold together with 95 %, at all looks,
+    including those of dropped arms. The same blocks chose the leader, so every pair of arms counts.
     """
     return moderated.ALPHA / (moderated.REPEATED_LOOKS * np.maximum(2, started * (started - 1)))
 
 
 def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
-    """Arms that leave the race after a look: those told apart.
+    """The arms that leave the race after a look: those shown to be slower.
 
     A decided bout keeps them, for their intervals. Below FEWEST_BLOCKS the nearest rival stays, so
-    that the blocks still to come have something to compare.
+    that the next blocks still have something to compare.
     """
     near = index_of_fastest(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0
@@ -154,39 +154,39 @@ def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
 
 
 def next_look(blocks: int) -> int | None:
-    """The number of blocks at the look after one at `blocks`; None: there is none."""
+    """The number of blocks at the look after the one at `blocks`; None after the last."""
     return next((n for n in LOOKS if n > blocks), None)
 
 
 class Step(NamedTuple):
-    """What one round did: a look at each bout that was open, and what followed from it."""
+    """The result of one round: a look at each bout that was open, and what followed from it."""
 
     look: Look
     judged: np.ndarray  # bouts that were open, shape [..., bouts]
-    dropped: np.ndarray  # arms told apart that left the race, shape [..., bouts, arms]
+    dropped: np.ndarray  # arms shown to be slower, which left the race, shape [..., bouts, arms]
     failed: np.ndarray  # arms that did not end a segment, the same shape
     ended: np.ndarray  # bouts that ended, shape [..., bouts]
 
 
 class Race:
-    """The state of all bouts of a study between rounds; a round gives every open bout its next blocks."""
+    """The state of all bouts of a study between rounds; a round gives each open bout its next blocks."""
 
     def __init__(
         self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
     ) -> None:
         """`served`: arms with a parameter server; `equal`: arms whose arithmetic equals DDP's; `there`:
-        arms that the bout has (others fill the array up); shape [..., bouts, arms]."""
+        arms that the bout has (others only pad the array); shape [..., bouts, arms]."""
         self.served, self.margin = served, margin
         self.active = there.copy()
         self.admissible = equal & there
         self.started = there.sum(-1)
         self.open = self.started > 1
-        #: Bouts that a score has opened again: judged by the blocks that they have.
+        #: Bouts that a score has opened again; they are judged by the blocks that they have.
         self.again = np.zeros(self.open.shape, dtype=bool)
         self.logs = np.empty((*there.shape, 0))
         #: Blocks so far, and the leader at the last look, shape [..., bouts].
         self.blocks, self.leader = np.zeros((2, *self.open.shape), dtype=int)
-        #: The leader that an arm was dropped against, -1: none, shape [..., bouts, arms].
+        #: The leader that an arm was dropped against, -1 for none, shape [..., bouts, arms].
         self.against = np.full(there.shape, -1)
 
     def advance(
@@ -194,8 +194,8 @@ class Race:
     ) -> Step:
         """Judges the open bouts after their next blocks.
 
-        `values`: shape [..., bouts, arms, blocks], NaN beyond the `new` blocks of a bout, and where an
-        arm has no value: it is out of the race then. `disagreement`: the difference from which two
+        `values`: shape [..., bouts, arms, blocks]; NaN beyond the `new` blocks of a bout, and where an
+        arm has no value: that arm then leaves the race. `disagreement`: the difference from which two
         segments of one arm in a first block disagree; no screen is below it.
         """
         judged = self.open.copy()
@@ -222,9 +222,9 @@ class Race:
         return Step(look, judged, left, failed, ended)
 
     def _put_out(self, arms: np.ndarray) -> np.ndarray:
-        """Takes arms out of the race. Those that were dropped for being slower than one of them come back.
+        """Takes arms out of the race, and returns the arms that come back.
 
-        Returns these.
+        An arm comes back if it was dropped for being slower than one of those taken out.
         """
         beaten = (self.against >= 0) & np.take_along_axis(arms, np.maximum(self.against, 0), -1)
         self.active = (self.active & ~arms) | beaten
@@ -233,14 +233,14 @@ class Race:
 
     @property
     def unknown(self) -> np.ndarray:
-        """Arms whose score may change the answer: of each open bout the fastest, if it is not known."""
+        """Arms whose score may change the answer: the fastest of each open bout, if not known."""
         means = mean_logs(in_common(self.logs, self.active))
         ahead = np.arange(means.shape[-1]) == index_of_fastest(means, self.active)[..., None]
         known = np.isfinite(means) & self.active
         return ahead & known & ~self.admissible & self.open[..., None]
 
     def learn(self, good: np.ndarray, bad: np.ndarray) -> None:
-        """Takes note of scores: arms that lose too much are out; shape [..., bouts, arms]."""
+        """Records scores: arms that lose too much are out; shape [..., bouts, arms]."""
         self.admissible = (self.admissible | good) & ~bad
         changed = self._put_out(bad).any(-1) | at(bad, self.leader)
         self.again = ~self.open & (self.blocks > 0) & changed & self.active.any(-1)

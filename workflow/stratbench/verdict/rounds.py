@@ -1,8 +1,8 @@
-"""Rounds: replays what the evidence decided so far, and says what the next round shall run.
+"""Rounds: replays what the evidence has decided so far, and finds what the next round shall run.
 
-A pure function of the evidence: a round is judged once all its blocks and full runs are there, and by
-those alone. So the order of files and of their arrival does not count, and whoever is killed goes on
-where they were.
+This is a pure function of the evidence: a round is judged once all its blocks and full runs exist, and
+by those alone. So neither the order of files nor of their arrival matters, and a killed run goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SCHEMA_VERSION = 1
 
 
 class Ratio(NamedTuple):
-    """An arm's time over the leader's, on logarithms, as race.Look has it."""
+    """Time of an arm over the leader's, as logarithms, like those in race.Look."""
 
     mean: float
     low: float  # of the interval that is reported
     high: float
-    bound: float  # the least that it may be, by which the arm is judged
+    bound: float  # lower bound, by which the arm is judged
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A bout at one look: what its blocks said of each arm."""
+    """A bout at one look: what its blocks show of each arm."""
 
     blocks: int
     counted: int  # blocks that all arms in the race are in
@@ -62,7 +62,7 @@ class Drop:
 
 @dataclass
 class State:
-    """A bout's course so far."""
+    """The state of a bout: its course so far."""
 
     bout: Bout
     looks: list[Judged] = field(default_factory=list)
@@ -72,18 +72,18 @@ class State:
 
     @property
     def last(self) -> Judged | None:
-        """The look that counts."""
+        """The latest look, which is the one that counts; None before the first."""
         return self.looks[-1] if self.looks else None
 
     @property
     def compared(self) -> int:
-        """How many arms the race has compared by time: those in it, and those told apart."""
+        """The number of arms compared by time: those in the race, and those dropped as slower."""
         return len(self.active) + sum(drop.against is not None for drop in self.drops)
 
 
 @dataclass(frozen=True)
 class NextRound:
-    """What the next round shall run; `done`: nothing, for the `reason`."""
+    """The next round to run; `done`: there is none, for the `reason`."""
 
     number: int
     blocks: tuple[dict[str, Any], ...]
@@ -113,7 +113,7 @@ class Course:
     def __init__(self, evidence: RaceEvidence) -> None:
         self.evidence = evidence
         self.states = [State(bout, active=list(bout.arms)) for bout in evidence.bouts]
-        #: The full runs asked for, in the order of asking, and what they say.
+        #: The full runs asked for, in the order of asking, and the scores that they give.
         self.asked: dict[Cell, None] = {}
         self.scores = Scores(evidence, self.asked)
         self.round = 0
@@ -131,9 +131,9 @@ class Course:
             pass
 
     def disagreement(self, blocks: int) -> float | None:
-        """From which difference two segments of one arm disagree, by the first `blocks` blocks of all bouts.
+        """The difference from which two segments of one arm disagree; None if there are no blocks yet.
 
-        None where they say nothing.
+        Estimated from the first `blocks` blocks of each bout.
         """
         if blocks not in self._limits:
             apart = [
@@ -147,7 +147,7 @@ class Course:
         return self._limits[blocks]
 
     def _array(self, name: str) -> np.ndarray:
-        """A property of the arms, false where a bout has none; shape [bouts, arms]."""
+        """A property of the arms, False for arms that a bout does not have; shape [bouts, arms]."""
         found = np.zeros((len(self.states), self._arms), dtype=bool)
         for row, state in zip(found, self.states, strict=True):
             values = getattr(state.bout, name)
@@ -155,7 +155,7 @@ class Course:
         return found
 
     def _advance(self) -> bool:
-        """Replays a round; False where something of it is missing, or nothing is left to do."""
+        """Replays a round; False if a part of it is missing, or nothing is left to do."""
         self.missing_blocks = self._blocks_to_come()
         self.missing_runs = [cell for cell in self.asked if cell not in self.evidence.full_runs]
         if self.missing_blocks or self.missing_runs:
@@ -164,7 +164,7 @@ class Course:
         if not self._race.open.any():
             return self._ask_for_leaders()
         if self._blocks_to_come():
-            return True  # a bout that a score has opened again may need a block more
+            return True  # a bout that a score has opened again may need one more block
         self.round += 1
         blocks, targets = self._race.blocks, self._targets()
         step = self._race.advance(
@@ -175,9 +175,9 @@ class Course:
         return True
 
     def _blocks_to_come(self) -> list[tuple[State, int]]:
-        """The blocks up to each bout's next look that are not there.
+        """The blocks that are missing up to each bout's next look.
 
-        Nor is one without an arm that is in the race: it may have been added to the study.
+        A block without an arm that is in the race is missing, too: the arm may be new in the study.
         """
         ends = zip(self.states, self._race.blocks, self._targets(), strict=True)
         return [
@@ -189,7 +189,7 @@ class Course:
         ]
 
     def _targets(self) -> list[int]:
-        """The number of blocks at each bout's next look; those that it has where none is to come."""
+        """The number of blocks at each bout's next look; its present number if none is to come."""
         waiting = self._race.open & ~self._race.again
         return [
             (race.next_look(int(at)) or int(at)) if waits else int(at)
@@ -209,7 +209,7 @@ class Course:
         return values
 
     def _note(self, step: race.Step) -> None:
-        """Keeps a round's looks and drops in words."""
+        """Records a round's looks and drops in words."""
         look = step.look
         for i, state in enumerate(self.states):
             if not step.judged[i]:
@@ -247,11 +247,11 @@ class Course:
             self._refresh(i)
 
     def _refresh(self, i: int) -> None:
-        """Takes what the race says of a bout into its state."""
+        """Copies a bout's state from the race."""
         state = self.states[i]
         state.active = [a for j, a in enumerate(state.bout.arms) if self._race.active[i, j]]
         state.open = bool(self._race.open[i])
-        # What was slower than an arm that is out has come back.
+        # Arms that were slower than an arm that is now out have come back.
         state.drops = [drop for drop in state.drops if drop.strategy not in state.active]
 
     def _why_without_value(self, state: State, arm: str, blocks: int) -> str:
@@ -261,9 +261,9 @@ class Course:
     # ------------------------------------------------------------ full runs
 
     def _ask(self, step: race.Step) -> None:
-        """Asks for the full runs that may change the answer: those of the fastest unknown arms.
+        """Asks for the full runs that may change the answer: those of the fastest arms without a score.
 
-        And, once the first look has told arms' times, for one of each equal arithmetic.
+        Once the first look has given arms' times, also for one run of each equal arithmetic.
         """
         for bout, arm in np.argwhere(self._race.unknown):
             state = self.states[bout]
@@ -274,7 +274,7 @@ class Course:
                 self.asked.setdefault(self.evidence.cell(state.bout, arm))
 
     def _references(self, look: race.Look) -> Iterator[tuple[State, str]]:
-        """Of each equal arithmetic the fastest arm of its smallest bout."""
+        """The fastest arm in the smallest bout of each equal arithmetic."""
         seen = set()
         for i, state in sorted(enumerate(self.states), key=lambda s: s[1].bout.place.gpus):
             bout = state.bout
@@ -288,7 +288,7 @@ class Course:
                 yield state, bout.arms[fastest]
 
     def _learn(self) -> None:
-        """Takes the scores asked for into the race: arms that lose too much are out."""
+        """Passes the requested scores to the race: arms that lose too much are out."""
         good, bad = np.zeros_like(self._race.active), np.zeros_like(self._race.active)
         for i, state in enumerate(self.states):
             for j, arm in enumerate(state.bout.arms):
@@ -307,7 +307,10 @@ class Course:
             self._refresh(i)
 
     def _ask_for_leaders(self) -> bool:
-        """Asks for a full run, or another seed, of each leader whose score is not certain; whether it did."""
+        """Asks for a full run, or another seed, of each leader whose score is not certain.
+
+        Returns whether there was any to ask for.
+        """
         before = len(self.asked)
         for state in self.states:
             if not state.last or not state.bout.scored or state.compared < 2:
@@ -322,7 +325,7 @@ class Course:
         return len(self.asked) > before
 
 
-#: What ends an arm in a block, in words.
+#: Why an arm left the race in a block, in words.
 FAILURES = {
     "oom": "does not fit: out of memory",
     "timeout": "did not end within its time limit",
@@ -332,7 +335,7 @@ FAILURES = {
 
 
 def next_round(evidence: RaceEvidence) -> NextRound:
-    """What the next round shall run, of the evidence alone."""
+    """The next round to run, from the evidence alone."""
     return round_of(Course(evidence))
 
 
@@ -346,7 +349,7 @@ def round_of(course: Course) -> NextRound:
     known = expected_s is not None
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
-    # What an unmeasured round costs is not known: it is refused only once the budget is spent.
+    # The cost of an unmeasured round is not known: it is refused only once the budget is spent.
     raced = any(state.looks for state in course.states)
     reason = "everything is decided" if raced else "there is nothing to compare"
     if not pending and any(s.last and not decided(s, evidence.margin) for s in course.states):
@@ -370,7 +373,7 @@ def round_of(course: Course) -> NextRound:
 
 
 def decided(state: State, margin: float) -> bool:
-    """Whether a bout's last look lets it claim what it was asked for."""
+    """Whether a bout has ended with the claim that it was asked for."""
     last = state.last
     return last is not None and not state.open and last.at_most <= math.log1p(margin) + 1e-9
 

@@ -1,4 +1,4 @@
-"""Scores of full runs: which arms may lead, and how sure it is that the leader's score is good enough."""
+"""Scores of full runs: which arms may lead, and how certain it is that the leader's score is good enough."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from stratbench.verdict.evidence import Bout, FullRun, RaceEvidence
 
 @dataclass(frozen=True)
 class Loss:
-    """By how much an arm's score is worse than the reference, as shown (points of accuracy)."""
+    """How much worse an arm's score is than the reference, as shown (points of accuracy)."""
 
     lost: float
-    #: With 95 % at most so much; infinite where one seed alone tells.
+    #: Upper bound with 95 %; infinite where there is one seed alone.
     at_most: float
     tolerance: float
     score_name: str
@@ -32,12 +32,12 @@ class Loss:
 
 
 class Scores:
-    """What the full runs that the race has asked for say of each arm's score."""
+    """Scores of the arms, from the full runs that the race has asked for."""
 
     def __init__(self, evidence: RaceEvidence, asked: Container[Cell]) -> None:
-        """`asked`: the cells that count, which may become more; other records are not looked at."""
+        """`asked`: the cells that count, and it may grow; other records are not looked at."""
         self._evidence, self._asked = evidence, asked
-        #: Arms of equal arithmetic, and all arms, with whom they may be compared.
+        #: The arms of equal arithmetic, and all arms of a model: what an arm may be compared with.
         self._equal: dict[object, list[tuple[Bout, str]]] = {}
         self._of_model: dict[object, list[tuple[Bout, str]]] = {}
         for bout in evidence.bouts:
@@ -47,13 +47,13 @@ class Scores:
                 self._of_model.setdefault(_model(bout), []).append((bout, arm))
 
     def runs_of(self, bout: Bout, arm: str) -> list[FullRun]:
-        """An arm's full runs, by seed."""
+        """The full runs of an arm, by seed."""
         cells = (self._evidence.cell(bout, arm, repeat) for repeat in range(MATRIX_REPEATS))
         runs = self._evidence.full_runs
         return [runs[cell] for cell in cells if cell in self._asked and cell in runs]
 
     def reference(self, bout: Bout) -> list[FullRun]:
-        """The runs that losses are measured from: of equal arithmetic, else of the best arm."""
+        """The runs from which losses are measured: those of equal arithmetic, else of the best arm."""
         shared = [
             run
             for other, arm in self._equal.get(bout.arithmetic, ())
@@ -65,7 +65,7 @@ class Scores:
         return max(filter(None, by_arm), key=lambda runs: runs[0].sign * _mean(runs), default=[])
 
     def loss_of(self, bout: Bout, arm: str) -> Loss | None:
-        """An arm's loss; None where its score or the reference's is not known."""
+        """The loss of an arm; None if its score or the reference's is not known."""
         own = [run for run in self.runs_of(bout, arm) if run.score is not None]
         reference = [run for run in self.reference(bout) if run.score is not None]
         if not own or not reference:
@@ -83,7 +83,7 @@ class Scores:
         return Loss(lost, lost + width, tolerance, first.score_name, len(own))
 
     def _seed_scatter(self, bout: Bout) -> tuple[float, int]:
-        """Standard deviation of a score between seeds, of all arms of the model, and its degrees."""
+        """Standard deviation of the score between seeds, over all arms of the model, and its degrees."""
         squares, dof = 0.0, 0
         for other, arm in self._of_model[_model(bout)]:
             found = [r.score for r in self.runs_of(other, arm) if r.score is not None]
@@ -92,7 +92,7 @@ class Scores:
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def why_failed(self, bout: Bout, arm: str) -> str | None:
-        """Why the score, or the end of its full run, puts an arm out; None: nothing does."""
+        """The reason why its score, or the end of its full run, puts an arm out; None if there is none."""
         for run in self.runs_of(bout, arm):
             if run.status != "ok":
                 return f"its full run: {run.reason or run.status}"

@@ -1,4 +1,4 @@
-"""The verdict of a study as values: claims, intervals, drops, costs and noise, as verdict.json keeps them."""
+"""The verdict of a study as values for verdict.json: claims, intervals, drops, costs and noise."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from stratbench.verdict.noise import Noise, noise_of
 from stratbench.verdict.rounds import Course, Drop, Judged, NextRound, State, decided
 
 SCHEMA_VERSION = 2
-#: From here on it is no claim that something may be faster by no more.
+#: Above this bound, "at most so much slower than the fastest" is no useful claim.
 MUCH = 1.0
-#: Kinds of claims that say which strategy is fast, and by what interval.
+#: Kinds of claims that name a fast strategy, with an interval.
 CLAIMS = ("fastest", "within", "at most")
 
 
@@ -29,7 +29,7 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
     noise, margin = noise_of(blocks), course.evidence.margin
     rivals = max((len(s.bout.arms) - 1 for s in course.states), default=1)
     off = [list(off_from_steps(course, costs, state)) for state in course.states]
-    # A full run of the model checks it on any number of workers.
+    # One full run of a model checks it on any number of workers.
     checked = {model_of(s) for s, found in zip(course.states, off, strict=True) if found}
     bouts = [
         bout_values(course, costs, state, of_bout, checked)
@@ -63,9 +63,9 @@ def bout_values(
     off: list[tuple[str, float]],
     checked: Container[tuple[str, str]],
 ) -> dict[str, Any]:
-    """A bout's entry. `off`: how far its full runs are off their steps; `checked`: models with some."""
+    """The entry of a bout. `off`: how far its full runs are from their steps; `checked`: models with any."""
     last, bout = state.last, state.bout
-    # A block that no look has judged yet claims nothing.
+    # A block that no look has judged yet supports no claim.
     blocks = course.evidence.blocks_of(bout.place)[: last.blocks if last else None]
     claim, text = claim_of(course, state, blocks)
     matrix_s = costs.matrix_s(state)
@@ -105,7 +105,7 @@ def bout_values(
 
 
 def doubts_of(off: list[tuple[str, float]]) -> Iterator[str]:
-    """Of each arm whose full runs took another time than their steps do by how much they did."""
+    """A sentence for each arm whose full runs took another time than their steps, saying by how much."""
     for arm in dict.fromkeys(arm for arm, _ in off):
         found = sorted(log for a, log in off if a == arm and abs(log) > MOST_OFF)
         if found:
@@ -119,7 +119,7 @@ def doubts_of(off: list[tuple[str, float]]) -> Iterator[str]:
 
 
 def noise_text(noise: Noise, margin: float, rivals: int) -> str:
-    """What the blocks say of noise, and what that asks of the next study."""
+    """A sentence on the noise of the blocks, and on what it asks of the next study."""
     if noise.ratio is None:
         return "two blocks of a model and worker count are the fewest that tell of noise"
     needed = noise.blocks_for(margin, rivals)
@@ -133,7 +133,7 @@ def noise_text(noise: Noise, margin: float, rivals: int) -> str:
 
 
 def finite(value: float) -> float | None:
-    """A number, or None for what JSON has no number for."""
+    """The number; None for one that JSON cannot hold."""
     return value if math.isfinite(value) else None
 
 
@@ -143,7 +143,7 @@ def model_of(state: State) -> tuple[str, str]:
 
 
 def is_open(state: State) -> bool:
-    """Whether a bout of rivals has not ended."""
+    """Whether a bout with rivals has not ended."""
     return state.open and len(state.bout.arms) > 1
 
 
@@ -151,7 +151,7 @@ def is_open(state: State) -> bool:
 
 
 def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, str]:
-    """The claim's kind, and the sentence: one of CLAIMS, `only` or `none`."""
+    """The kind of the claim (one of CLAIMS, `only` or `none`), and its sentence."""
     last, margin = state.last, course.evidence.margin
     if len(state.bout.arms) == 1:
         return (
@@ -194,7 +194,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
 
 
 def on_node(blocks: list[Block]) -> str:
-    """`` on node X`` where all blocks ran on one host: nodes order strategies differently."""
+    """The words `` on node X`` if all blocks ran on one host: nodes order strategies differently."""
     hosts = {block.hosts for block in blocks}
     if len(hosts) != 1:
         return ""
@@ -203,7 +203,7 @@ def on_node(blocks: list[Block]) -> str:
 
 
 def ratio_values(state: State, arm: str) -> dict[str, Any]:
-    """What is known of an arm against the leader; of a dropped one, from when it was dropped."""
+    """Values of an arm against the leader; of a dropped arm, from when it was dropped."""
     last = state.last
     drop: Drop | None = next((d for d in reversed(state.drops) if d.strategy == arm), None)
     values: dict[str, Any] = {
@@ -229,7 +229,7 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
 
 
 def interval_text(ratio: dict[str, Any]) -> str:
-    """A ratio with its interval; an end farther than ten times either way says nothing more."""
+    """A ratio with its interval; an end more than ten times away is not shown."""
     if ratio["ratio"] is None:
         return ""
     if ratio["low"] is None:
@@ -242,12 +242,12 @@ def interval_text(ratio: dict[str, Any]) -> str:
 
 
 def ratio_from(log: float) -> float | None:
-    """A ratio from its logarithm; None where it is not known, or too large to print."""
+    """A ratio from its logarithm; None if it is not known, or too large to print."""
     return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
 
 
 def look_values(look: Judged) -> dict[str, Any]:
-    """A look as JSON keeps it; `intervals`: ratio, low, high and the least that it may be."""
+    """A look as JSON keeps it; `intervals`: ratio, low, high and the lower bound."""
     intervals = {arm: [ratio_from(v) for v in values] for arm, values in look.ratios.items()}
     return {
         "blocks": look.blocks,
@@ -259,13 +259,13 @@ def look_values(look: Judged) -> dict[str, Any]:
 
 
 def ratio_minus_one(log: float) -> float | None:
-    """The share by which a ratio exceeds 1, from its logarithm; None where it is not known."""
+    """The share by which a ratio exceeds 1, from its logarithm; None if it is not known."""
     found = ratio_from(log)
     return None if found is None else found - 1
 
 
 def share_of(log: float) -> float:
-    """The same, infinite where it is not known."""
+    """The share by which a ratio exceeds 1, from its logarithm; infinite if it is not known."""
     found = ratio_minus_one(log)
     return math.inf if found is None else found
 
@@ -274,7 +274,7 @@ def share_of(log: float) -> float:
 
 
 def score_state(course: Course, state: State, arm: str) -> str:
-    """What is known of an arm's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
+    """The state of an arm's score: `equal`, `good`, `worse`, `not measured` or `no score`."""
     if not state.bout.scored:
         return "no score"
     if state.bout.equal[state.bout.arms.index(arm)]:
@@ -285,9 +285,9 @@ def score_state(course: Course, state: State, arm: str) -> str:
 
 
 def off_from_steps(course: Course, costs: Costs, state: State) -> Iterator[tuple[str, float]]:
-    """Logarithm of each full run's time over its steps x the blocks' step time, by arm.
+    """The arms with the log ratio of each full run's time to its steps x the blocks' step time.
 
-    Of runs that ended well, asked for or not.
+    Covers runs that ended well, whether the race asked for them or not.
     """
     for arm in state.bout.arms:
         step_s = costs.step_s(state, arm)
@@ -304,9 +304,9 @@ def confidence_in(
     doubts: list[str],
     checked: bool,
 ) -> tuple[str, str]:
-    """`high`, `medium` or `low`, and why; docs/verdict.md has the rules.
+    """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules.
 
-    `checked`: whether a full run of the model could be held to its step times.
+    `checked`: whether a full run of the model could be compared with its step times.
     """
     last = state.last
     if last is None or claim not in CLAIMS:
@@ -342,7 +342,7 @@ def confidence_in(
 
 
 def unsettled_score(course: Course, state: State) -> str | None:
-    """Why it is not certain that the leader's score is good enough; None where it is."""
+    """The reason why the leader's score may not be good enough; None if it certainly is."""
     leader = state.last.leader
     if not state.bout.scored:
         return "No score was measured (steps): equal scores are assumed."

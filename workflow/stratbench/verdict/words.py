@@ -1,4 +1,4 @@
-"""The verdict in words: what is decided, what is open, what it has cost, what the next round will."""
+"""The verdict in words: what is decided, what is open, what it cost, what the next round will cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratbench.cell.words import counted, worker_noun
 
 
 def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """The lines for a terminal, of what verdict.json holds."""
+    """The lines for a terminal, from the content of verdict.json."""
     titles: dict[str, list[dict[str, Any]]] = {"Decided": [], "Ended undecided": [], "Open": []}
     for bout in verdict["bouts"]:
         titles[title_of(bout)].append(bout)
@@ -30,14 +30,14 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
 
 
 def title_of(bout: dict[str, Any]) -> str:
-    """Whether a bout is open, and if not whether it ended with the claim that was asked for."""
+    """The title of a bout: open, decided, or ended without the claim that was asked for."""
     if bout["open"]:
         return "Open"
     return "Decided" if bout["claim"] in ("fastest", "within", "only") else "Ended undecided"
 
 
 def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
-    """A bout: its claim, how sure it is, and who was dropped."""
+    """The lines of a bout: its claim, the confidence, and the dropped arms."""
     workers = counted(bout["gpus"], worker_noun([bout["device"]]))
     yield f"  {bout['model']} on {workers} ({bout['experiment']}): {bout['text']}"
     if bout["claimed"]:
@@ -48,7 +48,7 @@ def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
 
 
 def ratio_text(ratio: dict[str, Any]) -> str:
-    """An arm against the leader, in a few words."""
+    """A few words on an arm against the leader."""
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
     if ratio["at_least"]:
         figures += f", at least {ratio['at_least']:.3f}"
@@ -65,7 +65,7 @@ def ratio_text(ratio: dict[str, Any]) -> str:
 
 
 def cost_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """What it has cost, against the full matrix."""
+    """The lines on the cost so far, against the full matrix."""
     spent, matrix = verdict["spent_gpu_hours"], verdict["matrix_gpu_hours"]
     text = f"Cost so far: {spent:.3g} {verdict['hours']}"
     if matrix:
@@ -79,7 +79,7 @@ def cost_lines(verdict: dict[str, Any]) -> Iterator[str]:
 
 
 def next_lines(verdict: dict[str, Any]) -> Iterator[str]:
-    """What comes next."""
+    """The lines on the next round."""
     if verdict["done"]:
         yield f"Done: {verdict['reason']}."
         return
