@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.groups import Group
+from stratbench.cell.blocks import VERDICT_VERSION
 from stratbench.cell.files import read_json
 from stratbench.strategies.base import Traits
 
-SCHEMA_VERSION = 2
 #: States of an arm that exclude it, and what the decision calls them.
 EXCLUDED = {
     "oom": "does not fit",
@@ -44,7 +44,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
         found = read_json(path)
     except (OSError, ValueError):
         return None
-    known = isinstance(found, dict) and found.get("schema_version") == SCHEMA_VERSION
+    known = isinstance(found, dict) and found.get("schema_version") == VERDICT_VERSION
     return found if known else None
 
 

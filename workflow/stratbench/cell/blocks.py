@@ -23,6 +23,8 @@ from stratbench.cell.settings import LATER, Settings
 BLOCK_PATTERN = "{experiment}/{model}/{gpus}gpu/block{block}"
 BLOCK_FILE = "block.json"
 SCHEMA_VERSION = 1
+#: Of verdict.json.
+VERDICT_VERSION = 2
 #: The passes of a block: a segment that does not count, each strategy twice, and once more where the two
 #: disagree.
 PASSES = BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"

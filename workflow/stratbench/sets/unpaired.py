@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-ALPHA = 0.05
+from stratbench.moderated import ALPHA
 
 
 class Estimate(NamedTuple):

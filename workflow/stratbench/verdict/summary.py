@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Iterator
 from typing import Any
 
-from stratbench.cell.blocks import Block
+from stratbench.cell.blocks import VERDICT_VERSION, Block
 from stratbench.cell.segments import MATRIX_REPEATS, MOST_OFF
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.moderated import ROUGH
@@ -15,7 +15,6 @@ from stratbench.verdict.costs import Costs
 from stratbench.verdict.noise import Noise, noise_of
 from stratbench.verdict.rounds import Course, Drop, Judged, NextRound, State, decided
 
-SCHEMA_VERSION = 2
 #: Above this bound, "at most so much slower than the fastest" is no useful claim.
 MUCH = 1.0
 #: Kinds of claims that name a fast strategy, with an interval.
@@ -37,7 +36,7 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
     ]
     matrix = [bout["matrix_gpu_hours"] for bout in bouts if len(bout["arms"]) > 1]
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": VERDICT_VERSION,
         "study": course.evidence.study,
         "margin": margin,
         "rounds": course.round,
