@@ -1,0 +1,47 @@
+"""Pools of the plan: their processes have PyTorch from the start, and all pools share one import of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launching import WORKFLOW
+
+#: Two pools; of a process of each: its parent, and whether a fresh one has what takes long to import.
+PROGRAM = """
+import json, os, sys
+from stratbench.plan.processes import pool_of
+
+def found():
+    return os.getppid(), [m in sys.modules for m in ("torch._dynamo", "stratbench.plan.fake")]
+
+if __name__ == "__main__":
+    import program
+    both = []
+    for _ in range(2):
+        with pool_of(1) as pool:
+            both.append(pool.submit(program.found).result())
+    print(json.dumps(both))
+"""
+
+
+@pytest.mark.slow
+def test_two_pools_share_one_import(tmp_path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    path = os.pathsep.join((str(WORKFLOW), str(tmp_path)))
+    printed = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert printed.returncode == 0, printed.stderr
+    (parent, imported), (other_parent, other_imported) = json.loads(printed.stdout)
+    assert parent == other_parent
+    assert imported == other_imported == [True, True]
