@@ -108,20 +108,21 @@ def test_a_segment_may_take_as_long_as_a_strategy_needs_for_its_own_period(tmp_p
 
 def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, capsys):
     path = tmp_path / "s" / "verdict" / "verdict.json"
-    assert not round_of(tmp_path, "not asked").is_told
+    assert not round_of(tmp_path, "not asked").has_current_verdict
     path.parent.mkdir(parents=True)
     found = round_of(tmp_path, content())
     settings = Settings(**found.settings_of(found.block_of(wildcards(3)))["ddp"])
     place = {"experiment": "e", "model": "vgg-compact", "gpus": 2}
     trained = {"ddp": trained_digest(settings), "taken-out-since": "0"}
     path.write_text(json.dumps({"bouts": [place | {"trained": trained}]}))
-    assert round_of(tmp_path, "not asked").is_told
-    assert round_of(tmp_path, "not asked", epochs=30).is_told  # no block knows how long is trained
+    assert round_of(tmp_path, "not asked").has_current_verdict
+    # No block knows how long is trained.
+    assert round_of(tmp_path, "not asked", epochs=30).has_current_verdict
     assert capsys.readouterr().err == ""
-    assert not round_of(tmp_path, "not asked", lr=0.2).is_told
+    assert not round_of(tmp_path, "not asked", lr=0.2).has_current_verdict
     assert "the verdict is not used" in capsys.readouterr().err
     path.write_text("[]")
-    assert not round_of(tmp_path, "not asked").is_told
+    assert not round_of(tmp_path, "not asked").has_current_verdict
 
 
 def test_a_job_of_the_round_reads_what_was_kept(tmp_path):

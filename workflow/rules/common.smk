@@ -127,7 +127,7 @@ def compared_sets(wildcards):
 def told_verdict(wildcards):
     """The study's verdict, where there is one of the config's settings; else an empty text."""
     path = ROUND.file.with_name("verdict.json")
-    return str(path) if ROUND.is_told else ""
+    return str(path) if ROUND.has_current_verdict else ""
 
 
 def verdict_of(wildcards):

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class CommandError(Exception):
-    """Why a subcommand cannot do what it was asked, in one sentence."""
+    """The reason, in one sentence, why a subcommand cannot do what it was asked."""

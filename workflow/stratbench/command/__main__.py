@@ -26,7 +26,7 @@ options to Snakemake: `stratbench plan --config 'cluster={gpu: A100 40GB}'`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit code, 2 where it could not do what it was asked."""
+    """Runs one subcommand and returns its exit code: 2 if it cannot do what it was asked."""
     given, others = parser().parse_known_args(argv)
     try:
         return given.run(given, others)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All subcommands."""
+    """The parser of all subcommands."""
     made = argparse.ArgumentParser(
         prog="stratbench",
         description=DESCRIPTION,
@@ -133,13 +133,13 @@ def run_study(given: argparse.Namespace, others: list[str]) -> int:
 
 
 def run_plan(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench plan`: the rule `plan`, or of a bundle the module behind it."""
+    """`stratbench plan`: the rule `plan`, or for a bundle the module `from_set`."""
     require("torch")
     return of_set_or_study(given, others, lambda m: m.plan(given.set, pairs(given), given.out))
 
 
 def run_check(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench check`: the rule `check`, or the check of a set."""
+    """`stratbench check`: the rule `check`, or for a set its check."""
     if given.set is not None:
         refuse(pairs(given))
     elif given.to_share:
@@ -150,20 +150,20 @@ def run_check(given: argparse.Namespace, others: list[str]) -> int:
 
 
 def run_decide(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench decide`: the rule `decide`, or of a set the module behind it."""
+    """`stratbench decide`: the rule `decide`, or for a set the module `from_set`."""
     return of_set_or_study(given, others, lambda m: m.decide(given.set, pairs(given), given.out))
 
 
 def run_compare(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench compare`: the rule `compare`, or of named sets the module behind it."""
-    # Without an exponent, which YAML would take for a text.
+    """`stratbench compare`: the rule `compare`, or for named sets the module `from_set`."""
+    # Without an exponent, because YAML would read that as text.
     limit = [] if given.fail_above is None else [f"compare={{fail_above: {given.fail_above:.9f}}}"]
     config = [*pairs(given), *limit]
     return of_set_or_study(given, others, lambda m: m.compare(given.set, config, given.out), limit)
 
 
 def run_export(given: argparse.Namespace, others: list[str]) -> int:
-    """`stratbench export`: the rule `export`, or of a set the module behind it."""
+    """`stratbench export`: the rule `export`, or for a set the module `from_set`."""
     from stratbench.sets.export import EXPORTS
 
     if unknown := [name for name in given.to if name not in EXPORTS]:
@@ -182,9 +182,9 @@ def of_set_or_study(
     of_set: Callable[[ModuleType], int],
     config: Sequence[str] = (),
 ) -> int:
-    """What the module `from_set` does with the set that is named; without one, the rule of this name.
+    """Runs `of_set` with the module `from_set` if a set is named, else the rule of this name.
 
-    `config`: what the rule gets beside the config's own pairs.
+    `config`: pairs that the rule gets in addition to those on the command line.
     """
     if given.set:
         from stratbench.command import from_set
@@ -209,18 +209,18 @@ def run_bundle(given: argparse.Namespace, others: list[str]) -> int:
 
 
 def answer_by_rule(given: argparse.Namespace, others: list[str], config: Sequence[str]) -> int:
-    """The rule of the subcommand's name: its own text is what was asked for, and nothing of Snakemake's."""
+    """Runs the rule of the subcommand's name: prints its own text, and nothing of Snakemake's."""
     quiet = ("--cores", "1", "--quiet", "all")
     return run_rules(given.command, *quiet, *others, config=[*pairs(given), *config], program=QUIET)
 
 
 def pairs(given: argparse.Namespace) -> list[str]:
-    """What is to change in the config, as KEY=VALUE."""
+    """The changes to the config, as KEY=VALUE."""
     return [*([f"study={given.study}"] if given.study else []), *given.config]
 
 
 def refuse(others: list[str]) -> None:
-    """CommandError for arguments that nobody knows."""
+    """Raises CommandError if there are unknown arguments."""
     if others:
         raise CommandError(f"unknown: {' '.join(others)}; see stratbench --help")
 

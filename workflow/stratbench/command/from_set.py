@@ -26,7 +26,7 @@ from stratbench.workload.tasks import TASKS
 
 
 def read(text: str) -> ResultSet:
-    """The set that `text` names, or CommandError."""
+    """Reads the set that `text` names; CommandError if that fails."""
     try:
         return read_set(text)
     except SetError as error:
@@ -34,9 +34,9 @@ def read(text: str) -> ResultSet:
 
 
 def check(text: str, to_share: bool = False) -> int:
-    """Print what a set holds and what the audit thinks of it; returns 1 where it calls figures unusable.
+    """Prints what a set holds and what the audit finds; returns 1 if figures are unusable.
 
-    `to_share`: print why others cannot have it, too; returns 1 where there is a reason.
+    `to_share`: also prints why others cannot have it, and returns 1 if there is a reason.
     """
     try:
         found = read_set(text)
@@ -52,7 +52,7 @@ def check(text: str, to_share: bool = False) -> int:
 
 
 def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
-    """Print the decisions on a set's records, and write them to a folder."""
+    """Prints the decisions on a set's records, and writes them to a folder."""
     found = read(text)
     config = changed(found.config or {}, pairs)
     try:
@@ -72,7 +72,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
 
 
 def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
-    """Put sets (NAME=SET) side by side; returns 1 where one is slower than `compare.fail_above` allows."""
+    """Compares sets (NAME=SET); returns 1 if one is slower than `compare.fail_above` allows."""
     from stratbench.sets.compare import compare_sets
 
     config = changed({}, pairs)
@@ -97,7 +97,7 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
 
 
 def export(text: str, formats: Sequence[str], out: Path | None) -> int:
-    """Write a set in formats of other tools."""
+    """Writes a set in the formats of other tools."""
     found = read(text)
     try:
         folders = export_set(found, formats, out or Path(f"{found.study}.export"))
@@ -108,7 +108,7 @@ def export(text: str, formats: Sequence[str], out: Path | None) -> int:
 
 
 def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
-    """Plan the study of a bundle anew, from its config and its records."""
+    """Plans the study of a bundle anew, from its config and its records."""
     from stratbench.plan.__main__ import main as make_plan
 
     found = read(text)
@@ -126,7 +126,7 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
 
 
 def changed(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
-    """A config with the values of KEY=VALUE, as Snakemake's `--config` takes them: mappings are merged."""
+    """The config changed by pairs KEY=VALUE, as by Snakemake's `--config`: mappings are merged."""
     result = json.loads(json.dumps(config))
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -141,7 +141,7 @@ def changed(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def merge(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Put `values` into `config`, mappings key by key."""
+    """Merges `values` into `config`, mappings key by key."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             merge(config[key], value)
@@ -150,7 +150,7 @@ def merge(config: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
-    """The experiments in a set's config, of which nothing was checked; empty where there are none."""
+    """The experiments in a set's unchecked config; empty if it has none."""
     try:
         found = config["studies"][study]["experiments"]
         return {name: dict(block) for name, block in found.items()}
@@ -159,14 +159,14 @@ def experiments_of(config: Mapping[str, Any], study: str) -> dict[str, dict[str,
 
 
 def other_optimizers(config: Mapping[str, Any], study: str) -> dict[str, str]:
-    """Experiments whose optimizer is not SGD, and which it is."""
+    """The optimizers that are not SGD, by experiment."""
     named = {name: b.get("optimizer", "sgd") for name, b in experiments_of(config, study).items()}
     return {name: str(optimizer) for name, optimizer in named.items() if optimizer != "sgd"}
 
 
 def refuse_foreign_code(text: str, config: Mapping[str, Any]) -> None:
-    """CommandError where planning would call what a bundle names: nothing in a bundle is executed."""
-    # What is no mapping is refused as any other mistake in a config.
+    """Raises CommandError if planning would call code that a bundle names: no code of a bundle is run."""
+    # A value that is no mapping is refused later, like any other mistake in a config.
     models, datasets, studies = (
         found if isinstance(found := config.get(key), dict) else {}
         for key in ("models", "datasets", "studies")

@@ -1,4 +1,4 @@
-"""Runs the workflow's rules on the study of this folder, by Snakemake, as from a clone."""
+"""Runs the workflow's rules on the study in this folder, by Snakemake, as from a clone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from stratbench.cell.places import ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
-#: What rules need beside the packages of the analysis, and how it is installed.
+#: Packages that rules need beside those of the analysis, and how to install them.
 NEEDED = {"snakemake": "snakemake", "torch": "torch torchvision"}
-#: Snakemake that tells why no rule could begin, whatever `--quiet` says.
+#: Snakemake that says why no rule could begin, whatever `--quiet` says.
 QUIET = "stratbench.command.quietly"
 
 
 def require(*modules: str) -> None:
-    """CommandError where a package is missing: before anything starts, and with what brings it."""
+    """Raises CommandError if a package is missing: before anything starts, and with how to install it."""
     for module in modules:
         if module_is_missing(module):
             raise CommandError(
@@ -27,18 +27,18 @@ def require(*modules: str) -> None:
 
 
 def module_is_missing(name: str) -> bool:
-    """Whether a module cannot be found, without importing it."""
+    """Whether a module cannot be found; does not import it."""
     try:
         return find_spec(name) is None
-    except ImportError:  # it was put out of reach
+    except ImportError:  # something blocks its import
         return True
 
 
 def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snakemake") -> int:
-    """Take this process' place by Snakemake, in this folder; `config`: pairs KEY=VALUE.
+    """Replaces this process by Snakemake, in this folder; `config`: pairs KEY=VALUE.
 
-    `program`: the module that is Snakemake, or QUIET. The folder's own Snakefile counts, where there is one.
-    CommandError where no study is here.
+    `program`: the module that is Snakemake, or QUIET. The folder's own Snakefile is used if there is one.
+    CommandError if there is no study here.
     """
     if not Path("config.yaml").is_file():
         raise CommandError(
@@ -54,7 +54,7 @@ def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snake
 
 
 def profile_folder(name: str) -> str:
-    """The folder of a profile: as named, or `profiles/<name>` of this folder, or that of stratbench."""
+    """The folder of a profile: as given, or `profiles/<name>` in this folder, or the one of stratbench."""
     for folder in (Path(name), Path("profiles", name), ROOT / "profiles" / name):
         if (folder / "config.yaml").is_file():
             return str(folder)

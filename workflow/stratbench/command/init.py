@@ -1,4 +1,4 @@
-"""Lays down a study of one's own: config.yaml, a Snakefile that uses stratbench as a module, profiles."""
+"""Writes the files of a new study: config.yaml, a Snakefile that uses stratbench as a module, profiles."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from stratbench.cell.places import INSTALLED, ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
 TEMPLATES = Path(__file__).parent / "templates" / "study"
-#: Of a wheel the path would change with the environment; the package is found in any.
+#: The path in a wheel would change with the environment, but the package can be imported from any.
 FROM_WHEEL = ("from stratbench.cell.places import SNAKEFILE", "str(SNAKEFILE)")
 
 
 def lay_down(folder: Path) -> list[Path]:
-    """Write the study's files and return their paths. CommandError where `folder` is not empty."""
+    """Writes the study's files and returns their paths. CommandError if `folder` is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CommandError(f"{folder} is not an empty folder; name one that does not exist yet")
     try:

@@ -1,7 +1,7 @@
-"""Snakemake with `--quiet all`, which tells all the same why no rule could begin.
+"""Snakemake with `--quiet all`, which still says why no rule could begin.
 
-Its own `--quiet all` hides errors too, such as a mistake in config.yaml. What goes wrong inside a rule
-the rule tells itself.
+Its own `--quiet all` hides errors too, such as a mistake in config.yaml. Errors inside a rule are
+printed by the rule itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BeforeRules(logging.Handler):
 
 
 def main() -> None:
-    """Take Snakemake's arguments, and end with its exit code."""
+    """Takes Snakemake's arguments, and ends with its exit code."""
     # Snakemake clears the handlers of its own logger, `snakemake.logging`.
     logging.getLogger("snakemake").addHandler(BeforeRules())
     snakemake.cli.main()

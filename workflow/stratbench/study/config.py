@@ -56,14 +56,14 @@ class Study:
         return sorted({e.values["dataset"] for e in self.experiments.values()})
 
     def base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
-        """The strategy behind a name of the study, and the options given (not the defaults)."""
+        """The strategy behind a name in the study, and the options given (without the defaults)."""
         if name in REGISTRY:
             return name, {}
         variant = dict(self._study["variants"][name])
         return variant.pop("strategy"), variant
 
     def strategy_kind(self, name: str) -> str:
-        """`collective` or `server`."""
+        """The kind of a strategy: `collective` or `server`."""
         return strategy_class(self.base_strategy(name)[0]).kind
 
     def settings(self, cell: Cell) -> Settings:
@@ -95,11 +95,11 @@ class Study:
         )  # fmt: skip
 
     def own_model(self, name: str) -> dict[str, Any] | None:
-        """Of a model that is not built in: what it calls, how it is sharded, which code it is."""
+        """The spec of a model that is not built in: its call, its sharding and its code; else None."""
         return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
 
     def own_task(self, name: str | None) -> dict[str, Any] | None:
-        """Of a task that is not built in: what it calls, and which code it is."""
+        """The spec of a task that is not built in: its call and its code; else None."""
         if name is None or name in tasks.TASKS:
             return None
         return self._with_fingerprint(f"task {name}", {"call": name})
@@ -111,9 +111,9 @@ class Study:
         return self._own_code[key]
 
     def own_code(self) -> dict[str, dict[str, Any]]:
-        """What is not built in of the study's models and tasks, with its code, by name.
+        """The specs of the study's models and tasks that are not built in, with their code, by name.
 
-        As `own_code` in a config it spares `Study` to read the code again.
+        Given as `own_code` in a config, they save `Study` from reading the code again.
         """
         for cell in self.cells:
             self.own_model(cell.model)
@@ -122,11 +122,11 @@ class Study:
         return {name: spec for name, spec in self._own_code.items() if spec}
 
     def dataset(self, name: str) -> Dataset:
-        """What is known of a data set; of a user's own little, until it is prepared."""
+        """The facts of a data set; few of a user's own data set until it is prepared."""
         return self._data.facts(name)
 
     def own_data(self) -> dict[str, dict[str, Any]]:
-        """What settings say of each of the study's data sets that is a user's own."""
+        """The identity of each of the user's own data sets in the study, as settings hold it."""
         found = {name: self._data.identity(name) for name in self.datasets}
         return {name: identity for name, identity in found.items() if identity}
 
@@ -134,7 +134,7 @@ class Study:
         return self.experiments[cell.experiment].values["time_limit_s"]
 
     def as_trained(self) -> dict[str, Any]:
-        """A config of this study alone, without what no cell is trained with: `Study` reads it."""
+        """A config of this study alone, without keys that no cell is trained with; `Study` can read it."""
         apart = ("time_limit_s", "target_score")
         experiments = {
             name: {key: value for key, value in e.values.items() if key not in apart}
@@ -145,12 +145,12 @@ class Study:
         return trained | self._own if self.own_code() or self.own_data() else trained
 
     def optimizers(self) -> dict[str, str]:
-        """Experiments whose optimizer is not SGD, and which it is."""
+        """The optimizers that are not SGD, by experiment."""
         found = {e: x.values["optimizer"] for e, x in self.experiments.items()}
         return {e: optimizer for e, optimizer in found.items() if optimizer != "sgd"}
 
     def target_scores(self) -> dict[str, float]:
-        """Experiments with a score to reach, and the score; changing one retrains nothing."""
+        """The score to reach, by experiment, where there is one; changing it retrains nothing."""
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 
@@ -178,9 +178,9 @@ def cell_seed(study_seed: int, model: str, repeat: int) -> int:
 def load_config(
     raw: Mapping[str, Any], files: Iterable[str | Path] = ()
 ) -> tuple[dict[str, Any], Study]:
-    """The validated config and its chosen study. `raw` is as read from YAML, out of `files`.
+    """The validated config and its chosen study. `raw`: the config as read from the YAML `files`.
 
-    ConfigError on the first mistake.
+    Raises ConfigError at the first mistake.
     """
     for file in files:
         check_duplicate_keys(file)

@@ -1,4 +1,4 @@
-"""What the keys of a study mean for one another: options of strategies, batches, models, stragglers."""
+"""Checks the keys of a study against each other: options of strategies, batches, models, stragglers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _JSON_TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"]}
 
 
 def check_variants(study: str, values: Mapping[str, Any]) -> None:
-    """ConfigError for a variant of another strategy, or with an option that its strategy has not."""
+    """ConfigError for a variant named like a strategy, of no known strategy, or with an unknown option."""
     for name, variant in values["variants"].items():
         where = f"studies.{study}.variants.{name}"
         if name in REGISTRY:
@@ -51,13 +51,13 @@ def check_variants(study: str, values: Mapping[str, Any]) -> None:
 
 
 def _json_types(kind: Any) -> list[str]:
-    """As what a text is read for an option of this kind; of several (`int | Literal[...]`), the first."""
+    """The JSON types that a text is read as for an option of this kind; the first of several kinds."""
     kinds = (kind, *get_args(kind))
     return next((_JSON_TYPES[k] for k in kinds if k in (int, float, bool)), ["string"])
 
 
 def check_models(config: Mapping[str, Any]) -> None:
-    """ConfigError for a model of the user's whose name or call cannot be one. Nothing is imported."""
+    """Raises ConfigError if the name or call of a user's model cannot be one. Imports nothing."""
     for name, spec in config["models"].items():
         if name in models.MODELS:
             raise ConfigError(f"config: models.{name}: {name!r} is built in; choose another name")
@@ -83,9 +83,9 @@ def check_experiment(
     config: Mapping[str, Any],
     facts: Callable[[str], Dataset],
 ) -> None:
-    """ConfigError for the first value of an experiment that contradicts another, or names nothing.
+    """Raises ConfigError for the first value of an experiment that contradicts another, or names nothing.
 
-    `facts`: what is known of a data set; what is not is judged when it was prepared.
+    `facts`: returns what is known of a data set; what is unknown is judged once it is prepared.
     """
     dataset_names = [*DATASETS, *config["datasets"]]
     model_names = [*models.MODELS, *config["models"]]
@@ -107,7 +107,7 @@ def check_experiment(
         dataset = facts(block["dataset"])
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
-    faults = chain(  # lazy: each may rely on those before it having found nothing
+    faults = chain(  # lazy: each may rely on the earlier ones having found nothing
         _task_faults(block, dataset),
         _optimizer_faults(block),
         _batch_faults(block, dataset),
@@ -133,7 +133,7 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     if block["steps"] is not None:
         yield f".target_score = {target}: with steps nothing is evaluated; remove it, or give epochs"
     if name is None and dataset.shape is None:
-        return  # of a user's data that are not read yet
+        return  # a user's own data set, not read yet
     task = tasks.TASKS.get(name or tasks.natural_task(dataset.shape))
     if task is not None and (target <= 0 or (task.unit == "share" and target > 1)):
         within = "a share of 1, as 0.9" if task.unit == "share" else f"more than 0 {task.unit}"
@@ -141,11 +141,11 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
 
 
 def check_tolerances(config: Mapping[str, Any]) -> None:
-    """ConfigError for the tolerance of a score that no task of the config has."""
+    """Raises ConfigError for the tolerance of a score that no task of the config has."""
     given = config["decide"]["score_tolerance"]
     blocks = [e for s in config["studies"].values() for e in s["experiments"].values()]
     if any(block["task"] not in (None, *tasks.TASKS) for block in blocks):
-        return  # a user's own names its score when it is imported
+        return  # a user's own task names its score when it is imported
     names = [task.score_name for task in tasks.TASKS.values()]
     for name in given:
         if name not in names:
@@ -155,13 +155,13 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
 
 
 def _all_at_once(where: str, faults: Iterator[str]) -> Iterator[str]:
-    """Faults that do not follow from one another, as one: of strategies all that are refused are told."""
+    """Independent faults as one fault, so that all refused strategies are reported together."""
     if found := list(dict.fromkeys(faults)):
         yield f"\nconfig: {where}".join(found)
 
 
 def settle_optimizer(block: dict[str, Any]) -> None:
-    """Before the defaults: what only the other optimizer has is off, and AdamW's own are torch's."""
+    """Before the defaults: turns off what only the other optimizer has, and gives AdamW torch's values."""
     if block.get("optimizer") == "adamw":
         for key, value in (("momentum", 0.0), ("betas", [0.9, 0.999]), ("eps", 1e-8)):
             if block.get(key) is None:
@@ -190,7 +190,7 @@ def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _given(block: Mapping[str, Any], *keys: str) -> str:
-    """Which of the keys have a value, and what."""
+    """The keys that have a value, with the value, as text."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
 

@@ -1,4 +1,4 @@
-"""The data sets of a config: what is known of each, and what settings say of a user's own."""
+"""The data sets of a config: the facts of each, and the identity of a user's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stratbench.workload.datasets import Dataset, describe
 
 
 class DataSets:
-    """The data sets of a config, each looked at once."""
+    """The data sets of a config; each is looked at once."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._specs = config.get("datasets", {})
@@ -21,9 +21,9 @@ class DataSets:
         self._facts: dict[str, Dataset] = {}
 
     def identity(self, name: str) -> dict[str, Any] | None:
-        """What settings say of a user's own data set; None for any other.
+        """The identity of a user's own data set, as settings hold it; None for any other.
 
-        Its files are hashed where they are not as they were. DataError where one cannot be read.
+        Files that changed are hashed again. DataError if one cannot be read.
         """
         if name not in self._identities:
             spec, found = self._specs.get(name), None
@@ -33,12 +33,12 @@ class DataSets:
             self._identities[name] = found
         return self._identities[name]
 
-    def said(self, name: str) -> Dataset:
-        """What the config says of a data set: of a user's own not what was prepared."""
+    def as_configured(self, name: str) -> Dataset:
+        """The facts that the config gives of a data set, without looking at what was prepared."""
         return describe(name, self._specs.get(name))
 
     def facts(self, name: str) -> Dataset:
-        """What is known of a data set; of a user's own by what was prepared of it as it is now."""
+        """The facts of a data set; of a user's own, as far as its present state was prepared."""
         if name not in self._facts:
             identity = self.identity(name)
             meta = identity and own_data.prepared_facts(self._folder / name, identity)

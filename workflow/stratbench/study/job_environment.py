@@ -1,4 +1,4 @@
-"""The environment variables of jobs: where they find the package, this Python, SLURM and data files."""
+"""The environment of jobs: where they find the package, this Python, SLURM and data files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stratbench.workload.own_data import PLACES_VARIABLE, places_for_jobs
 
 
 def image_of_jobs(config: Mapping[str, Any], asked: bool) -> str | None:
-    """The image that rules run in; None where the config names none.
+    """The image that rules run in; None if the config names none.
 
-    `asked`: whether Snakemake is to use it. Then a missing one is a ConfigError.
+    `asked`: whether Snakemake is to use it. Then a missing image is a ConfigError.
     """
     image = config["container"]
     if asked and image is None:
@@ -42,12 +42,12 @@ def image_of_jobs(config: Mapping[str, Any], asked: bool) -> str | None:
 
 
 def set_job_environment(config: Mapping[str, Any], package_root: str | None) -> None:
-    """Give this process and its jobs what they need that is not part of a result.
+    """Sets variables that this process and its jobs need, but that are no part of a result.
 
-    The package and this interpreter are found whichever way Snakemake was started (a conda environment
-    that a rule activates comes before it), and data files where the config says: as a rule's parameter
-    their folder would make everything again when it moves. `package_root`: None where jobs find the
-    package by themselves.
+    The package and this interpreter are found however Snakemake was started (a conda environment that
+    a rule activates comes first). Data files are found in the config's folder: as a rule's parameter,
+    that folder would cause everything to be made again when it moves. `package_root`: None if jobs find
+    the package by themselves.
     """
     firsts = {"PATH": str(Path(sys.executable).parent)}
     if package_root is not None:
@@ -55,7 +55,7 @@ def set_job_environment(config: Mapping[str, Any], package_root: str | None) -> 
     for variable, first in firsts.items():
         rest = [p for p in os.environ.get(variable, "").split(os.pathsep) if p and p != first]
         os.environ[variable] = os.pathsep.join([first, *rest])
-    # SLURM's plugin takes every SLURM_* variable from its jobs; with this one srun finds its cluster.
+    # SLURM's plugin removes every SLURM_* variable from its jobs; srun finds its cluster by this one.
     if "SLURM_CONF" in os.environ:
         os.environ["STRATBENCH_SLURM_CONF"] = os.environ["SLURM_CONF"]
     folders = [str(Path(folder).expanduser().resolve()) for folder in config["code"]]

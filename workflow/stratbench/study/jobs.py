@@ -1,4 +1,4 @@
-"""The cells of a study as the rules train them: which ones, with what settings, on what resources."""
+"""The training jobs of a study: which cells are trained, with what settings, on what resources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Jobs:
     """The training jobs of a study. Each answer is worked out once, since Snakemake asks often."""
 
     def __init__(self, config: Mapping[str, Any], study: Study) -> None:
-        """`config`: validated, and `study` one of its studies."""
+        """`config`: validated; `study`: one of its studies."""
         self.results: str = config["results"]
         self._study = study
         self._cluster = config["cluster"]
@@ -30,7 +30,7 @@ class Jobs:
 
     @cached_property
     def skipped(self) -> dict[str, str]:
-        """Why cells are not trained, by path: the plan says so, and the config lets it."""
+        """Reasons why cells are skipped, by path: the plan calls them infeasible, the config skips such."""
         if not self._cluster["skip_infeasible"]:
             return {}
         reasons = {
@@ -40,7 +40,7 @@ class Jobs:
         return {path: reason for path, reason in reasons.items() if reason}
 
     def record_paths(self) -> list[str]:
-        """The record of every cell that is not skipped, in the order of the config."""
+        """The records of all cells that are not skipped, in the order of the config."""
         return [
             str(cell.record_path(self.results))
             for path, cell in self._cells.items()
@@ -48,7 +48,7 @@ class Jobs:
         ]
 
     def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
-        """The cell that a training job's wildcards name; ConfigError where it is none of the study's.
+        """The cell that a training job's wildcards name; ConfigError if the study has no such cell.
 
         A verdict may ask for more repeats of a cell than the config does.
         """
@@ -59,13 +59,13 @@ class Jobs:
         return self._cells.get(path) or replace(first, repeat=int(wildcards["repeat"]))
 
     def settings_of(self, cell: Cell) -> Settings:
-        """What a cell is trained with."""
+        """The settings that a cell is trained with."""
         if cell not in self._settings:
             self._settings[cell] = self._study.settings(cell)
         return self._settings[cell]
 
     def request_of(self, cell: Cell) -> JobRequest:
-        """What a cell asks a scheduler for."""
+        """The request of a cell to the scheduler."""
         if cell not in self._requests:
             self._requests[cell] = job_request(
                 cell,

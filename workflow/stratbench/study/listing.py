@@ -2,7 +2,7 @@
 
     python -m stratbench.study.listing MATRICES --out cells.json
 
-MATRICES is JSON: for each experiment the arguments of `cells.expand`.
+MATRICES is JSON: the arguments of `cells.expand` for each experiment.
 """
 
 from __future__ import annotations

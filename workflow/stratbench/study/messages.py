@@ -1,4 +1,4 @@
-"""How a mistake in config.yaml is told: one line with the place, the value and what is allowed."""
+"""Messages about mistakes in config.yaml: one line with the place, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LONGEST_SHOWN = 80  # characters of a wrong value in a message
 
 
 class ConfigError(ValueError):
-    """A mistake in config.yaml, told in one message a person can act on."""
+    """A mistake in config.yaml, with one message that a person can act on."""
 
 
 def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
@@ -26,12 +26,12 @@ def place_of(path: Iterable[str | int]) -> str:
 
 
 def repr_of(value: Any) -> str:
-    """A wrong value as a message shows it, cut where it is long."""
+    """A wrong value as a message shows it, cut if it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def did_you_mean(given: Any, allowed: Iterable[str]) -> str:
-    """The closest of `allowed`, as a question with a blank before it; empty where none is close."""
+    """The closest of `allowed`, as a question after a blank; empty if none is close."""
     close = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

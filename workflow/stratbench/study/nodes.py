@@ -1,6 +1,6 @@
-"""What the nodes of a SLURM cluster offer, and why a cell's request fits on none of them.
+"""The nodes of a SLURM cluster: what they offer, and why a cell's request fits on none of them.
 
-Used by `pending`, which tells it before anything is submitted, and by the plan.
+Used by `pending` before anything is submitted, and by the plan.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from stratbench.study.resources import JobRequest
 
 #: One line a node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"
-#: Reasons told at most; the others are counted.
+#: The largest number of reasons shown; the others are counted.
 MOST_TOLD = 5
 
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of one partition offers. `limit_min` None: no time limit."""
+    """The resources of one node in one partition. `limit_min` None: no time limit."""
 
     partition: str
     is_default: bool
@@ -35,7 +35,7 @@ class Node:
     limit_min: int | None
 
     def lacks(self, asked: JobRequest) -> list[str]:
-        """Of what the node has too little for the request: cpus, memory, gpus, time."""
+        """The resources of which the node has too little for the request: cpus, memory, gpus, time."""
         short = {
             "gpus": self.gpus < asked.gpus,
             "cpus": self.cpus < asked.cpus,
@@ -46,7 +46,7 @@ class Node:
 
 
 def cluster_nodes() -> list[Node]:
-    """What the cluster's nodes offer; empty without SLURM, or where it does not answer."""
+    """The nodes of the cluster; empty without SLURM, or if it does not answer."""
     if shutil.which("sinfo") is None:
         return []
     command = ["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]
@@ -58,9 +58,10 @@ def cluster_nodes() -> list[Node]:
 
 
 def parse_sinfo(text: str) -> list[Node]:
-    """The nodes in sinfo's output; none where a node's line is of another form.
+    """The nodes in sinfo's output; none if a node's line cannot be parsed.
 
-    A node that cannot be read may be the one that holds a cell. Lines without figures (`n/a`) are left out.
+    A node that cannot be read may be the one that can hold a cell. Lines without figures (`n/a`) are
+    left out.
     """
     found = []
     for line in text.splitlines():
@@ -85,12 +86,12 @@ def parse_sinfo(text: str) -> list[Node]:
 
 
 def count_gpus(gres: str) -> int:
-    """GPUs in what SLURM calls generic resources: `gpu:4`, `gpu:a100:2(S:0-1),gpu:v100:2`."""
+    """The number of GPUs in SLURM's generic resources: `gpu:4`, `gpu:a100:2(S:0-1),gpu:v100:2`."""
     return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
 
 def _minutes(limit: str) -> int | None:
-    """A time limit as sinfo writes it, `2-00:00:00` or `30:00`, in minutes; None: none."""
+    """A time limit as sinfo writes it, `2-00:00:00` or `30:00`, in minutes; None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
         return None
@@ -99,7 +100,7 @@ def _minutes(limit: str) -> int | None:
 
 
 def nodes_of_partition(nodes: Iterable[Node], partition: str | None) -> list[Node]:
-    """The nodes of the partitions named (`a,b`), else of the default one; `*`: of all."""
+    """The nodes of the partitions named (`a,b`), else those of the default one; all for `*`."""
     nodes = list(nodes)
     if partition == "*":
         return nodes
@@ -115,10 +116,10 @@ def refusal(
     nodes: Sequence[Node],
     in_profile: bool = False,
 ) -> str | None:
-    """One sentence that says why no node can hold the cell; None where one can, or none is known.
+    """A sentence that says why no node can hold the cell; None if one can, or if no node is known.
 
-    What it asks, what the largest node has, and which key of config.yaml to change. `in_profile`:
-    the request is that of the profile, not what follows from the config.
+    It says what the cell asks for, what the largest node has, and which key of config.yaml to change.
+    `in_profile`: the request comes from the profile, not from the config.
     """
     by_partition: dict[str, list[Node]] = {}
     for node in nodes:
@@ -145,7 +146,7 @@ def refusal(
 
 
 def describe_request(cell: Cell, asked: JobRequest) -> str:
-    """What a cell asks for, in words."""
+    """The request of a cell, in words."""
     count = "a node" if asked.nodes == 1 else f"{asked.nodes} nodes, each"
     quantities = _quantities(asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min, asked)
     return f"{cell} asks for {count} with {quantities}"
@@ -161,7 +162,7 @@ def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: 
 def _remedies(
     lacks: Iterable[str], cell: Cell, settings: Settings, asked: JobRequest, largest: Node
 ) -> Iterator[str]:
-    """Which key to change, for each thing that is lacking."""
+    """Advice on which key to change, for each resource that is lacking."""
     block = f"studies.{cell.study}.experiments.{cell.experiment}"
     served = "servers" in settings.options
     spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
@@ -187,7 +188,7 @@ def _remedies(
 
 
 def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
-    """The sentences for a person: the first cell of each reason, and how many cells share it."""
+    """Lines for the user: the first cell of each reason, and how many cells share it."""
     by_reason: dict[str, list[Cell]] = {}
     for cell, sentence in refusals.items():
         by_reason.setdefault(sentence.removeprefix(str(cell)), []).append(cell)

@@ -20,10 +20,10 @@ from stratbench.study import nodes
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import comment_of, tell
 
-#: Between two looks at the pending jobs, and how long one must have waited for a reason, in seconds.
+#: The time between two looks at the pending jobs, and how long a job must have waited, in seconds.
 LOOK_S = 20
 PATIENCE_S = 60
-#: Why a job is pending that only a person can start: what SLURM calls it, and what to do.
+#: Reasons for pending that only a person can remove: what SLURM calls them, and what to do.
 FOR_EVER = {
     r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints": (
         "no node of the partition has what it asks for, or its limits forbid it: change `cluster` or the "
@@ -39,12 +39,12 @@ FOR_EVER = {
         "in config.yaml, or qos and slurm_account in the profile"
     ),
 }
-#: Limits on all jobs of a user or an account together: they pass when others of them end.
+#: Limits on all jobs of a user or an account together: they pass when other jobs end.
 SHARED_LIMITS = r"(QOS|Assoc|Max)\w+"
 
 
 def submitted_request(resources: Any) -> JobRequest:
-    """What a job of Snakemake's will ask SLURM for, the profile's changes included."""
+    """The request of a Snakemake job to SLURM, including the profile's changes."""
     return JobRequest(
         nodes=int(resources.get("nodes") or 1),
         gpus=nodes.count_gpus(str(resources.get("gres") or "")),
@@ -54,18 +54,18 @@ def submitted_request(resources: Any) -> JobRequest:
     )
 
 
-#: Snakemake's job, its cell and settings, and what the config asks for it.
+#: Snakemake's job, its cell and settings, and the request that the config makes for it.
 Submission = tuple[Any, Cell, Settings, JobRequest]
 
 
 def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
-    """Why no node can hold jobs, in sentences; where all can be held, refused and stuck ones are told.
+    """Sentences on why no node can hold some jobs; if there are none, starts to report stuck jobs.
 
-    `workflow` is Snakemake's, about to submit to SLURM. Another scheduler is left alone.
+    `workflow` is Snakemake's, about to submit to SLURM. With another scheduler this does nothing.
     """
     if workflow.local_exec or workflow.executor_plugin.name != "slurm":
         return []
-    # The plugin chooses among the partitions of such a file, which is not read here.
+    # The plugin chooses among the partitions of such a file, and this function does not read it.
     anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
     refused_cells = refusals(jobs, nodes.cluster_nodes(), anywhere)
     if not refused_cells:
@@ -88,7 +88,7 @@ def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
 def refusals(
     jobs: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
 ) -> dict[Cell, str]:
-    """Why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
+    """The reasons why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
     found = {}
     for job, cell, settings, from_config in jobs:
         asked = submitted_request(job.resources)
@@ -114,10 +114,10 @@ def _plain(asked: JobRequest) -> tuple[int, ...]:
 
 
 class RefusalFilter(logging.Filter):
-    """Turns the report of a refused sbatch, a page of its command line, into two sentences."""
+    """Replaces the report of a refused sbatch, a page of its command line, by two sentences."""
 
     def __init__(self, asks: Mapping[str, str]) -> None:
-        """`asks`: what a job asks for, in words, by the first file that it makes."""
+        """`asks`: the request of each job, in words, by the first file that the job makes."""
         super().__init__()
         self._asks = asks
 
@@ -134,7 +134,7 @@ class RefusalFilter(logging.Filter):
 
 
 def refusal_by_sbatch(message: str) -> str | None:
-    """Why sbatch refused a job, from the report of Snakemake's SLURM plugin; None for another."""
+    """The reason why sbatch refused a job, from the SLURM plugin's report; None for other messages."""
     found = re.match(
         r"SLURM sbatch failed\. The error message was '(.*?)'\.\n\s+sbatch call:",
         message,
@@ -147,7 +147,7 @@ def refusal_by_sbatch(message: str) -> str | None:
 
 
 def show_refusals_plainly(asks: Mapping[str, str]) -> None:
-    """From now on, show what sbatch said and what the job asks for (by the file that it makes)."""
+    """Installs the filter that shows what sbatch said and what the job asks for (by the file it makes)."""
     logging.getLogger("snakemake.logging").addFilter(RefusalFilter(asks))
 
 
@@ -155,9 +155,9 @@ def show_refusals_plainly(asks: Mapping[str, str]) -> None:
 
 
 def watch(cells: Mapping[str, str], directory: Path) -> None:
-    """Look at the pending jobs of `directory` until this process ends, and tell those that stay.
+    """Looks at the pending jobs of `directory` until this process ends, and reports those that are stuck.
 
-    `cells`: what a job makes, by its comment. A thread that holds nothing up.
+    `cells`: the file that a job makes, by the job's comment. Runs in a thread, so nothing waits for it.
     """
     seen: dict[tuple[str, str], float] = {}
 
@@ -181,7 +181,8 @@ def newly_stuck(
 ) -> list[tuple[str, str]]:
     """(job id, sentence) of each job that has waited PATIENCE_S for a reason that does not pass.
 
-    `seen` keeps since when each job was seen with its reason. Empty where SLURM does not answer.
+    `seen` keeps the time at which each job was first seen with its reason. Empty if SLURM does not
+    answer.
     """
     command = ["squeue", "--me", "--noheader", "--format=%i|%Z|%T|%r|%k"]
     try:
@@ -210,7 +211,8 @@ def newly_stuck(
 def stuck_jobs(text: str, directory: Path) -> Iterable[tuple[tuple[str, str], tuple[str, str]]]:
     """((job id, comment), (reason, remedy)) of the pending jobs of `directory` that will not start.
 
-    `text` is squeue's. A limit on all jobs together counts only while none of the user's runs.
+    `text` is the output of squeue. A limit on all jobs together counts only while no job of the user
+    runs.
     """
     rows = [line.split("|", 4) for line in text.splitlines() if line.count("|") >= 4]
     running = any(state in ("RUNNING", "COMPLETING", "CONFIGURING") for _, _, state, _, _ in rows)

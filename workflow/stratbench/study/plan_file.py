@@ -1,4 +1,4 @@
-"""plan.json as the rules read it: what a cell will need, and whether it can run at all.
+"""Reads plan.json for the rules: what a cell will need, and whether it can run at all.
 
 Written by `plan/`. Nothing heavy is imported: the Snakefile uses it on every parse.
 """
@@ -16,7 +16,7 @@ from stratbench.cell.files import read_json
 
 
 class PlanFile:
-    """What a study's plan.json says of its cells; nothing where there is none that can be read."""
+    """The cells in a study's plan.json; empty if there is none that can be read."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -28,21 +28,21 @@ class PlanFile:
             self.gpu, self.memory_margin, self.cells = None, None, {}
 
     def host_mem_mib(self, cell: Cell) -> int:
-        """Host memory that the cell needs on a node; 0 where that is not known."""
+        """Host memory that the cell needs on a node, in MiB; 0 if it is not known."""
         return self._needs(cell).get("host_mem_mib") or 0
 
     def longest_s(self, cell: Cell) -> float | None:
-        """The longest that the cell is expected to take, in seconds; None where that is not known."""
+        """The upper estimate of the cell's time, in seconds; None if it is not known."""
         return self._needs(cell).get("cell_time_high_s")
 
     def _needs(self, cell: Cell) -> Mapping[str, Any]:
-        """What is planned of the cell, else of its first repeat: a verdict adds repeats and blocks."""
+        """The planned needs of the cell, else of its first repeat: a verdict adds repeats and blocks."""
         return self.cells.get(cell.path) or self.cells.get(replace(cell, repeat=0).path, {})
 
     def why_infeasible(
         self, cell: Cell, settings_json: str, cluster: Mapping[str, Any]
     ) -> str | None:
-        """Why the cell cannot run, in words; None too where it was planned for anything else."""
+        """The reason why the cell cannot run; None if there is none, or if other settings were planned."""
         planned = self.cells.get(cell.path, {})
         same = (
             self.gpu == cluster["gpu"]
@@ -52,12 +52,12 @@ class PlanFile:
         return planned.get("infeasible") if same else None
 
 
-#: What is read of a planned cell.
+#: The fields that are read of a planned cell, with their types.
 _PLANNED = {"settings": str, "infeasible": str, "host_mem_mib": int, "cell_time_high_s": int}
 
 
 def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """What plan.json says of a cell; TypeError where it is of another kind."""
+    """The fields of a cell in plan.json; TypeError if one is of another type."""
     for key, kind in _PLANNED.items():
         value = planned.get(key)
         if (
@@ -70,5 +70,5 @@ def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of_settings(settings_json: str) -> str:
-    """A short form of a cell's settings, to see whether they are those that were planned."""
+    """A digest of a cell's settings, to see whether they are those that were planned."""
     return hashlib.sha256(settings_json.encode()).hexdigest()

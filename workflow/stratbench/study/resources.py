@@ -1,4 +1,4 @@
-"""What a cell asks a scheduler for: shared by the rules, which ask, and the plan, which tells.
+"""The request of a cell to a scheduler, shared by the rules, which make it, and the plan, which shows it.
 
 Nothing heavy is imported: the Snakefile uses it on every parse. `cluster` is config.yaml's block.
 """
@@ -12,21 +12,21 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 
-#: JobRequest for where neither a limit of the cell's own nor a plan says how long it takes, in minutes.
+#: The limit in minutes where neither the cell's own limit nor a plan says how long it takes.
 UNLIMITED_MIN = 24 * 60
-#: What a job holds beside the processes that are planned, in MiB: two snakemakes, the launcher, the
-#: fork server, the sampler.
+#: Memory in MiB that a job needs beside the planned processes: two snakemakes, the launcher, the fork
+#: server, the sampler.
 JOB_MIB = 1024
 
-#: How long the processes of a segment may take to start, and to end, at most, in seconds.
+#: The longest that the processes of a segment may take to start and to end, in seconds.
 SEGMENT_ALLOWANCE_S = 180
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A cell's request: nodes, and on each of them GPUs, CPU cores and memory; and for how long.
+    """A cell's request: nodes; GPUs, CPU cores and memory on each of them; and the time.
 
-    `planned_mib`: whether the memory is what a plan says, and not what the config says.
+    `planned_mib`: whether the memory comes from the plan, not from the config.
     """
 
     nodes: int
@@ -38,12 +38,12 @@ class JobRequest:
 
     @property
     def gres(self) -> str:
-        """The GPUs of a node, as SLURM writes them; empty for a cell that trains on CPUs."""
+        """The GPUs of a node, as SLURM writes them; empty if the cell trains on CPUs."""
         return f"gpu:{self.gpus}" if self.gpus else ""
 
     @property
     def sbatch(self) -> str:
-        """The line that asks SLURM for it."""
+        """The command that makes this request to SLURM."""
         gres = f" --gres={self.gres}" if self.gpus else ""
         return (
             f"sbatch --nodes={self.nodes} --ntasks={self.nodes}{gres} --cpus-per-task={self.cpus} "
@@ -59,10 +59,10 @@ def job_request(
     host_mem_mib: int = 0,
     longest_s: float | None = None,
 ) -> JobRequest:
-    """What a cell asks for. `host_mem_mib` and `longest_s` are the plan's; 0 and None without one.
+    """The request of a cell. `host_mem_mib` and `longest_s` are the plan's; 0 and None without a plan.
 
-    A cell on GPUs asks for its GPUs' shares of a node, and for more memory where the plan says so; a
-    cell on CPUs for its threads, and for the plan's memory or a small default.
+    A cell on GPUs asks for its GPUs' shares of a node, and for more memory if the plan says so. A cell
+    on CPUs asks for its threads, and for the plan's memory or a small default.
     """
     n_nodes = node_count(cell, cluster)
     workers = -(-cell.gpus // n_nodes)  # the last node may have fewer
@@ -91,16 +91,16 @@ def job_request(
 
 
 def node_count(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """Nodes that the cell spans."""
+    """The number of nodes that the cell spans."""
     return -(-cell.gpus // cluster["gpus_per_node"])
 
 
 def runtime_min(
     time_limit_s: float | None, cluster: Mapping[str, Any], planned_s: float | None = None
 ) -> int:
-    """The scheduler's limit in minutes: the cell's own and an allowance, so that its own comes first.
+    """The scheduler's limit in minutes: the cell's own plus an allowance, so that the cell's ends first.
 
-    Without a limit of its own, the longest time of the plan instead, where there is one.
+    A cell without a limit of its own uses the upper estimate of the plan, if there is one.
     """
     time_limit_s = planned_s if time_limit_s is None else time_limit_s
     if time_limit_s is None:
@@ -109,7 +109,7 @@ def runtime_min(
 
 
 def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequest:
-    """What a job asks for that has to hold any of several cells, and runs for `runtime_min` minutes."""
+    """The request of a job that can hold any of several cells, and runs for `runtime_min` minutes."""
     requests = list(requests)
     return JobRequest(
         nodes=max(r.nodes for r in requests),
@@ -126,7 +126,7 @@ def segment_limit_s(
 ) -> float | None:
     """The limit of a segment of `steps` steps: SEGMENT_ALLOWANCE_S, and its share of the cell's limit.
 
-    A segment that reaches it is of a cell that would reach its own. None where the cell has no limit.
+    A segment that reaches it belongs to a cell that would reach its own. None if the cell has no limit.
     """
     if time_limit_s is None:
         return None
@@ -135,10 +135,10 @@ def segment_limit_s(
 
 
 def block_min(limit_s: float | None, strategies: int, cluster: Mapping[str, Any]) -> int:
-    """The scheduler's limit of a block in minutes, whose segments have the limit `limit_s`.
+    """The scheduler's limit in minutes of a block whose segments have the limit `limit_s`.
 
-    Each strategy may take a third of it for each of its segments, or all of it once, and the burn-in
-    as much.
+    Each strategy may take a third of `limit_s` for each of its segments, or all of it once; the burn-in
+    may take as much.
     """
     if limit_s is None:
         return UNLIMITED_MIN

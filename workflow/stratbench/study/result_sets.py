@@ -1,4 +1,4 @@
-"""The sets of a config that `snakemake compare` puts side by side: what can be wrong with them."""
+"""The sets of a config that `snakemake compare` puts side by side, and the checks on them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from stratbench.study.messages import ConfigError, repr_of, wrong_value_message
 
-#: What stands before a version of the paper's tables, and the versions.
+#: The prefix of a version of the paper's tables, and the versions.
 PAPER, VERSIONS = "paper:", ("v1", "v2")
-#: The pages of a comparison; beside them each set has a folder of its name.
+#: The pages of a comparison; beside them each set has a folder with its name.
 PAGES = INDEX, EXPLORE = "index.html", "explore.html"
 _EXAMPLE = "--config 'sets={old: old.stratbench.zip, new: results/demo}'"
 
 
 def check_sets(config: Mapping[str, Any]) -> None:
-    """ConfigError for sets that cannot be compared, and prices of sets that are not there."""
+    """Raises ConfigError for sets that cannot be compared, and for prices of sets that do not exist."""
     sets, prices = config["sets"], config["compare"]["prices"]
     if len(sets) == 1:
         raise ConfigError(
@@ -56,7 +56,7 @@ def check_sets(config: Mapping[str, Any]) -> None:
 
 
 def existing_sets(config: Mapping[str, Any]) -> dict[str, str]:
-    """The sets by name, for a comparison that is about to run; ConfigError where one is not there."""
+    """The sets by name, for a comparison that is about to run; ConfigError if one does not exist."""
     sets = dict(config["sets"])
     if not sets:
         raise ConfigError(f"config: sets: is not given; name two or more, as {_EXAMPLE}")

@@ -1,4 +1,4 @@
-"""Before Snakemake starts cells: keeps the records that it does not know to be finished."""
+"""Before Snakemake starts cells: keeps records that it does not know to be finished."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from stratbench.cell import record
 
 
 def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
-    """Have Snakemake note which of the training `jobs` have finished; where it would train one of them
-    again, start it anew.
+    """Makes Snakemake note which of the training `jobs` have finished; starts it anew if it would train
+    one of them again.
 
-    It takes the record of a cell during which it was killed for cut off, and would delete it; but a
-    record is there whole or not at all. What finished on SLURM meanwhile it takes for finished, but by
-    unknown settings, so that it would keep it when they change. Does nothing, and returns, where all
-    is noted. `workflow` and the jobs are Snakemake's.
+    If Snakemake was killed while a cell trained, it takes the cell's record for incomplete and would
+    delete it; but a record is always written as a whole. A cell that finished on SLURM meanwhile counts
+    as finished with unknown settings: Snakemake would keep it when the settings change. Does nothing,
+    and returns, if all is noted. `workflow` and the jobs are Snakemake's.
     """
     dag, persistence = workflow.dag, workflow.persistence
     again = False
@@ -42,7 +42,7 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
 
 
 def restart(workflow: Any) -> None:
-    """Start Snakemake again in this process's place: it plans by what is there now."""
+    """Starts Snakemake again in this process's place: it plans by the files that now exist."""
     workflow.persistence.unlock()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])

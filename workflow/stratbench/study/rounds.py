@@ -1,7 +1,7 @@
-"""A round of a verdict as the rules run it: which blocks and which whole trainings, on what resources.
+"""A round of a verdict for the rules: which blocks and full runs, on what resources.
 
-A command says what the next round is. Where the workflow is started, it is asked; the jobs of the round
-read the file that was kept of its answer.
+A command prints the next round. It is asked where the workflow is started; the jobs of the round read
+its answer from a file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stratbench.study.resources import (
 
 
 class Round:
-    """One round. Everything is worked out when it is asked for: most runs of the workflow want none."""
+    """One round. Each property is worked out when it is used: most runs of the workflow need none."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Round:
     ) -> None:
         """`command` prints the next round, given the config.
 
-        `is_job`: whether this process runs a job of the round, and so must not choose another.
+        `is_job`: whether this process runs a job of the round, and so must not choose another round.
         """
         self.config, self._study, self._jobs = config, study, jobs
         self._command, self._is_job = command, is_job
@@ -59,7 +59,7 @@ class Round:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The round as the file holds it. Raises ConfigError where there is none."""
+        """The content of the round's file. Raises ConfigError if there is none."""
         if not self._is_job:
             return self._ask()
         try:
@@ -70,7 +70,7 @@ class Round:
             ) from None
 
     def keep(self) -> None:
-        """Write the file that the jobs of the round read."""
+        """Writes the file that the jobs of the round read."""
         write_atomic(self.file, json.dumps(self.content, indent=1) + "\n")
 
     @cached_property
@@ -81,18 +81,18 @@ class Round:
 
     @cached_property
     def full_runs(self) -> list[Cell]:
-        """The cells that are to be trained as a whole."""
+        """The cells to train as a whole."""
         cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
         return [cell for cell in cells if cell.path not in self._jobs.skipped]
 
     def files(self) -> list[str]:
-        """What the round makes: results of blocks, and records."""
+        """The files that the round makes: results of blocks, and records."""
         results = self._jobs.results
         made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
 
     def block_of(self, wildcards: Mapping[str, str]) -> BlockPlan:
-        """The block that a job's wildcards name; ConfigError where it is none of this round."""
+        """The block that a job's wildcards name; ConfigError if it is not in this round."""
         path = BLOCK_PATTERN.format(**wildcards)
         if path not in self.blocks:
             raise ConfigError(
@@ -101,14 +101,14 @@ class Round:
         return self.blocks[path]
 
     def settings_of(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """What the block's strategies are trained with, by strategy."""
+        """The settings of the block's strategies, by strategy."""
         settings = {name: self._jobs.settings_of(plan.cell(name)) for name in plan.order}
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """The same without what a block has of its own, and without later settings at their defaults.
+        """The settings of the block's strategies, without its own and without later ones at their defaults.
 
-        Of what was run before there was such a setting it says the same as then.
+        So a block that ran before a setting existed has the same `trained` as then.
         """
         stated = {}
         for name in plan.order:
@@ -117,7 +117,7 @@ class Round:
         return stated
 
     def limit_s(self, plan: BlockPlan) -> float | None:
-        """The limit of each segment of a block, in seconds; None: none."""
+        """The limit of each segment of a block, in seconds; None for no limit."""
         cell = plan.cell(plan.order[0])
         samples = self._study.dataset(plan.dataset).train_samples
         total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
@@ -125,13 +125,13 @@ class Round:
         return segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
     def _segment_steps(self, cell: Cell, steps: int | None) -> int:
-        """The steps of a cell's segment, those that it discards with them, where `steps` are to be timed."""
+        """The steps of a cell's segment that times `steps` steps, including the discarded ones."""
         timed, settings = steps or MOST_STEPS, self._jobs.settings_of(cell)
         cls = strategy_class(settings.strategy)
         return sum(cls(cls.Options(**settings.options)).own_length(discarded_steps(timed), timed))
 
     def request_of(self, plan: BlockPlan) -> JobRequest:
-        """What a block asks a scheduler for: the most that one of its strategies needs."""
+        """The request of a block to the scheduler: the most that one of its strategies needs."""
         cells = [plan.cell(name) for name in plan.order]
         minutes = block_min(self.limit_s(plan), len(cells), self.config["cluster"])
         return largest_request(map(self._jobs.request_of, cells), minutes)
@@ -139,7 +139,7 @@ class Round:
     def goes_on(self) -> bool:
         """Whether another round follows this one, which has made all its files.
 
-        Raises ConfigError where it would be the very same: something keeps it from being counted.
+        Raises ConfigError if that would be the same round: something prevents this one from counting.
         """
         following = self._ask()
         if following["done"]:
@@ -152,7 +152,7 @@ class Round:
         return True
 
     def _ask(self) -> dict[str, Any]:
-        """The next round as of now. Raises ConfigError with what the command said."""
+        """The next round as of now. Raises ConfigError with the command's message."""
         command = [*self._command, "--config", json.dumps(self.config)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -160,8 +160,8 @@ class Round:
         return json.loads(done.stdout)
 
     @cached_property
-    def is_told(self) -> bool:
-        """Whether there is a verdict.json, and of strategies as the config trains them now."""
+    def has_current_verdict(self) -> bool:
+        """Whether verdict.json exists, for strategies that the config still trains the same way."""
         try:
             bouts = read_json(self.file.with_name("verdict.json"))["bouts"]
             told = {(Place.of(b), arm): of for b in bouts for arm, of in b["trained"].items()}

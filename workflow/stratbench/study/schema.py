@@ -1,4 +1,4 @@
-"""config.yaml against its JSON Schema: types read from text, structure, ranges, defaults."""
+"""Checks config.yaml against its JSON Schema: types read from text, structure, ranges, defaults."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def schema() -> dict[str, Any]:
 
 
 def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A rule of the schema, or the one that it refers to."""
+    """The rule of the schema that `rule` refers to, or `rule` itself."""
     return schema()["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
 
 
 def typed(value: Any, rule: Mapping[str, Any]) -> Any:
-    """`value` with text read as the number, truth value or null that its rule of the schema asks for.
+    """`value` with each text read as the number, truth value or null that its rule of the schema asks for.
 
-    Snakemake hands over as text what is nested in --config, and YAML reads 1e-3 as text. What is
-    no such text stays as it is, and is refused later.
+    Snakemake passes values nested in --config as text, and YAML reads 1e-3 as text. Any other text
+    stays as it is, and is refused later.
     """
     rule = resolved(rule)
     if isinstance(value, Mapping):
@@ -60,7 +60,7 @@ def typed(value: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def read_as(text: str, types: Iterable[str]) -> Any:
-    """`text` as a value of one of the JSON types; itself where it is none, or text is wanted."""
+    """`text` as a value of one of the JSON types; unchanged if it is none, or if text is wanted."""
     if "null" in types and text in ("null", "~"):
         return None
     if "string" in types:
@@ -75,7 +75,7 @@ def read_as(text: str, types: Iterable[str]) -> Any:
 
 
 _FLAGS = re.ASCII | re.IGNORECASE
-#: What YAML 1.1 takes for truth values.
+#: The truth values of YAML 1.1.
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -90,14 +90,14 @@ def _validator():
 
 
 def check_structure(config: Mapping[str, Any]) -> None:
-    """ConfigError for the outermost thing that the schema does not allow."""
+    """Raises ConfigError for the outermost value that the schema does not allow."""
     faults = sorted(_validator().iter_errors(config), key=lambda e: (len(e.path), str(e.path)))
     if faults:
         raise ConfigError(_explain(faults[0]))
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """The config, changed in place: what is not given has the value that the schema names."""
+    """The config, changed in place: missing keys get the schema's defaults."""
 
     def fill(block: dict[str, Any], properties: Mapping[str, Any]) -> None:
         for key, rule in properties.items():
@@ -134,7 +134,7 @@ def checked_block(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain(fault: Any) -> str:
-    """One sentence for a fault of the JSON Schema."""
+    """A sentence that explains a fault of the JSON Schema."""
     where = place_of(fault.absolute_path)
     at = f"config: {where}" if where else "config"
     value, rule = fault.instance, fault.validator_value

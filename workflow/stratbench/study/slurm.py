@@ -1,6 +1,6 @@
-"""Before Snakemake submits to SLURM: no cell that still runs there may be started a second time.
+"""Before Snakemake submits to SLURM: makes sure that no cell that still runs there is started twice.
 
-Snakemake does not know its SLURM jobs again after it was killed: it would submit them once more.
+A Snakemake that was killed does not remember its SLURM jobs: it would submit them again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from stratbench.study.resume import restart
 
-#: Between two status requests, each for all jobs, in seconds.
+#: The time between two status requests, each for all jobs, in seconds.
 POLL_S = 15
-#: The longest that Snakemake's SLURM plugin lets pass between two requests for its jobs' states, in
-#: seconds. A job that has ended and is forgotten in between never ends for Snakemake.
+#: The longest time between two requests of Snakemake's SLURM plugin for the states of its jobs, in
+#: seconds. A job that ends and is forgotten in between never ends for Snakemake.
 LONGEST_POLL_S = 180
 
 
@@ -29,9 +29,9 @@ def comment_of(rule: str, wildcards: list[str]) -> str:
 
 
 def live_jobs(directory: Path) -> dict[str, str] | None:
-    """The user's queued and running SLURM jobs started from `directory`: comment by job id.
+    """The user's queued and running SLURM jobs that were started from `directory`: comment by job id.
 
-    Empty on a machine without SLURM; None where SLURM does not answer.
+    Empty on a machine without SLURM; None if SLURM does not answer.
     """
     if shutil.which("squeue") is None:
         return {}
@@ -48,7 +48,7 @@ def live_jobs(directory: Path) -> dict[str, str] | None:
 
 
 def warn_of_forgetful_slurm() -> None:
-    """Tell the user where SLURM forgets ended jobs before Snakemake is sure to have asked for them."""
+    """Warns the user if SLURM forgets ended jobs before Snakemake is sure to have asked for them."""
     if shutil.which("scontrol") is None:
         return
     command = ["scontrol", "show", "config"]
@@ -67,11 +67,10 @@ def warn_of_forgetful_slurm() -> None:
 
 
 def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
-    """Before the first submission: wait for those of the `planned` jobs that SLURM runs already.
+    """Before the first submission: waits for those of the `planned` jobs that already run on SLURM.
 
-    Afterwards Snakemake is started again in this process's place, since what they finished need not
-    be planned. Does nothing, and returns, where no planned job is live. `workflow` and the jobs are
-    Snakemake's.
+    Then starts Snakemake again in this process's place, since what they finished need not be planned.
+    Does nothing, and returns, if no planned job is live. `workflow` and the jobs are Snakemake's.
     """
     cells = {comment_of(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned}
     if wait_for_live(cells, Path.cwd()):
@@ -79,10 +78,10 @@ def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
 
 
 def wait_for_live(cells: Mapping[str, str], directory: Path) -> bool:
-    """Wait until none of `cells` (what they make, by job comment) is queued or runs.
+    """Waits until none of `cells` (the file that a job makes, by its comment) is queued or runs.
 
-    Returns whether there was one to wait for. A SLURM that does not answer is asked again while
-    waiting; at first, the user is told.
+    Returns whether it had to wait. If SLURM does not answer at first, the user is told; while waiting,
+    SLURM is asked again.
     """
     waited = False
     while True:
@@ -104,7 +103,7 @@ def tell(text: str) -> None:
 
 
 def describe_live_jobs(live: Mapping[str, str]) -> str:
-    """What the user is told: which cells (by SLURM job id) run, and the three ways out."""
+    """The message for the user: which cells (by SLURM job id) run, and the three ways out."""
     listed = "\n".join(f"  SLURM job {job}: {cell}" for job, cell in live.items())
     return (
         f"{len(live)} cells still run, or wait in SLURM's queue, from an earlier snakemake:\n{listed}\n"

@@ -23,7 +23,7 @@ from stratbench.workload.datasets import DATASETS, describe
 
 
 def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with defaults filled in; ConfigError on the first mistake."""
+    """The config with defaults filled in; ConfigError at the first mistake."""
     raw = typed(raw, schema())
     check_plain(raw, ())
     check_structure(raw)
@@ -60,8 +60,8 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
         check_variants(study, values)
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
-            # No files are looked at for a study that is not asked for.
-            facts = known.facts if study == config["study"] else known.said
+            # Files of a study that was not asked for are not looked at.
+            facts = known.facts if study == config["study"] else known.as_configured
             check_experiment(where, block, values, config, facts)
     return config
 
@@ -69,7 +69,7 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _folder(key: str, path: str) -> str:
     """A folder as all rules write it: without `~`, `./`, `//` and a slash at its end.
 
-    ConfigError for one that Snakemake or a command line would take for something else.
+    ConfigError for a path that Snakemake or a command line would read as something else.
     """
     found = os.path.normpath(os.path.expanduser(path))
     found = "/" + found.lstrip("/") if found.startswith("/") else found

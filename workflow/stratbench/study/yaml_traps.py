@@ -1,4 +1,4 @@
-"""What YAML can say and a JSON Schema does not see: a key given twice, dates, NaN, control characters."""
+"""Refuses YAML that a JSON Schema does not see: a key given twice, dates, NaN, control characters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratbench.study.messages import ConfigError, place_of, repr_of
 
 
 def check_duplicate_keys(path: str | Path) -> None:
-    """ConfigError when a YAML file gives a key twice (YAML readers silently keep the last)."""
+    """Raises ConfigError if a YAML file gives a key twice (YAML readers silently keep the last)."""
     import yaml
 
     def walk(node: yaml.Node, where: str) -> None:
@@ -39,7 +39,7 @@ def check_duplicate_keys(path: str | Path) -> None:
 
 
 def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
-    """Refuse what YAML can say and the schema does not see: keys that are no text, NaN, dates."""
+    """Raises ConfigError for values that the schema does not see: keys that are not text, NaN, dates."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -62,7 +62,7 @@ def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
 
 
 def _check_characters(text: str, path: tuple[str | int, ...]) -> None:
-    """Refuse what no command line and no page can hold: control characters, half characters."""
+    """Raises ConfigError for characters that no command line or page can hold: control, half characters."""
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs" or (kind == "Cc" and character not in "\n\t\r"):
