@@ -1,1 +1,1 @@
-"""Result sets: the records of one study from one place, as one file, checked, and compared with others."""
+"""Result sets: the records of one study from one place, in one file, checked and compared with others."""

@@ -47,7 +47,7 @@ def check(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Compare two sets or more with the first: a page, tables and figures; fails where it says `slower`."""
-    from stratbench.sets.compare import compare_sets  # draws, which the others do without
+    from stratbench.sets.compare import compare_sets  # loads matplotlib; the others need none
 
     given = Constraints.from_json(args.constraints)
     settings = json.loads(args.compare)
@@ -57,7 +57,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 2 and one sentence for what cannot be used."""
+    """Runs the command line; exit code 2 and one sentence for a set that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m stratbench.sets", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser("bundle", help=bundle.__doc__)

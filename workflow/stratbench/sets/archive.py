@@ -1,6 +1,6 @@
-"""The file of a result set: a zip of known names with a hashed manifest, written once and read with distrust.
+"""The file of a result set: a zip of known names with a hashed manifest, read without trusting it.
 
-Nothing of a file is believed before it was checked: names are matched against the few that a bundle has,
+Nothing in a file is trusted before it is checked: only the few names that a bundle has are accepted,
 sizes are counted while reading, and every fault is a `SetError` of one sentence.
 """
 
@@ -25,14 +25,14 @@ SCHEMA_VERSION = 1
 #: The file of a study's results: `<study>.stratbench.zip`.
 SUFFIX = ".stratbench.zip"
 MANIFEST = "manifest.json"
-#: Limits on a file that is read: its own bytes, its members, the bytes of one and of all of them, and how
-#: many times smaller they may be packed (from a size on from which it matters).
+#: Limits on a file that is read: its own bytes, its members, the bytes of one and of all of them, and its
+#: compression ratio (for members large enough to matter).
 MOST_FILE_BYTES = 256 << 20
 MOST_MEMBERS = 50_000
 MOST_MEMBER_BYTES = 64 << 20
 MOST_BYTES = 1 << 30
 MOST_RATIO, RATIO_FROM_BYTES = 200, 16 << 20
-#: Bytes of the directory at a zip's end, for each member; names are shorter.
+#: Bytes per member in the directory at the end of a zip; names are shorter.
 _DIRECTORY_BYTES = 600
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
@@ -41,7 +41,7 @@ _MEMBER = re.compile(
     rf"|cells/{_PART}/{_PART}/{_PART}/[1-9][0-9]{{0,5}}gpu/rep(0|[1-9][0-9]{{0,5}})"
     r"/(record\.json|timeline\.csv)"
 )
-#: A name of a study: part of paths and pages.
+#: The pattern of a study's name, which is part of paths and pages.
 NAME = re.compile(_PART)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -56,7 +56,7 @@ class SetError(ValueError):
 def write_archive(
     out: Path, files: Mapping[str, str], study: str, created: str, hosts: str
 ) -> dict[str, Any]:
-    """Write `files` (text by name) and their manifest to `out`, at once; returns the manifest.
+    """Write `files` (text by name) and their manifest to `out` in one step; returns the manifest.
 
     Equal arguments give equal bytes. `hosts` is `named` or `replaced`.
     """
@@ -91,7 +91,7 @@ def write_archive(
 
 
 def hash_of_all(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of everything that a manifest says, and so of all files: of its canonical JSON."""
+    """SHA-256 of a manifest's canonical JSON, and so of everything in the set."""
     said = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(
         json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
@@ -102,7 +102,7 @@ def hash_of_all(manifest: Mapping[str, Any]) -> str:
 
 
 def extract(path: Path, folder: Path) -> dict[str, Any]:
-    """Check a bundle and write its files below `folder`; returns its manifest. SetError for a bad one."""
+    """Check a bundle and write its files below `folder`; returns its manifest. SetError if it is bad."""
     _check_ends(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -128,9 +128,9 @@ def extract(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_ends(path: Path) -> None:
-    """Refuse what is no zip of ours before a library reads its directory.
+    """Refuse a file that is not a zip of ours, before a library reads its directory.
 
-    zipfile makes an object of each entry that it finds, however many there are.
+    zipfile makes an object for each entry that it finds, however many there are.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -196,7 +196,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    """The manifest, of the form that `write_archive` gives it."""
+    """The manifest, after a check that it has the form that `write_archive` gives it."""
     try:
         found = parse_json(_content(path, archive, archive.getinfo(MANIFEST)).decode())
     except ValueError as e:
@@ -264,7 +264,7 @@ def _extract_member(
 
 
 def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """The bytes of a member, not one more than is allowed, whatever its header says."""
+    """The bytes of a member; never more than allowed, whatever its header says."""
     with archive.open(member) as file:
         content = file.read(MOST_MEMBER_BYTES + 1)
     if len(content) > MOST_MEMBER_BYTES:
@@ -273,6 +273,6 @@ def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> b
 
 
 def shown_name(name: object) -> str:
-    """Anything foreign as a message shows it: quoted, ASCII, short."""
+    """An untrusted value in the form that a message shows: quoted, ASCII, short."""
     text = ascii(name)
     return text if len(text) <= 80 else f"{text[:77]}..."

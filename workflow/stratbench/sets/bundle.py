@@ -19,7 +19,7 @@ from stratbench.sets.private import Replacements, replacements_for, without_secr
 
 #: Columns of a timeline that name hosts and GPUs.
 NAMING = ("node", "id")
-#: Parts of a worker's provenance that say with what it ran, and not which rank it was.
+#: Parts of a worker's provenance that describe its environment, not its rank.
 ENVIRONMENT = (
     "host.os",
     "host.cpu_model",
@@ -36,8 +36,8 @@ def write_bundle(
 ) -> tuple[Path, dict[str, Any]]:
     """Write results/<study>/<study>.stratbench.zip; returns its path and its manifest.
 
-    `hosts` is `named` or `replaced`. The same records give the same bytes: what it calls the time of its
-    creation is the time when the last cell ended. SetError where there is no record, or a bad one.
+    `hosts` is `named` or `replaced`. The same records give the same bytes: the time when the last cell
+    ended is used as the time of creation. SetError if there is no record, or a bad one.
     """
     records = dict(read_all_records(study_dir))
     if not records:
@@ -73,7 +73,7 @@ def write_bundle(
 def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
     """The records of the study's cells below results/<study>, by their paths there, in a fixed order.
 
-    What cells.json does not list is of a matrix that the study no longer has.
+    Cells that cells.json does not list belong to a matrix that the study no longer has.
     """
     listed = study_dir / "cells.json"
     wanted = {Cell(**found).path for found in _json(listed)} if listed.exists() else None
@@ -91,7 +91,7 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
 
 
 def timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
-    """The timelines beside the records that have one."""
+    """The names of the timelines beside the records; some records have none."""
     names = [name.replace("record.json", "timeline.csv") for name in records]
     return [name for name in names if (study_dir / name).is_file()]
 
@@ -110,7 +110,7 @@ def listed_cells(study_dir: Path, records: Mapping[str, Record]) -> list[dict[st
 
 
 def with_words(name: str, found: Record, words: Replacements) -> Record:
-    """A record with its names replaced; SetError where that would make another record of it."""
+    """A record with its names replaced; SetError if that would change which record it is."""
     try:
         replaced = words.record(found)
         record.validate(replaced, name)
@@ -120,7 +120,7 @@ def with_words(name: str, found: Record, words: Replacements) -> Record:
 
 
 def nodes_in(timeline: str) -> set[str]:
-    """The hosts that a timeline names."""
+    """The names of the hosts in a timeline."""
     rows = csv.DictReader(io.StringIO(timeline))
     return {row["node"] for row in rows if row.get("node")}
 
@@ -138,7 +138,7 @@ def replaced_timeline(text: str, words: Replacements) -> str:
 
 
 def environment_of(records: Iterable[Record]) -> dict[str, list[Any]]:
-    """What the workers of all records ran with: of each kind the distinct values."""
+    """The environment of the workers of all records: the distinct values of each kind."""
     found: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT}
     for worker in (worker for one in records for worker in one["workers"]):
         for path, values in found.items():

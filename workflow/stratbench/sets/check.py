@@ -1,4 +1,4 @@
-"""Checks a result set and says what is in it, what the audit thinks of it, and what it compares with."""
+"""Checks a result set, and says what it holds, what the audit finds, and what it compares with."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stratbench.analysis.report import STATUS_WORDS, distinct_values
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.sets.reading import ResultSet
 
-#: Exit codes of a check: all is well; it is valid, but the audit calls figures unusable; it is not valid.
+#: Exit codes of a check: all is well; valid, but the audit calls figures unusable; not valid.
 FINE, UNUSABLE, INVALID = 0, 1, 2
-#: What an experiment of another set must share to be compared: columns of cells.csv, and their words.
+#: Columns of cells.csv that two sets must share to be compared, with their words.
 SHARED = {
     "dataset": "data set",
     "epochs": "epochs",
@@ -25,17 +25,17 @@ SHARED = {
 
 
 def printable(text: str) -> str:
-    """A text with foreign parts as a terminal may get it: nothing in it moves a cursor."""
+    """The text with characters that could control a terminal replaced, for text from others."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def exit_code(found: ResultSet) -> int:
-    """FINE, or UNUSABLE where the audit finds figures to be so."""
+    """FINE, or UNUSABLE if the audit calls figures unusable."""
     return UNUSABLE if (found.findings["severity"] == "unusable").any() else FINE
 
 
 def describe_set(found: ResultSet) -> Iterator[str]:
-    """Where a set is from, its cells, what the audit finds, and what it can be compared with, by line."""
+    """Lines that describe a set: its origin, its cells, the audit's findings, what compares with it."""
     for key, text in found.provenance.items():
         yield f"{key}: {text}"
     counts = found.cells["status"].value_counts()
@@ -48,7 +48,7 @@ def describe_set(found: ResultSet) -> Iterator[str]:
 
 
 def machines(cells: pd.DataFrame) -> str:
-    """What the workers were, and with which PyTorch."""
+    """A text on the workers' devices, and on the version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
     noun = plural(worker_noun(known["device_kind"])) if len(known) else "workers"
     return (
@@ -58,7 +58,7 @@ def machines(cells: pd.DataFrame) -> str:
 
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
-    """The audit's tally, and a line for each rule that calls figures unusable or doubtful."""
+    """Lines with the audit's tally, and with each rule that calls figures unusable or doubtful."""
     tally = [f"{int((findings['severity'] == s).sum())} {s}" for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
     told = findings[findings["severity"] != "note"]
@@ -69,7 +69,7 @@ def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
 
 
 def kind_of_work(rows: pd.DataFrame) -> str:
-    """What another set's cells must have been trained with, to be compared with these."""
+    """The settings that cells of another set must have to be compared with these."""
     parts = [f"models {distinct_values(rows, 'model')}"]
     parts += [
         f"{words} {distinct_values(rows, column)}"

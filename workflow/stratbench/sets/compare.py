@@ -19,7 +19,7 @@ from stratbench.sets.reading import ResultSet, read_set
 from stratbench.sets.union import decisions_over, sentences_on
 from stratbench.study.result_sets import EXPLORE, INDEX, PAGES
 
-#: The longest name of a comparison's folder, but for what tells it from others that begin as it does.
+#: The longest name of a comparison's folder, without the hash that makes a shortened one unique.
 _LONGEST = 100
 
 
@@ -30,10 +30,10 @@ def compare_sets(
     prices: Mapping[str, float] | None = None,
     given: Constraints | None = None,
 ) -> int:
-    """Compare the sets (sources by name) with the first of them; returns 1 where something is slower.
+    """Compare the sets (sources by name) with the first of them; returns 1 if something is slower.
 
     Writes <out_root>/<names>/index.html, and beside it tables, figures and the page of all cells.
-    `allowed` is the share that counts as slower, None: nothing is judged.
+    `allowed` is the share from which something counts as slower; None: nothing is judged.
     """
     if len(named) < 2:
         raise SetError("one set cannot be compared; name two or more")
@@ -70,7 +70,7 @@ def compare_sets(
 
 
 def folder_name(names: Iterable[str]) -> str:
-    """The name of a comparison's folder, which no other sets have."""
+    """The name of a comparison's folder, unique to these sets."""
     name = "+".join(names)  # no name has a plus in it
     if len(name) <= _LONGEST:
         return name
@@ -78,7 +78,7 @@ def folder_name(names: Iterable[str]) -> str:
 
 
 def read_noisily(source: str, name: str) -> ResultSet:
-    """A set, with a line that says so: thousands of records take a while."""
+    """Read a set, and print a line about it first: thousands of records take a while."""
     print(f"reading {name}: {source}", file=sys.stderr, flush=True)
     return read_set(source, name)
 

@@ -1,4 +1,4 @@
-"""Two result sets side by side: per cell a ratio, per strategy a mean, and what changed in between."""
+"""Compares two result sets: a ratio per cell, a mean per strategy, and what changed between them."""
 
 from __future__ import annotations
 
@@ -40,51 +40,51 @@ from stratbench.sets.unpaired import (
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """A kind of cell in two sets. Times and scores are by repeat, without what the audit rejects."""
+    """A kind of cell in two sets. Times and scores are by repeat, without those that the audit rejects."""
 
     match: Match
     first_times: tuple[float, ...]
     other_times: tuple[float, ...]
     first_scores: tuple[float, ...]
     other_scores: tuple[float, ...]
-    #: Median peak of memory in bytes; None: not known, or not measured alike.
+    #: Median of peak memory in bytes; None if not known, or not measured alike.
     first_memory: float | None
     other_memory: float | None
-    #: How the repeats that ran and did not end well ended; empty where all did.
+    #: The outcomes of repeats that ran and did not end well; empty if all ended well.
     first_outcome: str
     other_outcome: str
     score: Score
-    #: Why there is no ratio; empty where there is one.
+    #: The reason why there is no ratio; empty if there is one.
     why_not: str
-    #: What is not known to be equal.
+    #: Settings that are not known to be equal.
     caution: str
-    #: The audit's rules that doubt a time of the two.
+    #: The audit's rules that doubt one of the times.
     doubts: tuple[str, ...] = ()
-    #: Whether it is the work that differs, whatever was measured.
+    #: Whether the work itself differs, whatever was measured.
     other_work: bool = False
     #: Whether a repeat of the other set finished, whatever the audit says of it.
     other_finished: bool = True
 
     @property
     def group(self) -> Group:
-        """The coordinates in the first set."""
+        """The cell's coordinates in the first set."""
         return self.match.first
 
     @cached_property
     def time(self) -> Estimate | None:
-        """Training time in the other set, divided by that in the first; None where there is no ratio."""
+        """Training time in the other set, divided by that in the first; None if there is no ratio."""
         return None if self.why_not else ratio_of_times(self.other_times, self.first_times)
 
     @property
     def memory(self) -> float | None:
-        """The same of the peak of memory, without an interval: it hardly scatters."""
+        """Peak memory in the other set, divided by that in the first; it hardly scatters: no interval."""
         if self.why_not or not self.first_memory or not self.other_memory:
             return None
         return self.other_memory / self.first_memory
 
     @cached_property
     def score_change(self) -> Estimate | None:
-        """By how much the score is higher in the other set, as shown; None where either has none."""
+        """The increase of the score from the first set to the other, as shown; None without both scores."""
         if self.why_not or not self.first_scores or not self.other_scores:
             return None
         return difference_of_scores(self.other_scores, self.first_scores)
@@ -95,7 +95,7 @@ class StrategyMean:
     """A strategy's geometric mean ratio: over cells within a model, then over models."""
 
     strategy: str
-    #: None: all worker counts together.
+    #: None: over all worker counts.
     gpus: int | None
     time: Estimate
     models: int
@@ -104,34 +104,34 @@ class StrategyMean:
 
 @dataclass(frozen=True)
 class RankChange:
-    """Two strategies that changed places, on one model and worker count."""
+    """Two strategies that changed places on one model and worker count."""
 
     experiment: str
     model: str
     gpus: int
-    #: Faster in the first set, and faster in the other.
+    #: The faster one in the first set, and in the other.
     was_first: str
     is_first: str
-    #: Time of `is_first` divided by that of `was_first`, in either set.
+    #: Time of `is_first` divided by that of `was_first`, in each set.
     before: Estimate
     after: Estimate
 
     @property
     def is_clear(self) -> bool:
-        """Whether both intervals leave out equality; what was measured once may be chance."""
+        """Whether both intervals exclude equality; a change measured once may be chance."""
         before, after = self.before, self.after
         return bool(before.low and after.high) and before.low > 1 > after.high
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All that is said of two sets."""
+    """The comparison of two sets: cells, differences, strategies, changed ranks."""
 
     first: ResultSet
     other: ResultSet
     cells: tuple[ComparedCell, ...]
-    #: What differs in the place of training; what differs in the work, so that cells have no ratio; and
-    #: what only one set states of the work.
+    #: Differences in the place of training; differences in the work, because of which cells have no ratio;
+    #: and what only one set states of the work.
     place: tuple[Difference, ...]
     work: tuple[Difference, ...]
     unknown: tuple[Difference, ...]
@@ -151,7 +151,7 @@ class Comparison:
 
 
 def compare(first: ResultSet, other: ResultSet) -> Comparison:
-    """The other set against the first."""
+    """Compares the other set with the first."""
     found = matches(first, other)
     groups = [UsableGroups(one.cells, one.findings.to_dict("records")) for one in (first, other)]
     outcomes = [outcomes_of(one) for one in (first, other)]
@@ -189,7 +189,7 @@ def compare(first: ResultSet, other: ResultSet) -> Comparison:
 
 
 def doubts_on_times(found: ResultSet) -> dict[Group, list[str]]:
-    """The audit's rules that call the times of a group doubtful."""
+    """The audit's rules that call times doubtful, by group of cells."""
     told = [
         finding
         for finding in found.findings.to_dict("records")
@@ -202,7 +202,7 @@ def doubts_on_times(found: ResultSet) -> dict[Group, list[str]]:
 
 
 def outcomes_of(found: ResultSet) -> dict[Group, str]:
-    """How the cells ended that ran and did not end well, by their group."""
+    """The outcomes of cells that ran and did not end well, by their group."""
     bad = found.cells[~found.cells["status"].isin(["ok", *WITHOUT_RECORD])]
     return {
         group: outcome_kinds(describe_outcome(rows)) for group, rows in rows_by_group(bad).items()
@@ -217,7 +217,7 @@ def compared_cell(
     reasons: list[Difference],
     score: Score,
 ) -> ComparedCell:
-    """A match with what both sets measured of it, and why there is no ratio, if there is none."""
+    """A match with the measurements of both sets, and with the reason if there is no ratio."""
     sides = (match.first, match.other)
     times, scores, peaks = (
         [
@@ -260,13 +260,13 @@ def compared_cell(
 
 
 def named(path: str) -> str:
-    """A path of a record as a text says it: without the part that all of its kind share."""
+    """A path of a record for a text: without the part that all paths of its kind share."""
     parts = path.split(".")
     return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
 
 
 def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """Of each strategy the mean over all worker counts, and where there are several, over each."""
+    """The mean of each strategy over all worker counts and, if there are several, at each of them."""
     logs: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
     for cell in cells:
         g = cell.group
@@ -281,7 +281,7 @@ def means_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
 
 
 def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
-    """Pairs of strategies of which another one is the faster in the other set."""
+    """Pairs of strategies in which the faster one is not the same in both sets."""
     bouts: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         g = cell.group
@@ -300,12 +300,12 @@ def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
 
 
 def changed_outcomes(cells: tuple[ComparedCell, ...]) -> list[ComparedCell]:
-    """The cells that ended otherwise in the other set: out of memory, too slow, diverged."""
+    """Cells that ended differently in the other set: out of memory, too slow, diverged."""
     return [cell for cell in cells if cell.first_outcome != cell.other_outcome]
 
 
 def headline_of(found: Comparison) -> str:
-    """What differs between the sets, and what a ratio can be put down to, in a sentence or two."""
+    """A sentence or two on what differs between the sets, and on what may explain a ratio."""
     a, b = found.first.name, found.other.name
     if not found.cells:
         return (

@@ -15,7 +15,7 @@ from stratbench.study.result_sets import INDEX
 
 
 def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
-    """explore.html of these sets, beside the page of their comparison."""
+    """Write explore.html for these sets, beside the page of their comparison."""
     cells = pd.concat([one.cells.assign(set=one.name) for one in sets], ignore_index=True)
     findings = [
         finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")

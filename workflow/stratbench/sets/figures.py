@@ -25,14 +25,14 @@ from stratbench.analysis.style import GREY, RC, Style, styles_by_strategy
 from stratbench.sets.comparison import ComparedCell, Comparison
 from stratbench.sets.unpaired import geometric_mean
 
-#: Height of a line of the figure of ratios, and of what is around it, in inches.
+#: Height of one line in the figure of ratios, and of its surroundings, in inches.
 LINE_IN, AROUND_IN = 0.17, 1.1
 #: Ticks of the axis of ratios.
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 5, 10, 20, 50, 100)
 
 
 def looks_of(found: Comparison) -> dict[str, Style]:
-    """The style of every strategy of both sets, as in the figures of a study."""
+    """The style of every strategy in both sets, the same as in the figures of a study."""
     pairs = {
         (str(name), base if isinstance(base, str) else None)
         for one in (found.first, found.other)
@@ -58,7 +58,7 @@ def draw_all(found: Comparison, out_dir: Path) -> dict[str, list[Path]]:
 def ratio_figure(
     found: Comparison, cells: Sequence[ComparedCell], looks: dict[str, Style]
 ) -> Figure:
-    """A point with its interval for each strategy and worker count, a panel for each model."""
+    """A figure of ratios: a point with its interval for each strategy and worker count, a panel per model."""
     models = list(dict.fromkeys(cell.group.model for cell in cells))
     strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))
     drawn = {(cell.group.strategy, cell.group.gpus) for cell in cells}
@@ -68,7 +68,7 @@ def ratio_figure(
     figure.set_figheight(max(2.0, LINE_IN * len(lines) + AROUND_IN) * rows)
     place = {line: -n for n, line in enumerate(lines)}
     ends = [end for cell in cells for end in cell.time if end is not None]
-    # From the least to the greatest, a tenth around 1 at least, the same for all models.
+    # The limits cover all values and at least a tenth around 1, and are the same for all models.
     limits = 0.95 * min(0.95, *ends), 1.05 * max(1.05, *ends)
     for axis, model in zip(axes, models, strict=True):
         axis.axvline(1, color=GREY, linewidth=1, zorder=1)
@@ -96,7 +96,7 @@ def ratio_figure(
 
 
 def ratio_ticks(axis: Axes) -> None:
-    """Round numbers on an axis of ratios."""
+    """Put round numbers on an axis of ratios."""
     low, high = axis.get_xlim()
     ticks = [tick for tick in _TICKS if low <= tick <= high]
     apart = math.log(high / low) / 7  # so that no two labels meet
@@ -116,7 +116,7 @@ def ratio_ticks(axis: Axes) -> None:
 def times_figure(
     found: Comparison, cells: Sequence[ComparedCell], looks: dict[str, Style]
 ) -> Figure:
-    """Training times over the worker count: solid in the first set, dashed in the other."""
+    """A figure of training times over the worker count: solid in the first set, dashed in the other."""
     models = list(dict.fromkeys(cell.group.model for cell in cells))
     counts = sorted({cell.group.gpus for cell in cells})
     strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))

@@ -1,4 +1,4 @@
-"""Which cells of two sets are of one kind, and which of these were trained alike."""
+"""Matches the cells of two sets that are of one kind, and finds out what differs between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stratbench.analysis.collect import WITHOUT_RECORD
 from stratbench.analysis.groups import GROUP, Group, rows_by_group
 from stratbench.sets.reading import ResultSet
 
-#: Kinds of what differs that make two cells different work, by the audit's rule for cells of one study.
+#: Differences that make two cells different work, by the audit's rule for cells of one study.
 WORK = {
     "mixed-precision": "precision",
     "mixed-tasks": "task",
@@ -24,7 +24,7 @@ WORK = {
     "mixed-settings": "setting",
     "mixed-batches": "batch",
 }
-#: The other kinds: what two places or two days may differ in.
+#: Other differences, which two places or two days may have.
 PLACE = {
     "mixed-devices": "hardware",
     "mixed-clocks": "clocks and links of GPUs",
@@ -38,15 +38,15 @@ PLACE = {
     "mixed-hosts": "hosts",
     "mixed-seeds": "seeds",
 }
-#: Settings that say where and how a cell ran, and not what it trained.
+#: Settings that say where and how a cell ran, not what it trained.
 OF_PLACE = ("settings.device", "settings.threads", "settings.profile", "settings.warmup_steps")
-#: Variables that follow from the number of threads.
+#: Environment variables that follow from the number of threads.
 THREADS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
-#: Counted from the model, by rules that may change with a version of torch.
+#: Fields counted from the model, by rules that may change with a version of torch.
 COUNTED = ("compute.forward_flops_per_sample",)
-#: What a set must say for its amount of work to be known.
+#: Fields that a set must state so that its amount of work is known.
 AMOUNT = ("settings.epochs", "settings.steps")
-#: What published tables say, by the path at which records say it.
+#: Columns of published tables, by the path that they have in records.
 PUBLISHED = {
     "epochs": "settings.epochs",
     "precision": "settings.precision",
@@ -61,7 +61,7 @@ Facts = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True)
 class Match:
-    """The cells of one kind in two sets: groups of repeats that differ in their experiment at most."""
+    """Cells of one kind in two sets: two groups of repeats that differ at most in their experiment."""
 
     dataset: str
     first: Group
@@ -70,7 +70,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field that two sets say differently, of some matched cells."""
+    """A field with different values in two sets, in some matched cells."""
 
     kind: str
     path: str
@@ -82,7 +82,7 @@ class Difference:
 def matches(first: ResultSet, other: ResultSet) -> list[Match]:
     """Cells of equal strategy, model, data set and worker count, in the order of the first set.
 
-    Of equal experiments if both sets have it; else only where neither leaves a choice.
+    Experiments are matched by name if both sets have the name; else only if there is no other choice.
     """
     mine, theirs = groups_with_data(first), groups_with_data(other)
     found = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
@@ -98,7 +98,7 @@ def matches(first: ResultSet, other: ResultSet) -> list[Match]:
 
 
 def groups_with_data(found: ResultSet) -> dict[Group, str]:
-    """The groups of repeats of a set that have a record, and the data set of each."""
+    """The groups of repeats in a set that have a record, with the data set of each."""
     cells = found.cells[~found.cells["status"].isin(WITHOUT_RECORD)].drop_duplicates(GROUP)
     listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
     return {Group(*key): str(dataset) for *key, dataset in listed}
@@ -106,7 +106,7 @@ def groups_with_data(found: ResultSet) -> dict[Group, str]:
 
 @lru_cache(maxsize=32)
 def facts_by_group(found: ResultSet) -> dict[Group, Facts]:
-    """What the cells of each group say of themselves, by path, all repeats and workers together."""
+    """The facts that the cells of each group state, by path, over all repeats and workers."""
     said: dict[Group, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for record in found.records:
         group = Group(*(record["cell"][name] for name in Group._fields))
@@ -123,13 +123,13 @@ def facts_by_group(found: ResultSet) -> dict[Group, Facts]:
 
 
 def _text(value: Any) -> str:
-    """A value of a table as records say it: 10 and not 10.0."""
+    """A value of a table in the form of a record: 10, not 10.0."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @lru_cache(maxsize=10_000)
 def kind_of(path: str) -> str | None:
-    """The kind of a difference, a value of WORK or PLACE; None where cells may differ in it."""
+    """The kind of a difference, a value of WORK or PLACE; None if cells may differ in it."""
     if THREADS.fullmatch(path):
         return PLACE["mixed-cores"]
     if path in OF_PLACE:
@@ -146,7 +146,7 @@ def kind_of(path: str) -> str | None:
 
 
 def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
-    """Every field that two matched cells say differently; what one does not state is `not stated`."""
+    """Every field that differs between two matched cells; a value that is missing is `not stated`."""
     mine = facts_by_group(first).get(match.first, {})
     theirs = facts_by_group(other).get(match.other, {})
     replaced = first.hosts_replaced or other.hosts_replaced
@@ -158,14 +158,14 @@ def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Di
         texts = [", ".join(sorted(side.get(path, {NOT_STATED}))) for side in (mine, theirs)]
         published = first.is_published or other.is_published
         if published and kind in PLACE.values() and NOT_STATED in texts:
-            continue  # of the place, published tables state hardly anything
+            continue  # published tables state hardly anything about the place
         yield Difference(kind, path, *texts)
 
 
 def why_not_comparable(found: list[Difference], published: bool) -> list[Difference]:
-    """Of the differences of two cells those for which no ratio means anything.
+    """Those differences of two cells that make a ratio meaningless.
 
-    What one of them does not state is no reason by itself, but for the amount of work.
+    A field that one of them does not state is no reason by itself, except for the amount of work.
     """
     return [
         d
@@ -176,12 +176,12 @@ def why_not_comparable(found: list[Difference], published: bool) -> list[Differe
 
 
 def not_stated(found: list[Difference]) -> list[Difference]:
-    """What only one of two cells states of its work, so that it is not known to be equal."""
+    """Fields of the work that only one of two cells states, so that they are not known to be equal."""
     return [d for d in found if d.kind in WORK.values() and NOT_STATED in (d.first, d.other)]
 
 
 def together(found: Iterator[Difference]) -> list[Difference]:
-    """Equal differences of several cells as one each, kinds in the order of WORK and PLACE."""
+    """Equal differences of several cells merged into one each, kinds in the order of WORK and PLACE."""
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     for d in found:
         counts[(d.kind, d.path, d.first, d.other)] += d.cells

@@ -30,11 +30,11 @@ from stratbench.sets.tables import (
 )
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: A memory ratio farther from 1 than this is a change, and a change of score beyond its tolerance.
+#: A memory ratio farther from 1 than this counts as a change.
 MEMORY_CHANGE = 0.02
-#: Differences of a kind that are shown; the others are counted, and in the table's file.
+#: The number of differences shown of each kind; the others are counted, and are in the table's file.
 MOST_DIFFERENCES = 12
-#: Pairs that changed places that are shown; the others are counted.
+#: The number of pairs with changed places that are shown; the others are counted.
 MOST_RANK_CHANGES = 12
 
 
@@ -53,7 +53,7 @@ def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
 
 
 def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str, Any]:
-    """Everything on the page about one set against the first."""
+    """The section of the page on one set against the first."""
     ranks = sorted(
         found.rank_changes, key=lambda r: (not r.is_clear, r.after.value / r.before.value)
     )
@@ -110,7 +110,7 @@ def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str,
 
 
 def difference_lines(found: Comparison) -> Iterator[dict[str, Any]]:
-    """The differences by kind, the gravest first."""
+    """The differences by kind, the most serious first."""
     parts = (
         ("no ratio", found.work),
         ("not known to be equal", found.unknown),
@@ -136,7 +136,7 @@ def difference_lines(found: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def unit_of(cells: Sequence[ComparedCell]) -> str:
-    """The unit of a change of score, where all cells have one."""
+    """The unit of a change of score, if all cells have the same one; else empty."""
     units = {c.score.difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 
@@ -148,7 +148,7 @@ def place_of(cell: ComparedCell) -> str:
 
 
 def cell_line(cell: ComparedCell) -> dict[str, Any]:
-    """The table's line of a cell with a ratio."""
+    """The line in the table for a cell with a ratio."""
     return {
         "experiment": cell.group.experiment,
         "model": cell.group.model,
@@ -167,7 +167,7 @@ def cell_line(cell: ComparedCell) -> dict[str, Any]:
 
 
 def without_line(cell: ComparedCell) -> dict[str, Any]:
-    """The list's line of a cell without a ratio: both times all the same, beside the reason."""
+    """The line in the list for a cell without a ratio: both times, beside the reason."""
     return {
         "place": place_of(cell),
         "first": seconds_text(cell.first_times),
@@ -177,7 +177,7 @@ def without_line(cell: ComparedCell) -> dict[str, Any]:
 
 
 def change_sentences(found: Comparison) -> Iterator[str]:
-    """What changed in memory and in score by more than is usual, a sentence each."""
+    """Sentences on unusual changes of memory and score, one each."""
     for cell in found.with_ratio:
         if cell.memory is not None and abs(cell.memory - 1) > MEMORY_CHANGE:
             before, after = (m / MIB for m in (cell.first_memory, cell.other_memory))
@@ -194,7 +194,7 @@ def change_sentences(found: Comparison) -> Iterator[str]:
 
 
 def figure_values(path: Path) -> dict[str, Any]:
-    """A figure inside the page."""
+    """The values of a figure that is embedded in the page."""
     svg = path.read_text(encoding="utf-8")
     titles = {"time_ratio": "Ratios of training times", "times": "Training times in both sets"}
     return {"title": titles[path.stem], "uri": data_uri(svg, path), "width_pt": width_pt(svg)}
@@ -209,7 +209,7 @@ def page_values(
     constraints: Sequence[str],
     given: Constraints,
 ) -> dict[str, Any]:
-    """Everything that the template prints."""
+    """All values that the template prints."""
     return {
         "names": [one.name for one in sets],
         "first": sets[0].name,
@@ -224,6 +224,6 @@ def page_values(
 
 
 def render(values: dict[str, Any]) -> str:
-    """The page; everything in it is escaped."""
+    """The page as HTML; all values in it are escaped."""
     page = pages.render("compare.html.j2", TEMPLATES, REPORT_TEMPLATES, values=values)
     return re.sub(r"\n{3,}", "\n\n", page)

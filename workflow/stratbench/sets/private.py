@@ -1,6 +1,6 @@
-"""What a bundle leaves out: secrets always; names of hosts, users and their folders on request.
+"""Removes private data from a bundle: secrets always; names of hosts, users and folders on request.
 
-A name is replaced by the same word everywhere (node1, node2, ...), so that what ran on one host still does.
+A name is replaced by the same word everywhere (node1, node2, ...), so cells of one host still share it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _GPU = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{1
 _HOME = re.compile(r"/(?:home|Users)/([^/\s:;,'\"]+)")
 _ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
 _WORD = re.compile(r"[\w-]*")
-#: Where SLURM names nodes.
+#: Variables in which SLURM names nodes.
 _NODES = {"SLURM_JOB_NODELIST", "SLURMD_NODENAME"}
-#: What SLURM says of a site, and not of the machine.
+#: Variables in which SLURM describes a site, not the machine.
 _SITE = {"SLURM_CLUSTER_NAME": "cluster", "SLURM_JOB_PARTITION": "partition"}
-#: A worker's variables, and what keeps those that a record may hold.
+#: The sections of a worker's variables, and the function that keeps those that a record may hold.
 _LISTED = {"environment": environment.of_training, "slurm": environment.of_slurm}
 
 
 def without_secrets(value: Any, is_record: bool = False) -> Any:
     """A JSON value without texts that look like secrets.
 
-    A record keeps of a worker's variables those that are on the lists. Elsewhere `slurm` or `environment`
-    may be the name of an experiment.
+    In a record, only those of a worker's variables are kept that are on the lists. Elsewhere `slurm` or
+    `environment` may be the name of an experiment.
     """
     if isinstance(value, list):
         return [without_secrets(inner, is_record) for inner in value]
@@ -54,7 +54,7 @@ def without_secrets(value: Any, is_record: bool = False) -> Any:
 
 
 class Replacements:
-    """The words that stand for hosts, GPUs and users' folders in everything of one bundle."""
+    """The words that replace hosts, GPUs and users' folders throughout one bundle."""
 
     def __init__(self, hosts: Iterable[str], gpus: Iterable[str], users: Iterable[str]) -> None:
         short = sorted(
@@ -64,7 +64,7 @@ class Replacements:
         self._gpus = {gpu: f"GPU-{n}" for n, gpu in enumerate(sorted(set(gpus)), 1)}
         self._addresses: dict[str, str] = {}
         names = "|".join(re.escape(host) for host in sorted(short, key=len, reverse=True))
-        # With the domain behind it; what follows a dash is a network interface.
+        # A host name with its domain; a word that follows a dash is a network interface.
         self._host = re.compile(rf"(?<![A-Za-z0-9])(?:{names})(?:\.[\w-]+)*(?![A-Za-z0-9])", re.I)
         own = {str(Path.home())} - {"/", "."}
         folders = "|".join(re.escape(folder) for folder in own)
@@ -89,7 +89,7 @@ class Replacements:
         return self._hosts[found[0].partition(".")[0].lower()]
 
     def message(self, text: str) -> str:
-        """The same of a message for people, whose numbers with dots are addresses and no versions."""
+        """A message with every name replaced; numbers with dots in it are addresses, not versions."""
 
         def address(found: re.Match[str]) -> str:
             try:
@@ -101,17 +101,17 @@ class Replacements:
         return _ADDRESS.sub(address, self.text(text))
 
     def value(self, value: Any) -> Any:
-        """A JSON value with the names in its texts replaced; its keys and its plain words stay."""
+        """A JSON value with the names in its texts replaced; keys and plain words stay."""
         return _mapped(value, self._unless_a_word)
 
     def _unless_a_word(self, text: str) -> str:
-        """The same, but for one plain word, which is no host here: a host may be called `ok` or `vgg16`."""
+        """`text` with names replaced, unless it is one plain word: a host may be called `ok` or `vgg16`."""
         return self._gpu(text) if _WORD.fullmatch(text) else self.text(text)
 
     def record(self, record: Record) -> Record:
-        """A record with every name replaced, but in what says which cell it is.
+        """A record with every name replaced, except in the fields that identify the cell.
 
-        ValueError where a host has the name of a kind of device.
+        ValueError if a host has the name of a kind of device.
         """
         found = self.value(record) | {"cell": record["cell"]}
         if isinstance(record["reason"], str):
@@ -139,7 +139,7 @@ class Replacements:
 
 
 def replacements_for(records: Iterable[Record], nodes_of_timelines: Iterable[str]) -> Replacements:
-    """The words for everything that these records name, and for this machine and its user."""
+    """Replacements for all names in these records, and for this machine and its user."""
     hosts, gpus, users = {socket.gethostname(), *nodes_of_timelines}, set(), set()
     try:
         users.add(getpass.getuser())
@@ -158,7 +158,7 @@ def replacements_for(records: Iterable[Record], nodes_of_timelines: Iterable[str
 
 
 def expanded_nodes(listed: str) -> Iterator[str]:
-    """The hosts of a SLURM node list: `gpu[01-03,7],login` has five."""
+    """The hosts in a SLURM node list: `gpu[01-03,7],login` has five."""
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
         if not (found := re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)):
             yield part

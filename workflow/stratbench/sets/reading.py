@@ -27,46 +27,46 @@ from stratbench.study.result_sets import PAPER, VERSIONS
 class ResultSet:
     """The records of one study from one place."""
 
-    #: What it is called beside others.
+    #: Its name beside other sets.
     name: str
-    #: What was asked for: a path, or `paper:v1`.
+    #: The source that was asked for: a path, or `paper:v1`.
     source: str
     study: str
-    #: As cells.csv: a row for each cell, those without a record included.
+    #: Like cells.csv: a row for each cell, including those without a record.
     cells: pd.DataFrame
-    #: As epochs.csv.
+    #: Like epochs.csv.
     epochs: pd.DataFrame
     #: None for the paper's tables.
     records: tuple[Record, ...] = ()
-    #: The resolved config, where it is known.
+    #: The resolved config, if it is known.
     config: dict[str, Any] | None = None
-    #: plan.json, where there was a plan.
+    #: plan.json, if there was a plan.
     plan: dict[str, Any] | None = None
     #: The manifest of a bundle.
     manifest: dict[str, Any] | None = None
-    #: Accuracies by data set that any working training reaches, for tables that say too little.
+    #: Accuracies that any working training reaches, by data set, for tables that state too little.
     floors: dict[str, float] = field(default_factory=dict)
 
     @functools.cached_property
     def findings(self) -> pd.DataFrame:
-        """What the audit says of it, as audit.csv."""
+        """The audit's findings, like audit.csv."""
         found = audit(self.cells, self.records, self.floors)
         frame = pd.DataFrame(found, columns=list(AUDIT_COLUMNS))
         return frame.astype({"gpus": "Int64", "repeat": "Int64"})
 
     @property
     def is_published(self) -> bool:
-        """Whether these are tables that were published, without records behind them."""
+        """Whether this is a published table, without records behind it."""
         return self.source.startswith(PAPER)
 
     @property
     def hosts_replaced(self) -> bool:
-        """Whether its host names are stand-ins, which say nothing beside those of another set."""
+        """Whether its host names were replaced, so that they cannot be compared with another set's."""
         return bool(self.manifest) and self.manifest["hosts"] == "replaced"
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Where it is from, in words."""
+        """The origin of the set, in words."""
         told = {"source": self.source, "study": self.study}
         if self.manifest:
             product = self.manifest["product"]
@@ -82,8 +82,8 @@ class ResultSet:
 def read_set(text: str, name: str | None = None, asked: Expected | None = None) -> ResultSet:
     """The set that `text` names: `paper:v1`, the path of a bundle, or a folder `results/<study>`.
 
-    `asked`: what the study's config says beside the cells, where it is at hand.
-    SetError, one sentence, where it is none of them or cannot be read.
+    `asked`: what the study's config states in addition to the cells, if it is at hand. SetError, one
+    sentence, if `text` names none of these or it cannot be read.
     """
     if text.startswith(PAPER):
         version = text.removeprefix(PAPER)
@@ -113,10 +113,10 @@ def _read_folder(
     manifest: dict[str, Any] | None,
     asked: Expected | None,
 ) -> ResultSet:
-    """The set in a folder of results; that of a bundle holds nothing that is not a valid record."""
+    """The set in a folder of results; in a bundle's folder every record must be valid."""
 
     def told(error: Exception | str) -> SetError:
-        # Of a bundle, paths in the folder that it was extracted to are paths in the bundle.
+        # Paths in the folder that a bundle was extracted to are shown as paths in the bundle.
         return SetError(
             f"{source}: {str(error).replace(f'{folder}/', '')}" if manifest else str(error)
         )
@@ -126,7 +126,7 @@ def _read_folder(
         raise SetError(
             f"{source} holds no record and lists no cells; it is no folder results/<study>"
         )
-    read = functools.cache(record.read)  # thousands of them, for the tables and for the audit
+    read = functools.cache(record.read)  # thousands of files, for the tables and for the audit
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as work:
         out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
         bad = [
@@ -154,7 +154,7 @@ def _read_folder(
 
 
 def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[Cell]:
-    """The cells that are listed, and after them those that have a record without being listed."""
+    """The listed cells, and after them the cells that have a record but are not listed."""
     listed = folder / "cells.json"
     has_list = listed.exists()
     cells = list(_listed_cells(listed, told)) if has_list else []
@@ -191,7 +191,7 @@ def _listed_cells(path: Path, told: Any) -> Iterator[Cell]:
 
 
 def _cell_of(coordinates: Any) -> Cell:
-    """A cell from foreign coordinates; ValueError where they are none."""
+    """A cell from untrusted coordinates; ValueError if they are not a cell's."""
     if not isinstance(coordinates, dict) or coordinates.keys() != Cell.__dataclass_fields__.keys():
         raise ValueError("a cell has seven coordinates")
     cell = Cell(**coordinates)
@@ -207,7 +207,7 @@ def _cell_of(coordinates: Any) -> Cell:
 
 
 def _object_in(path: Path, told: Any) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no file."""
+    """The JSON object in a file; None if the file does not exist."""
     if not path.exists():
         return None
     try:
@@ -220,7 +220,7 @@ def _object_in(path: Path, told: Any) -> dict[str, Any] | None:
 
 
 def _check_timeline(path: Path, told: Any) -> None:
-    """Refuse a timeline that is no table of texts."""
+    """Refuse a timeline that is not a table of texts."""
     try:
         text = read_regular(path, MOST_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:

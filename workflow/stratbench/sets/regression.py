@@ -1,4 +1,4 @@
-"""The regression watch: what got slower than in the first set, by more than is allowed and beyond noise?"""
+"""The regression watch: finds what got slower than in the first set, beyond noise and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from stratbench.sets.comparison import ComparedCell, Comparison
 from stratbench.sets.unpaired import ALPHA, LostSpeed, slowdown_over_cells
 
 SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
-#: The verdicts with which a comparison fails.
+#: Verdicts that make a comparison fail.
 FAILING = (SLOWER, LOST)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A strategy over its cells, or one of its cells, in another set than the first."""
+    """A strategy over its cells, or one of its cells, in a set other than the first."""
 
     set_name: str
-    #: What is watched, in words.
+    #: The subject in words.
     what: str
-    #: Whether it is a whole strategy, or one cell.
+    #: Whether it is a whole strategy, not one cell.
     whole: bool
     cells: int
     slowdown: LostSpeed
-    #: SLOWER: its lower bound is above what is allowed; WITHIN: its upper bound is not; LOST: it finished in
-    #: the first set, and none of its repeats that ran does; else UNKNOWN.
+    #: SLOWER: its lower bound is above the allowed share; WITHIN: its upper bound is not; LOST: it finished
+    #: in the first set, but none of its repeats that ran here did; else UNKNOWN.
     verdict: str
-    #: The audit's rules that doubt a time behind it.
+    #: The audit's rules that doubt a time behind the verdict.
     doubts: tuple[str, ...] = ()
 
     @property
     def fails(self) -> bool:
-        """Whether a comparison fails by it."""
+        """Whether this makes a comparison fail."""
         return self.verdict in FAILING
 
     @property
@@ -50,11 +50,11 @@ class Watched:
 
 
 def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
-    """Every strategy and every cell of the other sets against the first, worst verdicts first.
+    """Verdicts on every strategy and cell of the other sets against the first, the worst first.
 
-    A false alarm anywhere in it has a chance of ALPHA: half of it is shared by the strategies of all
-    sets, half by their cells (Bonferroni). A strategy's own mean has the smaller noise; a cell shows
-    what such a mean hides.
+    The chance of any false alarm among them is ALPHA: half of it is shared between the strategies of all
+    sets, half between their cells (Bonferroni). The mean of a strategy has less noise; a cell shows what
+    such a mean hides.
     """
     strategies = [(c.other.name, *entry) for c in found for entry in by_strategy(c.with_ratio)]
     cells = [
@@ -73,9 +73,9 @@ def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
 
 
 def is_lost(cell: ComparedCell) -> bool:
-    """Whether a cell of equal work finished in the first set, and in the other no repeat that ran did.
+    """Whether a cell of equal work finished in the first set, but no repeat that ran in the other did.
 
-    A repeat without a record has not ended: it neither saves a cell nor loses one.
+    A repeat without a record has not ended: it does not count either way.
     """
     return bool(cell.first_times) and not cell.other_finished and not cell.other_work
 
@@ -87,7 +87,7 @@ def lost_one(set_name: str, cell: ComparedCell) -> Watched:
 
 
 def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
-    """The cells of each strategy, of these those with two repeats on either side, if any has."""
+    """The cells of each strategy; only those with two repeats in both sets, if there are any."""
     groups: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         groups[cell.group.strategy].append(cell)

@@ -1,4 +1,4 @@
-"""Whether a bundle may be shared with everybody: results-shared/ holds bundles that users have sent in."""
+"""Checks whether a bundle may be shared with everybody, in results-shared/, which holds users' bundles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stratbench.sets.reading import ResultSet, read_set
 
 MOST_SHARED_BYTES = 5 << 20
 MOST_STATEMENT_BYTES = 10_000
-#: What the statement beside a bundle must say, and the licences that let all use the results.
+#: Keys of the statement beside a bundle, and the licences that let everybody use the results.
 STATED = {
     "contributor": "who shares it: a person or a group",
     "machine": "what it was measured on, in a sentence",
@@ -24,7 +24,7 @@ LICENCES = ("CC0-1.0", "CC-BY-4.0")
 
 
 def faults_of_folder(folder: Path) -> Iterator[str]:
-    """Why something in a folder of shared bundles cannot stay, in sentences; none where all is well."""
+    """Sentences on why something in a folder of shared bundles cannot stay; none if all is well."""
     bundles = [path for path in sorted(folder.iterdir()) if path.name.endswith(SUFFIX)]
     statements = {statement_of(path) for path in bundles}
     for path in sorted(folder.iterdir()):
@@ -35,12 +35,12 @@ def faults_of_folder(folder: Path) -> Iterator[str]:
 
 
 def faults_of_bundle(path: Path, found: ResultSet | None = None) -> Iterator[str]:
-    """Why a bundle with the statement beside it cannot be shared, in sentences.
+    """Sentences on why a bundle with the statement beside it cannot be shared.
 
-    `found`: what is in it, where it has been read.
+    `found`: the content of the bundle, if it has been read.
     """
     try:
-        # Before anything is unpacked; it bounds what a check costs, too.
+        # Before anything is unpacked; this also limits the cost of a check.
         size = len(read_regular(path, MOST_SHARED_BYTES))
     except OSError as e:
         yield f"{path} {e.strerror}; a study's experiments can be bundled one by one"
@@ -66,7 +66,7 @@ def statement_of(bundle: Path) -> Path:
 
 
 def faults_of_statement(path: Path) -> Iterator[str]:
-    """Why a statement does not say what it must."""
+    """Sentences on what a statement lacks or gets wrong."""
     try:
         said: Any = yaml.safe_load(read_regular(path, MOST_STATEMENT_BYTES))
     except FileNotFoundError:

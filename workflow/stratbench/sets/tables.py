@@ -15,12 +15,12 @@ from stratbench.cell.words import counted
 from stratbench.sets.comparison import ComparedCell, Comparison, StrategyMean
 from stratbench.sets.unpaired import Estimate, geometric_mean
 
-#: What a program that opens a CSV file takes for a formula.
+#: First characters that make other programs read a text in a CSV file as a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def ratio_text(found: Estimate | None) -> str:
-    """A ratio as tables print it, with its interval if it has one."""
+    """A ratio as tables print it, with its interval if there is one."""
     if found is None:
         return NO_CELL
     text = f"{found.value:.3f}"
@@ -39,14 +39,14 @@ def change_text(found: Estimate | None, cell: ComparedCell) -> str:
 
 
 def seconds_text(times: tuple[float, ...]) -> str:
-    """The geometric mean of times, and of how many."""
+    """The geometric mean of times, with their number."""
     if not times:
         return NO_CELL
     return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
 
 
 def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
-    """Every number of every shared kind of cells, a row each."""
+    """A row for every shared kind of cell, with all its numbers."""
     for cell in found.cells:
         time, score = cell.time, cell.score_change
         yield {
@@ -110,7 +110,7 @@ def strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
 
 
 def difference_table(found: Comparison) -> pd.DataFrame:
-    """What differs: first what keeps cells from having a ratio, then what may explain ratios."""
+    """The differences: first those that prevent a ratio, then those that may explain ratios."""
     parts = ((found.work, "no ratio"), (found.unknown, "not known"), (found.place, "differs"))
     return pd.DataFrame(
         [
@@ -123,7 +123,7 @@ def difference_table(found: Comparison) -> pd.DataFrame:
 
 
 def shortened(text: str) -> str:
-    """A foreign text that fits into a table."""
+    """A text from others, short enough for a table."""
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -161,7 +161,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
 
 def safe_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file whose texts no program takes for formulas: such a text gets a ' in front."""
+    """Write a CSV file in which no program finds formulas: a text that looks like one gets a ' in front."""
 
     def plain(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

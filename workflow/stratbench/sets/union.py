@@ -16,15 +16,15 @@ from stratbench.analysis.ranking import rankings_of_bouts
 from stratbench.analysis.tolerance import judge_scores
 from stratbench.sets.reading import ResultSet
 
-#: What cells of one job have in common: columns of cells.csv.
+#: Columns of cells.csv that the cells of one job have in common.
 JOB = ("dataset", "model", "task", "epochs", "steps", "global_batch", "precision", "slowdown")
 
 
 class Part(NamedTuple):
-    """What one experiment of a set has of a job."""
+    """The part of a job that one experiment of a set holds."""
 
     set_name: str
-    #: Of one experiment and model, and what the audit finds on them.
+    #: Rows of one experiment and model, and the audit's findings on them.
     rows: pd.DataFrame
     findings: list[dict[str, Any]]
 
@@ -32,11 +32,11 @@ class Part(NamedTuple):
 def decisions_over(
     sets: Sequence[ResultSet], prices: Mapping[str, float], given: Constraints
 ) -> list[Decision]:
-    """A decision for each job, of which candidates are strategies on worker counts in sets.
+    """A decision for each job; its candidates are strategies on worker counts in sets.
 
-    A job is what JOB says. `prices`, by the name of a set, take the place of the constraints' price.
-    Repeats of two sets are paired by their numbers, which is arbitrary and makes the intervals no
-    narrower. Experiments keep the name that the first set gives them.
+    JOB defines a job. `prices`, by the name of a set, replace the constraints' price. Repeats of two
+    sets are paired by their numbers, which is arbitrary and makes the intervals no narrower. Experiments
+    keep the names that the first set gives them.
     """
     jobs: dict[tuple[str, ...], list[Part]] = {}
     for found in sets:
@@ -63,7 +63,7 @@ def decisions_over(
 
 
 def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
-    """What the rows of one experiment and model have in common; None where they differ in it."""
+    """The values that the rows of one experiment and model have in common; None if they differ."""
     usable = rows[~rows["status"].isin(["missing", "error", "infeasible"])]
     columns = [name for name in JOB if not (is_weak and name == "global_batch")]
     values = [tuple(usable[name].astype(str).unique()) for name in columns]
@@ -77,7 +77,7 @@ def candidates_in(
 ) -> Iterator[Candidate]:
     """All candidates of a job: those of each set at its price, called `ddp (a100)`, judged together.
 
-    Where several experiments of a set are one job, the experiment is named, too: `ddp (a100, first)`.
+    If several experiments of a set are one job, the experiment is named, too: `ddp (a100, first)`.
     """
     found = []
     times = Counter(part.set_name for part in parts)
@@ -87,7 +87,7 @@ def candidates_in(
         whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
         for candidate in mine:
             candidate.strategy = f"{candidate.strategy} ({whose})"
-            # Two hosts of two sets may have one name.
+            # Hosts of two sets may have the same name.
             candidate.hosts = frozenset(f"{host} of {name}" for host in candidate.hosts)
         found += mine
     judge_scores(found, given)
@@ -95,7 +95,7 @@ def candidates_in(
 
 
 def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a job under the experiment of the first."""
+    """The rows of a job, all under the experiment of the first row."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
 

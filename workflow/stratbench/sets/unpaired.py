@@ -1,6 +1,6 @@
 """Statistics of two sets that share no repeats: Welch's t on logarithms, by scipy.
 
-Repeats of two places have nothing in common but a number, so nothing is paired.
+Repeats from two places share nothing but a number, so they are not paired.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stratbench.moderated import ALPHA
 
 
 class Estimate(NamedTuple):
-    """A value with the ends of its interval; None where there is none."""
+    """A value with the ends of its interval; None if there is no interval."""
 
     value: float
     low: float | None = None
@@ -24,14 +24,14 @@ class Estimate(NamedTuple):
 
 
 def geometric_mean(times: Sequence[float]) -> float:
-    """The geometric mean; that of one value is the value, to the last digit."""
+    """The geometric mean; of one value exactly that value."""
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
 def ratio_of_times(new: Sequence[float], old: Sequence[float]) -> Estimate:
     """The ratio of geometric means with its 95 % interval (Welch, 1947); values above 0.
 
-    There is no interval where either side has fewer than two repeats, or neither scatters.
+    There is no interval if either side has fewer than two repeats, or if neither scatters.
     """
     logs = np.log(np.asarray(new, dtype=float)), np.log(np.asarray(old, dtype=float))
     found = _difference(*logs)
@@ -47,16 +47,16 @@ def _difference(new: np.ndarray, old: np.ndarray) -> Estimate:
     mean = float(new.mean() - old.mean())
     if min(len(new), len(old)) < 2 or new.var() + old.var() == 0:
         return Estimate(mean)
-    from scipy import stats  # 0.5 s, also for commands that compare nothing
+    from scipy import stats  # takes 0.5 s: not for commands that compare nothing
 
     low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(1 - ALPHA)
     return Estimate(mean, float(low), float(high))
 
 
 def mean_over_models(logs: Sequence[float]) -> Estimate:
-    """The geometric mean of ratios, one (as a logarithm) of each model, with its t interval over models.
+    """The geometric mean of ratios, one logarithm for each model, with its t interval over models.
 
-    It says how much the ratio differs from model to model, so that one model has no interval.
+    The interval shows how much the ratio differs from model to model, so one model has none.
     """
     values = np.asarray(logs, dtype=float)
     mean = float(values.mean())
@@ -69,7 +69,7 @@ def mean_over_models(logs: Sequence[float]) -> Estimate:
 
 
 class LostSpeed(NamedTuple):
-    """By which share something got slower, with one-sided bounds; None where nothing tells."""
+    """The share by which something got slower, with one-sided bounds; None where nothing is known."""
 
     share: float | None
     at_least: float | None
@@ -79,10 +79,10 @@ class LostSpeed(NamedTuple):
 def slowdown_over_cells(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
 ) -> LostSpeed:
-    """The mean slow-down over cells, each (new, old) times of its repeats, all above 0.
+    """The mean slow-down over cells, each given as the (new, old) times of its repeats, all above 0.
 
-    Each bound is passed by chance with probability `alpha`. The cells are given, and noise is that of
-    the repeats: the variance is the sum of theirs, with Satterthwaite's (1946) degrees of freedom.
+    Chance passes each bound with probability `alpha`. The cells are fixed, and noise comes from the
+    repeats: the variance is the sum of theirs, with Satterthwaite's (1946) degrees of freedom.
     """
     logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
     mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))

@@ -1,4 +1,4 @@
-"""Writes a result set in formats that other tools read, each in a folder of its own, without any server."""
+"""Writes a result set in formats that other tools read, each in its own folder, without any server."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ EXPORTS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }
-#: The file that names the packages of all formats, from the root of a clone.
+#: The file that pins the packages of all formats; relative to the root of a clone.
 REQUIREMENTS = "envs/requirements-export.txt"
-#: The file in a folder of exports that says what it is.
+#: The file that marks a folder of exports.
 MARK = ".stratbench-export"
 
 
 def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path]:
     """Write a set in each of `formats` (names of EXPORTS) below `out`; returns the folders.
 
-    A folder is replaced only when all of it is written, and at once. SetError where a format's package
-    is not installed, the set has nothing that the format holds, or `out` is no folder of exports, so
-    that nobody's own folder `wandb` is replaced; nothing is written then.
+    A folder is replaced in one step, once all of it is written. SetError if a format's package is not
+    installed, if the set has nothing that the format holds, or if `out` is not a folder of exports, so
+    that nobody's own folder `wandb` is replaced; then nothing is written.
     """
     if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise SetError(f"{out} was not written by an export; name a folder that does not exist yet")
@@ -50,7 +50,7 @@ def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `folder` at the end; not if something is raised (Ctrl-C)."""
+    """Yield an empty folder that replaces `folder` at the end; not if something is raised (Ctrl-C)."""
     unfinished, old = (folder.with_name(f".{folder.name}.{what}") for what in ("unfinished", "old"))
     for left in (unfinished, old):
         shutil.rmtree(left, ignore_errors=True)
@@ -61,7 +61,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     if folder.exists():
-        folder.rename(old)  # in one step: what is half removed would look whole
+        folder.rename(old)  # in one step: a folder that is half removed would look whole
     unfinished.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
 

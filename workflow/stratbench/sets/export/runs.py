@@ -1,4 +1,4 @@
-"""The records of a set as runs, as trackers of experiments see them: parameters, metrics, tags, times."""
+"""The records of a set as runs, as experiment trackers see them: parameters, metrics, tags, times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.sets.reading import ResultSet
 
 Value = str | int | float | bool
-#: Columns of text that say how a cell ended and where: tags of its run.
+#: Text columns that say how and where a cell ended: tags of its run.
 TAGS = (
     *("status", "reason", "device_kind", "device_name", "host", "cpu_model", "torch", "driver"),
     *("revision", "task", "score_name", "score_unit", "initial_weights_sha256", "data_sha256"),
@@ -25,7 +25,7 @@ TAGS = (
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch: its number from 1, its end in seconds of training time, and what was found then."""
+    """An epoch: its number from 1, its end in seconds of training time, and the metrics at its end."""
 
     number: int
     end_s: float
@@ -37,10 +37,10 @@ class ExportedRun:
     """A record as a run."""
 
     cell: Cell
-    #: What it was trained with: coordinates and settings, options as `options.name`.
+    #: Coordinates and settings; options as `options.name`.
     parameters: dict[str, Value]
     tags: dict[str, str]
-    #: What was measured, by the names and in the units of cells.csv.
+    #: Measured values, with the names and units of cells.csv.
     metrics: dict[str, float]
     epochs: list[Epoch]
     #: Seconds since 1970.
@@ -53,7 +53,7 @@ class ExportedRun:
 
 
 def runs_of(found: ResultSet) -> Iterator[ExportedRun]:
-    """A run for each record of a set, in the order of its cells, with a progress line every few seconds."""
+    """The runs, one for each record of a set in the order of its cells; prints progress meanwhile."""
     records = {Cell(**record["cell"]): record for record in found.records}
     epochs = dict(list(found.epochs.groupby(list(COORDINATES), sort=False)))
     measured = [
@@ -100,7 +100,7 @@ def _is_setting(column: Any) -> bool:
 
 
 def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Value]]:
-    """Nested settings under dotted names; what is null is not set."""
+    """Nested settings with dotted names; null values are left out."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{above}{key}.")
@@ -111,6 +111,6 @@ def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Value]
 
 
 def _seconds(record: dict[str, Any], name: str) -> float:
-    """A time of a record's provenance; 0 where it states none."""
+    """A time in a record's provenance; 0 if the record states none."""
     text = record["provenance"].get(name)
     return datetime.fromisoformat(text).timestamp() if text else 0.0

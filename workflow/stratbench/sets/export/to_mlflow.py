@@ -2,7 +2,7 @@
 
     mlflow ui --backend-store-uri sqlite:///mlflow.db
 
-Its older store of plain files is in maintenance, and refuses to be written.
+MLflow's older store of plain files is in maintenance and can no longer be written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
-import alembic  # noqa: F401  the store needs it, and MLflow's small package does not bring it
+import alembic  # noqa: F401  the store needs it, and MLflow's small package does not install it
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
@@ -21,12 +21,12 @@ from stratbench.sets.export.runs import ExportedRun, runs_of
 from stratbench.sets.reading import ResultSet
 
 OF_RECORDS = True
-#: The most metrics, and the most of anything else, that MLflow takes at once.
+#: The most metrics, and the most other entries, that MLflow accepts in one call.
 MOST_METRICS, MOST_OTHERS = 1000, 100
 
 
 def metrics_of(run: ExportedRun) -> list[Metric]:
-    """Epochs by their number, at the time at which they ended; after them what the whole cell measured."""
+    """The metrics of epochs by number, at the times when they ended; then those of the whole cell."""
     found = [
         Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
         for epoch in run.epochs
@@ -37,7 +37,7 @@ def metrics_of(run: ExportedRun) -> list[Metric]:
 
 
 def write(found: ResultSet, folder: Path) -> None:
-    """mlflow.db, with one experiment for each of the study's."""
+    """Write mlflow.db, with one experiment for each experiment of the study."""
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}")
@@ -45,14 +45,14 @@ def write(found: ResultSet, folder: Path) -> None:
     for run in runs_of(found):
         name = f"{run.cell.study}/{run.cell.experiment}"
         if name not in experiments:
-            # A server gives this scheme a place; a path would be one of this machine.
+            # A server maps this scheme to its own storage; a path would be one of this machine.
             place = f"mlflow-artifacts:/{name}"
             experiments[name] = client.create_experiment(name, artifact_location=place)
         write_run(client, experiments[name], run)
 
 
 def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
-    """One run; `FINISHED` where the cell is ok, else `FAILED`, with the status as a tag."""
+    """Write one run; `FINISHED` if the cell is ok, else `FAILED`, with the status as a tag."""
     created = client.create_run(
         experiment_id, start_time=int(1000 * run.started_s), run_name=run.cell.path
     )

@@ -14,19 +14,19 @@ from stratbench import __version__
 from stratbench.analysis.columns import BY_NAME, EPOCH_BY_NAME, Column
 from stratbench.sets.reading import ResultSet
 
-#: Whether only what has a record can be written.
+#: Whether this format can hold only cells with a record.
 OF_RECORDS = False
 
 
 def type_of(column: Column) -> pa.DataType:
-    """The type that a column's values have; a column of JSON holds it as text."""
+    """The Arrow type of a column; a column of JSON holds it as text."""
     if column.kind == "number":
         return pa.int64() if column.is_whole else pa.float64()
     return pa.bool_() if column.kind == "flag" else pa.string()
 
 
 def table_of(frame: pd.DataFrame, columns: Mapping[str, Column], about: dict[str, str]) -> pa.Table:
-    """A frame as cells.csv or epochs.csv as a typed table; `about`: metadata of the whole."""
+    """A typed table from a frame like cells.csv or epochs.csv; `about`: metadata of the whole table."""
     fields, arrays = [], []
     for name, column in columns.items():
         meaning = {"unit": column.unit, "definition": column.definition, "kind": column.kind}
@@ -43,7 +43,7 @@ def _values(series: pd.Series, column: Column) -> list[Any]:
 
 
 def write(found: ResultSet, folder: Path) -> None:
-    """cells.parquet and epochs.parquet."""
+    """Write cells.parquet and epochs.parquet."""
     about = {f"stratbench.{key}": value for key, value in found.provenance.items()}
     about |= {"stratbench.version": __version__}
     for name, frame, columns in (

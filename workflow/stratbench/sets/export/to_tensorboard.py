@@ -17,7 +17,7 @@ OF_RECORDS = True
 
 
 def events_of(run: ExportedRun) -> Iterator[Event]:
-    """All events of a run, each at the time at which its epoch ended."""
+    """All events of a run, each at the time when its epoch ended."""
     yield Event(wall_time=run.started_s, file_version="brain.Event:2")
     told = run.parameters | {"status": run.tags["status"]}
     hyperparameters = hparams_pb(told, trial_id=run.cell.path, start_time_secs=run.started_s)
@@ -33,7 +33,7 @@ def events_of(run: ExportedRun) -> Iterator[Event]:
 
 
 def write(found: ResultSet, folder: Path) -> None:
-    """<cell>/events.out.tfevents.*, without the name of the host that writes them."""
+    """Write <cell>/events.out.tfevents.*, without the name of the host that writes them."""
     for run in runs_of(found):
         path = folder / run.cell.path / f"events.out.tfevents.{int(run.started_s):010d}.stratbench"
         path.parent.mkdir(parents=True)

@@ -1,6 +1,6 @@
-"""Weights & Biases: an offline run for each record, which `wandb sync` uploads when its user wants it.
+"""Weights & Biases: an offline run for each record, which its user can upload by `wandb sync`.
 
-Nothing of the machine that writes them is recorded beside what the records say.
+Nothing about the machine that writes them is recorded, only what the records say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OF_RECORDS = True
 
 
 def settings_for(folder: Path) -> wandb.Settings:
-    """Offline, and silent about host, user, program, packages, git and console."""
+    """Settings for offline runs without host, user, program, packages, git or console."""
     return wandb.Settings(
         mode="offline",
         root_dir=str(folder),
@@ -36,14 +36,14 @@ def settings_for(folder: Path) -> wandb.Settings:
 
 
 def write(found: ResultSet, folder: Path) -> None:
-    """wandb/offline-run-*, a folder for each run."""
+    """Write wandb/offline-run-*, a folder for each run."""
     for run in runs_of(found):
         write_run(run, folder)
 
 
 def write_run(run: ExportedRun, folder: Path) -> None:
-    """One run: epochs as its history, what the whole cell measured as its summary."""
-    # Uploaded twice it is one run.
+    """Write one run: its epochs as history, the measurements of the whole cell as summary."""
+    # By this id, a run that is uploaded twice is one run.
     identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_s}".encode())
     offline = wandb.init(
         project=run.cell.study,
