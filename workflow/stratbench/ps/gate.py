@@ -50,7 +50,7 @@ class Refusals:
 
 
 class Gate:
-    """Accepts connections, each on a thread of its own, until `over` is set.
+    """Accepts connections, each on a thread of its own, until it is closed.
 
     `enter(connection, hello, nonces, transport)` is called for a peer that knows the secret, and
     serves it; a ProtocolError, Closed or Silent that it raises is a refusal. Over a local socket other
@@ -61,25 +61,33 @@ class Gate:
         self,
         secret: bytes,
         deadline_s: float,
-        over: threading.Event,
         refusals: Refusals,
         enter: Callable[[Connection, dict[str, Any], bytes, str], Callable[[], None]],
     ) -> None:
         """`enter` returns what the peer's thread shall do from then on."""
-        self._secret, self._deadline_s, self._over = secret, deadline_s, over
+        self._secret, self._deadline_s = secret, deadline_s
         self._refusals, self._enter = refusals, enter
+        self._closed = threading.Event()
+        self._wake, self._waker = socket.socketpair()  # ends the wait for connections
         self._strangers: dict[Connection, None] = {}  # in order of arrival
         self._lock = threading.Lock()  # guards the strangers
 
     def accept(self, listeners: Listeners) -> None:
-        """Accept until the run is over."""
-        with selectors.DefaultSelector() as selector:
+        """Accept until `close` is called."""
+        with self._wake, selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
             for listener in listeners.sockets:
                 listener.setblocking(False)
                 selector.register(listener, selectors.EVENT_READ)
-            while not self._over.is_set():
-                for key, _ in selector.select(timeout=0.2):
-                    self._accept_from(key.fileobj, key.fileobj is listeners.local)
+            while not self._closed.is_set():
+                for key, _ in selector.select():
+                    if key.fileobj is not self._wake:
+                        self._accept_from(key.fileobj, key.fileobj is listeners.local)
+
+    def close(self) -> None:
+        """Accept no more: `accept` returns."""
+        self._closed.set()
+        self._waker.close()
 
     def _accept_from(self, listener: socket.socket, local: bool) -> None:
         try:
@@ -88,7 +96,7 @@ class Gate:
             if error.errno in _EXHAUSTED:  # the connection stays in the queue: let others end first
                 self._refusals.add("a connection", f"accept failed: {error.strerror}")
                 self._dismiss_oldest()
-                self._over.wait(_EXHAUSTED_PAUSE_S)
+                self._closed.wait(_EXHAUSTED_PAUSE_S)
             return  # else it went away again
         transport = "shm" if local else "tcp"
         peer = "a local socket" if local else f"{address[0]}:{address[1]}"

@@ -31,7 +31,7 @@ def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -
     """
     torch.set_num_threads(1)
     run = ServerRun(config, secret, make)
-    gate = Gate(secret, config.handshake_deadline_s, run.over, run.refusals, run.enter)
+    gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.enter)
     listeners = Listeners(config.bind, config.advertise)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)
     accepting.start()
@@ -40,6 +40,7 @@ def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -
         run.watch()
     finally:
         run.over.set()
+        gate.close()
         run.close()
         accepting.join()
         listeners.close()
