@@ -1,6 +1,6 @@
 """The audit: runs every rule over all cells and records, and says which figures not to believe.
 
-One module a kind of evidence; a rule is a decorated function in one of them, and found there.
+There is one module for each kind of evidence. A rule is a decorated function in it, and is found there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AUDIT_COLUMNS = (
     "figures",
     "explanation",
 )
-#: What the command line says of itself.
+#: The description on the command line.
 DESCRIPTION = (
     "Writes audit.csv: one row for each cell or comparison that trips a rule, with its figures."
 )
@@ -66,7 +66,7 @@ KINDS = (
 
 
 def rules_of(module: Any) -> list[Rule]:
-    """The rules of a module, in the order in which they stand there."""
+    """The rules of a module, in the order of their definitions."""
     found: list[Rule] = []
     for value in vars(module).values():
         listed = value if isinstance(value, tuple) else (value,)
@@ -87,7 +87,7 @@ def audit(
 
     Keys are AUDIT_COLUMNS.
 
-    A coordinate that is absent means all of them: a finding without `strategy` is on a comparison.
+    A missing coordinate means all its values: a finding without `strategy` is on a comparison.
     `floors`, `of_blocks`: see `Evidence`.
     """
     evidence = Evidence(cells, records, floors, of_blocks)
@@ -107,7 +107,7 @@ def audit(
 
 
 def found_by(rule: Rule, evidence: Evidence) -> Iterator[Found]:
-    """What a rule finds; that odd figures keep it from judging is a finding, and stops no other rule."""
+    """The findings of a rule; if odd figures make it fail, that is a finding, and other rules go on."""
     try:
         yield from rule.check(evidence)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -117,13 +117,13 @@ def found_by(rule: Rule, evidence: Evidence) -> Iterator[Found]:
 def read_records(
     cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read
 ) -> list[Record]:
-    """The records behind the rows of cells.csv that have a usable one, below results/<study>."""
+    """The records of the rows of cells.csv that have a usable one, below results/<study>."""
     paths = cells.loc[cells["status"] != "error", "record_path"].dropna()
     return [read(study_dir / path) for path in paths]
 
 
 def read_blocks(study_dir: Path) -> list[blocks.Block]:
-    """The complete blocks of a verdict below results/<study>; what is none is left to the verdict."""
+    """The complete blocks of a verdict below results/<study>; unreadable ones are left to the verdict."""
     found = []
     for path in blocks.block_files(study_dir.parent, study_dir.name):
         with contextlib.suppress(blocks.BlockError):
@@ -132,13 +132,13 @@ def read_blocks(study_dir: Path) -> list[blocks.Block]:
 
 
 def read_audit(path: Path) -> pd.DataFrame:
-    """audit.csv, as the command line wrote it."""
+    """Reads audit.csv, as the command line wrote it."""
     text = ("rule", "severity", "affects", "figures", "explanation", "version")
     return read_table(path, text=text, gpus="Int64", repeat="Int64")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.audit", description=DESCRIPTION)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--study-dir", type=Path, help="where records are (that of cells.csv)")

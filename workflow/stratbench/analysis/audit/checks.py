@@ -1,4 +1,4 @@
-"""What rules check a record with: its fields by path, and comparisons that yield a sentence if they fail."""
+"""Tools that rules check a record with: its fields by path, and comparisons that yield a fault's sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
 
-#: What rounding explains.
+#: The relative difference that rounding explains.
 ROUNDING = 1e-6
 
 
@@ -23,52 +23,52 @@ class Facts:
         self.servers: list[dict[str, Any]] = self("server.servers") or []
         self.gpus: int = self("cell.gpus")
         self.status: str = self("status")
-        #: The workers trained to an end, so that what they did in all is known.
+        #: Whether the workers trained to an end, so that their totals are known.
         self.finished = self.status in ("ok", "diverged") and bool(self.workers)
         #: Workers that servers lost, by their number.
         self.lost = {str(entry) for server in self.servers for entry in server.get("lost") or ()}
-        #: Nobody was lost, and every worker says what it did.
+        #: Whether no worker was lost, and every worker states its totals.
         self.whole = self.finished and not self.lost and len(self.workers) == self.gpus
 
     def __call__(self, path: str) -> Any:
         return value_at(self.record, path)
 
     def product(self, *paths: str) -> float | None:
-        """The product of some fields; None where one of them is absent."""
+        """The product of some fields; None if one of them is absent."""
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
     def ratio(self, one: str, other: str) -> float | None:
-        """The ratio of two fields; None where one is absent or the second is 0."""
+        """The ratio of two fields; None if one is absent or the second is 0."""
         a, b = self(one), self(other)
         return None if a is None or not b else a / b
 
     @property
     def epochs_run(self) -> int:
-        """Epochs that were trained to their end, as the scores tell it."""
+        """The number of epochs that were trained to their end, counted by the scores."""
         return len(self("score.per_epoch") or ())
 
     @property
     def passes_run(self) -> int:
-        """Passes over the data; of a cell that was trained for `steps`, the last may be incomplete."""
+        """The number of passes over the data; of a cell with `steps`, the last one may be incomplete."""
         return len(self("time.epoch_times_s") or ()) if self("settings.steps") else self.epochs_run
 
     @property
     def steps_run(self) -> int:
-        """Global batches that were trained on, of a cell whose workers trained to an end."""
+        """The number of global batches that were trained on, if the workers trained to an end."""
         whole = self.passes_run * (self("batch.steps_per_epoch") or 0)
         return min(whole, self("settings.steps") or whole)
 
     @property
     def skips(self) -> int:
-        """Steps that overflowed, of all workers together."""
+        """The number of steps that overflowed, over all workers."""
         if self.servers:
             return sum(link.get("skips") or 0 for link in self.servers[0].get("workers") or ())
         return self("strategy.details.skipped_steps") or 0
 
     @property
     def parameter_bytes(self) -> float | None:
-        """What the whole model's parameters take, by their number and format."""
+        """The size of the whole model's parameters, from their number and format; None if not known."""
         wide = self("strategy.details.weights_dtype") == "float64"
         count = self("model.parameters")
         return None if count is None else count * (8 if wide else 4)
@@ -85,7 +85,7 @@ def unless_equal(
     """Yields a sentence if a figure is not what a formula gives; nothing if either is absent."""
     if value is None or expected is None:
         return
-    # Written so that a figure that is not a number is unlike everything.
+    # Written so that NaN is unequal to everything.
     if not abs(value - expected) <= absolute + relative * max(abs(value), abs(expected)):
         yield f"{what} is {value:.6g}, but {formula} is {expected:.6g}"
 
@@ -119,7 +119,7 @@ def unless_absent(what: str, value: Any, why: str) -> Iterator[str]:
 
 
 def unless_same(what: str, value: Any, formula: str, expected: Any) -> Iterator[str]:
-    """Yields a sentence if two things that are no numbers differ; nothing if either is absent."""
+    """Yields a sentence if two values that are not numbers differ; nothing if either is absent."""
     if value is not None and expected is not None and value != expected:
         yield f"{what} is {value}, but {formula} is {expected}"
 

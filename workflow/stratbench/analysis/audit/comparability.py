@@ -28,7 +28,7 @@ SAMPLES = 1.005
 def comparable_cells(
     evidence: Evidence, column: str
 ) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
-    """Cells of an experiment and model that state `column`: what a reader compares."""
+    """The cells of each experiment and model that state `column`: those that a reader compares."""
     stated = evidence.ok.dropna(subset=[column])
     yield from stated.groupby(["experiment", "model"], sort=False)
 

@@ -19,7 +19,7 @@ from stratbench.analysis.audit.checks import (
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.strategies import REGISTRY, strategy_class, traits_of
 
-#: Settings that the cell's coordinates repeat.
+#: Settings that also stand in the cell's coordinates.
 REPEATED = ("model", "dataset", "gpus")
 #: Figures that only a cell with a result has.
 RESULTS = ("score.final", "time.train_time_s", "batch.samples_seen", "batch.samples_applied")
@@ -39,7 +39,7 @@ def contradictory_status(facts: Facts) -> Iterator[str]:
         why = "although the cell ended well"
         if facts("reason") is not None:
             yield f"the reason is {facts('reason')!r}, {why}"
-        # What was trained for `steps` was not evaluated.
+        # A cell trained for `steps` was not evaluated.
         results = RESULTS[1:] if facts("settings.steps") else RESULTS
         for path in (*results, "batch.updates_applied", "time.step_ms", "model.parameters"):
             yield from unless_given(path, facts(path), why)
@@ -82,7 +82,7 @@ def contradictory_counts(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_settings(facts: Facts) -> Iterator[str]:
-    """What the settings and other fields both say."""
+    """Checks the settings against other fields that state the same."""
     for name in REPEATED:
         yield from unless_same(
             f"settings.{name}", facts(f"settings.{name}"), "the cell's", facts(f"cell.{name}")
@@ -92,7 +92,7 @@ def faults_of_settings(facts: Facts) -> Iterator[str]:
     )
     stated, used = facts("settings.options"), facts("strategy.options")
     if (name := facts("strategy.name")) in REGISTRY and stated is not None and used is not None:
-        # Options that came later may be unstated.
+        # Options that are newer than the record may be missing.
         later = strategy_class(name).Options.later()
         stated, used = later | stated, later | used
     yield from unless_same("settings.options", stated, "strategy.options", used)
@@ -113,7 +113,7 @@ def faults_of_settings(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_batches(facts: Facts) -> Iterator[str]:
-    """How the training set divides into steps and workers."""
+    """Checks how the training set divides into steps and workers."""
     each, per_step = facts("batch.per_worker_batch"), facts("batch.samples_per_step")
     yield from unless_equal(
         "batch.global_batch",
@@ -132,7 +132,7 @@ def faults_of_batches(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_epochs(facts: Facts) -> Iterator[str]:
-    """How many epochs there were."""
+    """Checks the number of epochs."""
     asked, run = facts("settings.epochs"), facts.epochs_run
     if (steps := facts("settings.steps")) is not None:
         yield from unless_equal("the number of score.per_epoch", run, "that of no evaluation", 0)
@@ -156,7 +156,7 @@ def faults_of_epochs(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_samples(facts: Facts) -> Iterator[str]:
-    """Samples of the cell and of its workers."""
+    """Checks the samples of the cell and of its workers."""
     seen, applied = facts("batch.samples_seen"), facts("batch.samples_applied")
     steps_run = facts.steps_run
     if (
@@ -189,7 +189,7 @@ def faults_of_samples(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_updates(facts: Facts) -> Iterator[str]:
-    """Updates as the strategy says that it makes them."""
+    """Checks the updates against the way in which the strategy makes them."""
     updates, applied = facts("batch.updates_applied"), facts("batch.samples_applied")
     steps = facts.steps_run
     if facts("strategy.kind") == "collective":
@@ -203,7 +203,7 @@ def faults_of_updates(facts: Facts) -> Iterator[str]:
             )
     per_step = facts("strategy.traits.updates_per_step")
     if per_step is not None and facts.status == "ok":
-        # A step that overflowed makes none; the last update may be of fewer pushes.
+        # A step that overflowed makes no update; the last update may be of fewer pushes.
         if not facts.skips and not facts.lost:
             yield from unless_equal(
                 "batch.updates_applied",
@@ -222,7 +222,7 @@ def faults_of_updates(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_push_rate(facts: Facts) -> Iterator[str]:
-    """The learning rate of a push, where the strategy says it."""
+    """Checks the learning rate of a push, if the strategy states it."""
     lr, pushed = facts("settings.lr"), facts("strategy.details.push_lr")
     name = facts("strategy.name")
     if lr is None or pushed is None or name not in REGISTRY:
@@ -234,7 +234,7 @@ def faults_of_push_rate(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_workers(facts: Facts) -> Iterator[str]:
-    """Who took part."""
+    """Checks which workers took part."""
     ranks = [worker["rank"] for worker in facts.workers]
     if ranks != sorted(set(ranks)) or any(not 0 <= rank < facts.gpus for rank in ranks):
         yield f"the workers' ranks are {ranks}, of {facts.gpus} workers"
@@ -256,12 +256,12 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_models(facts: Facts) -> Iterator[str]:
-    """The model's size by its sharding groups, and its formats by the precision."""
+    """Checks the model's size against its sharding groups, and its formats against the precision."""
     groups = sum(group["parameters"] for group in facts("strategy.wrap_groups"))
     yield from unless_at_most(
         "the sum over strategy.wrap_groups", groups, "model.parameters", facts("model.parameters")
     )
-    # The rest, such as the head, is the root's. How much that is of a user's model, its user decides.
+    # The rest, such as the head, is in the root group. How much that is in a user's model is unknown.
     if groups and facts("settings.own_model") is None:
         yield from unless_at_most(
             "model.parameters", facts("model.parameters"), "twice its wrap_groups", 2 * groups
@@ -308,7 +308,7 @@ def contradictory_partition(facts: Facts) -> Iterator[str]:
             "its samples",
             worker["samples"],
         )
-    # Parts are cut from the samples in the order of their labels: two neighbours may share one class.
+    # Parts are cut from the samples sorted by label: two neighbours may share one class.
     known = [(w["rank"], [c for c, n in enumerate(w["class_samples"]) if n]) for w in stated]
     for (one, ones), (other, others) in pairwise(entry for entry in known if entry[1]):
         if ones[-1] > others[0]:
@@ -326,14 +326,14 @@ def contradictory_partition(facts: Facts) -> Iterator[str]:
 )
 def unlike_its_strategy(facts: Facts) -> Iterator[str]:
     listed, name = facts("cell.strategy"), facts("strategy.name")
-    if listed in REGISTRY:  # another name is that of a variant
+    if listed in REGISTRY:  # any other name is that of a variant
         yield from unless_same("strategy.name", name, "the cell's strategy", listed)
     if name not in REGISTRY:
         return
     kind = strategy_class(name).kind
     yield from unless_same("strategy.kind", facts("strategy.kind"), f"that of {name}", kind)
     ring = facts("strategy.traits.ring_copies") is not None
-    if kind == "server" or ring:  # a collective that is silent on its copies may send by rings too
+    if kind == "server" or ring:  # a collective silent on its copies may send by rings too
         yield from unless_same(
             "communication.method",
             facts("communication.method"),

@@ -10,11 +10,11 @@ from stratbench.analysis.derived import value_at
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.hardware import datasheet_of
 
-#: More and less than any GPU draws while it trains, in watts; where it says its limit, that counts.
+#: More and less than any GPU draws while it trains, in watts; a limit that the GPU states counts instead.
 MOST_W, LEAST_W = 2000.0, 5.0
-#: By how much a GPU may be over its limit for moments.
+#: The share by which a GPU may exceed its limit for moments.
 OVERSHOOT = 0.1
-#: More than the cores of a CPU do, in operations a second each.
+#: More operations per second than one core of a CPU can do.
 CORE_FLOPS = 5e11
 
 
@@ -43,7 +43,7 @@ def contradictory_efficiency(facts: Facts) -> Iterator[str]:
     yield from unless_at_most("compute.mfu", facts("compute.mfu"), "all of the peak", 1.0)
     forward, parameters = facts("compute.forward_flops_per_sample"), facts("model.parameters")
     if forward is not None and parameters is not None:
-        # Every weight of a product is used at least once, two operations each; biases and norms are few.
+        # A product uses every weight at least once, two operations each; biases and norms are few.
         yield from unless_at_least(
             "compute.forward_flops_per_sample",
             forward,

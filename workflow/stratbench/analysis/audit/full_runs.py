@@ -1,4 +1,4 @@
-"""Rules on full runs where a verdict's blocks timed the same strategy: both must tell the same time."""
+"""Rules on full runs whose strategy a verdict's blocks timed, too: both must give the same time."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def full_run_against_steps(evidence: Evidence) -> Iterator[Found]:
 
 
 def steps_of(record: Record) -> int:
-    """The steps that a cell trained."""
+    """The number of steps that a cell trained."""
     given = record["settings"].get("steps")
     return given or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
 
 
 def logs_of_steps(blocks: list[Block], record: Record) -> list[float]:
-    """What blocks of a record's bout say of its cell, where they timed it with the same settings."""
+    """Log step times of the record's cell in blocks that ran it with the same settings."""
     if not blocks:
         return []
     strategy, trained = record["cell"]["strategy"], trained_digest(record["settings"])

@@ -19,9 +19,9 @@ from stratbench.analysis.audit.rule import (
 from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
 
-#: Share of the samples, and CPU cores.
+#: Limits: a share of the samples, and a number of CPU cores.
 THROTTLED, OTHERS = 0.01, 0.25
-#: Start and end are told in whole seconds.
+#: Start and end are recorded in whole seconds.
 TOGETHER_S = 2.5
 
 

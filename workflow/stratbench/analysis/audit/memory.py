@@ -24,13 +24,13 @@ from stratbench.analysis.derived import value_at
 from stratbench.analysis.groups import GROUP, Group
 from stratbench.cell.words import MIB
 
-#: From where on dividing by the number of workers does not explain it.
+#: The factor over division by the number of workers from which a reduction is impossible.
 REDUCED = 1.05
-#: What a rank may hold of a sharded model over its part of it.
+#: How much of a sharded model a rank may hold, as a multiple of its part.
 PADDED = 1.25
-#: What AdamW's counts of steps may take: one of 4 bytes for each tensor.
+#: Size of AdamW's step counts: 4 bytes for each tensor.
 STEP_COUNTS_BYTES = 4 * 4096
-#: The way of measuring that CUDA devices have.
+#: The method of measuring on CUDA devices.
 ALLOCATOR = "cuda-allocator"
 
 
@@ -46,7 +46,7 @@ def memory_reduced_too_much(evidence: Evidence) -> Iterator[Found]:
         other = evidence.unsharded_rival_of(group)
         if other is None or evidence.value_of(group, "strategy_kind") == "server":
             continue  # its servers hold the rest
-        # A CPU's resident set holds more than the tensors: only its model states compare.
+        # A CPU's resident set holds more than the tensors: only model states can be compared.
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
             whole, held = (evidence.median(k, column) for k in (other, group))
@@ -98,7 +98,7 @@ def contradictory_memory(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_states(facts: Facts) -> Iterator[str]:
-    """Model states by the model's size; a strategy that shards holds the N-th part at least."""
+    """Checks model states against the model's size; with sharding a rank holds at least the N-th part."""
     states, size = facts("memory.model_states"), facts.parameter_bytes
     if not states or size is None:
         return
@@ -106,12 +106,12 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
     expected = {"parameters": size, "gradients": size}
     adamw = facts("settings.optimizer") == "adamw"
     if adamw or facts("settings.momentum") is not None:
-        # A moment is as large as the parameters: SGD has one with momentum, AdamW two; a served worker none.
+        # A moment is as large as the parameters: SGD with momentum has one, AdamW two, a served worker none.
         moments = 2 if adamw else bool(facts("settings.momentum"))
         kept = facts("strategy.traits.kept_copies") or 0
         expected["optimizer"] = 0 if is_served else (moments + kept) * size
     for name, whole in expected.items():
-        # AdamW counts its steps for each tensor, in four bytes.
+        # AdamW keeps a step count of four bytes for each tensor.
         counts_bytes = STEP_COUNTS_BYTES if adamw and name == "optimizer" and not is_served else 0
         held, what = states.get(f"{name}_bytes"), f"memory.model_states.{name}_bytes"
         parts = parts_of_states(facts, "optimizer" if name == "optimizer" else "weight")
@@ -129,7 +129,7 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
         if parts is None:
             most, formula = whole + counts_bytes, "the whole of it"
         else:
-            # The first dimension of each tensor may be what is divided: small layers more unevenly.
+            # Division may be along each tensor's first dimension, so small layers divide less evenly.
             most = PADDED * whole / parts + 4096 + counts_bytes
             formula = f"a part of {parts} of it, padded"
         least = parts or facts.gpus
@@ -145,7 +145,7 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
 
 
 def parts_of_states(facts: Facts, which: str) -> int | None:
-    """Parts into which `weight` or `optimizer` states are divided; None where they are so unevenly."""
+    """The number of parts that `weight` or `optimizer` states are in; None if the parts are too uneven."""
     traits = facts("strategy.traits") or {}
     if f"{which}_parts" in traits:
         return traits[f"{which}_parts"]
@@ -153,7 +153,7 @@ def parts_of_states(facts: Facts, which: str) -> int | None:
 
 
 def faults_of_peaks(facts: Facts) -> Iterator[str]:
-    """The cell's peak is that of the rank that used most, and holds its model states."""
+    """Checks that the cell's peak is the highest of its ranks, and holds its model states."""
     peak, method = facts("memory.peak_bytes"), facts("memory.method")
     grown = facts("memory.peak_over_base_bytes")
     peaks = [value_at(worker, "memory.peak_bytes") for worker in facts.workers]
@@ -188,7 +188,7 @@ def faults_of_peaks(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_worker(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
-    """A worker's own figures, within its device and its host."""
+    """Checks a worker's own figures against its device and its host."""
     name, own, place = f"rank {worker['rank']}", worker["memory"] or {}, worker["provenance"] or {}
     peak, base, grown = (own.get(f"{group}_bytes") for group in ("peak", "base", "peak_over_base"))
     if peak is not None and base is not None:

@@ -1,4 +1,4 @@
-"""Rules on what compared cells must have in common: one table, and a rule for each of its rows."""
+"""Rules on what compared cells must have in common: one table, with a rule for each row."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from stratbench.cell.record import Record
 from stratbench.cell.settings import LATER
 from stratbench.strategies import REGISTRY, strategy_class
 
-#: What a worker's provenance says of the moment or of the rank, and not of the machine.
+#: Fields of a worker's provenance that depend on the moment or the rank, not on the machine.
 OWN = (
     *("device", "load_1m", "host.affinity", "gpu.uuid", "gpu.index", "gpu.pci_bus_id", "slurm"),
     *("topology", "environment.CUDA_VISIBLE_DEVICES", "environment.NVIDIA_VISIBLE_DEVICES"),
     *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
 )
-#: What every cell of a comparison states, or none does: fields by the start of their path.
+#: Fields that all cells of a comparison state, or none: by the start of their path.
 STATED = ("settings.", "worker.", "provenance.git.")
-#: Stands for a field that a cell or one of its workers does not state, and others do.
+#: Replaces a field that one cell or worker does not state, but others do.
 NOT_STATED = "not stated"
-#: Settings that differ between the cells of an experiment by design.
+#: Settings that differ on purpose between the cells of an experiment.
 VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What cells must have in common, to be compared: fields by the start of their path.
+    """Fields that compared cells must have in common, by the start of their path.
 
-    `within`: columns of the coordinates in which they are compared beside experiment and model.
+    `within`: coordinates that the cells must share to be compared, beside experiment and model.
     """
 
     rule: str
@@ -43,7 +43,7 @@ class Compared:
     within: tuple[str, ...] = ()
 
 
-#: A field goes to the first that names it; the last takes all others of the workers' provenance.
+#: A field belongs to the first row that names it; the last row takes the rest of the workers' provenance.
 TABLE = (
     Compared(
         "mixed-precision",
@@ -201,7 +201,7 @@ TABLE = (
 
 
 def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every value of nested objects by its path; lists are values."""
+    """Every value in nested objects, with its path; a list is one value."""
     if not isinstance(value, dict):
         yield path, value
         return
@@ -210,7 +210,7 @@ def values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def texts_by_path(record: Record) -> dict[str, set[str]]:
-    """What a record says that could make it incomparable: texts by path, of all its workers."""
+    """The fields of a record that could make it incomparable: texts by path, over all its workers."""
     found: dict[str, set[str]] = defaultdict(set)
     parts = (
         "settings",
@@ -240,7 +240,7 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
     for worker in record["workers"]:
         said.append(("cores", len(value_at(worker["provenance"], "host.affinity") or ()) or None))
     for path, value in said:
-        # How the formats are reached is the strategy's: `float16 (autocast)`.
+        # The strategy chooses how to reach a format: `float16 (autocast)`.
         word = path == "strategy.details.compute_dtype" and isinstance(value, str)
         if value is not None:
             found[path].add(str(value.split()[0] if word else value))
@@ -248,7 +248,7 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
 
 
 def row_comparing(path: str) -> int | None:
-    """The entry of TABLE that compares a field; None where it may differ."""
+    """The row of TABLE that compares a field; None if the field may differ."""
     name = path.removeprefix("worker.")
     if name != path and any(name == own or name.startswith(f"{own}.") for own in OWN):
         return None
@@ -264,7 +264,7 @@ def row_comparing(path: str) -> int | None:
 
 @lru_cache(maxsize=1)
 def records_by_row(evidence: Evidence) -> list[list[tuple[Record, dict[str, set[str]]]]]:
-    """For each entry of TABLE every record, with what it says of the entry's fields."""
+    """For each row of TABLE, every record with its values of the row's fields."""
     entry_of: dict[str, int | None] = {}
     found: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
     for record in evidence.records:
@@ -280,7 +280,7 @@ def records_by_row(evidence: Evidence) -> list[list[tuple[Record, dict[str, set[
 
 
 def differences_of_row(evidence: Evidence, entry: int) -> Iterator[Found]:
-    """What compared cells say differently of the fields of an entry of TABLE."""
+    """The fields of a row of TABLE in which compared cells differ."""
     names = ("experiment", "model", *TABLE[entry].within)
     groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
     for record, facts in records_by_row(evidence)[entry]:
@@ -289,7 +289,7 @@ def differences_of_row(evidence: Evidence, entry: int) -> Iterator[Found]:
         where = dict(zip(names, key, strict=True))
         for path in dict.fromkeys(path for _, facts in members for path in facts):
             silent = {NOT_STATED} if path.startswith(STATED) else set()
-            if path.startswith("worker."):  # a cell whose workers left nothing says nothing
+            if path.startswith("worker."):  # cells whose workers left nothing are skipped
                 members = [(record, facts) for record, facts in members if record["workers"]]
             said = [(record, facts.get(path, silent)) for record, facts in members]
             said = [(record, values) for record, values in said if values]
@@ -298,7 +298,7 @@ def differences_of_row(evidence: Evidence, entry: int) -> Iterator[Found]:
 
 
 def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
-    """The values of a field, the most frequent first, and for the others which cells have them."""
+    """The values of a field, the most frequent first; for the others with the cells that have them."""
     counts = Counter(value for _, values in said for value in values)
     usual, *others = (value for value, _ in counts.most_common())
     parts = [f"{path}: {shortened(usual)}"]
@@ -310,12 +310,12 @@ def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text that fits into a table."""
+    """A text short enough for a table."""
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def rule_of_row(entry: int) -> Rule:
-    """The rule that compares the fields of an entry of TABLE."""
+    """The rule that compares the fields of a row of TABLE."""
     compared = TABLE[entry]
 
     def check(evidence: Evidence) -> Iterator[Found]:

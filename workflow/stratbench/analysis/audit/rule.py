@@ -1,7 +1,7 @@
-"""What a rule of the audit is, and the evidence that its check gets.
+"""The rules of the audit: how one is made, and the evidence that its check gets.
 
-A rule is one decorated function: the decorator says what is suspicious, how bad it is and why, the
-function yields what trips it, with the figures. What a record does not say cannot trip a rule.
+A rule is one decorated function. The decorator says what is suspicious, how bad it is and why; the
+function yields each case with its figures. A field that a record does not state never breaks a rule.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from stratbench.analysis.groups import GROUP, Group, rows_by_group
 from stratbench.cell.blocks import Block
 from stratbench.cell.record import Record
 
-#: `unusable`: draw no conclusion from it; `doubtful`: explain it first; `note`: know it.
+#: `unusable`: draw no conclusion from it; `doubtful`: explain it first; `note`: be aware of it.
 SEVERITIES = ("unusable", "doubtful", "note")
 
 Severity = Literal["unusable", "doubtful", "note"]
-#: Which figures of the cells a rule casts doubt on.
+#: The figures of the cells that a rule casts doubt on.
 Affects = Literal["time", "memory", "score", "all"]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What tripped a rule: the coordinates it is about, and the figures."""
+    """A case that a rule found: its coordinates, and the figures."""
 
     where: Row
     figures: str
 
 
 class Evidence:
-    """What the rules look at: the rows of cells.csv, and the records behind them where there are any.
+    """The evidence for all rules: the rows of cells.csv, and the records behind them if there are any.
 
-    `floors`: accuracies by data set that any working training reaches, for tables that say too
-    little to judge them by themselves. `blocks`: a verdict's.
+    `floors`: accuracies by data set that any working training reaches, for tables that state too
+    little to be judged on their own. `blocks`: those of a verdict.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Evidence:
         self.records = records
         self.floors = floors or {}
         self.blocks = blocks
-        #: The cells with a result, and the same by group of repeats.
+        #: The cells with a result; then the same by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
         self.groups: dict[Group, pd.DataFrame] = rows_by_group(self.ok)
         self._alike: defaultdict[Group, list[Group]] = defaultdict(list)
@@ -63,7 +63,7 @@ class Evidence:
             self._alike[group.with_gpus(0)].append(group)
 
     def with_any_strategy(self, group: Group) -> list[Group]:
-        """The groups on the same model and number of workers, itself among them."""
+        """The groups on the same model and number of workers, including the group itself."""
         return self._alike.get(group.with_strategy(""), [])
 
     def on_any_count(self, group: Group) -> list[Group]:
@@ -71,23 +71,23 @@ class Evidence:
         return self._alike.get(group.with_gpus(0), [])
 
     def median(self, group: Group, column: str) -> float | None:
-        """Median of a column over the repeats of a group; None where there is none."""
+        """Median of a column over the repeats of a group; None without values."""
         rows = self.groups.get(group)
         values = pd.Series(dtype=float) if rows is None else rows[column].dropna()
         return float(values.median()) if len(values) else None
 
     def product(self, group: Group, *columns: str) -> float | None:
-        """The product of some columns' medians; None where one is absent."""
+        """The product of the medians of some columns; None if one is absent."""
         values = [self.median(group, column) for column in columns]
         return None if None in values else math.prod(values)
 
     def value_of(self, group: Group, column: str) -> Any:
-        """A column that all repeats of a group share, such as a trait; None where it is absent."""
+        """The value that all repeats of a group share in a column, such as a trait; None if absent."""
         value = self.groups[group][column].iloc[0]
         return None if pd.isna(value) else value
 
     def unsharded_rival_of(self, group: Group) -> Group | None:
-        """The collective on as many workers of which each holds the whole model; None without one."""
+        """The group of a collective on as many workers that each hold the whole model; None without one."""
         return next(
             (
                 other
@@ -102,7 +102,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Rule:
-    """One suspicion. `affects` says which figures of the cells it casts doubt on."""
+    """One suspicion. `affects`: the figures of the cells that it casts doubt on."""
 
     id: str
     severity: Severity
@@ -114,7 +114,7 @@ class Rule:
 def rule(
     id: str, severity: Severity, affects: Affects, explanation: str
 ) -> Callable[[Callable[[Evidence], Iterator[Found]]], Rule]:
-    """Make a rule of a check over the study."""
+    """A decorator that makes a rule of a check over the whole study."""
 
     def made(check: Callable[[Evidence], Iterator[Found]]) -> Rule:
         return Rule(id, severity, affects, explanation, check)
@@ -125,7 +125,7 @@ def rule(
 def record_rule(
     id: str, severity: Severity, affects: Affects, explanation: str
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
-    """Make a rule of a check that looks at one record by itself and yields what is wrong with it."""
+    """A decorator that makes a rule of a check over one record, which yields a sentence for each fault."""
 
     def made(check: Callable[[Facts], Iterator[str]]) -> Rule:
         def over_records(evidence: Evidence) -> Iterator[Found]:
@@ -139,7 +139,7 @@ def record_rule(
 
 
 def faults_of_record(check: Callable[[Facts], Iterator[str]], record: Record) -> Iterator[str]:
-    """What `check` finds; that a field has another shape than its writers give it is a finding too."""
+    """The faults that `check` finds; a field with an unexpected shape is a fault, too."""
     try:
         yield from check(Facts(record))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -147,20 +147,20 @@ def faults_of_record(check: Callable[[Facts], Iterator[str]], record: Record) ->
 
 
 def coordinates_of_group(group: Group) -> Row:
-    """Where a finding is that is on all repeats of a group."""
+    """The coordinates of a finding on all repeats of a group."""
     return group._asdict()
 
 
 def coordinates_of_strategy(group: Group) -> Row:
-    """Where a finding is that is on a strategy: what is wrong on one worker is wrong on any number."""
+    """The coordinates of a finding on a strategy, for all worker counts: a fault on one is one on all."""
     return {name: value for name, value in group._asdict().items() if name != "gpus"}
 
 
 def coordinates_of_cell(cell: Row) -> Row:
-    """Where a finding is that is on one cell, from the `cell` of its record."""
+    """The coordinates of a finding on one cell, from the `cell` of its record."""
     return {name: cell[name] for name in (*GROUP, "repeat")}
 
 
 def coordinates_of_row(row: Any) -> Row:
-    """The same from a row of cells.csv, as `itertuples` gives it."""
+    """The coordinates of a finding on one cell, from a row of cells.csv given by `itertuples`."""
     return {name: getattr(row, name) for name in (*GROUP, "repeat")}

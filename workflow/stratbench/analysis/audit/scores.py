@@ -29,11 +29,11 @@ from stratbench.analysis.audit.rule import (
 from stratbench.analysis.measures import ALONE
 from stratbench.analysis.score import Score, score_of
 
-#: What of the reference's gain over guessing training that works reaches in the same epochs.
+#: The share of the reference's gain over guessing that working training reaches in the same epochs.
 WORKING = 0.5
-#: How many standard deviations chance explains.
+#: The number of standard deviations that chance explains.
 DEVIATIONS = 3.0
-#: Differences of losses to which rounding grows in some epochs: absolute, and of the loss.
+#: Differences between losses to which rounding may grow in some epochs: absolute, and as a share.
 LOSS, LOSS_SHARE = 0.05, 0.25
 
 
@@ -52,11 +52,11 @@ def score_below_floor(evidence: Evidence) -> Iterator[Found]:
         if pd.isna(row.score_final):
             continue
         score = scores[row.experiment]
-        # Tables that say too little are of accuracies.
+        # Tables that state too little hold accuracies.
         guess = 0.0 if score.is_share and pd.isna(row.score_guess) else row.score_guess
         if pd.isna(guess):
             continue
-        # Gains over guessing: the better the score, the larger, whatever its direction.
+        # Gains over guessing are positive for a better score, whether higher or lower is better.
         reached = score.sign * (row.score_final - guess)
         alike = row.experiment, row.model, None if pd.isna(row.epochs) else row.epochs
         if alike not in expected:
@@ -75,12 +75,12 @@ def score_below_floor(evidence: Evidence) -> Iterator[Found]:
 
 
 def in_words(score: Score, value: float) -> str:
-    """A score as records have it, in words."""
+    """A score, given as in records, in words."""
     return f"{value:.1%}" if score.is_share else score.text(score.factor * value)
 
 
 def error_of_guessing(score: Score, guess: float, row: Any) -> float:
-    """The standard error of a guess on the test set; each token of a text is an answer."""
+    """The standard error of guessing on the test set; each token of a text counts as an answer."""
     if not score.is_share:
         return 0.0 if pd.isna(row.score_error) else row.score_error
     answers = row.test_samples * (row.counts_per_sample if row.counts_per_sample > 0 else 1)
@@ -88,7 +88,7 @@ def error_of_guessing(score: Score, guess: float, row: Any) -> float:
 
 
 def expected_score(evidence: Evidence, row: Any, score: Score) -> tuple[str, float | None]:
-    """The score to expect, and whose: synchronous training in as many epochs, on fewest workers."""
+    """The expected score and its origin: synchronous training of equal length, on the fewest workers."""
     rows = evidence.ok
     as_long = rows["epochs"].isna() if pd.isna(row.epochs) else rows["epochs"] == row.epochs
     same = (rows["experiment"] == row.experiment) & (rows["model"] == row.model) & as_long
@@ -116,7 +116,7 @@ def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Found]:
         if group.gpus == 1 and evidence.value_of(group, "synchronous_alone")
     ]
     for group in alone:
-        # By their nature synchronous, whatever the number of workers.
+        # These are synchronous by nature, whatever the number of workers.
         plain = [
             other
             for other in evidence.with_any_strategy(group)
@@ -169,7 +169,7 @@ def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
     for (experiment, model, gpus, repeat), members in groups.items():
         where = {"experiment": experiment, "model": model, "gpus": gpus, "repeat": repeat}
         if len(members) < 3:
-            continue  # which of two is wrong, nobody can say
+            continue  # nobody can say which of two is wrong
         for epoch, entries in enumerate(
             zip(*(facts("score.per_epoch") for facts in members), strict=False), 1
         ):
@@ -252,7 +252,7 @@ def contradictory_score(facts: Facts) -> Iterator[str]:
             continue
         if n and abs(right * n - round(right * n)) > 1e-3:
             yield f"the accuracy of {name}, {right:.6g}, is of {n} answers no whole number"
-        # Who errs gives the right class half at most.
+        # A wrong answer gives the right class a probability of at most one half.
         yield from unless_at_least(
             f"test_loss of {name}",
             entry["test_loss"],

@@ -16,9 +16,9 @@ from stratbench.analysis.audit.checks import (
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.strategies import REGISTRY, strategy_class
 
-#: Shards are padded, and hold the float buffers too.
+#: The share by which shards may exceed the model: they are padded, and hold the float buffers too.
 PADDING = 0.1
-#: Batches from which on a worker that waits for nobody meets another's update.
+#: The number of batches from which a worker that does not wait must meet another's update.
 BUSY = 50
 
 
@@ -52,7 +52,7 @@ def contradictory_server(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_tickets(facts: Facts) -> Iterator[str]:
-    """Batches handed out, settled, and done by the workers."""
+    """Checks the batches handed out, settled, and done by the workers."""
     first = facts.servers[0]
     settled, per_step = first.get("tickets_settled"), facts("batch.samples_per_step")
     if settled is not None and per_step is not None:
@@ -87,7 +87,7 @@ def faults_of_tickets(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_shards(facts: Facts) -> Iterator[str]:
-    """The shards of all servers hold the model."""
+    """Checks that the shards of all servers hold the model."""
     shards = [(s.get("shard_numel"), len(s.get("updates") or ())) for s in facts.servers]
     size = facts("model.parameters")
     if size is None or any(numel is None for numel, _ in shards):
@@ -95,7 +95,7 @@ def faults_of_shards(facts: Facts) -> Iterator[str]:
     held = sum(numel * n for numel, n in shards)
     yield from unless_at_least("the elements of all shards", held, "model.parameters", size)
     numel, total = shards[0][0], sum(n for _, n in shards)
-    # The last shard may be anything but empty.
+    # The last shard may be almost empty.
     yield from unless_at_most(
         "the elements of all shards but one",
         numel * (total - 1),
@@ -112,7 +112,7 @@ def faults_of_shards(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
-    """Pushes, staleness and updates of each shard."""
+    """Checks pushes, staleness and updates of each shard."""
     counts, updates = server.get("staleness"), server.get("updates")
     total = server.get("staleness_all_shards")
     if counts is not None and total is not None:
@@ -147,7 +147,7 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
         yield from unless_at_most(
             f"staleness of {shard}", len(without_trailing_zeros(count)) - 1, "its updates", made
         )
-        # An update makes every batch that is under way older by one, and a worker has one at a time.
+        # An update makes every batch in progress older by one, and a worker has one at a time.
         yield from unless_at_most(
             f"the staleness of all pushes to {shard}",
             sum(age * n for age, n in enumerate(count)),
@@ -159,7 +159,7 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
             made == pushes
             and len(busy) > 1
             and not waiting
-            and not late  # what was stale may have been dropped
+            and not late  # stale pushes may have been dropped
             and len(without_trailing_zeros(count)) == 1
         ):
             yield f"no push to {shard} is stale, although {len(busy)} workers pushed without waiting"
@@ -189,7 +189,7 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
 
 
 def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
-    """Epochs, waits and work of a server within its training time."""
+    """Checks that epochs, waits and work of a server lie within its training time."""
     train_time_s = server.get("train_time_s")
     epochs = server.get("epochs") or ()
     if facts.status == "ok":

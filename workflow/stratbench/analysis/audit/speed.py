@@ -21,20 +21,20 @@ from stratbench.analysis.groups import Group, rows_by_group
 from stratbench.analysis.measures import ALONE
 from stratbench.cell.record import Record
 
-#: From where on a figure is suspicious, as a ratio.
+#: Ratios from which a figure is suspicious.
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
-#: The same against `single` on one worker, where both are measured with their noise.
+#: The ratio against `single` on one worker, where both are measured with noise.
 FASTER_ALONE = 1.15
-#: What sharding may cost the host in a step, in ms.
+#: The time in ms that sharding may cost the host in a step.
 HOST_MS = 5.0
-#: Measured figures, and digits that do not agree by chance.
+#: Measured columns, and the number of digits that do not agree by chance.
 DIGITS = {
     "train_time_s": 4,
     **dict.fromkeys(
         ("total_s", "step_mean_ms", "setup_s", "warmup_s", "eval_s", "train_joules"), 9
     ),
 }
-#: Shares of a training time, and of a step.
+#: Limits as shares of a training time, and of a step.
 UNEVEN_REPEATS, INPUT, SKEW = 0.10, 0.10, 0.02
 
 
@@ -53,7 +53,7 @@ def sharding_slow_alone(evidence: Evidence) -> Iterator[Found]:
         its_s, other_s = (evidence.median(k, "train_time_s") for k in (group, other))
         if not its_s or not other_s or its_s / other_s <= SLOW_ALONE:
             continue
-        # What the host does for each group in a step is a fixed time, which small models show; and
+        # The host's work for each group is a fixed time per step, which shows in small models; and
         # a busy machine has a rule of its own.
         steps = evidence.median(group, "steps") or evidence.product(
             group, "steps_per_epoch", "epochs"
@@ -107,15 +107,15 @@ def superlinear(evidence: Evidence) -> Iterator[Found]:
 def superlinear_at_least(
     evidence: Evidence, group: Group, stopped: Iterable[tuple[int, float]]
 ) -> Iterator[Found]:
-    """Against the next fewer workers, where these were stopped at a time limit and took more.
+    """Finds superlinear speedups over the next fewer workers, if those ran into a time limit.
 
-    `stopped`: numbers of workers on which the strategy was, and the least limit there.
+    `stopped`: the numbers of workers on which the strategy was stopped, and the least limit there.
     """
     time_s = evidence.median(group, "train_time_s")
     few, limit_s = max((s for s in stopped if s[0] < group.gpus), default=(0, 0.0))
     if not time_s or not few:
         return
-    # The limit is on all of the cell; what is no training took about as long there.
+    # The limit covers the whole cell; everything but training took about as long there.
     rest_s = sum(
         evidence.median(group, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
     )
@@ -138,7 +138,7 @@ def superlinear_at_least(
 def same_value_twice(evidence: Evidence) -> Iterator[Found]:
     for column, digits in DIGITS.items():
         timed = evidence.ok.dropna(subset=[column])
-        twice = timed[timed.duplicated(column, keep=False)]  # few: a group of each value takes long
+        twice = timed[timed.duplicated(column, keep=False)]  # few rows: grouping all values is slow
         for value, rows in twice.groupby(column, sort=False):
             if len(f"{value!r}".replace(".", "").strip("0")) >= digits:
                 cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]

@@ -16,14 +16,14 @@ from stratbench.analysis.audit.checks import (
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.derived import value_at
 
-#: By how much the sum of the steps may miss the time around them: the device's clock and the host's.
+#: The share by which the sum of the steps may miss the time around them: the device's clock and the host's.
 STEPS = 0.05
-#: And by so many seconds a worker, which may lose its core between the start of its clock and a step: a few
-#: of the kernel's time slices, of 3 ms each. Of a training of 0.2 s and more STEPS is the wider.
+#: The same in seconds per worker, which may lose its core between the start of its clock and a step: a few
+#: of the kernel's time slices, of 3 ms each. For trainings of 0.2 s and more STEPS is wider.
 SPARE_S = 0.01
-#: A server's training ends with its last push, its workers' with the reply.
+#: A server's training ends with its last push, its workers' training with the reply.
 SERVED, SERVED_S = 0.1, 0.5
-#: Clock readings of one moment by two processes, in seconds; start and end are told in whole ones.
+#: Difference of two processes' clocks at one moment, in seconds; start and end are in whole seconds.
 READINGS_S = 2.5
 PARTS = ("setup_s", "data_s", "warmup_s", "eval_s")
 ORDER = ("min", "p10", "p50", "p90", "p99", "max")
@@ -48,7 +48,7 @@ def contradictory_time(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_training(facts: Facts) -> Iterator[str]:
-    """The training time by samples, workers and servers."""
+    """Checks the training time against samples, workers and servers."""
     train_time_s = facts("time.train_time_s")
     yield from unless_equal(
         "time.throughput_samples_per_s",
@@ -70,7 +70,7 @@ def faults_of_training(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_workers(facts: Facts) -> Iterator[str]:
-    """Each worker's own time, and the steps of all together."""
+    """Checks each worker's own time, and the steps of all together."""
     means = facts("time.step_ms") or {}
     own = [w["train_time_s"] for w in facts.workers]
     steps = [w["steps"] for w in facts.workers]
@@ -91,7 +91,7 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
         )
     if facts("strategy.kind") == "collective":
         slowest = max(own)
-        for worker in facts.workers:  # they step together
+        for worker in facts.workers:  # they make each step together
             yield from unless_at_least(
                 f"train_time_s of rank {worker['rank']}",
                 worker["train_time_s"],
@@ -112,12 +112,12 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_epochs(facts: Facts) -> Iterator[str]:
-    """Epochs one after the other, and their sum."""
+    """Checks that epochs follow one another, and their sum."""
     spans = facts("time.epoch_times_s")
     ends = [entry["train_time_s"] for entry in facts("score.per_epoch")]
     yield from unless_rising("score.per_epoch's train_time_s", ends)
     if facts("settings.steps") and facts.servers:
-        return  # a short last pass may be through with the one before
+        return  # a short last pass may have ended with the one before
     if any(not span > 0 for span in spans):
         yield f"time.epoch_times_s holds {min(spans):.6g}"
     if len(set(spans)) < len(spans):
@@ -150,7 +150,7 @@ def faults_of_epochs(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_starts(facts: Facts) -> Iterator[str]:
-    """How far apart the workers of one node began each epoch."""
+    """Checks how far apart the workers of one node began each epoch."""
     skews, starts = facts("time.start_skew_ms"), [w.get("epoch_starts_s") for w in facts.workers]
     hosts = {value_at(worker["provenance"], "host.name") for worker in facts.workers}
     if not skews or None in starts or len(hosts) != 1 or not facts.whole:
@@ -163,7 +163,7 @@ def faults_of_starts(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_steps(facts: Facts) -> Iterator[str]:
-    """Percentiles in their order, with mean and spread within."""
+    """Checks that percentiles ascend, and that mean and spread agree with them."""
     steps = facts("time.step_ms")
     if not steps:
         return
@@ -178,7 +178,7 @@ def faults_of_steps(facts: Facts) -> Iterator[str]:
             f"time.step_ms.{name}", steps.get(name), "the longest step", steps.get("max")
         )
     if {"std", "min", "max", "mean", "count"} <= set(steps):
-        # Bhatia and Davis (2000); n / (n - 1) for the sample's.
+        # Upper bound of Bhatia and Davis (2000), times n / (n - 1) for a sample's variance.
         most = (steps["max"] - steps["mean"]) * (steps["mean"] - steps["min"])
         n = max(2, steps["count"])
         yield from unless_at_most(
@@ -188,7 +188,7 @@ def faults_of_steps(facts: Facts) -> Iterator[str]:
             max(0.0, most) * n / (n - 1),
             1e-3,
         )
-        # A single step as far from the mean as the longest makes at least this spread.
+        # A single step as far from the mean as the longest gives at least this spread.
         least = max(steps["max"] - steps["mean"], steps["mean"] - steps["min"]) ** 2 / (n - 1)
         yield from unless_at_least(
             "time.step_ms.std squared",
@@ -200,7 +200,7 @@ def faults_of_steps(facts: Facts) -> Iterator[str]:
     if {"mean", "p10", "p50", "p90", "p99", "min", "max"} <= set(steps) and steps.get(
         "count", 0
     ) > 50:
-        # Means of the parts between percentiles lie between these.
+        # The mean of each part between two percentiles lies between them.
         parts = (
             (0.1, "min", "p10"),
             (0.4, "p10", "p50"),
@@ -219,7 +219,7 @@ def faults_of_steps(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_phases(facts: Facts) -> Iterator[str]:
-    """Phases of a step against its waits."""
+    """Checks the phases of a step against its waits."""
     phases, waits = facts("time.breakdown_ms") or {}, facts("communication") or {}
     if "exposed_ms" in waits and phases.get("backward"):
         yield from unless_equal(
@@ -238,7 +238,7 @@ def faults_of_phases(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_the_whole(facts: Facts) -> Iterator[str]:
-    """The cell from its start to its end, and its limit."""
+    """Checks the cell from its start to its end, and against its limit."""
     total_s, limit_s = facts("time.total_s"), facts("time.time_limit_s")
     parts = {name: facts(f"time.{name}") for name in (*PARTS, "train_time_s")}
     known = {name: value for name, value in parts.items() if value is not None}

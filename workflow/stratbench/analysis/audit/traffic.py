@@ -18,10 +18,10 @@ from stratbench.analysis.audit.rule import (
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.ps import node_by_placement
 
-#: More bytes a second than hardware moves. Collectives: what one GPU sends over NVLink 5. Servers: all
-#: traffic of one server node, of which its memory moves a multiple.
+#: More bytes per second than hardware can move. Collectives: what one GPU sends over NVLink 5. Servers:
+#: all traffic of one server node; the node's memory moves a multiple of it.
 MOST_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
-#: Shards are padded to a multiple of the workers, which shows in small layers.
+#: Shards are padded to a multiple of the workers, which matters in small layers.
 RING_PADDING = 1.3
 #: Reads of a server's weights by each worker before its first step, and after its last.
 FIRST_READS = 4
@@ -46,10 +46,10 @@ def bandwidth_impossible(evidence: Evidence) -> Iterator[Found]:
 
 
 def implied_bytes_per_s(row: Any) -> float | None:
-    """The traffic that a cell's training implies, in bytes a second: what it counted, or the least.
+    """The traffic that a cell's training implies, in bytes per second: what it counted, or the least.
 
-    Collectives: of a rank; servers: of the busiest one. The least counts where it is more, and for
-    records that count nothing, such as the paper's.
+    For collectives, of one rank; for servers, of the busiest one. The least is used if it is more than
+    the count, and for records without a count, such as the paper's.
     """
     is_served = row.strategy_kind == "server"
     counted = getattr(row, "busiest_server_bytes_per_s" if is_served else "implied_bytes_per_s")
@@ -58,11 +58,11 @@ def implied_bytes_per_s(row: Any) -> float | None:
 
 
 def least_bytes_per_s(row: Any) -> float | None:
-    """The least traffic that a cell's training needs, in bytes a second.
+    """The least traffic that a cell's training needs, in bytes per second.
 
-    Collectives, what one rank sends: (W-1)/W of as many copies of the parameters as the strategy says.
-    Servers, an equal share of all workers' traffic: the gradients in and the parameters out for every
-    batch. Two bytes a parameter in mixed precision, else four.
+    For collectives, what one rank sends: (W-1)/W of each of the strategy's copies of the parameters.
+    For servers, an equal share of all workers' traffic: the gradients in and the parameters out for
+    every batch. A parameter has two bytes in mixed precision, else four.
     """
     needed = (row.model_parameters, row.samples_seen, row.global_batch, row.train_time_s)
     if any(pd.isna(value) for value in needed) or not row.train_time_s:
@@ -85,7 +85,7 @@ def least_bytes_per_s(row: Any) -> float | None:
 )
 def contradictory_traffic(facts: Facts) -> Iterator[str]:
     if not facts("communication"):
-        # A strategy need not say what it sends; one that says how is held to it.
+        # A strategy need not state what it sends; one that does is checked against it.
         known = facts("strategy.traits.ring_copies") is not None or facts.servers
         if facts.status == "ok" and known:
             yield "communication is absent, although the cell ended well"
@@ -103,7 +103,7 @@ def contradictory_traffic(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
-    """Collectives: as many copies of the parameters as the strategy says, and the buffers."""
+    """Checks collectives: as many copies of the parameters as the strategy states, and the buffers."""
     share = (facts.gpus - 1) / facts.gpus
     copies, size = facts("strategy.traits.ring_copies"), facts.parameter_bytes
     if not share:
@@ -121,13 +121,13 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     yield from unless_at_least(
         "communication.sent_bytes_per_step", sent, what, whole / 2 if halved else whole, 0.01
     )
-    # The strategy says what it sends at least; a sharded one may gather once more for backward, and
-    # both again for each part of a batch.
+    # The strategy states the least that it sends; a sharded one may gather once more for backward, and
+    # do both again for each part of a batch.
     gathers_more = 2 * (facts("settings.accumulate") or 1) - 1
     shards = copies and facts("strategy.traits.shards_states")
     more = gathers_more * whole / copies if shards else 0.0
     buffers = facts("memory.model_states.buffers_bytes") or 0
-    # A training ends with an exchange, which may come before its time.
+    # A training ends with an exchange, which may happen before the time starts to count.
     last = 2 * share * size / max(1, facts.steps_run)
     yield from unless_at_most(
         "communication.sent_bytes_per_step",
@@ -138,7 +138,7 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
 
 
 def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
-    """Servers: a model each way at most, and as many bytes as they counted."""
+    """Checks servers: at most one model each way, and as many bytes as they counted."""
     size, buffers = facts.parameter_bytes, facts("memory.model_states.buffers_bytes") or 0
     steps = sum(worker["steps"] for worker in facts.workers)
     if size is None or not steps:
@@ -152,7 +152,7 @@ def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[st
         )
         yield from unless_at_least(what, each, "what the parameters need", least * size, 0.02)
     links = [link for server in facts.servers for link in server["workers"]]
-    # Warm-up exchanges and first reads are in the servers' sums.
+    # The servers' sums include warm-up exchanges and first reads.
     extra = facts.gpus * ((facts("settings.warmup_steps") or 0) + FIRST_READS)
     for way, each, other_way in (("bytes_in", sent, "sent"), ("bytes_out", received, "received")):
         moved = sum(link[way] for link in links)
@@ -171,9 +171,9 @@ def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[st
 
 
 def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> Iterator[str]:
-    """What stays on a node and what crosses links, as workers say it and as the servers counted.
+    """Checks the bytes within nodes and across links: the workers' counts against the servers'.
 
-    `extra`: exchanges of all workers that are in the servers' counts only.
+    `extra`: exchanges of all workers that only the servers counted.
     """
     local = facts("communication.local_bytes_per_step")
     busiest = facts("communication.busiest_link_bytes_per_batch")
@@ -204,7 +204,7 @@ def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> I
 
 
 def counted_by_servers(facts: Facts, nodes: int, on_a_node: int) -> tuple[int, int]:
-    """Bytes within nodes, and those over the busiest link to the others, one way, as the servers say."""
+    """Bytes within nodes, and over the busiest link to other nodes (one way), as the servers counted."""
     stated = strategy_class(facts("strategy.name")).Options.later() | facts("strategy.options")
     out, back, local = [0] * nodes, [0] * nodes, 0
     for k, server in enumerate(facts.servers):
@@ -221,7 +221,7 @@ def counted_by_servers(facts: Facts, nodes: int, on_a_node: int) -> tuple[int, i
 
 
 def faults_of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]:
-    """Bytes a second, from bytes a step and the training time."""
+    """Checks bytes per second against bytes per step and the training time."""
     train_time_s = facts("time.train_time_s")
     steps = [worker["steps"] for worker in facts.workers]
     if not train_time_s or not facts.finished or None in steps:
@@ -244,13 +244,13 @@ def faults_of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]
 
 
 def faults_of_waits(facts: Facts) -> Iterator[str]:
-    """Times of communication within a step."""
+    """Checks the times of communication within a step."""
     total, hidden, exposed = (
         facts(f"communication.{name}_ms") for name in ("total", "overlapped", "exposed")
     )
     longest = facts("time.step_ms.max")
     if total is not None and hidden is not None:
-        # The difference of means over workers is at least the mean of the differences cut at 0.
+        # The mean of differences cut at 0 is at least the difference of the means over workers.
         yield from unless_at_least(
             "communication.exposed_ms", exposed, "total_ms - overlapped_ms", total - hidden
         )
