@@ -42,7 +42,7 @@ demo: $(RUN_STAMP)
 	@echo "report: results/demo/report.html"
 
 # Side by side as tests/conftest.py says; `pytest tests/unit/test_x.py` runs one file in one process.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(DEV_STAMP)
 	$(PYTEST)

@@ -54,21 +54,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return cores if "not slow" in config.option.markexpr else 2 * cores + 1
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests run one after the other in one process, and so share its fixtures.
-
-    Those of an `xdist_group` are together, whatever file they are from.
-    """
-    from xdist.scheduler import LoadGroupScheduling
-
-    class FileByFile(LoadGroupScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).partition("::")[0]
-
-    return FileByFile(config, log)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What collecting the tests imports stays: nothing looks for garbage in it, then or later."""
@@ -84,8 +69,8 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Side by side, files that wait (for SLURM) and files that compute start in turn.
 
-    Of each kind, what may take longest starts first, so that all cores have work until the end. What
-    is to run alone comes last.
+    Of each kind, what may take longest starts first, so that all cores have work until the end. Files
+    with a test that is to run alone come last: while it waits for all others, its process does nothing.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -94,14 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         timeout = item.get_closest_marker("timeout")
         limit_s[item.path] = max(timeout.args[0] if timeout else 0, limit_s.get(item.path, 0))
-        if item.get_closest_marker("alone"):
-            item.add_marker(pytest.mark.xdist_group("alone"))
+    alone = {item.path for item in items if item.get_closest_marker("alone")}
     longest_first = sorted(limit_s, key=lambda path: (-limit_s[path], -slow[path]))
     wait = {item.path for item in items if item.get_closest_marker("slurm")}
     waiting, computing = ([p for p in longest_first if (p in wait) == w] for w in (True, False))
     place = {path: 2 * n for n, path in enumerate(waiting)}
     place |= {path: 2 * n + 1 for n, path in enumerate(computing)}
-    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, place[item.path]))
+    items.sort(key=lambda item: (item.path in alone, place[item.path]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -199,24 +199,6 @@ def test_a_foreign_slurm_conf_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.alone  # the clusters of other tests would be refused, too
-@pytest.mark.parametrize("daemon", ["slurmctld", "slurmd"])
-def test_a_host_running_slurm_is_refused(tmp_path: Path, daemon: str) -> None:
-    program = tmp_path / daemon
-    shutil.copy(shutil.which("sleep"), program)
-    environ = {key: value for key, value in os.environ.items() if key != cluster_host.MARK}
-    pretender = subprocess.Popen([program, "600"], env=environ)
-    try:
-        # Just after its start a program has no environment yet, as one that ends.
-        assert eventually(Path(f"/proc/{pretender.pid}/environ").read_bytes, 60)
-        reason = refusal(tmp_path / "own", environ={}, host_configuration=[])
-        assert reason == f"this host runs a SLURM of its own: {daemon}, process {pretender.pid}"
-    finally:
-        pretender.kill()
-        pretender.wait()
-    assert refusal(tmp_path / "own", environ={}, host_configuration=[]) is None
-
-
 def test_missing_packages_are_named_when_they_cannot_be_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
