@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats as scipy_stats
+import scipy
 
 from stratbench import moderated
 from stratbench.analysis.stats import median_and_spread, ratio_intervals
@@ -27,7 +27,7 @@ def test_moderated_t_of_the_worked_example():
     variance, dof = moderated.moderated_variances(found, np.zeros(10, dtype=bool))
     assert dof[0] == 10
     assert variance[0] == pytest.approx(4.1996e-4, rel=1e-4)
-    assert scipy_stats.t.isf(moderated.tail_of(14), 10) == pytest.approx(4.2896, abs=5e-5)
+    assert scipy.stats.t.isf(moderated.tail_of(14), 10) == pytest.approx(4.2896, abs=5e-5)
     half = moderated.half_widths(variance, dof, found.repeats, moderated.tail_of(14))
     assert half[0] == pytest.approx(0.05075, abs=5e-6)
 
@@ -88,7 +88,7 @@ def test_what_a_repeat_does_to_both_cancels_only_when_pairs_stay_together():
 def test_an_interval_is_that_of_the_paired_t_test_on_logarithms():
     rng = np.random.default_rng(2)
     pairs = np.exp(rng.normal(0, 0.02, (2, 1, 4)))
-    expected = scipy_stats.ttest_rel(*np.log(pairs[:, 0])).confidence_interval(0.95)
+    expected = scipy.stats.ttest_rel(*np.log(pairs[:, 0])).confidence_interval(0.95)
     np.testing.assert_allclose(np.log(ratio_intervals(*pairs))[0], expected)
 
 
