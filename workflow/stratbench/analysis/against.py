@@ -1,7 +1,7 @@
 """Compares a study with the paper: every published cell beside ours, and whether its claims hold.
 
-Hardware differs, so absolute times do not compare; ratios between strategies and between GPU counts
-do. Writes against_cells.csv and against_claims.csv.
+Hardware differs, so absolute times cannot be compared, only ratios between strategies and between GPU
+counts. Writes against_cells.csv and against_claims.csv.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from stratbench.analysis.claims import judge_claims
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.usable import UsableGroups
 
-#: Column of cells.csv, and factor to the published unit, of each published measure.
+#: The column of cells.csv for each published measure, with the factor to the published unit.
 COLUMNS_OF = {
     "training_time_s": ("train_time_s", 1.0),
     "accuracy_percent": ("score_final", 100.0),
 }
-#: The strategy that others of its kind are divided by.
+#: The strategy by which others of its kind are divided.
 REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
 PUBLISHED_COLUMNS = (
     *("version", "table", "row", "strategy", "model", "dataset", "gpus", "measure"),
@@ -37,10 +37,10 @@ PUBLISHED_COLUMNS = (
 
 
 def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Every published cell with ours (NaN where we have none), and how their ratios compare.
+    """Every published cell with ours (NaN if there is none), and the comparison of their ratios.
 
-    A ratio of ratios is ours over the published one: 1 where both say the same. For accuracies the
-    differences in points stand in place of ratios (`kind` is `difference`).
+    A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by
+    differences in points instead of ratios (`kind` is `difference`).
     """
     groups = UsableGroups(cells[paper.is_counterpart(cells)], findings.to_dict("records"))
     ours: dict[tuple[Any, ...], tuple[float, str]] = {}
@@ -66,7 +66,7 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
 def compared_cell(
     row: Any, theirs: dict[Any, float], ours: dict[Any, tuple[float, str]]
 ) -> dict[str, Any]:
-    """One published cell, ours, and both against the reference strategy and the fewest GPUs."""
+    """A published cell and ours, both also against the reference strategy and the fewest GPUs."""
     place = (row.measure, row.dataset, row.model)
     counts = [
         key[-1] for key in theirs if key[:-1] == (row.version, row.table, *place, row.strategy)
@@ -97,18 +97,18 @@ def compared_cell(
 
 
 def is_published(theirs: dict[Any, float], row: Any, gpus: int) -> bool:
-    """Whether the same row of the table has a number at `gpus`."""
+    """Whether the same row of the published table has a number at `gpus`."""
     key = (row.version, row.table, row.measure, row.dataset, row.model, row.strategy, gpus)
     return not np.isnan(theirs.get(key, np.nan))
 
 
 def ratio_or_difference(kind: str, one: float, other: float) -> float:
-    """one / other, or one - other for a difference."""
+    """one / other; for a `difference` one - other."""
     return one - other if kind == "difference" else one / other
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.against", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")

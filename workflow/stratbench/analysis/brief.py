@@ -13,7 +13,7 @@ from stratbench.cell.words import counted
 
 
 def answer_lines(folder: Path) -> Iterator[str]:
-    """From answers.json, audit.csv and cells.csv in `folder`; pandas would take longer than all of it."""
+    """The lines, from answers.json, audit.csv and cells.csv in `folder`; pandas would be slow to import."""
     for d in json.loads((folder / "answers.json").read_text(encoding="utf-8"))["answers"]:
         where = f"{d['model']} ({d['experiment']})" if d["experiment"] else d["model"]
         yield f"{where}: {d['headline']} Confidence: {d['confidence']}."
@@ -30,6 +30,6 @@ def answer_lines(folder: Path) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file, by column."""
+    """The rows of a CSV file, each as values by column."""
     with path.open(newline="", encoding="utf-8") as f:
         yield from csv.DictReader(f)

@@ -1,4 +1,4 @@
-"""The candidates of a decision: each strategy on each worker count, and what excludes it."""
+"""The candidates of a decision: each strategy on each worker count, and why some are excluded."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from stratbench.analysis.verdicts import Raced
 from stratbench.cell.words import GIB, MIB
 from stratbench.strategies.base import Traits
 
-#: Up to how many times the largest measured count a time is extrapolated: public series of training
-#: times are missed by a + b/N by 2.7 % (median) and 15 % (90th percentile) at 2, by 8 and 28 % at 4.
+#: Times are extrapolated up to this multiple of the largest measured count. On public series of training
+#: times, a + b/N errs by 2.7 % (median) and 15 % (90th percentile) at 2, by 8 and 28 % at 4.
 FARTHEST = 2
-#: The basis of a time that paired blocks of a verdict tell.
+#: The basis of a time that was measured in a verdict's paired blocks.
 PAIRED_BLOCKS = "measured in paired blocks"
-#: The audit's rule for scores that say that training did not work.
+#: The audit's rule for scores which show that training did not work.
 FLOOR_RULE = "score-below-floor"
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A strategy on a number of workers; `kind` and `why` say what excludes it, if anything."""
+    """A strategy on a number of workers; `kind` and `why` say what excludes it, if anything does."""
 
     strategy: str
     gpus: int
@@ -38,9 +38,9 @@ class Candidate:
     time_s: float | None = None
     score: Score = field(default_factory=Score)
     scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, as shown
-    #: Standard error of a repeat's score by the finite test set, as shown; None: not recorded.
+    #: Standard error of one repeat's score, from the finite test set, as shown; None: not recorded.
     score_error: float | None = None
-    #: Trained for a number of steps and not evaluated.
+    #: Whether it was trained for a number of steps and not evaluated.
     unscored: bool = False
     memory_bytes: float | None = None
     states_bytes: float | None = None
@@ -49,16 +49,16 @@ class Candidate:
     served: bool = False  # by parameter servers
     batchnorm: bool = True
     global_batch: float | None = None
-    hosts: frozenset[str] = frozenset()  # of each repeat all in one text
-    #: By how much its score may be worse at most (95 %), as shown; None: not known.
+    hosts: frozenset[str] = frozenset()  # all hosts of a repeat are one text
+    #: Upper bound (95 %) on how much worse its score may be, as shown; None: not known.
     may_lose: float | None = None
     price_per_gpu_hour: float | None = None
     kind: str = ""
     why: str = ""
     doubts: list[str] = field(default_factory=list)
-    #: What a verdict claims of its bout, with its confidence, where it leads one.
+    #: The claim of a verdict on its bout, with the confidence, if it leads the bout.
     claim: tuple[str, str] | None = None
-    #: The strategy on as many workers that a verdict found faster, and what it says.
+    #: The strategy on as many workers that a verdict found faster, and the verdict's reason.
     slower_than: tuple[str, str] | None = None
 
     @property
@@ -68,29 +68,29 @@ class Candidate:
 
     @property
     def unit(self) -> str:
-        """What its times are of."""
+        """The unit of its times: `block` or `repeat`."""
         return "block" if self.basis == PAIRED_BLOCKS else "repeat"
 
     @property
     def cost(self) -> float | None:
-        """GPU-hours times price; servers are not in it."""
+        """GPU-hours times price, without servers; None without a time or a price."""
         if self.time_s is None or self.price_per_gpu_hour is None:
             return None
         return self.time_s / 3600 * self.gpus * self.price_per_gpu_hour
 
     @property
     def objective(self) -> float:
-        """What is ranked: cost where there is a price, else training time."""
+        """The value to rank by: cost if there is a price, else training time."""
         value = self.time_s if self.price_per_gpu_hour is None else self.cost
         return float("inf") if value is None else value
 
     @property
     def mean_score(self) -> float | None:
-        """The mean over the repeats, as shown."""
+        """The mean of the score over the repeats, as shown."""
         return float(self.scores.mean()) if len(self.scores) else None
 
     def exclude(self, kind: str, why: str) -> None:
-        """Exclude it, unless something already does."""
+        """Exclude the candidate, unless it is excluded already."""
         if not self.kind:
             self.kind, self.why = kind, why
 
@@ -101,9 +101,9 @@ def candidates_among(
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
 ) -> list[Candidate]:
-    """All of one experiment and model (rows of cells.csv), measured ones and then extrapolated.
+    """All candidates of one experiment and model (rows of cells.csv): measured, then extrapolated ones.
 
-    `raced`: what a verdict's blocks say of each; where they do, their times count.
+    `raced`: the results of a verdict's blocks by group; their times replace those of the records.
     """
     groups = rows_by_group(rows)
     found = []
@@ -122,7 +122,7 @@ def candidates_among(
 
 
 def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
-    """A group of repeats as a candidate."""
+    """A candidate from a group of repeats."""
     ok = frame[frame["status"] == "ok"]
     times = pd.Series(ok["train_time_s"].to_numpy(dtype=float), index=ok["repeat"]).dropna()
     first = frame.iloc[0]
@@ -158,7 +158,7 @@ def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candida
 
 
 def take_blocks(candidate: Candidate, found: Raced) -> None:
-    """Let a verdict's paired blocks say a candidate's times, and what put it out of the race."""
+    """Give a candidate its times in a verdict's paired blocks, and exclude it if it left the race."""
     if found.excluded is not None:
         candidate.exclude(*found.excluded)
     if not len(found.times_s):
@@ -172,7 +172,7 @@ def take_blocks(candidate: Candidate, found: Raced) -> None:
 
 
 def traits_of_group(frame: pd.DataFrame) -> Traits:
-    """What the records of a group say of their strategy; careful defaults where they are silent."""
+    """The traits that the records of a group state of their strategy; cautious defaults if none."""
     said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in said.items() if len(values)})
 
@@ -183,7 +183,7 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     given: Constraints,
 ) -> None:
-    """Exclude what did not finish and what the audit calls unusable; keep its other doubts."""
+    """Exclude a candidate that did not finish or that the audit calls unusable; keep its other doubts."""
     for status, rows in frame.groupby("status", sort=False):
         share = "" if len(rows) == len(frame) else f"{len(rows)} of {len(frame)} repeats: "
         reason = rows["reason"].iloc[0]
@@ -218,7 +218,7 @@ def exclude_by_records(
 
 
 def exclude_by_race(found: list[Candidate]) -> None:
-    """Exclude what a verdict found slower than another that is left, on as many workers."""
+    """Exclude candidates that a verdict found slower than a remaining one on as many workers."""
     left = {(c.strategy, c.gpus) for c in found if not c.kind}
     for c in found:
         if c.slower_than is not None and (c.slower_than[0], c.gpus) in left:
@@ -226,7 +226,7 @@ def exclude_by_race(found: list[Candidate]) -> None:
 
 
 def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
-    """Exclude what the constraints rule out."""
+    """Exclude a candidate that the constraints rule out."""
     if given.gpus is not None and candidate.gpus > given.gpus:
         candidate.exclude("needs more GPUs", f"{candidate.gpus}, and {given.gpus} are at hand")
     if given.gpu_memory_gib is not None:
@@ -241,10 +241,10 @@ def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
 
 
 def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
-    """Exclude what takes more with the reserve on top; what cannot be known is a doubt.
+    """Exclude a candidate whose memory and reserve exceed the limit; add a doubt if that is not known.
 
-    The reserve is the plan's: a peak leaves out what the driver, the libraries and a fragmented
-    allocator take.
+    The reserve is the plan's: a peak leaves out the memory of the driver, of the libraries and of a
+    fragmented allocator.
     """
     limit = f"{limit_bytes / MIB:.0f} MiB are given"
     held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
@@ -258,14 +258,14 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
 
 
 def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Iterator[Candidate]:
-    """Each strategy on the GPUs at hand where that count was not measured.
+    """A candidate for each strategy on the GPUs at hand, if that count was not measured.
 
-    Time = a + b/N with a, b >= 0 (least squares over the measured counts): the share that does not
-    get shorter with more workers, and the share that does. From three counts at least, since any two
-    fit; from the least to FARTHEST times the largest of them; never for CPU processes, of which more
-    are no more hardware; and never where the largest count was no faster than some smaller one:
-    more workers would not help there, whatever a fit says. Memory and score are those of the
-    nearest lower count measured; with the same global batch that memory is an upper bound.
+    Time = a + b/N with a, b >= 0 (least squares over the measured counts): a is the share that does not
+    get shorter with more workers, b/N the share that does. Needs at least three counts, since any two
+    fit. Covers counts from the least to FARTHEST times the largest. Leaves out CPU processes, because
+    more of them are no more hardware, and strategies whose largest count was no faster than some smaller
+    one: more workers would not help them, whatever a fit says. Memory and score are those of the nearest
+    lower measured count; with the same global batch that memory is an upper bound.
     """
     for name in dict.fromkeys(c.strategy for c in found):
         line = [c for c in found if c.strategy == name]
@@ -279,7 +279,7 @@ def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Itera
         if times[-1] >= times[:-1].min():
             continue
         design = np.stack([np.ones_like(counts), 1 / counts], axis=1)
-        from scipy.optimize import nnls  # 0.3 s, for what few decisions need
+        from scipy.optimize import nnls  # takes 0.3 s, and few decisions need it
 
         (fixed_s, shared_s), _ = nnls(design, times)
         off = float(np.max(np.abs(design @ [fixed_s, shared_s] / times - 1)))

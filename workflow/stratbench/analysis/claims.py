@@ -25,9 +25,9 @@ HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these rec
 
 
 def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
-    """The figures of a claim, those of ratios with their intervals.
+    """The figures of a claim; ratios with their intervals.
 
-    A claim fails where one of its figures does, so that the allowed rate is shared by all of them, and
+    A claim fails if one of its figures does. So all of them share the allowed rate of false claims, and
     their variances are pooled.
     """
     paired = [figure for figure in figures if figure.pair is not None]
@@ -55,11 +55,11 @@ def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
 
 
 def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
-    """Whether every figure lies in [low, high]; one with an interval is out only if all of it is."""
+    """HOLDS if all figures lie in [low, high], FAILS if one is out with all of its interval, or UNKNOWN."""
     low, high = (-np.inf if pd.isna(low) else low), (np.inf if pd.isna(high) else high)
     if not figures:
         return UNKNOWN
-    # No more digits than the claims are printed with: 1.999 is no counterexample to 2, nor 30.4 to 30.
+    # Not more precise than the claims as printed: 1.999 is no counterexample to 2, nor 30.4 to 30.
     slack = 0.5 if low == high else 0.005
     ends = [(f.value, f.value) if f.low is None else (f.low, f.high) for f in figures]
     if any(end < low - slack or start > high + slack for start, end in ends):
@@ -69,7 +69,7 @@ def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
 
 
 def describe_figures(figures: Sequence[ClaimFigure]) -> str:
-    """The range of the figures and where its ends are."""
+    """The range of the figures, and the cells at its ends."""
     if not figures:
         return ""
     least, most = (pick(figures, key=lambda f: f.value) for pick in (min, max))
@@ -82,7 +82,7 @@ def describe_figures(figures: Sequence[ClaimFigure]) -> str:
 
 
 def describe_single_repeats(figures: Sequence[ClaimFigure]) -> str:
-    """Says so where figures come from one repeat."""
+    """A remark if figures come from one repeat; else empty."""
     single = sum(f.low is None and f.ends != "exact" for f in figures)
     which = "" if len(figures) == 1 else "all " if single == len(figures) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
@@ -101,13 +101,13 @@ def describe_figure(figure: ClaimFigure) -> str:
 
 
 def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:
-    """Whether the claim is on the figure's model; most are on every model."""
+    """Whether the claim covers the figure's model; most claims cover every model."""
     return pd.isna(claim["model"]) or claim["model"] in figure.label
 
 
 @cache
 def published_groups(version: str) -> tuple[UsableGroups, UsableGroups]:
-    """The paper's own cells, as printed and without the times that the audit calls copies."""
+    """The paper's own cells: as printed, and without the times that the audit calls copies."""
     cells = paper.cells_of_version(version)
     copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
     return UsableGroups(cells), UsableGroups(
@@ -118,7 +118,7 @@ def published_groups(version: str) -> tuple[UsableGroups, UsableGroups]:
 def describe_weak_figures(
     metric: Callable[[UsableGroups], Iterator[ClaimFigure]], claim: dict[str, Any]
 ) -> str:
-    """In words, which of the paper's own figures behind a claim are copied, or bounds at a limit."""
+    """Says which of the paper's own figures behind a claim are copies, or bounds at a time limit."""
     printed, believed = (
         {f.label: f for f in metric(groups) if is_about(claim, f)}
         for groups in published_groups(claim["version"])
@@ -134,13 +134,13 @@ def describe_weak_figures(
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     """Every claim of the text with its verdict; only the paper's models on GPUs are evidence.
 
-    `elsewhere` has the figures of other models and of CPU processes, which prove nothing;
-    `in_the_paper` the verdict of the paper's own tables, defects included.
+    `elsewhere` has the figures of other models and of CPU processes, which prove nothing.
+    `in_the_paper` has the verdict of the paper's own tables, including their defects.
     """
     is_ours = paper.is_counterpart(cells)
     listed = findings.to_dict("records")
     ours, others = UsableGroups(cells[is_ours], listed), UsableGroups(cells[~is_ours], listed)
-    # Without the audit: here the question is what the paper prints, whether or not to believe it.
+    # Without the audit: the question here is what the paper prints, right or wrong.
     own = {version: published_groups(version)[0] for version in ("v1", "v2")}
     notes = paper.explanations().set_index("about")
     rows = []

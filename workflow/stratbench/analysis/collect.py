@@ -1,7 +1,7 @@
 """Collects the records of a study into two files: cells.csv, a row a cell, and epochs.csv, a row an epoch.
 
-Every expected cell gets its row, in the order of the config: a cell without a record is `missing`,
-or `error` where a failure left its evidence, and is never left out.
+Every expected cell gets its row, in the order of the config. A cell without a record is `missing`, or
+`error` if a failure left evidence; no cell is left out.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from stratbench.cell.settings import LATER, Settings
 from stratbench.cell.words import counted
 from stratbench.study.config import Study
 
-#: Statuses that records do not have: no record yet, or a failure or an unreadable record in its
+#: Statuses of cells without a usable record: none yet, or a failure or an unreadable record in its
 #: place.
 WITHOUT_RECORD = ("missing", "error")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the config says beside the cells.
+    """The config's statements on a study, beside its cells.
 
-    Why some are skipped (by path), scores to reach (by experiment), and the study, by whose
-    settings every record must have been trained; None: they are not looked at.
+    The reasons of skipped cells (by path), scores to reach (by experiment), and the study, whose
+    settings every record must have been trained with; None: settings are not checked.
     """
 
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -50,14 +50,14 @@ class Expected:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a command line that say what `expected_of` makes an Expected of."""
+    """Add the options that `expected_of` reads to a command line."""
     parser.add_argument("--skipped", default="{}", help="JSON: cells not trained, and why")
     parser.add_argument("--study", default="null", help="JSON: the config of the study alone")
     parser.add_argument("--targets", default="{}", help="JSON: score to reach, by experiment")
 
 
 def expected_of(args: argparse.Namespace) -> Expected:
-    """What the config says beside the cells, from a command line."""
+    """The Expected that a command line describes."""
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
     return Expected(json.loads(args.skipped), json.loads(args.targets), study)
@@ -66,7 +66,7 @@ def expected_of(args: argparse.Namespace) -> Expected:
 def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
     """Training time at the end of the first epoch that reached `target`; None if none did.
 
-    A score is reached by at least as much where `better` is `higher`, else by at most as much.
+    Reaching means at least `target` if `better` is `higher`, else at most `target`.
     """
     if target is None:
         return None
@@ -80,7 +80,7 @@ def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> 
 
 
 def describe_other_settings(rec: record.Record, settings: Settings) -> str | None:
-    """In words, how a record's settings differ from those that the config gives its cell."""
+    """A sentence on how a record's settings differ from the config's for its cell; None if they do not."""
     wanted = json.loads(settings.as_json())
     stated = LATER | rec["settings"]
     differing = [key for key in wanted if stated.get(key) != wanted[key]]
@@ -91,7 +91,7 @@ def describe_other_settings(rec: record.Record, settings: Settings) -> str | Non
 
 
 def status_without_record(log_dir: Path) -> Row:
-    """Status and reason of a cell without a record: `error` where a failure left evidence."""
+    """Status and reason of a cell without a record: `error` if a failure left evidence, else `missing`."""
     reason = record.failure_reason(log_dir)
     if reason is None:
         return {"status": "missing", "reason": "no record yet"}
@@ -103,7 +103,7 @@ def rows_of_cell(
 ) -> tuple[Row, list[Row]]:
     """The row of a cell and its epochs' rows; faults of the record become status `error`.
 
-    A skipped cell without a record is `infeasible`. `read` gives the record in a file.
+    A skipped cell without a record is `infeasible`. `read` reads the record in a file.
     """
     path = study_dir / "cells" / cell.path / "record.json"
     log_dir = study_dir / "logs" / cell.path
@@ -130,7 +130,7 @@ def rows_of_cell(
         found = row_of_record(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
         return row | {"status": "error", "reason": on_one_line(str(e))}, []
-    except Exception as e:  # whatever is odd in one record is no fault of the others
+    except Exception as e:  # one odd record must not stop the others
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return row | {"status": "error", "reason": on_one_line(reason)}, []
     row |= found
@@ -145,7 +145,7 @@ def rows_of_cell(
 def rows_of_cells(
     cells: Sequence[Cell], study_dir: Path, asked: Expected, read: Callable[[Path], Record]
 ) -> Iterator[tuple[Row, list[Row]]]:
-    """`rows_of_cell` of each, with a progress line every few seconds."""
+    """The results of `rows_of_cell` for all cells; prints progress every few seconds."""
     next_line_s = time.monotonic() + 3
     for done, cell in enumerate(cells):
         if time.monotonic() > next_line_s:
@@ -199,7 +199,7 @@ def describe_missing(without: Sequence[Row], total: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 when a record is missing or unusable and `--partial` is not given."""
+    """Runs the command line; returns 1 if a record is missing or unusable and `--partial` is not given."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.collect", description=__doc__)
     parser.add_argument("--expected", type=Path, required=True, help="JSON list of all cells")
     parser.add_argument("--records-root", type=Path, required=True, help="results/<study>/cells")

@@ -1,7 +1,7 @@
-"""Every column of cells.csv and epochs.csv in one table: name, kind, unit, where from, what it means.
+"""Every column of cells.csv and epochs.csv in one table: name, kind, unit, source, meaning.
 
-Everything else goes by this table: the rows that `collect` writes, the types with which the files
-are read, the units and definitions of measures, and the glossary of the report.
+Everything else follows this table: the rows that `collect` writes, the types with which the files are
+read, the units and definitions of measures, and the glossary of the report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stratbench.cell.record import SCHEMA_PATH, Record, RecordError
 from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]
-#: What a column holds: text, a JSON text (never cut), a finite number, or true and false.
+#: The kind of a column's values: text, a JSON text (never cut), a finite number, or true and false.
 Kind = Literal["text", "json", "number", "flag"]
 #: The longest text of a column, in characters.
 LONGEST = 1000
@@ -29,28 +29,28 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Column:
-    """A column. All of them may be empty: what is not known is absent."""
+    """A column. Its values may be empty: an unknown value is absent."""
 
     name: str
     kind: Kind
     #: Empty for text, counts and flags. `share`: of 1.
     unit: str
     #: The path of a field of the record, a function of the record, the name of a figure of the
-    #: timeline (`derived.timeline_figures`), or None: `collect` knows it without a record.
+    #: timeline (`derived.timeline_figures`), or None: `collect` knows the value without a record.
     source: str | Callable[[Record], Any] | None
-    #: Empty: what the record's schema says of the field.
+    #: Empty: the description in the record's schema.
     own_definition: str = ""
 
     @property
     def definition(self) -> str:
-        """What the column holds, in a sentence."""
+        """The meaning of the column, in a sentence."""
         if self.own_definition or not isinstance(self.source, str):
             return self.own_definition
         return described_in_schema(self.source)
 
     @property
     def is_whole(self) -> bool:
-        """Whether its numbers are whole, by the record's schema or the type of its source."""
+        """Whether its numbers are whole, according to the record's schema or the type of its source."""
         if self.source is None:
             return get_type_hints(Cell).get(self.name) is int
         if callable(self.source):
@@ -59,11 +59,11 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is read as text, whatever it holds."""
+        """Whether it is read as text, whatever its values look like."""
         return self.kind in ("text", "json")
 
 
-# A line or two for each column reads as the table that it is.
+# A column in a line or two keeps this readable as a table.
 # fmt: off
 CELL_COLUMNS: tuple[Column, ...] = (
     Column("study", "text", "", None, "Name of the study."),
@@ -228,11 +228,11 @@ BY_NAME = {column.name: column for column in CELL_COLUMNS}
 COLUMNS = tuple(BY_NAME)
 #: The columns that name a cell: all its coordinates.
 COORDINATES = COLUMNS[:7]
-#: Where a source names a figure of the timeline.
+#: The prefix of a source that names a figure of the timeline.
 _TIMELINE = "timeline: "
 
 # fmt: off
-#: Columns of epochs.csv beside the coordinates; sources are fields of an entry of per_epoch.
+#: Columns of epochs.csv after the coordinates; a source is a field of an entry of per_epoch.
 _OF_EPOCH = (
     Column("epoch", "number", "", "score.per_epoch.epoch"),
     Column("train_time_s", "number", "s", "score.per_epoch.train_time_s"),
@@ -242,7 +242,7 @@ _OF_EPOCH = (
     Column("score_error", "number", "", "score.per_epoch.score_error"),
 )
 # fmt: on
-#: The columns of epochs.csv, and their names.
+#: The columns of epochs.csv by name, then their names.
 EPOCH_BY_NAME = {name: BY_NAME[name] for name in COORDINATES} | {c.name: c for c in _OF_EPOCH}
 EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
 
@@ -253,7 +253,7 @@ def _schema() -> dict[str, Any]:
 
 
 def described_in_schema(path: str) -> str:
-    """What the record's schema says of the field at a dotted path; KeyError where it has no such field."""
+    """The schema's description of the record's field at a dotted path; KeyError if there is no such field."""
     node = _schema()
     for key in path.split("."):
         node = node.get("items", node)["properties"][key]
@@ -261,7 +261,7 @@ def described_in_schema(path: str) -> str:
 
 
 def types_in_schema(path: str) -> list[str]:
-    """The types that the record's schema allows the field at a dotted path; empty where it says none."""
+    """The types that the schema allows for the record's field at a dotted path; empty if it has none."""
     node = _schema()
     for key in path.split("."):
         node = node.get("items", node)
@@ -271,7 +271,7 @@ def types_in_schema(path: str) -> list[str]:
     return [found] if isinstance(found, str) else found
 
 
-# The table sorted by source, once: `row_of_record` runs for every record.
+# The table sorted by source, prepared once: `row_of_record` runs for every record.
 _FIELDS = [
     (column.name, column.source)
     for column in CELL_COLUMNS
@@ -288,7 +288,7 @@ _OF_TIMELINE = [
 def row_of_record(record: Record, timeline: Path) -> Row:
     """The columns that a record and its timeline fill, by name.
 
-    RecordError where a column of numbers would not hold a finite one.
+    RecordError if a column of numbers would hold something else than a finite number.
     """
     row: Row = {name: value_at(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
@@ -312,25 +312,25 @@ def on_one_line(text: str) -> str:
 
 
 def text_types(*more: str) -> dict[str, type[object]]:
-    """What `pandas.read_csv` is given, so that columns of text stay text whatever they hold.
+    """The types for `pandas.read_csv` that keep columns of text as text, whatever they hold.
 
-    `more`: further columns of text, of files that hold some columns of cells.csv and their own.
+    `more`: further columns of text, for files that have their own beside some of cells.csv.
     """
     return dict.fromkeys((*(c.name for c in CELL_COLUMNS if c.is_text), *more), object)
 
 
 def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
-    """A CSV file with columns of cells.csv among its own, as a pandas.DataFrame.
+    """A CSV file that has columns of cells.csv among its own, as a pandas.DataFrame.
 
-    `text` names its own columns of text, `types` gives other columns a type of pandas. Only an
-    empty field is an absent value.
+    `text` names its own columns of text; `types` gives pandas types to other columns. Only an empty
+    field is an absent value.
     """
-    import pandas as pd  # not above: `collect` does without
+    import pandas as pd  # not at the top: `collect` does not need it
 
     dtype = text_types(*text) | types
     found = pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
-    # In one block for each type: frames are cut into groups often, and the more blocks the slower. Columns of
-    # type `str` would each be one.
+    # The copy has one block for each type: frames are cut into groups often, and many blocks are slow.
+    # Columns of type `str` would each be one block.
     return found.copy()
 
 

@@ -1,4 +1,4 @@
-"""How sure a decision is: what the repeats allow to claim, and what lowers the confidence."""
+"""The confidence in a decision: what the repeats allow to claim, and what lowers the confidence."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> t
     told.append(claim)
     if first.claim is not None:
         told.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
-        if is_the_verdicts(ranking):
-            # Arms that left the race early have few blocks; the verdict counts those of all.
+        if rests_on_verdict(ranking):
+            # Arms that left the race early have few blocks; the verdict counts the blocks of all.
             level = max(level, ("low", "medium", "high").index(first.claim[1]))
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     alone = min(len(c.hosts) for c in (first, *rivals)) < 2
@@ -62,14 +62,14 @@ def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> t
     return ("low", "medium", "high")[level], " ".join(filter(None, told))
 
 
-def is_the_verdicts(ranking: Ranking) -> bool:
-    """Whether the chosen leads its bout, and is clearly faster than all on other numbers of workers."""
+def rests_on_verdict(ranking: Ranking) -> bool:
+    """Whether the choice leads its bout, and is clearly faster than all on other numbers of workers."""
     others = (c for c in ranking.compared if c.rival.gpus != ranking.first.gpus)
     return ranking.first.claim is not None and all(c.stand == "slower" for c in others)
 
 
 def nearest_rivals(ranking: Ranking) -> list[Candidate]:
-    """Of each other strategy the best, and of all the next, where they are not clearly slower."""
+    """The next rival, and of each other strategy the best one that is not clearly slower."""
     close = [c.rival for c in ranking.compared if c.stand != "slower"]
     best = {c.strategy: c for c in reversed(close) if c.strategy != ranking.first.strategy}
     following = [c.rival for c in ranking.compared[:1] if c.rival not in best.values()]
@@ -101,7 +101,7 @@ def level_and_claim(ranking: Ranking) -> tuple[int, str]:
 
 
 def score_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
-    """What is not known of the chosen one's score."""
+    """Sentences on what is not known of the score of the chosen candidate."""
     if first.may_lose is None:
         if first.unscored:
             yield "No score was measured (steps): equal scores are assumed."

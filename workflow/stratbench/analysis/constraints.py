@@ -12,43 +12,43 @@ from stratbench.cell.words import counted
 
 @dataclass(frozen=True)
 class Constraints:
-    """`decide` of config.yaml, defaults resolved; None is no constraint."""
+    """`decide` of config.yaml with defaults filled in; None means no constraint."""
 
-    #: Memory of one GPU that training may take.
+    #: The memory of one GPU that training may use.
     gpu_memory_gib: float | None = None
-    #: GPUs at hand; None: the counts that were measured.
+    #: The number of GPUs at hand; None: the counts that were measured.
     gpus: int | None = None
-    #: Only this model; None: each that was measured.
+    #: Only this model; None: each measured model.
     model: str | None = None
-    #: Longest training time, of the epochs that the records trained.
+    #: The longest training time, for the epochs that the records trained.
     deadline_s: float | None = None
-    #: Rank by cost instead of time.
+    #: The price; if given, candidates are ranked by cost instead of time.
     price_per_gpu_hour: float | None = None
-    #: By how much a score may be worse than the best strategy's, by the score's name, as shown (points
-    #: of accuracy); a score that is not in it has its task's tolerance.
+    #: How much worse than the best strategy's a score may be, by the score's name, as shown (points of
+    #: accuracy); a score that is not named here has its task's tolerance.
     score_tolerance: Mapping[str, float] = field(default_factory=dict)
-    #: Share by which strategies may differ in time (or cost) and still count as equal.
+    #: The share by which strategies may differ in time (or cost) and still count as equal.
     equivalence_margin: float = 0.03
-    #: Share of a peak kept free on top of it before it fits: `cluster.memory_margin`.
+    #: The share of a peak that is kept free on top of it: `cluster.memory_margin`.
     memory_margin: float = 0.15
     #: Whether the workers are equally fast.
     homogeneous: bool = True
     #: Whether all workers start together and stay until the end.
     gang_scheduled: bool = True
-    #: Experiments whose optimizer is not SGD, and which it is: their states are larger.
+    #: The optimizers that are not SGD, by experiment: their states are larger.
     optimizers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Constraints:
-        """From a JSON object with these keys; `{}` gives the defaults."""
+        """The constraints in a JSON object with these keys; `{}` gives the defaults."""
         return cls(**json.loads(text))
 
     def tolerance_of(self, score: Score) -> float:
-        """By how much a score may be worse, as shown."""
+        """How much worse a score may be, as shown."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
     def sentences(self) -> Iterator[str]:
-        """The constraints in words, the defaults that matter included."""
+        """Sentences on the constraints, including the defaults that matter."""
         if self.gpus is not None:
             yield f"at most {counted(self.gpus, 'GPU')}"
         if self.gpu_memory_gib is not None:

@@ -1,8 +1,8 @@
 """Decides which strategy to choose for each model: ranks the records under the constraints.
 
 Writes decision.csv, the matrix of all strategies and worker counts with a verdict and a reason each,
-and answers.json, the decisions in words, which the report shows; prints them too. Where there is no
-usable record the rules of `theory` answer, and say so.
+and answers.json, the decisions in words, which the report shows; prints them too. If there is no
+usable record, the rules of `theory` give the answer, and it says so.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Decision:
     confidence: str
     confidence_why: str
     changes: tuple[str, ...]
-    #: (strategy, why), the strategies no count of which can be chosen.
+    #: (strategy, why) for each strategy that cannot be chosen at any count.
     excluded: tuple[tuple[str, str], ...]
     matrix: tuple[dict[str, Any], ...]
 
@@ -64,14 +64,14 @@ def decisions(
     constraints: Constraints,
     raced: Mapping[Group, Raced] | None = None,
 ) -> list[Decision]:
-    """One for each experiment and model, in the order of the config. `raced`: by a verdict's blocks."""
+    """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks."""
     listed = findings.to_dict("records")
     studied = [
         (rows, candidates_among(rows, listed, constraints, raced))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     left = [[c for c in found if not c.kind] for _, found in studied]
-    # All models are ranked together, the wanted one too: variances of all of them say more.
+    # All models are ranked together, even if one is wanted: all variances together tell more.
     rankings = iter(
         rankings_of_bouts([bout for bout in left if bout], constraints.equivalence_margin)
     )
@@ -90,9 +90,9 @@ def decisions(
 def decide(
     rows: pd.DataFrame, found: list[Candidate], ranking: Ranking | None, given: Constraints
 ) -> Decision:
-    """The decision on one experiment and model (rows of cells.csv), of which `found` are candidates.
+    """The decision on one experiment and model (rows of cells.csv); `found` are its candidates.
 
-    `ranking` is that of the candidates that nothing excludes; None where there are none.
+    `ranking` ranks the candidates that nothing excludes; None if there are none.
     """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
     if all(c.kind in ("not measured", "failed") for c in found):
@@ -125,7 +125,7 @@ def decide(
 
 
 def headline_of(ranking: Ranking, noun: str, given: Constraints) -> str:
-    """The answer in one sentence, as modest as its records."""
+    """The answer in one sentence that claims no more than its records show."""
     first = ranking.first
     text = f"{first.strategy} on {counted(first.gpus, noun)}"
     if ranking.tied:
@@ -148,7 +148,7 @@ def headline_of(ranking: Ranking, noun: str, given: Constraints) -> str:
 
 
 def reason_for(ranking: Ranking, noun: str) -> str:
-    """One sentence with the numbers that decided."""
+    """A sentence with the numbers behind the choice."""
     first, price = ranking.first, "the time"
     if first.price_per_gpu_hour is not None:
         price = "the cost"
@@ -180,13 +180,13 @@ def reason_for(ranking: Ranking, noun: str) -> str:
 
 
 def describe_ratio(found: AgainstRival) -> str:
-    """The ratio with its interval, where it has one."""
+    """The ratio, with its interval if it has one."""
     interval = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
     return f"{format_number(found.ratio, 2)}{interval}"
 
 
 def describe_amount(candidate: Candidate) -> str:
-    """Its training time, and its cost where there is a price."""
+    """The training time of a candidate, and its cost if there is a price."""
     seconds = f"{format_number(candidate.time_s or 0.0, None)} s"
     return seconds if candidate.cost is None else f"{seconds} at a cost of {candidate.cost:.3g}"
 
@@ -194,7 +194,7 @@ def describe_amount(candidate: Candidate) -> str:
 def sentences_on_changes(
     found: list[Candidate], ranking: Ranking, given: Constraints
 ) -> Iterator[str]:
-    """What would lead to another answer, from the nearest alternatives."""
+    """Sentences on what would change the answer, starting from the nearest alternatives."""
     first, compared = ranking.first, ranking.compared
     ranked = [first, *(c.rival for c in compared)]
     if first.extrapolated:
@@ -221,13 +221,13 @@ def sentences_on_changes(
 
 
 def smaller_than(candidate: Candidate, first: Candidate) -> bool:
-    """Whether it needs clearly less memory, of records that compare."""
+    """Whether it needs clearly less memory than the first, if their records can be compared."""
     both = candidate.memory_bytes is not None and first.memory_bytes is not None
     return both and not first.on_cpu and candidate.memory_bytes < 0.95 * first.memory_bytes
 
 
 def sentences_on_constraints(found: list[Candidate], first: Candidate | None) -> Iterator[str]:
-    """For each constraint the best that it keeps out, where that is better than the first."""
+    """For each constraint the best candidate that it keeps out, if that is better than the first."""
     lift = {
         "does not fit": "More memory",
         "too slow": "A later deadline",
@@ -249,10 +249,11 @@ def sentences_on_constraints(found: list[Candidate], first: Candidate | None) ->
 
 
 def sentences_on_slow_workers(first: Candidate, ranked: list[Candidate]) -> Iterator[str]:
-    """From how slow a worker on the next strategy that does not wait wins, by theory.
+    """How slow a worker must be for the next strategy that does not wait to win, by theory.
 
-    With one of N workers f times slower a strategy that waits takes f times as long, one that does
-    not N / (N - 1 + 1/f) times. Equal at f = (N r - 1) / (N - 1), r the ratio of their times.
+    If one of N workers is f times slower, a strategy that waits takes f times as long, one that does
+    not takes N / (N - 1 + 1/f) times as long. They are equal at f = (N r - 1) / (N - 1), with r the
+    ratio of their times.
     """
     n = first.gpus
     free = [c for c in ranked if not c.traits.waits_for_slowest and c.gpus == n]
@@ -266,7 +267,7 @@ def sentences_on_slow_workers(first: Candidate, ranked: list[Candidate]) -> Iter
 
 
 def excluded_strategies(found: list[Candidate], usable: set[str]) -> Iterator[tuple[str, str]]:
-    """Each strategy that no worker count of is left, with why at the largest count."""
+    """Each strategy that is excluded at every worker count, with the reason at the largest count."""
     for name in dict.fromkeys(c.strategy for c in found):
         if name not in usable:
             line = sorted((c for c in found if c.strategy == name), key=lambda c: c.gpus)
@@ -319,7 +320,7 @@ def decision_by_theory(
     found: list[Candidate],
     why: str = "nothing was measured",
 ) -> Decision:
-    """The decision where there are no measurements; `why` there are none."""
+    """The decision if there are no measurements, with the reason `why` there are none."""
     name, reasons = theory.choice_by_theory(model, given, given.optimizers.get(experiment, "sgd"))
     return Decision(
         experiment=experiment,
@@ -338,14 +339,14 @@ def decision_by_theory(
 
 
 def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
-    """What the audit says of the study as a whole that no decision can go beyond."""
+    """The audit's notes on the study as a whole, which limit every decision."""
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
     whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] == "unusable")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
 
 
 def describe_decisions(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> str:
-    """The decisions for a terminal."""
+    """The decisions as text for a terminal."""
     lines = [f"Constraints: {'; '.join(given.sentences())}.", *notes, ""]
     for d in found:
         where = f"{d.model} ({d.experiment}, {d.dataset})" if d.experiment else d.model
@@ -360,7 +361,7 @@ def describe_decisions(found: Sequence[Decision], notes: Sequence[str], given: C
 def answers_as_json(
     found: Sequence[Decision], notes: Sequence[str], given: Constraints
 ) -> dict[str, Any]:
-    """What answers.json holds: the decisions in words, and under which constraints."""
+    """The content of answers.json: the decisions in words, and their constraints."""
     words = ("experiment", "dataset", "model", "source", "headline", "reason")
     words += ("confidence", "confidence_why", "changes", "excluded")
     return {
@@ -390,7 +391,7 @@ def write_decisions(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.decide", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")

@@ -1,6 +1,6 @@
-"""Columns of cells.csv that are worked out: each from several fields of a record, or from a timeline.
+"""Derived columns of cells.csv: each from several fields of a record, or from a timeline.
 
-Every function takes a record and returns the value of a column; None where the record does not say it.
+Every function takes a record and returns the value of a column; None if the record does not state it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from stratbench.cell.record import Record
 
-#: Throttle reasons of a timeline that mean a GPU too hot or short of power, not a normal limit.
+#: Throttle reasons that mean a GPU is too hot or short of power, not at a normal limit.
 SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
 
 
 def value_at(value: Any, path: str) -> Any:
-    """The value at a dotted path of nested dicts, or None where any part of it is absent."""
+    """The value at a dotted path of nested dicts; None if any part of it is absent."""
     for key in path.split("."):
         if not isinstance(value, dict):
             return None
@@ -31,13 +31,13 @@ def value_at(value: Any, path: str) -> Any:
 
 
 def score_error(record: Record) -> float | None:
-    """Standard error of the last epoch's score, of a cell that finished."""
+    """Standard error of the last epoch's score, for a cell that finished."""
     entries = value_at(record, "score.per_epoch") or [{}]
     return None if value_at(record, "score.final") is None else entries[-1].get("score_error")
 
 
 def perplexity(record: Record) -> float | None:
-    """e to the score, where the score is in nats a token and e to it is a number."""
+    """e to the power of the score, if the score is in nats per token and the result is finite."""
     final = value_at(record, "score.final")
     if final is None or value_at(record, "task.unit") != "nats/token" or final > 700:
         return None
@@ -54,18 +54,18 @@ def texts_of_workers(record: Record, path: str) -> list[str]:
 
 
 def joined_or_none(texts: list[str]) -> str | None:
-    """`a; b`; None where there is no text."""
+    """`a; b`; None if there are no texts."""
     return "; ".join(texts) or None
 
 
 def device_kind(record: Record) -> str | None:
-    """`cuda` or `cpu`; what the launcher says where no worker lived to tell."""
+    """`cuda` or `cpu`; from the launcher if no worker lived to record it."""
     kinds = {device.partition(":")[0] for device in texts_of_workers(record, "device")}
     return joined_or_none(sorted(kinds)) or value_at(record, "provenance.device")
 
 
 def device_name(record: Record) -> str | None:
-    """Names of the GPUs; without any, of the processors."""
+    """Names of the GPUs; if there are none, of the processors."""
     return joined_or_none(texts_of_workers(record, "gpu.name")) or cpu_models(record)
 
 
@@ -80,17 +80,17 @@ def cpu_models(record: Record) -> str | None:
 
 
 def torch_versions(record: Record) -> str | None:
-    """Versions of PyTorch; more than one only where workers differ."""
+    """Versions of PyTorch; several only if workers differ."""
     return joined_or_none(texts_of_workers(record, "software.torch"))
 
 
 def driver_versions(record: Record) -> str | None:
-    """Versions of the GPU driver; more than one only where hosts differ."""
+    """Versions of the GPU driver; several only if hosts differ."""
     return joined_or_none(texts_of_workers(record, "driver.driver_version"))
 
 
 def cpu_cores(record: Record) -> float | None:
-    """CPU cores that the workers may use together: of each host, its affinity within its quota."""
+    """CPU cores that the workers may use together: for each host, its affinity within its quota."""
     cores_of: dict[str, tuple[set[int], float]] = {}
     for worker in record["workers"]:
         name = value_at(worker["provenance"], "host.name")
@@ -102,14 +102,14 @@ def cpu_cores(record: Record) -> float | None:
 
 
 def other_cpu_cores(record: Record) -> float | None:
-    """Cores that other processes used at the start, on the busiest node."""
+    """Number of cores that other processes used at the start, on the busiest node."""
     nodes = (value_at(record, "provenance.busy_at_start") or {}).values()
     busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
     return max(busy, default=None)
 
 
 def revision(record: Record) -> str | None:
-    """The first 12 digits of the commit, with `+changes` where files differed from it."""
+    """The first 12 digits of the commit, with `+changes` if files differed from it."""
     git = value_at(record, "provenance.git") or {}
     commit = git.get("revision")
     return commit and commit[:12] + ("+changes" if git.get("dirty") else "")
@@ -133,10 +133,10 @@ def slowdown(record: Record) -> str | None:
 
 
 def peak_memory_bytes(record: Record) -> int | None:
-    """Peak of the rank that used most: the one figure that tables, figures and rules go by.
+    """Peak memory of the rank that used most: the one figure that tables, figures and rules use.
 
-    On a GPU what the allocator had at its peak, model states included. On a CPU what the resident
-    set grew by over its base: the base holds libraries, weights and momentum, which are not in it.
+    On a GPU this is the allocator's peak, including model states. On a CPU it is the growth of the
+    resident set over its base; the base holds libraries, weights and momentum, which are not counted.
     """
     on_cpu = "cpu" in (device_kind(record) or "").split("; ")
     return value_at(record, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
@@ -165,18 +165,18 @@ def breakdown_ms(record: Record) -> str | None:
 
 
 def servers_in(record: Record) -> list[dict[str, Any]]:
-    """What each parameter server says; empty where there is none."""
+    """The entries of the parameter servers; empty if there is none."""
     return value_at(record, "server.servers") or []
 
 
 def links_of(record: Record) -> Iterator[dict[str, Any]]:
-    """What each server says of each of its workers."""
+    """The entries that each server has for its workers."""
     for server in servers_in(record):
         yield from server.get("workers") or ()
 
 
 def n_servers(record: Record) -> int | None:
-    """How many parameter servers there were."""
+    """The number of parameter servers."""
     return len(servers_in(record)) or None
 
 
@@ -188,24 +188,24 @@ def server_bytes(record: Record) -> int | None:
 
 
 def server_wait_s(record: Record) -> float | None:
-    """How long servers held workers back, in s, summed over servers and workers."""
+    """The time for which servers held workers back, in s, summed over servers and workers."""
     if not servers_in(record):
         return None
     return sum(link.get("wait_s") or 0.0 for link in links_of(record))
 
 
 def server_lost(record: Record) -> int | None:
-    """How many different workers were lost to a server."""
+    """The number of different workers that were lost to a server."""
     if not servers_in(record):
         return None
     return len({str(w) for server in servers_in(record) for w in server.get("lost") or ()})
 
 
 def staleness(record: Record) -> str | None:
-    """Pushes by staleness over all shards and servers, as a JSON list.
+    """The number of pushes by staleness, over all shards and servers, as a JSON list.
 
-    The index is the staleness: how many updates came between a push and the weights that its
-    gradient was computed from.
+    The index is the staleness: the number of updates between a push and the weights that its gradient
+    was computed from.
     """
     total: list[int] = []
     for server in servers_in(record):
@@ -220,11 +220,11 @@ def staleness(record: Record) -> str | None:
 
 
 def timeline_figures(timeline: Path, device_kind: str | None) -> dict[str, float]:
-    """`throttled_share` and `utilisation_pct` from a cell's timeline; none where it has no samples.
+    """`throttled_share` and `utilisation_pct` from a cell's timeline; empty if it has no samples.
 
-    Throttled: the share of the GPU samples in which heat or power brakes slowed a GPU. Utilisation:
-    the mean over the samples during training of the GPUs', or of the worker processes' on CPUs (of
-    one core each).
+    Throttled is the share of GPU samples in which heat or power brakes slowed a GPU. Utilisation is a
+    mean over the samples during training: of the GPUs, or on CPUs of the worker processes (in percent
+    of one core each).
     """
     kind, column = ("gpu", "gpu_util_pct") if device_kind == "cuda" else ("process", "cpu_pct")
     samples = slowed = busy = 0

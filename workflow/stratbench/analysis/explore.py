@@ -1,7 +1,7 @@
 """Writes explore.html: all cells on one interactive page, with axes, filters and a table to choose from.
 
-The page needs no network and no other file. Its data are JSON in the page; its script writes texts as text
-only, and a policy in the page forbids any other script and any request.
+The page needs no network and no other file. Its data are JSON in the page. Its script writes texts only
+as text, and a policy in the page forbids any other script and any request.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.words import WORKER_NOUNS, plural
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: The column that names the result set of a cell, where a page shows several.
+#: The column with the name of a cell's result set, for a page that shows several.
 SET_COLUMN = Column("set", "text", "", None, "The result set that the cell is from.")
-#: Numbers that name or count something: they are listed, not measured on an axis.
+#: Numbers that name or count something: they are listed, not put on a continuous axis.
 DISCRETE = ("gpus", "repeat")
-#: Columns by which a reader filters first.
+#: The columns that come first among the filters.
 FIRST = ("set", "experiment", "model", "strategy", "gpus", "repeat", "status")
-#: Paths, which become links.
+#: Columns that become links or are the same for all cells, and are not shown.
 NOT_SHOWN = ("study", "record_path", "log_path")
-#: In the unit of the task's score.
+#: Columns in the unit of the task's score.
 SCORES = ("score_final", "score_best")
-#: Digits that are kept of a measured value.
+#: Digits kept of a measured value.
 DIGITS = 6
-#: Data with more characters stand in the page compressed, so that it stays below 1 MiB with 10,000 cells.
+#: Data with more characters are compressed, so that a page with 10,000 cells stays below 1 MiB.
 MOST_PLAIN = 1 << 18
 
 
 def label_of(name: str, unit: str) -> str:
-    """A column in words: its name, without the unit at its end."""
+    """A column's name in words, without the unit at its end."""
     if name == "gpus":
         return "workers"
     suffix = {"%": "pct", "FLOP/s": "flops_per_s"}.get(unit, unit.replace("/", "_per_"))
@@ -56,21 +56,21 @@ def label_of(name: str, unit: str) -> str:
 
 
 def shown_in(unit: str) -> tuple[str, float]:
-    """The unit in which values are shown, and the factor to it."""
+    """The unit in which values are shown, with the factor to it."""
     return next(((shown, by) for (own, shown), by in FACTORS.items() if own == unit), (unit, 1.0))
 
 
 def rounded(value: float) -> float | int:
-    """A value with DIGITS significant digits; whole numbers stay whole."""
+    """A value rounded to DIGITS significant digits; whole numbers stay whole."""
     if float(value).is_integer() and abs(value) < 2**53:
         return int(value)
     return float(f"{value:.{DIGITS}g}")
 
 
 def encoded(values: Sequence[Any]) -> Row:
-    """Values of a column as they are (`values`), or where that is shorter each once (`levels`).
+    """Values of a column as they are (`values`), or each distinct value once if that is shorter (`levels`).
 
-    `at` has the place of each cell's value in `levels`; without it all cells have the one value.
+    `at` has the index into `levels` for each cell; without `at`, all cells have the one value.
     """
     levels = {value: place for place, value in enumerate(dict.fromkeys(values))}
     if len(levels) == 1:
@@ -81,7 +81,7 @@ def encoded(values: Sequence[Any]) -> Row:
 
 
 def column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
-    """A column's values as JSON has them, in the unit in which they are shown; None: no cell has any."""
+    """A column's values for JSON, in the unit in which they are shown; None if no cell has any."""
     series = cells[column.name]
     if not series.notna().any():
         return None
@@ -94,17 +94,17 @@ def column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
 
 
 def shares_score(cells: pd.DataFrame) -> bool:
-    """Whether all scores have one unit; else they are shown as the records have them."""
+    """Whether all scores have one unit; if not, they are shown as in the records."""
     return cells["score_unit"].dropna().nunique() <= 1
 
 
 def present(series: pd.Series) -> list[Any]:
-    """The values of a series, None where one is absent."""
+    """The values of a series, with None for absent ones."""
     return series.astype(object).where(series.notna(), None).tolist()
 
 
 def columns_of(cells: pd.DataFrame) -> Iterator[Row]:
-    """The columns that some cell has a value in, as the page's script reads them."""
+    """The columns in which some cell has a value, in the form that the page's script reads."""
     for column in (SET_COLUMN, *CELL_COLUMNS):
         if column.name not in cells or column.name in NOT_SHOWN or column.kind == "json":
             continue
@@ -124,9 +124,9 @@ def columns_of(cells: pd.DataFrame) -> Iterator[Row]:
 
 
 def findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
-    """For each row of cells.csv the places of the audit's findings on it.
+    """For each row of cells.csv, the indices of the audit's findings on it.
 
-    A finding without a coordinate is on all cells that share those it has; one without any is on none.
+    A finding without some coordinates is on all cells that share its others; without any, on none.
     """
     names = [name for name in ("set", *GROUP, "repeat") if name in cells]
     placed: dict[tuple[tuple[str, Any], ...], list[int]] = {}
@@ -144,7 +144,7 @@ def findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[l
 
 
 def audit_of(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
-    """The rules that were tripped, and for each cell on which one was, their places."""
+    """The audit's rules that have findings, and the indices of these rules for each cell."""
     rules: dict[tuple[str, str, str, str], int] = {}
     rule_at = [
         rules.setdefault(
@@ -157,7 +157,7 @@ def audit_of(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     by_cell = {
         number: sorted({rule_at[place] for place in places})
         for number, (status, places) in enumerate(found)
-        if places and status in STATUSES  # a figure that a cell does not have is not doubted
+        if places and status in STATUSES  # a cell without figures has none to doubt
     }
     keys = ("id", "severity", "affects", "explanation")
     return {
@@ -168,7 +168,7 @@ def audit_of(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
 
 
 def files_of(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
-    """Where the page finds each cell's record and log, and which cells have one."""
+    """The links to each cell's record and log, and which cells have one."""
     folder = Path(os.path.relpath(study_dir, page_dir)).as_posix()
     paths = {"record": f"cells/{CELL_PATTERN}/record.json", "log": f"logs/{CELL_PATTERN}.log"}
     return {
@@ -186,10 +186,10 @@ def files_of(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
 
 
 def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, Any]:
-    """All that the page's script shows.
+    """All data that the page's script shows.
 
-    `cells`: rows of cells.csv, of several sets with a column `set`; `findings`: rows of audit.csv,
-    with `set` where there are several.
+    `cells`: rows of cells.csv, with a column `set` if there are several sets; `findings`: rows of
+    audit.csv, then with `set`, too.
     """
     told = cells.dropna(subset=["strategy_base"])
     bases = dict(zip(told["strategy"], told["strategy_base"], strict=True))
@@ -211,20 +211,20 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
 
 
 def as_json(data: Any) -> str:
-    """JSON that no HTML parser takes for markup, whatever texts it holds."""
+    """JSON that no HTML parser reads as markup, whatever texts it holds."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def packed(text: str) -> str:
-    """A long text compressed (gzip, base64); the page's script tells both by their first character."""
+    """The text, compressed if it is long (gzip, base64); the script tells by the first character."""
     if len(text) <= MOST_PLAIN:
         return text
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
-    """The page. `notices`: what a reader must know before any number; `back`: a link to the report."""
+    """The page as HTML. `notices`: what a reader must know before any number; `back`: link to the report."""
     script = (TEMPLATES / "explore.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     values = {
@@ -241,7 +241,7 @@ def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str |
 def write_page(
     out: Path, cells: pd.DataFrame, findings: Sequence[Row], study_dir: Path, notices: Sequence[str]
 ) -> None:
-    """explore.html of one study; its links lead to the files below results/<study>."""
+    """Write explore.html of one study; its links lead to the files below results/<study>."""
     data = page_data(cells, findings) | {"files": files_of(cells, study_dir, out.parent)}
     page = render(data, str(cells["study"].iloc[0]), notices, "report.html")
     write_atomic(out, page)

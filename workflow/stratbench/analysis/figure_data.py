@@ -1,4 +1,4 @@
-"""The data of one experiment from which its figures are drawn."""
+"""The data of one experiment, from which its figures are drawn."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stratbench.analysis.tables import spread_note, workers_are
 
 @dataclass(frozen=True)
 class FigureData:
-    """What an experiment is drawn from: its rows of the three tables, and its styles."""
+    """The data of an experiment's figures: its rows of the three tables, and its styles."""
 
     cells: pd.DataFrame
     epochs: pd.DataFrame
     summary: pd.DataFrame
     styles: dict[str, Style]
-    #: results/<study>, below which the timelines are; None: draw none.
+    #: results/<study>, the folder of the timelines; None: draw no timelines.
     study_dir: Path | None = None
 
     @property
     def models(self) -> list[str]:
-        """Models in the order of the config."""
+        """The models in the order of the config."""
         return list(dict.fromkeys(self.cells["model"]))
 
     @property
@@ -36,7 +36,7 @@ class FigureData:
 
     @property
     def measures(self) -> dict[str, Measure]:
-        """The measures as the experiment names them."""
+        """The measures, with the names that the experiment gives them."""
         return measures_of(self.cells)
 
     @property
@@ -46,7 +46,7 @@ class FigureData:
 
     @property
     def note(self) -> str:
-        """What was measured on what: the line below every figure."""
+        """The line below every figure: what was measured, and on what."""
         first = self.cells.iloc[0]
         place = f"experiment {first['experiment']}, data set {first['dataset']}."
         slowed = sorted(set(self.cells["slowdown"].dropna()))
@@ -55,12 +55,12 @@ class FigureData:
 
     @property
     def strategies(self) -> list[str]:
-        """Strategies in the order of the config."""
+        """The strategies in the order of the config."""
         return list(dict.fromkeys(self.cells["strategy"]))
 
     @property
     def counts(self) -> list[int]:
-        """Worker counts, ascending."""
+        """The worker counts, ascending."""
         return sorted(self.cells["gpus"].unique())
 
     @property
@@ -69,22 +69,22 @@ class FigureData:
         return int(self.counts[-1])
 
     def doubt_note(self, *measures: str) -> str:
-        """What a dagger means, where one of these measures has one; begins with a space."""
+        """The meaning of a dagger, if one of these measures has one; begins with a blank."""
         told = self.summary["measure"].isin(measures) & (self.summary["flags"] != "")
         return f" {DOUBT}: doubted by the audit." if told.any() else ""
 
     def note_on(self, measure: Measure) -> str:
-        """The line below a figure of one measure: what bars and daggers mean, too."""
+        """The line below a figure of one measure, which also explains bars and daggers."""
         return f"{spread_note(self.cells, measure)} {self.note}{self.doubt_note(measure.name)}"
 
     def rows(self, measure: str, model: str) -> pd.DataFrame:
-        """Summary rows of one panel, in the order of the config."""
+        """The summary rows of one panel, in the order of the config."""
         found = self.summary
         return found[(found["measure"] == measure) & (found["model"] == model)]
 
 
 def styles_in_order(data: FigureData) -> dict[str, Style]:
-    """Styles of the experiment's strategies, in the order of the config."""
+    """The styles of the experiment's strategies, in the order of the config."""
     return {name: data.styles[name] for name in data.strategies}
 
 
@@ -94,7 +94,7 @@ def figure_data_by_experiment(
     summary: pd.DataFrame,
     study_dir: Path | None = None,
 ) -> dict[str, FigureData]:
-    """The experiments of a study, all with the same styles."""
+    """The data of each experiment of a study; all experiments have the same styles."""
     bases = cells.groupby("strategy")["strategy_base"].first()
     looks = styles_by_strategy(
         (str(name), base if isinstance(base, str) else None) for name, base in bases.items()

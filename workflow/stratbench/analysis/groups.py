@@ -13,7 +13,7 @@ from stratbench.analysis.columns import Row
 
 
 class Group(NamedTuple):
-    """The coordinates that the repeats of a group share, in the order in which they group rows."""
+    """The coordinates that the repeats of a group share, in the order by which rows are grouped."""
 
     experiment: str
     strategy: str
@@ -21,20 +21,20 @@ class Group(NamedTuple):
     gpus: int
 
     def with_gpus(self, gpus: int) -> Group:
-        """The same on another number of workers."""
+        """The same group on another number of workers."""
         return self._replace(gpus=gpus)
 
     def with_strategy(self, strategy: str) -> Group:
-        """The same trained by another strategy."""
+        """The same group with another strategy."""
         return self._replace(strategy=strategy)
 
     @property
     def comparison(self) -> tuple[str, str]:
-        """Experiment and model: what a reader compares strategies and worker counts within."""
+        """The experiment and the model: a reader compares strategies and worker counts within these."""
         return self.experiment, self.model
 
 
-#: The columns by which rows are grouped; the order is that of Group.
+#: The columns by which rows are grouped, in the order of Group.
 GROUP = list(Group._fields)
 
 
@@ -48,8 +48,8 @@ def findings_by_group(
 ) -> Iterator[tuple[Group, list[Row]]]:
     """Each group with the audit's findings on it.
 
-    A finding without a coordinate is on all cells that share the coordinates it has; one without
-    any is on the study as a whole and on no group.
+    A finding without some coordinates is on all cells that share its others. A finding without any is
+    on the study as a whole, and on no group.
     """
     placed: defaultdict[tuple[tuple[str, Any], ...], list[Row]] = defaultdict(list)
     for finding in findings:

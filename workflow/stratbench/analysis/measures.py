@@ -1,6 +1,6 @@
-"""The measures of tables and figures: which column each shows, in which unit, against which baseline.
+"""The measures of tables and figures: the column, the unit and the baseline of each.
 
-A measure that shows a column as it is takes unit and definition from it.
+A measure that shows a column as it is has the column's unit and definition.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from stratbench.cell.words import MIB
 if TYPE_CHECKING:
     import pandas as pd
 
-#: What marks a figure that the audit doubts, in tables as in figures.
+#: The mark on a figure that the audit doubts, in tables and in figures.
 DOUBT = "†"
-#: What stands in a table where the study has no such cell (`single` on two workers).
+#: The text in a table if the study has no such cell (`single` on two workers).
 NO_CELL = "–"
-#: The strategy without any distribution, on one worker: what speedups are against.
+#: The strategy without any distribution, on one worker, which speedups are relative to.
 ALONE = "single"
 #: The factor from a column's unit to the unit in which it is shown.
 FACTORS = {
@@ -32,7 +32,7 @@ FACTORS = {
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure: a column of cells.csv in some unit, or its ratio to a baseline's."""
+    """A measure: a column of cells.csv in some unit, or its ratio to a baseline."""
 
     name: str
     title: str
@@ -40,23 +40,23 @@ class Measure:
     column: str
     #: The unit in which it is shown; None: the column's. A ratio has none.
     shown_unit: str | None = None
-    #: What it means; empty: what the column means.
+    #: The meaning; empty: the column's definition.
     own_definition: str = ""
     better: Literal["lower", "higher"] | None = "lower"  # None: neither
     #: `self`: divided by the same strategy at one worker; `single`: by strategy `single`; another
     #: name: by that strategy on as many workers.
     baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
-    #: The baseline divided by it, instead.
+    #: Divide the baseline by the measure instead.
     inverted: bool = False
     #: Divide by the number of workers too.
     per_worker: bool = False
-    #: Which of the audit's findings cast doubt on it.
+    #: The kind of the audit's findings that cast doubt on it.
     concerns: Literal["time", "memory", "score"] = "time"
     #: Digits after the point; None: three significant digits.
     decimals: int | None = None
-    #: What each experiment's records name: the `score`, or what throughput `counts`.
+    #: Whether its name comes from each experiment's records: the `score`, or what throughput `counts`.
     named_by: Literal["score", "counts"] | None = None
-    #: The factor from the column's values to what is shown; None: by the units.
+    #: The factor from the column's values to the shown ones; None: from the units.
     own_scale: float | None = None
 
     @property
@@ -68,7 +68,7 @@ class Measure:
 
     @property
     def scale(self) -> float:
-        """The factor from the column's values to what is shown; a ratio needs none."""
+        """The factor from the column's values to the shown ones; a ratio has none."""
         if self.own_scale is not None:
             return self.own_scale
         unit = BY_NAME[self.column].unit
@@ -76,16 +76,16 @@ class Measure:
 
     @property
     def definition(self) -> str:
-        """What it means, in a few sentences."""
+        """The meaning of the measure, in a few sentences."""
         return self.own_definition or BY_NAME[self.column].definition
 
     @property
     def heading(self) -> str:
-        """Title with the unit, as axes and captions carry it."""
+        """Title with the unit, for axes and captions."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
     def named(self, score: Score) -> Measure:
-        """The measure as an experiment with this score shows it."""
+        """The measure as shown in an experiment with this score."""
         if self.named_by == "score":
             return replace(
                 self,
@@ -237,7 +237,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
-    """The measures by name, as the records of one experiment (rows of cells.csv) name them."""
+    """The measures by name, with the names of one experiment's records (rows of cells.csv)."""
     score = score_of(rows)
     return {name: measure.named(score) for name, measure in MEASURES.items()}
 
@@ -247,21 +247,21 @@ _CROSSES = "A cross on the horizontal axis is a cell without a result, named in 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of every experiment: how to read it, and what it needs to be shown.
+    """A figure of every experiment: how to read it, and which data it needs.
 
-    One with the name of a measure shows that measure.
+    A figure with the name of a measure shows that measure.
     """
 
     name: str
     #: How to read it, in a sentence or two below the figure.
     reading: str
-    #: What it is, for who cannot see it. By this `plots.CHARTS` draws a measure.
+    #: The kind of chart, for a reader who cannot see it. `plots.CHARTS` draws a measure by this.
     chart: str = "Line chart"
     #: Empty: the measure's heading.
     own_title: str = ""
-    #: Column of cells.csv without which there is nothing to draw.
+    #: A column of cells.csv; without values in it there is nothing to draw.
     needs: str = "status"
-    #: Whether the report shows it at once, and not folded.
+    #: Whether the report shows it at once, not folded.
     primary: bool = False
 
     def title_of(self, score: Score) -> str:
@@ -367,7 +367,7 @@ PLOTS: dict[str, Plot] = {
 
 
 def format_number(value: float, decimals: int | None) -> str:
-    """`value` as text, with `decimals` digits after the point, or with three significant digits or more."""
+    """`value` as text, with `decimals` digits after the point, or with at least three significant digits."""
     if decimals is None:
         magnitude = abs(value)
         decimals = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
@@ -375,7 +375,7 @@ def format_number(value: float, decimals: int | None) -> str:
 
 
 def status_label(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
-    """What a table prints in place of a number, for a cell that is not `ok`."""
+    """The text of a table in place of a number, for a cell that is not `ok`."""
     if status == "infeasible":
         return f"infeasible ({reason})"
     if status == "timeout":

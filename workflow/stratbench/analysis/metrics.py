@@ -1,4 +1,4 @@
-"""The metrics of the paper's claims: the figures that a set of records gives for each."""
+"""The metrics of the paper's claims: the figures that a set of records gives for each of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stratbench.analysis.groups import Group
 from stratbench.analysis.stats import mean_ratio
 from stratbench.analysis.usable import UsableGroups
 
-#: Names of metrics, as claims.csv has them, that the paper's own audit judges too: of memory, and of
-#: the model's size with the factor from its number of parameters.
+#: Metrics of claims.csv that the paper's own audit judges too: of memory, and of the model's size with
+#: the factor from its number of parameters.
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
 SIZES = {
     "parameters of vgg16 in fp32 (MB)": 4e-6,
@@ -23,11 +23,11 @@ SIZES = {
 
 @dataclass(frozen=True)
 class ClaimFigure:
-    """One value of a claim's metric: where from, and what it may be instead.
+    """One value of a claim's metric: its origin, and its possible range.
 
-    `ends` says what `low` and `high` are: a 95 % `interval`, of all of a claim's together; the lowest
-    and the highest of the repeats, a `range`; or what a time limit leaves open, a `bound`. Nothing
-    else can be in place of an `exact` value.
+    `ends` is the kind of `low` and `high`: a 95 % `interval`, which holds for all figures of a claim
+    together; the `range` from the lowest to the highest repeat; or the `bound` that a time limit
+    leaves. An `exact` value has no ends.
     """
 
     label: str
@@ -35,8 +35,8 @@ class ClaimFigure:
     low: float | None = None
     high: float | None = None
     ends: Literal["interval", "range", "bound", "exact"] = "interval"
-    #: What the intervals are made of: `value` is `scale` of the mean ratio of `pair`, shape
-    #: [2, repeats]; `served` by parameter servers.
+    #: The data of an interval: `value` is `scale` of the mean ratio of `pair`, shape [2, repeats];
+    #: `served`: whether parameter servers take part.
     pair: np.ndarray | None = None
     scale: Callable[[float], float] = float
     served: bool = False
@@ -51,7 +51,7 @@ def ratio_figure(
     label: str,
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """scale(one / other) over the repeats of both; a bound where one was stopped at its time limit."""
+    """scale(one / other) over the repeats of both; a bound if one was stopped at its time limit."""
     pair = groups.common_repeats((one, other), column, concerns)
     if pair is not None:
         served = any(
@@ -78,7 +78,7 @@ def ratios_of(
 ) -> Callable[[UsableGroups], Iterator[ClaimFigure]]:
     """The metric `one` / `other` on the same experiment, model and GPUs; `any` is every strategy.
 
-    Of memory on several GPUs: on one there is nothing to shard.
+    Memory is compared on several GPUs only: on one there is nothing to shard.
     """
 
     def figures(groups: UsableGroups) -> Iterator[ClaimFigure]:
@@ -101,7 +101,7 @@ def ratios_of(
 def points_between(one: str, other: str) -> Callable[[UsableGroups], Iterator[ClaimFigure]]:
     """Accuracy of `one` minus that of `other`, in points, on the same model and GPUs.
 
-    Its ends are the lowest and the highest repeat's difference: a range.
+    The ends are a range: the lowest and the highest difference of the repeats.
     """
 
     def figures(groups: UsableGroups) -> Iterator[ClaimFigure]:
@@ -115,10 +115,10 @@ def points_between(one: str, other: str) -> Callable[[UsableGroups], Iterator[Cl
 
 
 def share_recovered(groups: UsableGroups) -> Iterator[ClaimFigure]:
-    """Of the accuracy that ps-async loses against ps-sync, the share that modified async regains.
+    """The share of the accuracy lost by ps-async against ps-sync that modified async regains.
 
-    The median of the repeats that all three have, with their range; where nothing is lost there is
-    nothing to recover.
+    It is the median over the repeats that all three have, with their range. If nothing is lost, there
+    is nothing to recover, and no figure.
     """
     for group in groups.groups:
         if group.strategy != "ps-async-modified":
@@ -136,13 +136,13 @@ def share_recovered(groups: UsableGroups) -> Iterator[ClaimFigure]:
 
 
 def median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
-    """The median of a value of each repeat, with the range of several."""
+    """The median over repeats; with their range if there are several."""
     ends = (float(values.min()), float(values.max())) if values.size > 1 else (None, None)
     return ClaimFigure(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 
 
 def counterparts(groups: UsableGroups, group: Group, strategy: str) -> Iterator[Group]:
-    """Groups of any experiment that another strategy trained on the same work, model and GPUs."""
+    """Groups of any experiment in which `strategy` did the same work on the same model and GPUs."""
     for experiment in dict.fromkeys(other.experiment for other in groups.groups):
         other = group._replace(experiment=experiment, strategy=strategy)
         if other in groups.groups and same_work(groups, group, other):
@@ -150,14 +150,14 @@ def counterparts(groups: UsableGroups, group: Group, strategy: str) -> Iterator[
 
 
 def same_work(groups: UsableGroups, one: Group, other: Group) -> bool:
-    """Whether both trained as long, on the same data with the same batch."""
+    """Whether both trained equally long, on the same data with the same batch."""
     columns = ["dataset", "global_batch", "epochs", "precision"]
     first, second = (groups.groups[key].iloc[0][columns].fillna("") for key in (one, other))
     return bool((first == second).all())
 
 
 def scaling_efficiencies(groups: UsableGroups) -> Iterator[ClaimFigure]:
-    """Speedup over one worker of the same strategy, divided by N."""
+    """The speedups over one worker of the same strategy, divided by N."""
     for group in groups.with_time():
         if group.gpus == 1:
             continue
@@ -171,7 +171,7 @@ def scaling_efficiencies(groups: UsableGroups) -> Iterator[ClaimFigure]:
 
 
 def times_from_two_to_four(groups: UsableGroups) -> Iterator[ClaimFigure]:
-    """Time on 2 over time on 4 GPUs of modified async."""
+    """The time of modified async on 2 GPUs, divided by its time on 4."""
     for group in groups.with_time():
         if group.strategy == "ps-async-modified" and group.gpus == 2:
             four = group.with_gpus(4)
@@ -181,7 +181,7 @@ def times_from_two_to_four(groups: UsableGroups) -> Iterator[ClaimFigure]:
 
 
 def parameters_of_vgg16(scale: float) -> Callable[[UsableGroups], Iterator[ClaimFigure]]:
-    """Parameters of VGG16 as built, times `scale`."""
+    """The number of parameters of VGG16 as built, times `scale`."""
 
     def figures(groups: UsableGroups) -> Iterator[ClaimFigure]:
         for (_, _, model, _), rows in groups.groups.items():

@@ -1,7 +1,7 @@
 """The paper's tables 3 to 8, made from a study's own records.
 
-Tables 3 to 7 hold the texts of summary.csv. Table 8, which the paper fills with judgements, holds
-measurements, and names the cells that each is from.
+Tables 3 to 7 hold the texts of summary.csv. The paper fills table 8 with judgements; here it holds
+measurements, with the cells that each comes from.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stratbench.analysis.measures import DOUBT, NO_CELL, Measure, format_number,
 
 @dataclass(frozen=True)
 class NumberedTable:
-    """One of tables 3 to 7: the strategies (and their variants) and the measures it sets side by side."""
+    """One of tables 3 to 7: the strategies (with their variants) and the measures that it compares."""
 
     name: str
     title: str
     strategies: tuple[str, ...]
     measures: tuple[str, ...]
-    #: Only the largest worker count of each experiment.
+    #: Whether only the largest worker count of each experiment is shown.
     largest_only: bool = False
 
 
@@ -62,13 +62,13 @@ TABLES = {
         ),
     )
 }
-#: Titles by name, table 8's too.
+#: Titles by name, including table 8.
 TITLES = {name: table.title for name, table in TABLES.items()} | {
     "table_8": "The strategies compared, each on the most workers of its experiment (range over models)"
 }
-#: What an empty table holds instead of rows.
+#: The text in an empty table.
 NO_STRATEGIES = "The study has no such strategies."
-#: Columns of table 8: the measure, and how a strategy's figures over models are told.
+#: Columns of table 8: the measure, and how to describe a strategy's figures over models.
 QUALITIES = {
     "speedup_vs_single": "speedup over single",
     "efficiency": "scaling efficiency",
@@ -85,11 +85,11 @@ def numbered_table(
     measures: dict[str, dict[str, Measure]],
     table: NumberedTable,
 ) -> pd.DataFrame:
-    """One of tables 3 to 7 from the rows of summary.csv; `bases` maps a strategy to what it is one of;
+    """One of tables 3 to 7 from the rows of summary.csv; `bases` maps a variant to its strategy;
     `measures` are those of each experiment.
 
-    Columns: experiment, strategy, model, measure, and one for each worker count; empty where the
-    study has no such strategy.
+    Columns: experiment, strategy, model, measure, and one for each worker count; no rows if the study
+    has no such strategy.
     """
     rows = summary[summary["measure"].isin(table.measures)]
     rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
@@ -110,16 +110,16 @@ def numbered_table(
 
 
 def text_as_in_the_paper(row: object) -> str:
-    """A summary row's text; a time limit as the paper prints it (`>3000`), and the audit's mark."""
+    """The text of a summary row; a time limit as the paper prints it (`>3000`), and the audit's mark."""
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
     return f"{text} {DOUBT}" if row.flags else text
 
 
 def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Table 8: a strategy's figures on the most workers of each experiment.
+    """Table 8: the figures of each strategy on the most workers of each experiment.
 
     Columns: experiment, strategy, workers, property, text (the range over models), models, records
-    (the cells it is from), outcomes (what did not finish).
+    (the cells behind it), outcomes (of cells that did not finish).
     """
     found, measures = [], measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
@@ -150,12 +150,12 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
-    """The measures by name, as each experiment names them."""
+    """The measures by name, for each experiment with its names."""
     return {str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
 
 
 def describe_range(known: pd.DataFrame, measure: Measure) -> str:
-    """The range of the medians over models, as one number where there is one model, with the unit."""
+    """The range of the medians over models with the unit; a single number for one model."""
     if known.empty:
         return NO_CELL
     low, high = known["value"].min(), known["value"].max()
@@ -164,7 +164,7 @@ def describe_range(known: pd.DataFrame, measure: Measure) -> str:
 
 
 def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
-    """Table 8 for reading: a line a strategy, a column a property, and what did not finish."""
+    """Table 8 for readers: a row for each strategy, a column for each property and for outcomes."""
     lines = []
     for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
         texts = {
@@ -180,7 +180,7 @@ def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
 def paper_tables(
     cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Name and texts of each of tables 3 to 8, the last from `qualities`; empty ones too."""
+    """Name and texts of each of tables 3 to 8, including empty ones; the last comes from `qualities`."""
     known = cells.dropna(subset=["strategy_base"])
     bases = dict(zip(known["strategy"], known["strategy_base"], strict=True))
     for table in TABLES.values():

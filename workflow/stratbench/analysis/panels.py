@@ -20,7 +20,7 @@ from stratbench.analysis.measures import DOUBT
 from stratbench.analysis.score import Score
 from stratbench.analysis.style import Style
 
-matplotlib.use("Agg")  # draws into files, whatever display there is
+matplotlib.use("Agg")  # draws into files, whatever display is there
 PANEL_IN = (3.3, 2.45)
 NARROWEST_IN = 4.8
 LEGEND_ROW_IN = 0.17
@@ -32,7 +32,7 @@ INK = "#222222"
 LEAST_LOOK: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.1, "zorder": 1}
 #: Size of the line below a figure, in points.
 NOTE_PT = 6.5
-#: Lines of a panel's list of what has no result.
+#: The number of lines in a panel's list of strategies without a result.
 MOST_NOTES = 7
 
 
@@ -53,7 +53,7 @@ def figure_with_panels(
 
 
 def add_legend_and_note(figure: Figure, handles: Iterable[Line2D | Patch], note: str) -> None:
-    """Add the legend and the line that says what was measured on what."""
+    """Add the legend, and the line that says what was measured and on what."""
     handles = list(handles)
     if handles:
         add_legend(figure, handles)
@@ -61,17 +61,17 @@ def add_legend_and_note(figure: Figure, handles: Iterable[Line2D | Patch], note:
 
 
 def add_legend(figure: Figure, handles: list[Line2D | Patch]) -> None:
-    """The legend above the panels, its entries in rows, which make the figure higher."""
+    """Add the legend above the panels; its rows make the figure higher."""
     columns = legend_columns([str(h.get_label()) for h in handles], figure.get_figwidth())
     further_rows = -(-len(handles) // columns) - 1
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW_IN * further_rows)
-    # Matplotlib fills column by column; the config's order shall read row by row.
+    # Matplotlib fills column by column, but the config's order must read row by row.
     by_row = [handle for start in range(columns) for handle in handles[start::columns]]
     figure.legend(handles=by_row, loc="outside upper center", ncols=columns, handlelength=2.2)
 
 
 def legend_columns(labels: Sequence[str], width_in: float) -> int:
-    """The most columns that a legend of `labels` has room for, evened out over its rows."""
+    """The largest number of columns that fit for a legend of `labels`, evened out over its rows."""
     for rows in range(1, len(labels) + 1):
         columns = -(-len(labels) // rows)
         entry_in = [0.68 + 0.073 * len(label) for label in labels]
@@ -102,13 +102,13 @@ def share_rows(axes: Sequence[Axes], columns: int) -> None:
 
 
 def counts_axis(axis: Axes, counts: Sequence[int], is_ratio: bool) -> None:
-    """Ticks at the worker counts; logarithmic on both axes where there are many."""
+    """Put ticks at the worker counts; above LINEAR_UP_TO workers, both axes are logarithmic."""
     if counts[-1] > LINEAR_UP_TO:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter(ScalarFormatter())
     else:
-        # From zero, with room above the highest point whatever the spread of the points.
+        # From zero, with room above the highest point, whatever the spread of the points.
         highest = axis.dataLim.y1 if np.isfinite(axis.dataLim.y1) and axis.dataLim.y1 > 0 else 1.0
         axis.set_ylim(0, 1.08 * (max(highest, counts[-1]) if is_ratio else highest))
         axis.set_xlim(counts[0] - 0.15, counts[-1] + 0.15)
@@ -117,7 +117,7 @@ def counts_axis(axis: Axes, counts: Sequence[int], is_ratio: bool) -> None:
 
 
 def error_bar(row: pd.Series) -> list[list[float]] | None:
-    """Distances from the value down and up to the ends of its spread; None without one."""
+    """The distances from the value down and up to the ends of its spread; None without a spread."""
     low, high = row["low"], row["high"]
     if low != low:
         return None
@@ -127,7 +127,7 @@ def error_bar(row: pd.Series) -> list[list[float]] | None:
 def mark_failures(
     axis: Axes, rows: Sequence[pd.Series], counts: Sequence[int], looks: dict[str, Style]
 ) -> None:
-    """A cross on the horizontal axis for each point without a result, and a list of them."""
+    """Draw a cross on the horizontal axis for each point without a result, and a list of them."""
     first, last = counts[0], counts[-1]
     beside: dict[int, list[str]] = {}
     named: dict[tuple[str, str], list[str]] = {}
@@ -136,7 +136,7 @@ def mark_failures(
         named.setdefault((row["strategy"], row["text"]), []).append(str(row["gpus"]))
     for count, strategies in beside.items():
         for i, strategy in enumerate(strategies):
-            # Side by side: rightwards from the first tick, leftwards from the last, else around it.
+            # Side by side: to the right of the first tick, to the left of the last, else around it.
             shift = 0 if count == first else len(strategies) - 1
             shift = shift if count in (first, last) else shift / 2
             offset = (5.5 * (i - shift), 0)
@@ -155,19 +155,19 @@ def mark_failures(
 
 
 def more_notes(notes: int) -> str | None:
-    """What stands for all notes but the first MOST_NOTES - 1; None where all have room."""
+    """The text that replaces all notes after the first MOST_NOTES - 1; None if all have room."""
     rest = notes - MOST_NOTES + 1
     return f"and {rest} more strategies: see the table" if notes > MOST_NOTES else None
 
 
 def mark_doubt(axis: Axes, flags: str, at: tuple[float, float], offset: Any) -> None:
-    """A dagger beside a point whose figure the audit's rules `flags` doubt."""
+    """Draw a dagger beside a point if the audit's rules `flags` doubt its figure."""
     if flags:
         annotate(axis, DOUBT, at, "data", offset, ha="center", fontsize=7)
 
 
 def annotate(axis: Axes, text: str, at: Any, coordinates: Any, offset: Any, **style: Any) -> None:
-    """Small text `offset` points from `at`, which takes no room in the layout."""
+    """Write small text `offset` points from `at`; it takes no room in the layout."""
     given = {"fontsize": 6, "color": INK} | style
     note = axis.annotate(
         text, at, xycoords=coordinates, xytext=offset, textcoords="offset points", **given
@@ -176,13 +176,13 @@ def annotate(axis: Axes, text: str, at: Any, coordinates: Any, offset: Any, **st
 
 
 def cross(axis: Axes, at: Any, coordinates: Any, offset: Any, colour: str) -> None:
-    """The mark of a cell without a result."""
+    """Draw the mark of a cell without a result."""
     bold = {"fontsize": 9, "fontweight": "bold", "ha": "center", "va": "center", "zorder": 6}
     annotate(axis, "×", at, coordinates, offset, color=colour, **bold)
 
 
 def least_handles(score: Score) -> list[Line2D]:
-    """The legend entry of the least possible loss, where it is known."""
+    """The legend entry of the least possible loss, if it is known."""
     least = score.least_possible
     if least is None:
         return []
@@ -190,7 +190,7 @@ def least_handles(score: Score) -> list[Line2D]:
 
 
 def line_handle(name: str, style: Style) -> Line2D:
-    """Legend entry of a strategy in a line figure."""
+    """The legend entry of a strategy in a line figure."""
     return Line2D(
         [],
         [],

@@ -1,4 +1,4 @@
-"""The paper's published tables and claims, from workflow/reference/, in the form of our cells."""
+"""The paper's published tables and claims, from workflow/reference/, in the form of a study's cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stratbench.analysis.columns import COLUMNS
 from stratbench.cell.places import REFERENCE
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 
-#: Parameters at 1000 classes, as the paper gives them.
+#: The number of parameters at 1000 classes, as the paper gives it.
 PARAMETERS = {
     "vgg16": 138_357_544,
     "efficientnet_v2_l": 118_515_272,
@@ -23,31 +23,31 @@ PARAMETERS = {
 def published_tables() -> pd.DataFrame:
     """Every published value: version, table, row, strategy, model, dataset, gpus, measure, value.
 
-    `limit_s` stands in place of a value that is printed as above a time limit.
+    If the paper prints "above a time limit", the value is absent and `limit_s` has the limit.
     """
     return pd.read_csv(REFERENCE / "tables.csv")
 
 
 def published_claims() -> pd.DataFrame:
-    """The claims of the text in our words, each with the range that it gives for a metric."""
+    """The claims of the paper's text, reworded, each with the range that it gives for a metric."""
     return pd.read_csv(REFERENCE / "claims.csv")
 
 
 def explanations() -> pd.DataFrame:
-    """Why records may disagree with a claim or a table: about what, the audit's rule, the words."""
+    """Reasons why records may disagree with a claim or a table: the subject, the audit's rule, the words."""
     return pd.read_csv(REFERENCE / "explanations.csv", keep_default_na=False)
 
 
 def accuracy_floors() -> dict[str, float]:
-    """Accuracies by data set that the simplest trained models reach, with their sources in floors.csv."""
+    """Accuracies that the simplest trained models reach, by data set; their sources are in floors.csv."""
     known = pd.read_csv(REFERENCE / "floors.csv")
     return dict(zip(known["dataset"], known["accuracy_percent"] / 100, strict=True))
 
 
 def cells_of_version(version: str) -> pd.DataFrame:
-    """One version's tables as rows of cells.csv; what the paper does not state is absent.
+    """The tables of one version as rows of cells.csv; values that the paper does not state are absent.
 
-    A value that is printed in two tables is one cell; ValueError where the two disagree.
+    A value that is printed in two tables is one cell; ValueError if the two disagree.
     """
     tables = published_tables()
     tables = tables[tables["version"] == version]
@@ -64,7 +64,7 @@ def cells_of_version(version: str) -> pd.DataFrame:
         accuracy = values["value"].get("accuracy_percent")
         per_epoch = setup["train_samples"] // setup["global_batch"] * setup["global_batch"]
         samples = per_epoch * setup["epochs"]
-        # Where the epochs are not stated, only ratios of throughputs mean something.
+        # If the epochs are not stated, only ratios of throughputs mean something.
         work = per_epoch if pd.isna(samples) else samples
         rows.append(
             {
@@ -101,9 +101,9 @@ def cells_of_version(version: str) -> pd.DataFrame:
 
 
 def is_counterpart(cells: pd.DataFrame) -> pd.Series:
-    """Which rows stand for a cell of the paper: its strategy, data set, model and count, on GPUs.
+    """The mask of rows that correspond to a cell of the paper: strategy, data set, model, count, on GPUs.
 
-    Not `single`, no variant under another name or with other options, and nothing slowed on purpose.
+    Excludes `single`, variants by another name or with other options, and cells slowed on purpose.
     """
     place = ["strategy", "model", "dataset", "gpus"]
     published = set(published_tables()[place].itertuples(index=False, name=None))

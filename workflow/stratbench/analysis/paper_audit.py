@@ -1,7 +1,7 @@
 """Audits the paper: the audit's rules on its published tables, and its two versions compared.
 
-Writes paper_audit.csv. The tables are judged by the same rules as a study's records; what the text
-alone says (of memory, of sizes) is judged by the bounds that the rules go by.
+Writes paper_audit.csv. The tables are judged by the same rules as a study's records. Claims that only
+the text makes (on memory, on sizes) are judged by the bounds of these rules.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from stratbench.analysis.metrics import MEMORY_RATIO, SIZES
 from stratbench.study.result_sets import VERSIONS
 
 PAPER_AUDIT_COLUMNS = ("version", *AUDIT_COLUMNS)
-#: What two sizes may differ by and be the same, as a share.
+#: The share by which two sizes may differ and still be the same.
 SAME_SIZE = 0.05
 
 
 def findings_on_paper() -> list[dict[str, Any]]:
-    """Everything that is found, the most severe first; keys are PAPER_AUDIT_COLUMNS."""
+    """All findings on the paper, the most severe first; keys are PAPER_AUDIT_COLUMNS."""
     found: list[dict[str, Any]] = []
     for version in VERSIONS:
         cells = paper.cells_of_version(version)
@@ -39,13 +39,13 @@ def findings_on_paper() -> list[dict[str, Any]]:
 
 
 def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Claims of the text that no hardware and no model can bear out."""
+    """Findings on claims of the text that no hardware and no model can support."""
     claims = paper.published_claims()
     claims = claims[claims["version"] == version]
     bound = next(rule for rule in RULES if rule.id == "memory-reduced-too-much")
     for claim in claims[claims["metric"] == MEMORY_RATIO].itertuples():
         counts = sorted(cells.loc[cells["strategy"] == "fsdp", "gpus"].unique())
-        # Sharding divides by N at most; the claim makes no difference between the numbers of GPUs.
+        # Sharding divides by at most N; the claim is one for all numbers of GPUs.
         beyond = [n for n in counts if claim.low > n or claim.high > n]
         if beyond:
             stated = (
@@ -80,7 +80,7 @@ def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, 
 
 
 def findings_between_versions() -> Iterator[dict[str, Any]]:
-    """Cells of one label that the two versions give different values, and nothing says why."""
+    """Findings on cells of one label that have different values in the two versions, without a reason."""
     tables = paper.published_tables()
     place = ["strategy", "model", "dataset", "gpus", "measure"]
     one, other = (
@@ -104,18 +104,18 @@ def findings_between_versions() -> Iterator[dict[str, Any]]:
 
 
 def joined_with_and(values: Sequence[Any]) -> str:
-    """`1, 2 and 4`"""
+    """The values as a list in words: `1, 2 and 4`."""
     texts = [str(value) for value in values]
     return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
 def read_paper_audit(path: Path) -> pd.DataFrame:
-    """paper_audit.csv."""
+    """Reads paper_audit.csv."""
     return read_audit(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.paper_audit", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the findings (CSV)")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Draws the figures of a study: for each experiment and figure one SVG, PNG and PDF.
+"""Draws the figures of a study: one SVG, PNG and PDF for each experiment and figure.
 
 A cell without a result is a labelled mark, never a gap; repeats give error bars; a strategy looks
 the same in every figure.
@@ -58,10 +58,10 @@ from stratbench.telemetry.cores import usable_cores
 
 
 def bar_figure(data: FigureData, measure: Measure) -> Figure:
-    """Bars grouped by worker count; on GPUs, model states are a tick across the memory bars."""
+    """A figure of bars by worker count; on GPUs, a tick across a memory bar marks the model states."""
     figure, axes = figure_with_panels(data.models)
     noun = worker_noun(data.cells["device_kind"])
-    # A CPU's peak is over a base that holds weights and momentum: they are no part of it.
+    # A CPU's peak is over a base with weights and momentum: the peak does not include them.
     with_states = measure.name == "memory" and not data.on_cpu
     for axis, model in zip(axes, data.models, strict=True):
         rows = data.rows(measure.name, model)
@@ -96,7 +96,7 @@ def bar_figure(data: FigureData, measure: Measure) -> Figure:
 
 
 def bar(axis: Axes, x: float, width: float, row: pd.Series, style: Style) -> None:
-    """One bar with its error bar, or a mark with the cell's outcome where there is no result."""
+    """Draw one bar with its error bar, or the outcome of a cell without a result."""
     if row["value"] != row["value"]:
         cross(axis, (x, 0), "data", (0, 0), style.colour)
         annotate(axis, row["text"], (x, 0), "data", (0, 6), rotation=90, ha="center", va="bottom")
@@ -120,13 +120,13 @@ def bar(axis: Axes, x: float, width: float, row: pd.Series, style: Style) -> Non
 
 
 def spread_top(row: pd.Series) -> float:
-    """Where the bar and its error bar end."""
+    """The upper end of the bar and its error bar."""
     spread = error_bar(row)
     return row["value"] + (spread[1][0] if spread else 0)
 
 
 def scaling_figure(data: FigureData, measure: Measure) -> Figure:
-    """Lines over the worker count, with the ideal line for speedups."""
+    """A figure of lines over the worker count, with the ideal line for speedups."""
     models = data.models
     figure, axes = figure_with_panels(models)
     noun = worker_noun(data.cells["device_kind"])
@@ -160,7 +160,7 @@ def scaling_figure(data: FigureData, measure: Measure) -> Figure:
 
 
 def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -> None:
-    """Draw one strategy; one that has one worker only also gets a line to compare with."""
+    """Draw one strategy; one with a single worker only also gets a line to compare with."""
     line = line.sort_values("gpus")
     axis.plot(
         line["gpus"],
@@ -185,7 +185,7 @@ def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -
 
 
 def score_figure(data: FigureData, measure: Measure) -> Figure:
-    """Test score by epoch: a row of panels for each model, a column for each worker count."""
+    """A figure of the test score by epoch: a row of panels per model, a column per worker count."""
     noun, score = worker_noun(data.cells["device_kind"]), data.score
     grid = [(model, n) for model in data.models for n in data.counts]
     titles = [f"{model}, {counted(n, noun)}" for model, n in grid]
@@ -216,7 +216,7 @@ def score_figure(data: FigureData, measure: Measure) -> Figure:
 def score_line(
     axis: Axes, rows: pd.DataFrame, style: Style, cut: bool, flags: str, factor: float
 ) -> None:
-    """Median over the repeats with a band from lowest to highest; a cross where it was cut."""
+    """Draw the median over the repeats, a band from lowest to highest, and a cross if it was cut."""
     by_epoch = (rows["score"] * factor).groupby(rows["epoch"])
     median = by_epoch.median()
     axis.plot(
@@ -248,20 +248,20 @@ def score_line(
 
 
 def score_notes(axis: Axes, notes: Sequence[str]) -> None:
-    """List the cells without a final score in the lower right corner, as many as have room."""
+    """List cells without a final score in the lower right corner, as many as there is room for."""
     if rest := more_notes(len(notes)):
         notes = [*notes[: MOST_NOTES - 1], rest]
     place = {"ha": "right", "va": "bottom"}
     annotate(axis, "\n".join(notes), (0.98, 0.03), "axes fraction", (0, 0), **place)
 
 
-#: How a measure is drawn, by the chart that PLOTS gives it.
+#: The function that draws a measure, by the chart that PLOTS gives it.
 CHARTS: dict[str, Callable[[FigureData, Measure], Figure]] = {
     "Bar chart": bar_figure,
     "Line chart": scaling_figure,
     "Line chart by epoch": score_figure,
 }
-#: Figures that show something else than one measure.
+#: The functions of figures that show something else than one measure.
 OTHERS: dict[str, Callable[[FigureData], Figure]] = {
     "breakdown": breakdown_figure,
     "score_over_time": score_over_time_figure,
@@ -273,24 +273,24 @@ OTHERS: dict[str, Callable[[FigureData], Figure]] = {
 
 
 def draw_figure(name: str, data: FigureData) -> Figure:
-    """The figure of one experiment that PLOTS lists as `name`."""
+    """The figure of one experiment that has this `name` in PLOTS."""
     if name in OTHERS:
         return OTHERS[name](data)
     return CHARTS[PLOTS[name].chart](data, data.measures[name])
 
 
 def has_data(name: str, data: FigureData) -> bool:
-    """Whether a record has anything that the figure would show."""
+    """Whether any record has data for the figure."""
     if data.cells[PLOTS[name].needs].isna().all():
         return False
     if name in OTHERS:
         return True
     rows = data.summary[data.summary["measure"] == name]
-    # A ratio without its baseline is nothing; a time that no cell has is a list of how they ended.
+    # Without its baseline a ratio shows nothing; without any value a time lists how the cells ended.
     return bool(rows["value"].notna().any()) or MEASURES[name].baseline is None
 
 
-#: The files of each figure, without dates and programs: the same bytes for the same figure.
+#: The files of each figure, without dates and program names: the same figure has the same bytes.
 FORMATS: dict[str, dict[str, None]] = {
     ".svg": {"Date": None, "Creator": None},
     ".png": {"Software": None},
@@ -304,7 +304,7 @@ def save_figure(figure: Figure, stem: Path) -> None:
     layout = figure.get_layout_engine()
     if layout is not None:
         layout.execute(figure)
-        figure.set_layout_engine(None)  # laid out by now; saving would do it again for each format
+        figure.set_layout_engine(None)  # layout is done; saving would repeat it for each format
     for suffix, metadata in FORMATS.items():
         figure.savefig(stem.with_suffix(suffix), metadata=metadata)
     plt.close(figure)
@@ -313,39 +313,39 @@ def save_figure(figure: Figure, stem: Path) -> None:
 def read_figure_data(
     cells: Path, epochs: Path, summary: Path, study_dir: Path | None
 ) -> dict[str, FigureData]:
-    """The experiments that the three tables hold."""
+    """The data of each experiment in the three tables."""
     return figure_data_by_experiment(
         read_cells(cells), read_epochs(epochs), read_summary(summary), study_dir
     )
 
 
-#: A process of the pool must draw some figures to be worth its start.
+#: A process of the pool is worth its start if it has this many figures to draw.
 FIGURES_A_PROCESS = 8
 _loaded: dict[str, FigureData] = {}
 
 
 def begin_process(*tables: Path | None) -> None:
-    """What a process of the pool reads once, unless it was forked and has it."""
+    """Read the tables in a new process of the pool, unless it was forked and has them."""
     if not _loaded:
         _loaded.update(read_figure_data(*tables))
 
 
 def write_figure(name: tuple[str, str], stem: Path) -> None:
-    """Draw and save one experiment's figure of PLOTS."""
+    """Draw and save a figure of PLOTS for one experiment."""
     experiment, plot = name
     with plt.rc_context(RC):
         save_figure(draw_figure(plot, _loaded[experiment]), stem)
 
 
 def remove_old_figures(out_dir: Path) -> None:
-    """Remove the figures of an earlier run, some of which may have lost their data."""
+    """Remove the figures of an earlier run, because some may have lost their data."""
     for plot in PLOTS:
         for path in out_dir.glob(f"*/{plot}.*"):
             path.unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.plots", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--epochs", type=Path, required=True, help="epochs.csv")
@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         drawing = map
         if n_processes > 1:
-            # Elsewhere a fork of a process that has used its system's libraries may crash.
+            # On other systems, a fork of a process that has used system libraries may crash.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(
                 n_processes, context, initializer=begin_process, initargs=tables

@@ -1,7 +1,7 @@
-"""Ranks candidates: which comes first, and what the repeats allow to claim of it.
+"""Ranks candidates: which comes first, and what the repeats allow to claim about it.
 
-The arithmetic works on arrays, so that a simulation can try it a hundred thousand times: axes
-[..., candidates, repeats], NaN where a repeat is missing.
+The arithmetic works on arrays, so that a simulation can run it a hundred thousand times: axes
+[..., candidates, repeats], with NaN for a missing repeat.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from stratbench.analysis.candidates import Candidate
 
 
 class Standings(NamedTuple):
-    """Every candidate against the chosen one; ratios on logarithms, shape [..., candidates].
+    """Every candidate against the chosen one; ratios as logarithms, shape [..., candidates].
 
-    `low` and `high` are infinite where there is no interval.
+    `low` and `high` are infinite if there is no interval.
     """
 
-    chosen: np.ndarray  # the index of the chosen, shape [...]
+    chosen: np.ndarray  # the index of the chosen candidate, shape [...]
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
     repeats: np.ndarray
-    slower: np.ndarray  # clearly slower: its interval excludes equality, and it is no near tie
-    at_most: np.ndarray  # log by which something may be faster than the chosen, shape [...]
+    slower: np.ndarray  # clearly slower: the interval excludes equality, and it is no near tie
+    at_most: np.ndarray  # log ratio by which something may be faster than the chosen, shape [...]
 
 
 def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
-    """The index of the choice: of those within `margin` of the fastest, the most preferred.
+    """The index of the choice: the most preferred among those within `margin` of the fastest.
 
     `means`: logarithms of time or cost, shape [..., candidates]; `preference`: the same shape or
-    [candidates], the least is preferred; of equals the fastest.
+    [candidates], the lowest value is preferred; among equals the fastest is chosen.
     """
     behind = means - np.nanmin(means, axis=-1, keepdims=True)
     near = behind <= np.log1p(margin) + 1e-12
@@ -44,7 +44,7 @@ def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) ->
 
 
 def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
-    """Every candidate's paired difference from the chosen one; its own has no degrees of freedom."""
+    """Every candidate's paired difference from the chosen one, which has no degrees of freedom itself."""
     first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
     found = moderated.paired_differences(logs, first)
     itself = np.arange(logs.shape[-2]) == chosen[..., None]
@@ -60,9 +60,9 @@ def standings_against_chosen(
     rivals: int | np.ndarray,
     margin: float,
 ) -> Standings:
-    """What paired differences `found` from the `chosen`, with their moderated variances, allow.
+    """The standings that paired differences `found` from the `chosen` allow, with moderated variances.
 
-    `means` stand in where there is no common repeat.
+    `means` are used where there is no common repeat.
     """
     itself = np.arange(means.shape[-1]) == chosen[..., None]
     first = np.take_along_axis(means, chosen[..., None], axis=-1)
@@ -83,14 +83,14 @@ def standings_against_chosen(
 
 @dataclass(frozen=True)
 class AgainstRival:
-    """How many times the objective of the chosen `rival` takes; no interval: None."""
+    """The ratio of the `rival`'s objective to that of the chosen; `low`, `high` are None without interval."""
 
     rival: Candidate
     ratio: float
     low: float | None
     high: float | None
     repeats: int
-    #: `slower`, `tied` (a near tie, or not told apart), or `unknown` where nothing tells.
+    #: `slower`, `tied` (a near tie, or no clear difference), or `unknown` if nothing tells.
     stand: str
 
 
@@ -100,12 +100,12 @@ class Ranking:
 
     first: Candidate
     compared: tuple[AgainstRival, ...]
-    #: The share by which something may be faster (cheaper) than the chosen; None: nothing tells.
+    #: The share by which something may be faster (cheaper) than the chosen; None: not known.
     at_most: float | None
 
     @property
     def tied(self) -> list[Candidate]:
-        """What equals the chosen as far as the records tell."""
+        """The candidates that the records cannot distinguish from the chosen one."""
         return [c.rival for c in self.compared if c.stand == "tied"]
 
     @property
@@ -115,13 +115,13 @@ class Ranking:
 
     @property
     def repeats(self) -> int:
-        """The fewest repeats behind an interval; without a rival the chosen one's own."""
+        """The fewest repeats behind an interval; without a rival, those of the chosen one."""
         with_interval = [c.repeats for c in self.compared if c.low is not None]
         return min(with_interval, default=len(self.first.times))
 
     @property
     def chance(self) -> str | None:
-        """Why the order may be chance, in a few words; None where intervals tell."""
+        """A few words on why the order may be chance; None if there are intervals."""
         if not self.compared or self.first.extrapolated:
             return None
         if len(self.first.times) < 2:
@@ -132,9 +132,9 @@ class Ranking:
 
 
 def rankings_of_bouts(bouts: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking]:
-    """The ranking of each bout: the candidates, at least one, that one model leaves to choose from.
+    """The ranking of each bout: at least one candidate among which to choose for one model.
 
-    The bouts' variances are pooled, so all of a study are ranked together.
+    Variances are pooled over bouts, so all bouts of a study are ranked together.
     """
     drawn = []
     for bout in bouts:
@@ -163,9 +163,9 @@ def rankings_of_bouts(bouts: Sequence[Sequence[Candidate]], margin: float) -> li
 
 
 def log_objectives(bout: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of the objective by repeat, shape [candidates, repeats], and of each candidate.
+    """Logarithms of the objective by repeat, shape [candidates, repeats], and for each candidate.
 
-    Repeats are paired by name: a block of a verdict is none of a cell's repeats.
+    Repeats are paired by name: a block of a verdict is not paired with a cell's repeat.
     """
     repeats = list(dict.fromkeys(repeat for c in bout for repeat in c.times.index))
     per_second = np.array([c.objective / c.time_s for c in bout])
@@ -175,8 +175,8 @@ def log_objectives(bout: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def preference_places(bout: Sequence[Candidate]) -> np.ndarray:
-    """The place of each among equals: fewer GPUs first, then less memory."""
-    # Peaks that differ by a percent or two are the same: they are compared in steps of 3 %.
+    """The order of preference among equals: fewer GPUs first, then less memory."""
+    # Peaks that differ by a percent or two count as equal: they are compared in steps of 3 %.
     steps = [np.inf if not c.memory_bytes else round(np.log(c.memory_bytes) / 0.03) for c in bout]
     keys = [(c.gpus, step) for c, step in zip(bout, steps, strict=True)]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}
@@ -184,7 +184,7 @@ def preference_places(bout: Sequence[Candidate]) -> np.ndarray:
 
 
 def ranking_of_bout(bout: Sequence[Candidate], found: Standings, margin: float) -> Ranking:
-    """One bout's standings in words and numbers."""
+    """The ranking of one bout, from its standings."""
     chosen = int(found.chosen)
     compared = []
     for i in sorted(range(len(bout)), key=lambda i: (bout[i].objective, bout[i].gpus)):

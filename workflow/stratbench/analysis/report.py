@@ -1,4 +1,4 @@
-"""Writes the report, one self-contained HTML page, and beside it the page of all cells to explore."""
+"""Writes the report, one self-contained HTML page, and beside it a page for exploring all cells."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from stratbench.cell import pages
 from stratbench.cell.words import MIB, counted, plural, worker_noun
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: A figure whose SVG is larger goes into the page as PNG.
+#: A figure with a larger SVG goes into the page as PNG.
 MOST_SVG_BYTES = 60_000
-#: Widths of figures (points) between which the caption stands beside the figure: one with one model
-#: shares its line with another, one with three models fills it.
+#: The caption stands beside figures of widths (points) between these: a narrower figure, with one model,
+#: shares its line with another one; a wider one, with three models, fills it.
 ONE_MODEL_PT, FULL_WIDTH_PT = 400, 620
 STATUS_WORDS = {
     "ok": "finished",
@@ -61,13 +61,13 @@ STATUS_WORDS = {
 
 
 def distinct_values(rows: pd.DataFrame, column: str) -> str:
-    """The distinct values of a column, for the table of what was run."""
+    """The distinct values of a column as text, for the table of runs."""
     found = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
     return ", ".join(found) or "not recorded"
 
 
 def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
-    """One line an experiment: its matrix, its settings and its machine."""
+    """A row for each experiment: its matrix, its settings and its machine."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = worker_noun(rows["device_kind"])
@@ -92,14 +92,14 @@ def runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def length_of_training(rows: pd.DataFrame) -> str:
-    """The epochs, or the steps of cells that were not evaluated."""
+    """The number of epochs as text, or the number of steps of cells that were not evaluated."""
     if rows["steps"].notna().any():
         return f"{distinct_values(rows, 'steps')} steps, no score"
     return distinct_values(rows, "epochs")
 
 
 def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
-    """What a reader must know before any number."""
+    """Notices that a reader must see before any number."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
     if partial and cells["status"].isin(["missing", "error"]).any():
@@ -125,7 +125,7 @@ def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
 
 
 def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """The figures that were drawn, as data URIs, each with a text for who cannot see it."""
+    """The figures that exist, as data URIs, each with a text for readers who cannot see it."""
     score = score_of(rows)
     for name, plot in PLOTS.items():
         svg_path = plots_dir / experiment / f"{name}.svg"
@@ -147,7 +147,7 @@ def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Itera
 
 
 def note_on_experiment(rows: pd.DataFrame) -> str:
-    """What holds for all figures and tables of an experiment."""
+    """A note that holds for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
     told = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
@@ -161,12 +161,12 @@ def width_pt(svg: str) -> float:
 
 
 def data_uri(svg: str, svg_path: Path) -> str:
-    """The figure inside the page: the SVG with its numbers cut to what can be seen.
+    """The figure as a data URI: the SVG with its numbers rounded to what can be seen.
 
-    A crowded one is the PNG with 256 colours instead, so that a page of many figures stays small.
+    For a crowded figure it is the PNG with 256 colours, so that a page of many figures stays small.
     """
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # A glyph's scale is small: cut to two digits it would no longer match the glyphs' distances.
+    # A glyph's scale is small: rounded to two digits, it would not match the distances of glyphs.
     svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
     svg = re.sub(r"\s+", " ", svg)
     if len(svg) < MOST_SVG_BYTES:
@@ -178,7 +178,7 @@ def data_uri(svg: str, svg_path: Path) -> str:
 
 
 def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
-    """The best of summary rows, or None where it ties: less than `margin` ahead, or spreads overlap."""
+    """The best of summary rows; None for a tie: less than `margin` ahead, or overlapping spreads."""
     valued = [row for row in rows if pd.notna(row["value"])]
     if measure.better is None or len(valued) < 2:
         return None
@@ -187,7 +187,7 @@ def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
     def ties(row: Row) -> bool:
         if abs(row["value"] - best["value"]) <= margin * abs(best["value"]):
             return True
-        return bool(row["low"] <= best["high"] and best["low"] <= row["high"])  # false without any
+        return bool(row["low"] <= best["high"] and best["low"] <= row["high"])  # False without any
 
     return None if any(map(ties, others)) else best
 
@@ -195,7 +195,7 @@ def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
 def table_values(
     rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
 ) -> dict[str, Any]:
-    """A table, each text split in number and remainder, the clear best of each model marked."""
+    """The values of a table: texts split into number and rest, the clear best of each model marked."""
     counts, lines = wide_rows(rows, summary, measure)
     best = {
         (model, count): clear_best(
@@ -240,7 +240,7 @@ def table_values(
 
 
 def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator[dict[str, Any]]:
-    """Every cell with links to its record and its log, relative to the page."""
+    """The rows of all cells, with links to their records and logs, relative to the page."""
 
     def link(path: object) -> str | None:
         if not isinstance(path, str) or not (study_dir / path).exists():
@@ -266,7 +266,7 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
 
 
 def audit_rules(findings: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rules that were tripped, the most severe first, each with where and by what figures."""
+    """The audit's rules with findings, the most severe first, each with its places and figures."""
     names = ("experiment", "strategy", "model")
     rules = []
     for rule, rows in findings.groupby("rule", sort=False):
@@ -290,21 +290,21 @@ def audit_rules(findings: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
-    """`audit_rules` of paper_audit.csv, each place with the version of the paper."""
+    """The rules with findings in paper_audit.csv; each place has the version of the paper."""
     findings = paper_audit.read_paper_audit(path)
     both = findings["version"] == "both"
     return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
 
 
 def answers_by_experiment(answers: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Answers of an experiment together, in the order of the config."""
+    """The answers grouped by experiment, in the order of the config."""
     return [(name, list(group)) for name, group in groupby(answers, key=lambda a: a["experiment"])]
 
 
 def experiment_sections(
     folder: Path, cells: pd.DataFrame, decided: dict[str, Any]
 ) -> Iterator[dict]:
-    """Figures and tables of each experiment."""
+    """The section of each experiment: its figures and tables."""
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
     for name, rows in cells.groupby("experiment", sort=False):
@@ -322,13 +322,13 @@ def experiment_sections(
 
 
 def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str) -> dict[str, Any]:
-    """Everything that the template prints, from the files of the other stages in `folder`."""
+    """All values that the template prints, from the files of the other stages in `folder`."""
     cells, findings = read_cells(folder / "cells.csv"), read_audit(folder / "audit.csv")
     decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     prediction = folder / "prediction.csv"
     verdict = read_verdict(verdict_path)
     if verdict is not None:
-        # It draws, and matplotlib takes 0.5 s to import.
+        # This module draws, and matplotlib takes 0.5 s to import.
         from stratbench.analysis.verdict_section import verdict_section
 
         verdict = verdict_section(verdict, cells)
@@ -359,12 +359,12 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
 
 
 def render(values: dict[str, Any]) -> str:
-    """The page."""
+    """The page as HTML."""
     return pages.render("report.html.j2", TEMPLATES, values=values)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.report", description=__doc__)
     parser.add_argument(
         "--folder", type=Path, required=True, help="where the other stages' files are; for the page"

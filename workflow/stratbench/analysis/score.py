@@ -1,4 +1,4 @@
-"""The score of an experiment's task as its records name it: all that texts, axes and decisions call it by."""
+"""The score of an experiment's task, with the names and units that texts, axes and decisions use for it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Score:
     #: The record's unit.
     unit: str = "share"
     better: str = "higher"
-    #: By how much it may be worse, as shown.
+    #: How much worse a score may be, as shown.
     tolerance: float = 1.0
-    #: What throughput counts, and how many of them a sample is.
+    #: The unit that throughput counts, and how many of them a sample has.
     counts: str = "samples"
     counts_per_sample: float = 1.0
     #: The least possible mean loss, in nats a token; None: not known.
@@ -35,12 +35,12 @@ class Score:
 
     @property
     def factor(self) -> float:
-        """From a record's value to what is shown."""
+        """The factor from a record's value to the shown one."""
         return 100.0 if self.is_share else 1.0
 
     @property
     def sign(self) -> float:
-        """What makes of two values the better one the larger."""
+        """The factor that makes the better of two values the larger one."""
         return 1.0 if self.better == "higher" else -1.0
 
     @property
@@ -49,12 +49,12 @@ class Score:
 
     @property
     def worse_word(self) -> str:
-        """How a worse value differs from a better one."""
+        """The word for a worse value: `less` or `more`."""
         return "less" if self.better == "higher" else "more"
 
     @property
     def least_possible(self) -> float | None:
-        """The best value that the score can have, where it is a loss whose least is known."""
+        """The best possible value of the score, if it is a loss with a known minimum."""
         return self.least_loss if self.unit == "nats/token" else None
 
     def text(self, shown: float) -> str:
@@ -67,7 +67,7 @@ class Score:
         return f"{shown:.{digits}f} {'points' if self.is_share else self.unit}".rstrip()
 
 
-#: The columns of cells.csv that say it, by what it is called here.
+#: The columns of cells.csv behind the fields of Score.
 _SAID = {
     "name": "score_name",
     "unit": "score_unit",
@@ -80,6 +80,6 @@ _SAID = {
 
 
 def score_of(rows: pd.DataFrame) -> Score:
-    """What rows of cells.csv of one experiment say of their score; accuracy where none says anything."""
+    """The score that rows of cells.csv of one experiment state; accuracy if they state none."""
     found = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
     return Score(**{name: values.iloc[0] for name, values in found.items() if len(values)})

@@ -1,4 +1,4 @@
-"""Sections of the report as values for its template: the paper, strategies, machines, servers, the plan."""
+"""Sections of the report as values for its template: paper, strategies, machines, servers, plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratbench.strategies import REGISTRY, strategy_class
 
 
 def paper_section(folder: Path) -> dict[str, Any]:
-    """The comparison with the paper, from `against`'s files: claims, and its tables beside ours."""
+    """The comparison with the paper, from the files of `against`: claims, and its tables beside ours."""
     compared = pd.read_csv(folder / "against_cells.csv")
     judged = pd.read_csv(folder / "against_claims.csv", dtype=str, keep_default_na=False)
     return {
@@ -28,7 +28,7 @@ def paper_section(folder: Path) -> dict[str, Any]:
 
 
 def published_table_sections(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Each published table: how many cells have a counterpart, those cells, and what explains."""
+    """Each published table: the number of cells with a counterpart, these cells, and explanations."""
     notes = paper.explanations().set_index("about")["explanation"].to_dict()
     for (version, name), rows in compared.groupby(["version", "table"], sort=False):
         found = rows[rows["ours"].notna()]
@@ -44,7 +44,7 @@ def published_table_sections(compared: pd.DataFrame) -> Iterator[dict[str, Any]]
 
 
 def published_cell_line(row: dict[str, Any]) -> dict[str, Any]:
-    """A published cell as the report prints it; the columns of ratios may be empty."""
+    """The texts of a published cell; the columns of ratios may be empty."""
     is_difference = row["kind"] == "difference"
 
     def shown(value: float) -> str:
@@ -62,11 +62,11 @@ def published_cell_line(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
-    """Name, summary and rule of each strategy of the study; a variant has those of its strategy."""
+    """Name, summary and rule of each strategy in the study; a variant has those of its strategy."""
     bases = cells.groupby("strategy", sort=False)["strategy_base"].first()
     for name, base in bases.items():
         of = base if isinstance(base, str) else name
-        if of not in REGISTRY:  # only a record says what a variant is made of
+        if of not in REGISTRY:  # only records say of which strategy it is a variant
             untold = "a variant, of which there is no record."
             yield {"name": name, "summary": untold, "rule": untold}
             continue
@@ -76,7 +76,7 @@ def strategy_lines(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
 
 
 def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Every combination of machine and versions that trained cells, the most frequent first."""
+    """A row for each combination of machine and versions that trained cells, the most frequent first."""
     columns = {
         "host": "host",
         "device": "device_name",
@@ -96,7 +96,7 @@ def machine_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """What parameter servers did, a line for each strategy, model and worker count (repeats added up)."""
+    """A row for each strategy, model and worker count with parameter servers (repeats added up)."""
     known = cells[cells["staleness"].notna()]
     found = []
     keys = ["experiment", "strategy", "model", "gpus"]
@@ -122,7 +122,7 @@ def server_lines(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def prediction_lines(path: Path) -> list[dict[str, Any]]:
-    """How far off the plan was, a line for each experiment and strategy, from prediction.csv."""
+    """A row for each experiment and strategy with the errors of the plan, from prediction.csv."""
     rows = pd.read_csv(path)
     found = []
     for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):
@@ -138,12 +138,12 @@ def prediction_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_errors(percent: pd.Series) -> str:
-    """Median of the sizes and the worst of the errors; empty where there are none."""
+    """The median size of the errors and the worst error; empty if there are none."""
     if percent.empty:
         return ""
     return f"{percent.abs().median():.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
 
 
 def whole_number(value: float) -> str:
-    """A whole number; empty where there is none."""
+    """A whole number as text; empty if there is none."""
     return "" if pd.isna(value) else f"{value:.0f}"

@@ -1,7 +1,7 @@
-"""Statistics of tables, figures and claims: medians, ranges, intervals of ratios.
+"""Statistics for tables, figures and claims: medians, ranges, intervals of ratios.
 
-Times are compared on logarithms, in pairs of equal repeats: half a percent is half a percent whatever
-a step takes, and a mean of logarithms is a ratio.
+Times are compared by their logarithms, in pairs of equal repeats: half a percent is half a percent for
+steps of any length, and a mean of logarithms is a ratio.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 
 from stratbench.moderated import ALPHA, half_widths, moderated_variances, paired_differences
 
-#: Repeats from which quartiles are more than two of the values themselves.
+#: The number of repeats from which quartiles are more than two of the values themselves.
 QUARTILES_FROM = 5
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
-    """Median, low and high end, and what the ends are of `values`.
+    """The median of `values`, the low and high end of their spread, and the kind of these ends.
 
-    `quartiles` (first and third, with linear interpolation), or with fewer than QUARTILES_FROM
-    values the `range`, from the lowest to the highest.
+    The kind is `quartiles` (first and third, with linear interpolation), or with fewer than
+    QUARTILES_FROM values the `range`, from the lowest to the highest.
     """
     name = "quartiles" if len(values) >= QUARTILES_FROM else "range"
     at = [25, 50, 75] if name == "quartiles" else [0, 50, 100]
@@ -42,13 +42,12 @@ def ratio_intervals(
 ) -> np.ndarray | None:
     """95 % intervals of geometric mean ratios by moderated t on logarithms.
 
-    Each holds for itself, or with as many as `together` that are judged as one, all of them at once
-    (Bonferroni).
+    Each interval holds by itself. With `together` > 1, as many as that hold at once (Bonferroni).
 
-    Both arguments have shape [ratios, repeats]; column k of both comes from repeat k, so that what
-    a repeat's seed does to both cancels; NaN where a ratio lacks a repeat. `kinds`, shape [ratios],
-    as in `moderated_variances`. Returns shape [ratios, 2] (low, high), from 0 to infinity where a ratio has
-    fewer than two repeats; None where all have.
+    Both arguments have shape [ratios, repeats]; column k of both comes from repeat k, so that effects
+    of the repeat's seed on both cancel; NaN if a ratio lacks a repeat. `kinds`, shape [ratios], is as
+    in `moderated_variances`. Returns shape [ratios, 2] (low, high), from 0 to infinity for a ratio
+    with fewer than two repeats; None if all have fewer.
     """
     numerators, denominators = (np.asarray(a, dtype=float) for a in (numerators, denominators))
     if numerators.shape != denominators.shape or numerators.ndim != 2:

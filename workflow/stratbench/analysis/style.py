@@ -1,7 +1,7 @@
 """The style of each strategy in all figures: a colour, a marker, a hatch and a line.
 
-A family of strategies, which each says of itself, shares a hue; the hues are Okabe and Ito's, which people
-with colour-blindness can tell apart. Within a family shades differ, and marker and hatch carry the same
+Each strategy states its family, and a family shares a hue. The hues are Okabe and Ito's, which people
+with colour-blindness can distinguish. Within a family shades differ, and marker and hatch carry the same
 information in black and white.
 """
 
@@ -29,8 +29,8 @@ GREY, BLACK = "#6b6b6b", "#000000"
 ORANGE, GREEN = "#e69f00", "#009e73"
 BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 
-#: Of each family of strategies the hue, and where its marks begin in the lists below, so that those of
-#: two families differ, too.
+#: The hue of each family, and the index at which its marks begin in the lists below, so that marks of
+#: different families differ, too.
 FAMILIES = {
     "alone": (GREY, 13),
     "replicas": (BLUE, 0),
@@ -41,17 +41,17 @@ FAMILIES = {
     "other": (BLACK, 10),
 }
 
-#: Colours of what is not a strategy (phases of a step, workers of a cell): muted, none of the above.
+#: Muted colours for other things than strategies (phases of a step, workers of a cell).
 TEAL, DEEP_TEAL, PETROL = "#b5d3cf", "#5f9a94", "#2b4a52"
 ROSE, WINE, BROWN, SAND, PALE = "#e0a8a0", "#7d2b4b", "#6b4a2b", "#d2bf9b", "#dcdcdc"
-#: Colours of the values of a column other than the strategy, by turns.
+#: Colours for the values of other columns than the strategy, used in turn.
 FURTHER_COLOURS = (BLUE, ORANGE, GREEN, WINE, PURPLE, PETROL, VERMILLION, DEEP_TEAL, BROWN, GREY)
 
-#: Taken by turns: as many of each that two strategies of a family share no two of them.
+#: Used in turn: the lengths are such that two strategies of a family never share two of these.
 MARKERS = "os^vXDP<>ph*dH8"
 _HATCHES = ("", "////", "....", "xxxx", "----", "||||", "++++", "oooo", "\\\\\\\\", "**", "//..")
 _LINES = ("-", "--", "-.", ":")
-#: How far the members of a family are from its hue: to white above 0, to black below.
+#: How far the members of a family are from its hue: above 0 towards white, below towards black.
 _SHADES = (0.0, 0.45, -0.4, 0.7)
 
 
@@ -62,12 +62,12 @@ def _mixed(colour: str, other: float, share: float) -> str:
 
 
 def lightened(colour: str, share: float) -> str:
-    """`colour` mixed with white; `share` 0 leaves it, 1 is white."""
+    """`colour` mixed with white; `share` 0 leaves it unchanged, 1 gives white."""
     return _mixed(colour, 1.0, share)
 
 
 def shaded(colour: str, share: float) -> str:
-    """`colour` mixed with white, or where `share` is below 0 with black."""
+    """`colour` mixed with white, or with black if `share` is below 0."""
     return lightened(colour, share) if share >= 0 else _mixed(colour, 0.0, -share)
 
 
@@ -101,10 +101,10 @@ def known_styles() -> dict[str, Style]:
 
 
 def styles_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Style]:
-    """The style of every strategy of a study, from pairs of its name and the strategy it is one of.
+    """The style of every strategy in a study, from pairs of its name and its base strategy.
 
-    Registered ones look the same in every study. Variants are further members of their strategy's family
-    (`other` where that is unknown), in alphabetical order.
+    Registered strategies look the same in every study. Variants are further members of their strategy's
+    family (`other` if that is unknown), in alphabetical order.
     """
     bases, known = dict(sorted(names)), known_styles()
     found = {name: known[name] for name in bases if name in known}
@@ -117,14 +117,14 @@ def styles_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Sty
     return found
 
 
-#: Matplotlib settings of every figure. Fixed hash salt and no date: the same records, the same
-#: file.
+#: Matplotlib settings of every figure. With a fixed hash salt and no date, the same records give the
+#: same file.
 RC: dict[str, Any] = {
     "svg.hashsalt": "stratbench",
     "svg.fonttype": "path",
     "font.family": "DejaVu Sans",
     "font.size": 8,
-    "text.parse_math": False,  # names from records are no formulas
+    "text.parse_math": False,  # names in records are not formulas
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
     "axes.labelsize": 8,
@@ -142,6 +142,6 @@ RC: dict[str, Any] = {
     "lines.linewidth": 1.4,
     "lines.markersize": 4.5,
     "hatch.linewidth": 0.5,
-    "figure.dpi": 160,  # as saved: text is not exactly as wide at another resolution
+    "figure.dpi": 160,  # the same as in saved files: the width of text depends on the resolution
     "savefig.dpi": 160,
 }

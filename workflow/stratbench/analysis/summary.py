@@ -1,6 +1,6 @@
 """Summarises a study in one long table: a value, a spread and a text for each group and measure.
 
-Tables, figures and the report all print from here, so that no two of them can disagree.
+Tables, figures and the report all take their numbers from here, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SUMMARY_COLUMNS = (
 
 
 def describe_outcome(frame: pd.DataFrame) -> str:
-    """How the cells that are not `ok` ended: `2 × OOM, >3000 s`; empty when all are."""
+    """The outcomes of cells that are not `ok`: `2 × OOM, >3000 s`; empty if all are `ok`."""
     labels = (
         status_label(status, limit if limit == limit else None, reason)
         for status, limit, reason in zip(
@@ -54,23 +54,23 @@ def describe_outcome(frame: pd.DataFrame) -> str:
 
 
 def outcome_kinds(outcome_text: str) -> str:
-    """An outcome for a cell that has nothing else to print: `3 × OOM` becomes `OOM`."""
+    """The outcome without counts, for a cell with nothing else to print: `3 × OOM` becomes `OOM`."""
     kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
     return ", ".join(dict.fromkeys(kinds))
 
 
 class MeasuredGroups:
-    """Groups of repeats with what they measured, looked up once for all measures of a column."""
+    """Groups of repeats with their measured values, looked up once for all measures of a column."""
 
     def __init__(self, cells: pd.DataFrame) -> None:
         columns = list(dict.fromkeys(measure.column for measure in MEASURES.values()))
         numbers = {name: pd.to_numeric(cells[name], errors="coerce") for name in columns}
         self.rows = rows_by_group(cells.assign(**numbers))
-        #: The measures by name, by experiment: each names its own score.
+        #: The measures by name, for each experiment, since each names its own score.
         self.measures = {
             str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)
         }
-        #: Values of the cells that are `ok`, by repeat, in the column's unit; absent ones left out.
+        #: Values of cells that are `ok`, by repeat, in the column's unit, without absent ones.
         self._values: dict[tuple[Group, str], dict[int, float]] = {}
         for group, rows in self.rows.items():
             ok = rows[rows["status"] == "ok"]
@@ -80,17 +80,17 @@ class MeasuredGroups:
                 self._values[group, name] = {r: value for r, value in pairs if value == value}
 
     def values_of(self, group: Group, measure: Measure) -> dict[int, float]:
-        """The measure by repeat, in the unit in which it is shown."""
+        """The values of a measure by repeat, in the unit in which it is shown."""
         found = self._values[group, measure.column]
         return {repeat: value * measure.scale for repeat, value in found.items()}
 
     def why_none(self, group: Group) -> str:
-        """How the cells of a group without a value ended; empty where they ended well."""
+        """The outcomes of a group without a value; empty if its cells ended well."""
         return outcome_kinds(describe_outcome(self.rows[group]))
 
 
 def absolute_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
-    """Median of a measure and the ends of its spread; `text` says why where there are none."""
+    """The median of a measure and the ends of its spread; if there are none, `text` says why."""
     found = list(groups.values_of(group, measure).values())
     if not found:
         steps = groups.rows[group]["steps"].dropna()
@@ -106,7 +106,7 @@ def absolute_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
 
 
 def baseline_of(groups: MeasuredGroups, group: Group, measure: Measure) -> Group | str:
-    """The group that a ratio is against, or the text that says why there is none."""
+    """The baseline group of a ratio, or a text that says why there is none."""
     match measure.baseline:
         case "self":
             against, where, count = group.strategy, "1 worker", 1
@@ -121,7 +121,7 @@ def baseline_of(groups: MeasuredGroups, group: Group, measure: Measure) -> Group
 
 
 def ratio_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
-    """A ratio to the baseline, with its pairs for the interval under `pairs` [2, repeats]."""
+    """A ratio to the baseline; `pairs`, shape [2, repeats], has the data for its interval."""
     found = groups.values_of(group, measure)
     if not found:
         return {"text": groups.why_none(group) or "n/a (not recorded)"}
@@ -145,7 +145,7 @@ def ratio_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
 
 
 def fill_intervals(rows: list[Row]) -> None:
-    """Replace `pairs` by the ends of 95 % intervals; those of a measure lend each other variance."""
+    """Replace `pairs` by the ends of 95 % intervals; ratios of one measure share their variances."""
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "pairs" in row:
@@ -164,7 +164,7 @@ def fill_intervals(rows: list[Row]) -> None:
 
 
 def cell_text(row: Row, measure: Measure) -> str:
-    """What a table prints: the value, its spread, and what did not end well."""
+    """The text of a table: the value, its spread, and the outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
     parts = [format_number(row["value"], measure.decimals)]
@@ -179,7 +179,7 @@ def cell_text(row: Row, measure: Measure) -> str:
 def doubts_by_group(
     findings: list[Row], groups: dict[Group, pd.DataFrame]
 ) -> dict[tuple[Any, ...], list[str]]:
-    """Rules that doubt the time, the memory or the score of a group: (what, *group) to rules."""
+    """The rules that doubt a group's time, memory or score: (what, *group) to rules."""
     doubts: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
     told = [finding for finding in findings if finding["severity"] != "note"]
     for key, found in findings_by_group(told, groups):
@@ -192,9 +192,9 @@ def doubts_by_group(
 
 
 def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The long table (SUMMARY_COLUMNS), in the order of cells.csv, from the rows of cells.csv.
+    """The long table (SUMMARY_COLUMNS) from the rows of cells.csv, in their order.
 
-    `flags` names the audit's rules (rows of audit.csv, notes aside) that doubt the figure.
+    `flags` names the audit's rules (rows of audit.csv, except notes) that doubt the figure.
     """
     groups = MeasuredGroups(cells)
     rows: list[Row] = []
@@ -214,12 +214,12 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
         measure = groups.measures[row["experiment"]][row["measure"]]
         row["text"] = cell_text(row, measure)
         flags = doubts.get((measure.concerns, *(row[name] for name in GROUP)), ())
-        # A figure that the cells do not have is not doubted.
+        # A cell without the figure has nothing to doubt.
         row["flags"] = "" if row["text"].startswith("n/a") else "; ".join(flags)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))
 
 
 def read_summary(path: Path) -> pd.DataFrame:
-    """summary.csv, as `tables` wrote it."""
+    """Reads summary.csv, as `tables` wrote it."""
     frame = read_table(path, text=("measure", "unit", "outcome", "spread", "text", "flags"))
     return frame.fillna({"unit": "", "outcome": "", "flags": ""})

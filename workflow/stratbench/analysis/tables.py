@@ -1,7 +1,7 @@
 """Writes the tables of a study: for each experiment and measure, models and strategies by worker count.
 
-Writes summary.csv (every number, one row each) and, for people, each table as CSV, Markdown and
-LaTeX.
+Writes summary.csv (every number in a row of its own) and, for readers, each table as CSV, Markdown
+and LaTeX.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _LATEX = {
 
 
 def workers_are(cells: pd.DataFrame) -> str:
-    """A sentence that says what a worker is in these rows of cells.csv, from the records.
+    """A sentence that says what a worker is in these rows of cells.csv, according to the records.
 
-    A cell of which no worker reported, such as one that timed out, names its devices' kind alone.
+    For a cell in which no worker reported, such as a timeout, only the kind of device is known.
     """
     known = cells.dropna(subset=["device_kind", "device_name"])
     unnamed = set(cells["device_kind"].dropna()) - set(known["device_kind"])
@@ -75,7 +75,7 @@ def workers_are(cells: pd.DataFrame) -> str:
 
 
 def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
-    """A sentence on what the brackets mean, or that there are none."""
+    """A sentence on the meaning of the brackets, or on why there are none."""
     most = cells.groupby(["strategy", "model", "gpus"]).size().max()
     if most < 2:
         return "One repeat: no spread is known."
@@ -90,19 +90,19 @@ def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
 
 
 def table_heading(cells: pd.DataFrame, measure: Measure) -> str:
-    """The measure, the experiment and the data set."""
+    """The measure, the experiment and the data set, as a heading."""
     first = cells.iloc[0]
     return f"{measure.heading}, experiment {first['experiment']} on {first['dataset']}."
 
 
 def describe_numbers(cells: pd.DataFrame, measure: Measure) -> str:
-    """What the numbers of one experiment are, what stands in brackets, and what a worker is."""
+    """Sentences on the numbers of one experiment: their meaning, the brackets, and what a worker is."""
     parts = (measure.definition, spread_note(cells, measure), least_note(cells, measure))
     return " ".join(part for part in (*parts, workers_are(cells)) if part)
 
 
 def least_note(cells: pd.DataFrame, measure: Measure) -> str:
-    """A sentence on the least that a score can be, where it is known; else empty."""
+    """A sentence on the least possible score, if it is known; else empty."""
     score = score_of(cells)
     if measure.named_by != "score" or score.least_possible is None:
         return ""
@@ -112,10 +112,10 @@ def least_note(cells: pd.DataFrame, measure: Measure) -> str:
 def wide_rows(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
 ) -> tuple[list[int], list[tuple[str, str, dict[int, dict[str, Any]]]]]:
-    """One experiment's table: its worker counts, and (model, strategy, summary row by count).
+    """The table of one experiment: its worker counts, and (model, strategy, summary row by count).
 
-    `cells` are the experiment's rows of cells.csv; models stand together, in the order of the
-    config.
+    `cells` are the experiment's rows of cells.csv. The rows of a model stand together, in the order of
+    the config.
     """
     rows = summary[summary["measure"] == measure.name]
     rows = rows[rows["experiment"] == cells["experiment"].iloc[0]]
@@ -132,19 +132,19 @@ def wide_rows(
 
 
 def marked_text(row: Mapping[str, Any]) -> str:
-    """A summary row's text, with a mark where the audit doubts the figure."""
+    """The text of a summary row, with a mark if the audit doubts the figure."""
     return f"{row['text']} {DOUBT}" if row["flags"] else str(row["text"])
 
 
 def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
-    """A sentence that names the rules behind a table's marks; empty without any."""
+    """A sentence that names the rules behind a table's marks; empty without marks."""
     flags = (row["flags"] for _, _, found in lines for row in found.values() if row["flags"])
     rules = dict.fromkeys(rule for flag in flags for rule in flag.split("; "))
     return f" {DOUBT}: doubted by the audit ({', '.join(rules)})." if rules else ""
 
 
 def wide_table(cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-    """The texts of one experiment's table: model, strategy, and a column a worker count."""
+    """The texts of one experiment's table: model, strategy, and a column for each worker count."""
     counts, lines = wide_rows(cells, summary, measure)
     table = [
         [model, strategy, *(marked_text(found[n]) if n in found else NO_CELL for n in counts)]
@@ -155,7 +155,7 @@ def wide_table(cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> 
 
 
 def markdown(table: pd.DataFrame, title: str) -> str:
-    """The table as Markdown with its caption above."""
+    """The table as Markdown, with its caption above."""
     header = list(table.columns)
     lines = [f"**{title}**", "", "| " + " | ".join(header) + " |"]
     lines.append("|" + "|".join([" --- "] * 2 + [" ---: "] * (len(header) - 2)) + "|")
@@ -165,7 +165,7 @@ def markdown(table: pd.DataFrame, title: str) -> str:
 
 
 def latex_escaped(text: str) -> str:
-    """`text` so that LaTeX prints it."""
+    """`text` escaped for LaTeX."""
     return "".join(_LATEX.get(character, character) for character in text)
 
 
@@ -183,9 +183,9 @@ def latex(table: pd.DataFrame, title: str) -> str:
 
 
 def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
-    """Whether a measure has a table in an experiment (its rows of cells.csv): a cell has the measure.
+    """Whether a measure has a table in an experiment (its rows of cells.csv): if any cell has a value.
 
-    The training time has one always: it says how each cell ended.
+    The training time always has one, because it also shows how each cell ended.
     """
     here = summary["experiment"] == rows["experiment"].iloc[0]
     found = summary.loc[here & (summary["measure"] == measure.name), "value"]
@@ -195,7 +195,7 @@ def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bo
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
     """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; returns the number of tables.
 
-    What no cell has gets no table, and an old one is removed.
+    A measure without any value gets no table; an old one is removed.
     """
     written = 0
     for experiment, rows in cells.groupby("experiment", sort=False):
@@ -217,7 +217,7 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
 
 
 def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
-    """Write the paper's tables 3 to 8 from these records, and the sources of table 8's figures."""
+    """Write the paper's tables 3 to 8 from these records, and the sources of the figures in table 8."""
     out_dir.mkdir(parents=True, exist_ok=True)
     table_8 = qualities(cells, summary)
     for name, table in paper_tables(cells, summary, table_8):
@@ -230,7 +230,7 @@ def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.tables", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, required=True, help="audit.csv")

@@ -1,4 +1,4 @@
-"""Chooses a strategy where nothing was measured, by rules from theory."""
+"""Chooses a strategy by rules from theory, if nothing was measured."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from stratbench.cell.words import GIB
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.workload.models import MODELS
 
-#: Bytes a parameter takes in training, weights in fp32: weight, gradient and SGD's momentum, or AdamW's
-#: two moments, of 4 bytes each. Mixed precision by autocast keeps all of them in fp32.
+#: Bytes per parameter in training with fp32 weights: weight, gradient and SGD's momentum, or AdamW's two
+#: moments, of 4 bytes each. Mixed precision by autocast keeps all of them in fp32.
 STATE_BYTES_PER_PARAMETER = {"sgd": 12, "adamw": 16}
-#: What it keeps, in words.
+#: The states that the optimizer keeps, in words.
 MOMENTS = {"sgd": "momentum", "adamw": "two moments"}
 
 
 def choice_by_theory(
     model: str, constraints: Constraints, optimizer: str = "sgd"
 ) -> tuple[str | None, list[str]]:
-    """A strategy (None where none can hold the model) and the reasons, in sentences."""
+    """A strategy (None if none can hold the model), and the reasons in sentences."""
     gpus = constraints.gpus
     several = gpus is None or gpus > 1
     whole = state_bytes(model, optimizer)
@@ -69,20 +69,20 @@ def choice_by_theory(
 
 
 def first_choice_in(situation: str) -> str | None:
-    """The strategy that says it is the one to take in `situation`; None where none does."""
+    """The strategy that states it is the first choice in `situation`; None if none does."""
     names = (name for name in REGISTRY if strategy_class(name).first_choice == situation)
     return next(names, None)
 
 
 def refusals_of(name: str, optimizer: str) -> Iterator[str]:
-    """Why the strategy, with its default options, cannot train with the optimizer."""
+    """The reasons why the strategy, with its default options, cannot train with the optimizer."""
     yield from strategy_class(name).refusals(
         option_defaults(name), LATER | {"optimizer": optimizer}
     )
 
 
 def state_bytes(model: str, optimizer: str) -> int | None:
-    """Bytes of the model's training states on one GPU without sharding; None where unknown."""
+    """Bytes of the model's training states on one GPU without sharding; None if unknown."""
     known = MODELS.get(model)
     return known.parameters * STATE_BYTES_PER_PARAMETER[optimizer] if known else None
 
@@ -90,7 +90,7 @@ def state_bytes(model: str, optimizer: str) -> int | None:
 def sentences_on_size(
     model: str, optimizer: str, whole: int | None, limit: float | None, too_large: bool
 ) -> Iterator[str]:
-    """Whether the model's states fit one GPU."""
+    """Sentences on whether the model's states fit on one GPU."""
     if whole is None:
         yield f"The size of {model} is not known."
         return

@@ -1,4 +1,4 @@
-"""Figures of the samples over time: each worker's utilisation and memory while a cell ran."""
+"""Figures of samples over time: the utilisation and memory of each worker while a cell ran."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from stratbench.analysis.panels import NOTE_PT, annotate, wrapped_text
 from stratbench.analysis.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
 from stratbench.cell.words import MIB, counted, worker_noun
 
-#: Points of one line: more than a panel of this size can show is thinned out to this.
+#: The number of points in a line; longer lines are thinned out to this, since a panel shows no more.
 MOST_POINTS = 120
 COLOURS = (PETROL, WINE, DEEP_TEAL, BROWN, ROSE, SAND)
 TIMELINE_PANEL_IN = (2.5, 0.95)
-#: Column of a timeline and its factor, for a GPU and for a process.
+#: The column of a timeline and its factor, for a GPU and for a process.
 UTILISATION_COLUMNS = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}
 MEMORY_COLUMNS = {"gpu": ("mem_used_bytes", 1 / MIB), "process": ("rss_bytes", 1 / MIB)}
 
 
 def utilisation_figure(data: FigureData) -> Figure:
-    """Utilisation of each worker; a row a strategy, a column a model."""
+    """A figure of the utilisation of each worker; a row per strategy, a column per model."""
     return timeline_figure(data, UTILISATION_COLUMNS, "%")
 
 
 def memory_figure(data: FigureData) -> Figure:
-    """Memory of each worker; a row a strategy, a column a model."""
+    """A figure of the memory of each worker; a row per strategy, a column per model."""
     return timeline_figure(data, MEMORY_COLUMNS, "MiB")
 
 
 def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: str) -> Figure:
-    """A small panel for each strategy and model, the first repeat on the strategy's most workers."""
+    """A figure with a small panel per strategy and model: the first repeat on the most workers."""
     rows, columns = data.strategies, data.models
     size = (
         max(4.2, TIMELINE_PANEL_IN[0] * len(columns) + 0.9),
         TIMELINE_PANEL_IN[1] * len(rows) + 1.1,
     )
     figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False)
-    # Laid out by hand: hundreds of labels take the automatic layout seconds.
+    # The layout is fixed: with hundreds of labels, the automatic layout takes seconds.
     figure.subplots_adjust(
         left=0.85 / size[0], right=1 - 0.1 / size[0], top=1 - 0.4 / size[1], bottom=0.8 / size[1],
         hspace=0.5, wspace=0.28,
@@ -72,7 +72,7 @@ def draw_panel(
     model: str,
     what: dict[str, tuple[str, float]],
 ) -> None:
-    """The lines of one cell, or why there are none."""
+    """Draw the lines of one cell, or the reason why there are none."""
     cells = data.cells
     cells = cells[(cells["strategy"] == strategy) & (cells["model"] == model)]
     if cells.empty:
@@ -99,7 +99,7 @@ def draw_panel(
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
-    """A cell's timeline; None without one."""
+    """The timeline of a cell; None without one."""
     if study_dir is None or not isinstance(cell["record_path"], str):
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")
@@ -121,7 +121,7 @@ def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | Non
 def worker_lines(
     timeline: pd.DataFrame, what: dict[str, tuple[str, float]]
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Name, times (s) and values of each worker and server: of GPUs where there are any."""
+    """Name, times (s) and values of each GPU; without GPUs, of each worker and server process."""
     kind = "gpu" if (timeline["kind"] == "gpu").any() else "process"
     column, scale = what[kind]
     if column not in timeline:
@@ -134,7 +134,7 @@ def worker_lines(
 
 
 def thinned(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means of equal runs of samples, so that at most MOST_POINTS are left."""
+    """The samples averaged over equal runs, so that at most MOST_POINTS are left."""
     run = -(-len(times) // MOST_POINTS)
     if run == 1:
         return times, values

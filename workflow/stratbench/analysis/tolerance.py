@@ -1,7 +1,7 @@
 """Excludes candidates whose score is worse than allowed, and says how much worse the others may be.
 
-Repeats of a cell differ a little, and a test set leaves something to chance. So a
-loss is excluded where it exceeds the tolerance beyond chance, and stated where it only may.
+Repeats of a cell differ a little, and the finite test set adds chance. So a candidate is excluded if its
+loss exceeds the tolerance beyond chance; a loss that only may exceed it is stated.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from stratbench.analysis.candidates import Candidate
     from stratbench.analysis.constraints import Constraints
 
-#: What is not compared with: training that does not work is no measure.
+#: Kinds of exclusion whose scores are no reference: training that does not work.
 NO_MEASURE = ("unusable record", "does not learn")
 
 
 def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
-    """Exclude what loses more than the score's tolerance; give the others `may_lose`.
+    """Exclude candidates that lose more than the score's tolerance; set `may_lose` of the others.
 
-    What is lost is against the best class of candidates: those of equal arithmetic have the same
-    score but for chance, so those of one global batch are one class with one mean (with BatchNorm,
-    for each number of workers), and any other is a class of its own. Cells that were not evaluated
-    are taken for equal; the confidence says so.
+    The loss is against the best class of candidates. Candidates of equal arithmetic have the same score
+    except for chance, so those of one global batch form one class with one mean (with BatchNorm, one
+    for each number of workers); any other candidate is a class of its own. Cells that were not
+    evaluated are assumed equal; the confidence says so.
     """
     unknown = [c for c in found if c.mean_score is None and not c.kind and not c.unscored]
     known = [c for c in found if c.mean_score is not None and not c.extrapolated]
@@ -72,17 +72,17 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
 
 
 def shares_score(c: Candidate, other: Candidate) -> bool:
-    """Whether two candidates' arithmetic is equal, so that one's score is the other's but for chance."""
+    """Whether two candidates have equal arithmetic, so that their scores differ only by chance."""
     if not (c.traits.equals_ddp and other.traits.equals_ddp):
         return False
     return c.gpus == other.gpus if other.batchnorm else True
 
 
 def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
-    """Candidates of equal arithmetic together.
+    """Classes of candidates with equal arithmetic.
 
-    One that is farther from the median of its class (of two, from the other) than tolerance and
-    chance explain stands by itself, with a doubt: something is wrong with it, or with the others.
+    A candidate that is farther from the median of its class (of two: from the other) than tolerance
+    and chance explain is a class by itself, with a doubt: it is wrong, or the others are.
     """
     classes: dict[tuple[object, ...], list[Candidate]] = {}
     for c in usable:
@@ -107,7 +107,7 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
 
 
 def loss_uncertainties(series: Sequence[pd.Series], best: pd.Series) -> np.ndarray:
-    """How far what each class loses may be from its true value (95 %, one side), by the repeats.
+    """The uncertainty of each class's loss (95 %, one side), from the repeats.
 
     As shown, by moderated t on differences paired by repeat; infinite without two repeats.
     """
@@ -121,17 +121,17 @@ def loss_uncertainties(series: Sequence[pd.Series], best: pd.Series) -> np.ndarr
 
 
 def chance_difference(one: Candidate, other: Candidate) -> float:
-    """By how much the scores of two equally good models may differ on a finite test set, as shown.
+    """The difference that two equally good models may show on a finite test set by chance, as shown.
 
-    Half the 95 % interval of the difference of two means; that both are tested on the same samples
-    narrows it, so this is the cautious side. 0 where a standard error is not known.
+    It is half the 95 % interval of the difference of two means. That both are tested on the same
+    samples narrows it, so this is the cautious side. 0 if a standard error is not known.
     """
     errors = [standard_error(one), standard_error(other)]
     return 0.0 if None in errors else 1.96 * math.hypot(*errors)
 
 
 def standard_error(c: Candidate) -> float | None:
-    """That of its score, as shown: as recorded, or of a share by its binomial variance."""
+    """The standard error of a score, as shown: as recorded, or for a share from its binomial variance."""
     if c.score_error is not None or not c.score.is_share or not c.test_samples:
         return c.score_error
     share = (c.mean_score or 0.0) / 100

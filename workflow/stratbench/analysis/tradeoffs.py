@@ -1,4 +1,4 @@
-"""Figures that combine measures: time against the score, the phases of a step, staleness of pushes."""
+"""Figures that combine measures: time and score, the phases of a step, staleness of pushes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from stratbench.analysis.style import (
 )
 from stratbench.cell.words import counted, worker_noun
 
-#: Colour and hatch of a step's phases in order of time: computing is teal, waiting and sending are not.
+#: Colour and hatch of a step's phases, in order of time: computing is teal, waiting and sending are not.
 PHASE_LOOKS = {
     "data": (PALE, ""),
     "forward": (TEAL, ""),
@@ -55,9 +55,9 @@ PHASE_LOOKS = {
     "other": ("#ffffff", ""),
 }
 OTHER_PHASE_LOOKS = ((ROSE, "xxxx"), (ROSE, "...."))
-#: Measures that a point of the scatter chart stands for.
+#: The measures that a point of the scatter chart shows.
 TRADED = ("training_time", "score", "memory")
-#: Points of a scatter chart: area of the largest, in square points.
+#: The area of the largest point in a scatter chart, in square points.
 LARGEST_POINT = 220.0
 
 
@@ -68,14 +68,14 @@ def panel_titles(data: FigureData) -> list[str]:
 
 
 def mark_empty(axis: Axes) -> None:
-    """Say that a panel has nothing to show."""
+    """Write into a panel that it has nothing to show."""
     axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
     axis.grid(visible=False)
     annotate(axis, "no result", (0.5, 0.5), "axes fraction", (0, 0), ha="center")
 
 
 def breakdown_figure(data: FigureData) -> Figure:
-    """Stacked bars: the mean step of each strategy by phase, on the most workers."""
+    """A figure of stacked bars: the mean step of each strategy by phase, on the most workers."""
     figure, axes = figure_with_panels(panel_titles(data))
     known = data.cells[data.cells["breakdown_ms"].notna()]
     spans = pd.DataFrame([json.loads(text) for text in known["breakdown_ms"]], index=known.index)
@@ -115,7 +115,7 @@ def breakdown_figure(data: FigureData) -> Figure:
 
 
 def score_over_time_figure(data: FigureData) -> Figure:
-    """Score after each epoch over the training time until then, on the most workers."""
+    """A figure of the score after each epoch over the training time so far, on the most workers."""
     figure, axes = figure_with_panels(panel_titles(data))
     epochs, score = data.epochs, data.score
     for axis, model in zip(axes, data.models, strict=True):
@@ -147,7 +147,7 @@ def score_over_time_figure(data: FigureData) -> Figure:
 
 
 def tradeoff_figure(data: FigureData) -> Figure:
-    """Time against the score, memory as area, and the line of those that none beats in both."""
+    """A figure of time and score, with memory as area, and the line of points unbeaten in both."""
     figure, axes = figure_with_panels(data.models)
     for axis, model in zip(axes, data.models, strict=True):
         found = [
@@ -176,7 +176,7 @@ def tradeoff_figure(data: FigureData) -> Figure:
 
 
 def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style], score: Score) -> None:
-    """One panel of `tradeoff_figure`; `points` has training_time, score, memory by (strategy, gpus)."""
+    """Draw one panel of `tradeoff_figure`; `points`: training_time, score, memory by (strategy, gpus)."""
     front = are_unbeaten(
         points["training_time"].to_numpy(), score.sign * points["score"].to_numpy()
     )
@@ -198,7 +198,7 @@ def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style], score
 
 
 def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Which points no other beats: is not slower and scores no less, and is better in one."""
+    """The mask of unbeaten points: a point beats another if it is no worse in both and better in one."""
     beaten = [
         np.any((times <= t) & (scores >= s) & ((times < t) | (scores > s)))
         for t, s in zip(times, scores, strict=True)
@@ -207,7 +207,7 @@ def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 
 def staleness_figure(data: FigureData) -> Figure:
-    """Share of the pushes by staleness, on the most workers, all repeats together."""
+    """A figure of the share of pushes by staleness, on the most workers, over all repeats."""
     figure, axes = figure_with_panels(panel_titles(data))
     known = data.cells[data.cells["staleness"].notna()]
     names: dict[str, Style] = {}
@@ -235,7 +235,7 @@ def staleness_figure(data: FigureData) -> Figure:
 
 
 def shares_by_value(counts: list[list[int]]) -> np.ndarray:
-    """Counts by value added up, as shares; cut off where less than 0.1 % is left."""
+    """Shares by value, from the sum of all counts; cut off where less than 0.1 % is left."""
     total = np.zeros(max(len(c) for c in counts))
     for c in counts:
         total[: len(c)] += c

@@ -1,4 +1,4 @@
-"""The repeats that the comparison with the paper may use: ended well, and not rejected by the audit."""
+"""Usable repeats for the comparison with the paper: ended well, and not rejected by the audit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
 
 
 class UsableGroups:
-    """Repeats by (experiment, strategy, model, gpus) that are ok, without what the audit rejects."""
+    """Repeats that are ok, by (experiment, strategy, model, gpus), without those that the audit rejects."""
 
     def __init__(self, cells: pd.DataFrame, findings: Sequence[dict[str, Any]] = ()) -> None:
         ok = cells[cells["status"] == "ok"]
         groups = rows_by_group(ok)
-        #: What the audit calls unusable of each group: time, memory, score or all.
+        #: The figures of each group that the audit calls unusable: time, memory, score or all.
         self.rejected = {
             key: {f["affects"] for f in found if f["severity"] == "unusable"}
             for key, found in findings_by_group(findings, groups)
         }
         self.groups = groups
         self._values: dict[tuple[Group, str], dict[int, float]] = {}
-        #: Time limits of groups that reached theirs: they took longer.
+        #: Time limits of groups that reached theirs, and so took longer.
         self.limits: dict[Group, float] = {
             key: float(rows["time_limit_s"].min())
             for key, rows in rows_by_group(cells[cells["status"] == "timeout"]).items()
@@ -32,7 +32,7 @@ class UsableGroups:
         }
 
     def values(self, group: Group, column: str, concerns: str) -> dict[int, float]:
-        """A column by repeat; empty where there is none or the audit rejects it."""
+        """The values of a column by repeat; empty if there are none or the audit rejects them."""
         if group not in self.groups or self.rejected[group] & {concerns, "all"}:
             return {}
         if (group, column) not in self._values:
@@ -44,7 +44,7 @@ class UsableGroups:
     def common_repeats(
         self, groups: Sequence[Group], column: str, concerns: str
     ) -> np.ndarray | None:
-        """Values [groups, repeats] of groups for the repeats that all of them have."""
+        """Values [groups, repeats] for the repeats that all groups have; None if there is none."""
         first, *others = (self.values(group, column, concerns) for group in groups)
         common = [repeat for repeat in first if all(repeat in other for other in others)]
         if not common:
@@ -52,11 +52,11 @@ class UsableGroups:
         return np.array([[values[repeat] for repeat in common] for values in (first, *others)])
 
     def with_time(self) -> list[Group]:
-        """All groups with a result or a limit that they reached."""
+        """All groups with a result, or with a limit that they reached."""
         return [*self.groups, *self.limits]
 
     def least_time_s(self, group: Group, beside: Group) -> float | None:
-        """The training time that a group at its limit took at least, going by another's start-up."""
+        """A lower bound on the training time of a group at its limit, using another group's start-up."""
         if group not in self.limits or beside not in self.groups:
             return None
         rest = self.groups[beside][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()

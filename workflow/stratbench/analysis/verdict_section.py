@@ -1,4 +1,4 @@
-"""The report's section on the verdict: claims, who was dropped, intervals by blocks, noise and cost."""
+"""The report's section on the verdict: claims, dropped strategies, intervals, noise and cost."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from stratbench.analysis.panels import add_legend_and_note, figure_with_panels, 
 from stratbench.analysis.style import RC, Style, styles_by_strategy
 from stratbench.cell.words import counted, worker_noun
 
-#: A figure shows ratios at least up to the first, and up to the second where rivals in the race are there.
+#: An axis reaches at least the first ratio, and up to the second if rivals in the race are there.
 LEAST_RANGE, MOST_RANGE = 1.25, 4.0
-#: Where an axis has ticks, if its range has room for them.
+#: Ticks of an axis, if its range has room for them.
 COARSE_TICKS, FINE_TICKS = (
     (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0),
     (0.8, 0.9, 1.0, 1.1, 1.25),
@@ -28,7 +28,7 @@ COARSE_TICKS, FINE_TICKS = (
 
 
 def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
-    """The section's values for the template."""
+    """The section as values for the template."""
     bases = dict(zip(cells["strategy"], cells["strategy_base"], strict=True))
     named = {arm for bout in verdict["bouts"] for arm in bout["arms"]}
     looks = styles_by_strategy(
@@ -71,23 +71,23 @@ def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at_most_text(bout: Mapping[str, Any]) -> str:
-    """By how much something may be faster than the leader; empty where the blocks say next to nothing."""
+    """The share by which something may be faster than the leader; empty if hardly anything is known."""
     known = bout["at_most"] is not None and bout["claimed"]
     return f"{bout['at_most']:.1%}" if known else ""
 
 
 def nearest_interval(bout: Mapping[str, Any]) -> str:
-    """The interval of the rival that may be the fastest."""
+    """The interval of the rival that may be the fastest, with its name."""
     known = [r for r in bout["ratios"] if r["low"] is not None and r["against"] == bout["leader"]]
     if not known:
         return ""
-    # One that was dropped comes last.
+    # Dropped rivals come last.
     nearest = min(known, key=lambda ratio: (bool(ratio["why"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
 
 
 def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
-    """A rival: what became of it, when and why."""
+    """A rival as a row: its state, when it changed and why."""
     words = {"open": "not told apart", "equal": "equal within 3 %"}
     dropped = bool(ratio["why"])
     return {
@@ -101,7 +101,7 @@ def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-#: Components of the noise: key, name, what it is.
+#: Components of the noise: key, name, description.
 COMPONENTS = (
     (
         "allocation",
@@ -122,7 +122,7 @@ COMPONENTS = (
 
 
 def noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """The table of noise: standard deviations in percent."""
+    """The rows of the table of noise: standard deviations in percent."""
     for key, name, meaning in COMPONENTS:
         value = noise[key]
         shown = "not known" if value is None else f"{100 * value:.2f}"
@@ -132,7 +132,7 @@ def noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 def interval_figures(
     verdict: Mapping[str, Any], looks: Mapping[str, Style]
 ) -> Iterator[dict[str, Any]]:
-    """For each experiment a figure: each rival's interval, shrinking with the blocks."""
+    """A figure for each experiment: the interval of each rival, shrinking with the number of blocks."""
     for experiment in dict.fromkeys(bout["experiment"] for bout in verdict["bouts"]):
         bouts = [
             bout
@@ -174,7 +174,7 @@ def interval_figures(
 def draw_intervals(
     axis: Axes, bout: Mapping[str, Any], looks: Mapping[str, Style], margin: float
 ) -> Iterator[str]:
-    """One panel; yields the strategies in it."""
+    """Draw one panel, and yield the strategies in it."""
     axis.axhspan(1 / (1 + margin), 1 + margin, color="#e8eef5", zorder=0)
     axis.axhline(1, color="#555555", linewidth=0.8, zorder=1)
     counts = [look["blocks"] for look in bout["looks"] if look["blocks"] > 1]

@@ -1,4 +1,4 @@
-"""The verdict of a study, as `snakemake verdict` left it: what its blocks say of each strategy."""
+"""Reads the verdict of a study, as `snakemake verdict` wrote it: what its blocks say of each strategy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratbench.cell.blocks import VERDICT_VERSION
 from stratbench.cell.files import read_json
 from stratbench.strategies.base import Traits
 
-#: States of an arm that exclude it, and what the decision calls them.
+#: States of an arm that exclude it, with the words of the decision.
 EXCLUDED = {
     "oom": "does not fit",
     "timeout": "too slow",
@@ -24,7 +24,7 @@ EXCLUDED = {
 
 @dataclass(frozen=True)
 class Raced:
-    """What the blocks of a verdict say of a strategy on a number of workers."""
+    """The results of a verdict's blocks for a strategy on a number of workers."""
 
     times_s: pd.Series  # of the whole training, by block
     hosts: frozenset[str]
@@ -33,11 +33,11 @@ class Raced:
     traits: Traits
     excluded: tuple[str, str] | None  # kind and why
     slower_than: tuple[str, str] | None  # the leader that it was dropped against, and why
-    claim: tuple[str, str] | None  # of its bout and how sure it is, where it leads one
+    claim: tuple[str, str] | None  # the claim on its bout and the confidence, if it leads one
 
 
 def read_verdict(path: str) -> dict[str, Any] | None:
-    """What a verdict.json says; None where `path` is empty, or there is none that this version can read."""
+    """The content of a verdict.json; None if `path` is empty or nothing is there that this version reads."""
     if not path:
         return None
     try:
@@ -49,7 +49,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
 
 
 def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
-    """What a verdict says of each strategy, model and number of workers that was raced."""
+    """The results of a verdict for each strategy, model and number of workers in the race."""
     found = {}
     for bout in verdict["bouts"]:
         states = {ratio["strategy"]: ratio for ratio in bout["ratios"]}
@@ -78,6 +78,6 @@ def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
 
 
 def traits_from(said: Mapping[str, Any]) -> Traits:
-    """Traits as a verdict keeps them; those that this version does not know are left out."""
+    """The traits that a verdict states, without those that this version does not know."""
     known = {field.name for field in fields(Traits)}
     return Traits(**{name: value for name, value in said.items() if name in known})
