@@ -21,7 +21,7 @@ REPEATED_LOOKS = 4.5
 SCREEN = 1.5
 #: Something may be faster by this share before the confidence is low.
 ROUGH = 0.10
-#: Variances needed to estimate a prior at all, and to trust it in full; its degrees in between.
+#: Number of variances for a prior at all, and for full trust in it; most degrees of freedom in between.
 FEWEST_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
 
 

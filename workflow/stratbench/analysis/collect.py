@@ -38,7 +38,7 @@ WITHOUT_RECORD = ("missing", "error")
 
 @dataclass(frozen=True)
 class Expected:
-    """The config's statements on a study, beside its cells.
+    """The config's statements on a study, besides its cells.
 
     The reasons of skipped cells (by path), scores to reach (by experiment), and the study, whose
     settings every record must have been trained with; None: settings are not checked.

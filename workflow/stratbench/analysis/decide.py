@@ -71,7 +71,7 @@ def decisions(
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     left = [[c for c in found if not c.kind] for _, found in studied]
-    # All models are ranked together, even if one is wanted: all variances together tell more.
+    # All models are ranked together, even if only one is wanted: all variances together say more.
     rankings = iter(
         rankings_of_bouts([bout for bout in left if bout], constraints.equivalence_margin)
     )

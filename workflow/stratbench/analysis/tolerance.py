@@ -109,7 +109,7 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
 def loss_uncertainties(series: Sequence[pd.Series], best: pd.Series) -> np.ndarray:
     """The uncertainty of each class's loss (95 %, one side), from the repeats.
 
-    As shown, by moderated t on differences paired by repeat; infinite without two repeats.
+    In the shown unit, by moderated t on differences paired by repeat; infinite without two repeats.
     """
     repeats = sorted(set(best.index).union(*(s.index for s in series)))
     values = np.array([s.reindex(repeats).to_numpy(dtype=float) for s in series])

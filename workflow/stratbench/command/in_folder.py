@@ -11,7 +11,7 @@ from pathlib import Path
 from stratbench.cell.places import ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
-#: Packages that rules need beside those of the analysis, and how to install them.
+#: Packages that rules need besides those of the analysis, and how to install them.
 NEEDED = {"snakemake": "snakemake", "torch": "torch torchvision"}
 #: Snakemake that says why no rule could begin, whatever `--quiet` says.
 QUIET = "stratbench.command.quietly"

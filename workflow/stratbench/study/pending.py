@@ -59,7 +59,7 @@ Submission = tuple[Any, Cell, Settings, JobRequest]
 
 
 def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
-    """Sentences on why no node can hold some jobs; if there are none, starts to report stuck jobs.
+    """Sentences on why no node can hold some jobs; if none, starts to report refused and stuck jobs.
 
     `workflow` is Snakemake's, about to submit to SLURM. With another scheduler this does nothing.
     """

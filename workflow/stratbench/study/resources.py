@@ -14,7 +14,7 @@ from stratbench.cell.settings import Settings
 
 #: The limit in minutes where neither the cell's own limit nor a plan says how long it takes.
 UNLIMITED_MIN = 24 * 60
-#: Memory in MiB that a job needs beside the planned processes: two snakemakes, the launcher, the fork
+#: Memory in MiB that a job needs besides the planned processes: two snakemakes, the launcher, the fork
 #: server, the sampler.
 JOB_MIB = 1024
 

@@ -25,11 +25,11 @@ class Noise:
     arm_in_allocation: float | None
     process: float | None
     within: float | None
-    #: Of a single segment: process and within together.
+    #: Scatter of a single segment: process and within together.
     segment: float | None
-    #: Of the trend, at the ends of a block.
+    #: Scatter of the trend, at the ends of a block.
     drift: float | None
-    #: Of the paired ratio of two arms in one block.
+    #: Scatter of the paired ratio of two arms in one block.
     ratio: float | None
     blocks: int
     #: Degrees of freedom of `ratio`.

@@ -104,7 +104,7 @@ def bout_values(
 
 
 def doubts_of(off: list[tuple[str, float]]) -> Iterator[str]:
-    """A sentence for each arm whose full runs took another time than their steps, saying by how much."""
+    """A sentence on each arm whose full runs took another time than their steps, and by how much."""
     for arm in dict.fromkeys(arm for arm, _ in off):
         found = sorted(log for a, log in off if a == arm and abs(log) > MOST_OFF)
         if found:

@@ -1,4 +1,4 @@
-"""`python -m stratbench.analysis.audit`."""
+"""`python -m stratbench.analysis.audit`: runs the audit on a study and writes audit.csv."""
 
 import sys
 
