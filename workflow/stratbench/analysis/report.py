@@ -165,15 +165,16 @@ def data_uri(svg: str, svg_path: Path) -> str:
 
     For a crowded figure it is the PNG with 256 colours, so that a page of many figures stays small.
     """
-    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # A glyph's scale is small: rounded to two digits, it would not match the distances of glyphs.
-    svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
-    svg = re.sub(r"\s+", " ", svg)
+    if len(svg) < 2 * MOST_SVG_BYTES:  # a longer one is still too long after rounding
+        svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        # A glyph's scale is small: rounded to two digits, it would not match the distances of glyphs.
+        svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
+        svg = re.sub(r"\s+", " ", svg)
     if len(svg) < MOST_SVG_BYTES:
         return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
     png = io.BytesIO()
     with Image.open(svg_path.with_suffix(".png")) as image:
-        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(png, "PNG", optimize=True)
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(png, "PNG")
     return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 
 

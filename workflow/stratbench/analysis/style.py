@@ -127,6 +127,7 @@ RC: dict[str, Any] = {
     "text.parse_math": False,  # names in records are not formulas
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
+    "axes.titley": 1.0,  # where it is anyway: else Matplotlib looks in each drawing what it might hit
     "axes.labelsize": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
