@@ -40,7 +40,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page in a browser. `complaints` holds what its console and its script reported as errors."""
+    """One page in a browser. `complaints` holds what its console shows."""
 
     def __init__(self, program: str, profile: Path, width: int = 1280, height: int = 1000) -> None:
         # The child's ends must not have the numbers 3 and 4, as which the shell gives them on.
@@ -65,8 +65,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **metrics)
+        self.sized(width, height)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """A command's result; AssertionError where the browser refuses it or is silent for PATIENCE_S."""
@@ -93,7 +92,9 @@ class Browser:
         given = message.get("params", {})
         if message.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(given["exceptionDetails"])[:500])
-        if message.get("method") == "Log.entryAdded" and given["entry"]["level"] == "error":
+        if message.get("method") == "Runtime.consoleAPICalled":
+            self.complaints.append(json.dumps(given["args"])[:500])
+        if message.get("method") == "Log.entryAdded":
             self.complaints.append(given["entry"]["text"])
         return message
 
@@ -129,6 +130,11 @@ class Browser:
         """A real key, by its name: `ArrowRight`, `Enter`."""
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    def sized(self, width: int, height: int) -> None:
+        """Let pages have a screen of this many pixels."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
 
     def shown_as(self, scheme: str) -> None:
         """Let pages be `light` or `dark`."""

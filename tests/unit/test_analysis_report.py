@@ -1,8 +1,9 @@
-"""The report: complete, right, self-contained, readable by machines that read to people."""
+"""The report: complete, right, self-contained, readable by machines that read to people, and in a browser."""
 
 from __future__ import annotations
 
 import base64
+import json
 import re
 from functools import cache
 from html.parser import HTMLParser
@@ -15,6 +16,7 @@ import fixture_records as fixture
 import pandas as pd
 import pytest
 import yaml
+from browser import NO_BROWSER, Browser, find_chromium
 
 from stratbench.analysis import (
     against,
@@ -30,7 +32,7 @@ from stratbench.analysis import (
 from stratbench.analysis.measures import MEASURES, PLOTS
 from stratbench.study import config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 
@@ -147,15 +149,27 @@ def write_page(
 
 @pytest.fixture(scope="module")
 def cells():
-    names = ("single", "ddp", "ps-sync", "ps-async", "ps-dana")
+    names = ("single", "ddp", "fsdp", "ps-sync", "ps-async", "ps-dana")
     return fixture.expand(strategies=names, models=("vgg16", "convnext_large"), repeats=2)
 
 
 @pytest.fixture(scope="module")
 def page_path(tmp_path_factory, cells):
-    options = ("--partial", "--description", "About <this> study")
-    root = tmp_path_factory.mktemp("report")
-    return write_page(root, cells, fixture.DEMO_STATUSES, options=options)
+    """A report with every section."""
+    prediction = (
+        "experiment,strategy,peak_mib_predicted,peak_mib_measured,peak_error_percent,"
+        "states_bytes_predicted,states_bytes_measured,states_error_percent,"
+        "sent_bytes_predicted,sent_bytes_measured,sent_error_percent,train_s_in_range\n"
+        "main,ddp,101,100,1.0,8,8,0.0,5,5,0.0,True\nmain,ps-dana,98,100,-2.0,8,8,0.0,5,5,0.0,False\n"
+    )
+    return write_page(
+        tmp_path_factory.mktemp("report"),
+        cells,
+        fixture.DEMO_STATUSES,
+        options=("--partial", "--description", "About <this> study"),
+        timelines=True,
+        prediction=prediction,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -178,16 +192,13 @@ def test_the_page_needs_nothing_from_elsewhere(page_path, page):
 
 def test_every_figure_and_table_is_there_with_words_for_it(page):
     images = page.all("img")
-    # No record of this study has a timeline.
-    drawn = [name for name, plot in PLOTS.items() if plot.needs != "utilisation_pct"]
-    assert len(images) == len(drawn)
+    assert len(images) == len(PLOTS)
     assert all(len(image["alt"]) > 40 for image in images)
     assert len(page.all("figcaption")) == len(images)
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     # This study has ddp and ps-sync, so that no other table is without a number.
-    told = set(MEASURES) - {"utilisation", "perplexity"}
+    told = set(MEASURES) - {"perplexity"}
     assert {f"t-main-{name}" for name in told} <= ids
-    assert "t-main-utilisation" not in ids
     described = [t["aria-describedby"] for t in page.all("table") if "aria-describedby" in t]
     assert {f"c-main-{name}" for name in told} <= set(described)
     assert set(described) <= ids
@@ -238,6 +249,8 @@ def test_a_cpu_study_says_first_that_it_is_one(tmp_path):
     cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",), gpus=(1, 2))
     page = Page(write_page(tmp_path, cells, device="cpu", figures=False).read_text())
     text = " ".join(page.text)
+    # No record of this study has a timeline.
+    assert "t-main-utilisation" not in {a.get("id") for a in page.all("table")}
     assert "All cells ran without a GPU" in text
     assert "share 2 cores of constructed-host" in text
     assert text.index("without a GPU") < text.index("Experiment main")
@@ -331,8 +344,6 @@ PAPER_STATUSES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_whole_paper_study_renders(tmp_path):
     """The experiments of config.yaml's `paper` on up to 2 GPUs, one repeat, of constructed records.
 
@@ -393,3 +404,94 @@ def test_a_variant_without_a_record_is_told_as_one():
     assert not ddp["summary"].startswith("a variant")
     assert mine["summary"] == "a variant, of which there is no record."
     assert policy["summary"].startswith("a variant of fsdp: ")
+
+
+# ---- in a browser ------------------------------------------------------------------------------
+
+
+#: Leaves what it saw as JSON in the page's title.
+VISIT = """<script>
+addEventListener("load", function () {
+  var tally = document.querySelector(".tally").getBoundingClientRect();
+  var seen = { answered_px: tally.bottom, height_px: document.documentElement.scrollHeight };
+  seen.dark = getComputedStyle(document.body).backgroundColor;
+  document.querySelectorAll("details").forEach(function (d) { d.open = true; });
+  seen.scales = Array.from(document.querySelectorAll("figure")).map(function (figure) {
+    return figure.querySelector("img").clientWidth / figure.style.getPropertyValue("--pt");
+  });
+  Object.assign(seen, { tables: 0, columns: 0, numeric: 0 });
+  Object.assign(seen, { unsorted: [], lost: [], dangling: [], broken: [] });
+  document.querySelectorAll("table.sortable").forEach(function (table, t) {
+    seen.tables++;
+    var before = table.tBodies[0].rows.length;
+    table.querySelectorAll("thead th").forEach(function (th, column) {
+      var button = th.querySelector("button");
+      if (!button) return;
+      seen.columns++;
+      ["ascending", "descending"].forEach(function (wanted) {
+        button.click();
+        var texts = Array.from(table.tBodies[0].rows).map(function (row) {
+          var cell = row.cells[column], given = cell.dataset.sort;
+          return given === undefined ? cell.textContent.trim() : given;
+        });
+        var filled = texts.filter(function (x) { return x !== ""; });
+        var emptyLast = texts.slice(filled.length).every(function (x) { return x === ""; });
+        var numbers = filled.map(Number);
+        var ordered = numbers.some(isNaN) || numbers.every(function (x, i) {
+          return i === 0 || (wanted === "ascending" ? numbers[i - 1] <= x : numbers[i - 1] >= x);
+        });
+        if (filled.length > 1 && !numbers.some(isNaN)) seen.numeric++;
+        if (!ordered || !emptyLast || th.getAttribute("aria-sort") !== wanted)
+          seen.unsorted.push(t + ":" + th.textContent + ":" + wanted);
+        if (texts.length !== before) seen.lost.push(t + ":" + th.textContent);
+      });
+    });
+  });
+  document.querySelectorAll("a[href^='#']").forEach(function (a) {
+    if (!document.getElementById(a.getAttribute("href").slice(1))) seen.dangling.push(a.href);
+  });
+  document.querySelectorAll("img").forEach(function (image) {
+    if (!image.complete || image.naturalWidth === 0) seen.broken.push(image.alt);
+  });
+  seen.images = document.querySelectorAll("img").length;
+  seen.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  document.title = "seen:" + JSON.stringify(seen);
+});
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    program = find_chromium()
+    if program is None:
+        pytest.skip(NO_BROWSER)
+    found = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+
+
+#: Height of the first screen of a laptop and of a phone, by their widths.
+SCREENS_PX = {1280: 720, 420: 900}
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", SCREENS_PX)
+def test_everything_works_at_desktop_and_phone_width(browser, page_path, width, dark):
+    trial = page_path.with_name("trial.html")
+    trial.write_text(page_path.read_text().replace("</body>", VISIT))
+    browser.sized(width, 900)
+    browser.shown_as("dark" if dark else "light")
+    browser.open(f"file://{trial}", "document.title.startsWith('seen:')")
+    assert browser.complaints == []
+    seen = json.loads(browser.run("document.title").removeprefix("seen:"))
+    for fault in ("unsorted", "lost", "dangling", "broken"):
+        assert seen[fault] == [], fault
+    assert seen["tables"] > 20
+    assert seen["numeric"] > 40
+    assert seen["images"] == len(PLOTS)
+    assert seen["overflow"] <= 0  # the page itself never scrolls sideways
+    assert seen["answered_px"] < SCREENS_PX[width]
+    assert seen["height_px"] < 12_000
+    assert seen["dark"] == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+    if width == 1280:  # text is of one size in all figures
+        assert max(seen["scales"]) / min(seen["scales"]) < 1.01
