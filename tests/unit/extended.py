@@ -8,6 +8,7 @@ one, which imports the changed package. Prints JSON: of each section what went w
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -17,16 +18,28 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import fastjsonschema  # noqa: F401
-import matplotlib as mpl
-import numpy as np
-import pandas as pd
-import scipy.stats  # noqa: F401
-import sklearn.datasets  # noqa: F401
-import torch
-import torch._dynamo
-import torch.distributed as dist
-import torch.distributed.fsdp
+# What is imported stays: nothing looks for garbage in it, here or in a forked process.
+gc.disable()
+try:
+    import fastjsonschema  # noqa: F401
+    import jsonschema  # noqa: F401
+    import matplotlib as mpl
+    import matplotlib.backends.backend_pdf
+    import matplotlib.pyplot
+    import numpy as np
+    import pandas as pd
+    import scipy.stats  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torch
+    import torch._dynamo
+    import torch.distributed as dist
+    import torch.distributed.fsdp
+
+    with contextlib.suppress(RuntimeError):  # the package knows what to do where it does not load
+        import torchvision  # noqa: F401
+finally:
+    gc.freeze()
+    gc.enable()
 
 mpl.use("agg")
 CPU = torch.device("cpu")
@@ -240,7 +253,8 @@ def main(sections: str) -> None:
         with open(mine, encoding="utf-8") as pipe:
             found[section] = pipe.read() or None
         os.waitpid(pid, 0)
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # without taking all that was imported apart
 
 
 if __name__ == "__main__":
