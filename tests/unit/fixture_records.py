@@ -520,7 +520,7 @@ def write_study(
             continue
         path = cell.record_path(root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1))
+        path.write_text(json.dumps(record))
         if timelines:
             write_timeline(path.with_name("timeline.csv"), cell)
     return study_dir

@@ -15,6 +15,7 @@ from stratbench.analysis.audit.rule import (
     Found,
     coordinates_of_group,
     coordinates_of_row,
+    rows_of,
     rule,
 )
 from stratbench.analysis.derived import value_at
@@ -108,7 +109,7 @@ def repeats_end_differently(evidence: Evidence) -> Iterator[Found]:
 def mixed_limits(evidence: Evidence) -> Iterator[Found]:
     for _, rows in evidence.cells.groupby(["experiment", "model"], sort=False):
         longest_s = rows["time_limit_s"].max()
-        for row in rows[rows["status"] == "timeout"].itertuples():
+        for row in rows_of(rows[rows["status"] == "timeout"]):
             if row.time_limit_s < longest_s:
                 yield Found(
                     coordinates_of_row(row),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import pairwise
+from typing import Any
 
 from stratbench.analysis.audit.checks import (
     Facts,
@@ -74,11 +75,23 @@ def contradictory_counts(facts: Facts) -> Iterator[str]:
         yield from faults_of_updates(facts)
     yield from faults_of_workers(facts)
     yield from faults_of_models(facts)
+    # Paths take longer than all else here, and hardly a record needs one.
+    if all(map(is_plausible, facts.record.values())):
+        return
     for path, value in numbers_by_path(facts.record):
         if not math.isfinite(value):
             yield f"{path} is {value}, which is no number"
         elif value < 0 and not path.startswith(("settings.", "strategy.options.")):
             yield f"{path} is {value:.6g}, less than nothing"
+
+
+def is_plausible(value: Any) -> bool:
+    """Whether all numbers in a value are finite and none is negative."""
+    if isinstance(value, dict):
+        return all(map(is_plausible, value.values()))
+    if isinstance(value, list):
+        return all(map(is_plausible, value))
+    return not isinstance(value, (int, float)) or (math.isfinite(value) and value >= 0)
 
 
 def faults_of_settings(facts: Facts) -> Iterator[str]:

@@ -14,6 +14,7 @@ from stratbench.analysis.audit.rule import (
     coordinates_of_cell,
     coordinates_of_row,
     record_rule,
+    rows_of,
     rule,
 )
 from stratbench.analysis.derived import value_at
@@ -32,7 +33,7 @@ TOGETHER_S = 2.5
     "A GPU was slowed down by heat or by a lack of power in part of the samples.",
 )
 def throttled(evidence: Evidence) -> Iterator[Found]:
-    for row in evidence.ok[evidence.ok["throttled_share"] > THROTTLED].itertuples():
+    for row in rows_of(evidence.ok[evidence.ok["throttled_share"] > THROTTLED]):
         yield Found(
             coordinates_of_row(row), f"throttled in {row.throttled_share:.0%} of the samples"
         )
@@ -45,7 +46,7 @@ def throttled(evidence: Evidence) -> Iterator[Found]:
     "Other processes used the machine when the cell started: it measures them too.",
 )
 def busy_machine(evidence: Evidence) -> Iterator[Found]:
-    for row in evidence.ok[evidence.ok["other_cpu_cores"] > OTHERS].itertuples():
+    for row in rows_of(evidence.ok[evidence.ok["other_cpu_cores"] > OTHERS]):
         yield Found(coordinates_of_row(row), f"others used {row.other_cpu_cores:.2g} CPU cores")
 
 

@@ -18,6 +18,7 @@ from stratbench.analysis.audit.rule import (
     Found,
     coordinates_of_group,
     record_rule,
+    rows_of,
     rule,
 )
 from stratbench.analysis.derived import value_at
@@ -73,7 +74,7 @@ def oom_with_more_workers(evidence: Evidence) -> Iterator[Found]:
     failed = evidence.cells[
         evidence.cells["status"].eq("oom") & evidence.cells["device_kind"].eq("cuda")
     ]
-    for row in failed.drop_duplicates(GROUP).itertuples():
+    for row in rows_of(failed.drop_duplicates(GROUP)):
         group = Group(row.experiment, row.strategy, row.model, row.gpus)
         fewer = [k for k in evidence.on_any_count(group) if k.gpus < row.gpus]
         if fewer:

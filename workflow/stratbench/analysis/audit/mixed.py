@@ -247,6 +247,7 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
     return found
 
 
+@lru_cache(maxsize=10_000)
 def row_comparing(path: str) -> int | None:
     """The row of TABLE that compares a field; None if the field may differ."""
     name = path.removeprefix("worker.")
@@ -265,14 +266,11 @@ def row_comparing(path: str) -> int | None:
 @lru_cache(maxsize=1)
 def records_by_row(evidence: Evidence) -> list[list[tuple[Record, dict[str, set[str]]]]]:
     """For each row of TABLE, every record with its values of the row's fields."""
-    entry_of: dict[str, int | None] = {}
     found: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
     for record in evidence.records:
         parts: list[dict[str, set[str]]] = [{} for _ in TABLE]
         for path, values in texts_by_path(record).items():
-            if path not in entry_of:
-                entry_of[path] = row_comparing(path)
-            if (entry := entry_of[path]) is not None:
+            if (entry := row_comparing(path)) is not None:
                 parts[entry][path] = values
         for entry, part in enumerate(parts):
             found[entry].append((record, part))

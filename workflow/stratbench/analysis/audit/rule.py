@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import pandas as pd
@@ -61,6 +62,11 @@ class Evidence:
         for group in self.groups:
             self._alike[group.with_strategy("")].append(group)
             self._alike[group.with_gpus(0)].append(group)
+
+    @cached_property
+    def rows(self) -> list[Any]:
+        """The cells with a result one by one, for all rules: pandas takes long over so many columns."""
+        return list(self.ok.itertuples())
 
     def with_any_strategy(self, group: Group) -> list[Group]:
         """The groups on the same model and number of workers, including the group itself."""
@@ -159,6 +165,11 @@ def coordinates_of_strategy(group: Group) -> Row:
 def coordinates_of_cell(cell: Row) -> Row:
     """The coordinates of a finding on one cell, from the `cell` of its record."""
     return {name: cell[name] for name in (*GROUP, "repeat")}
+
+
+def rows_of(frame: pd.DataFrame) -> Iterable[Any]:
+    """Rows of cells.csv one by one; mostly there is none, and pandas takes as long over none as over few."""
+    return frame.itertuples() if len(frame) else ()
 
 
 def coordinates_of_row(row: Any) -> Row:

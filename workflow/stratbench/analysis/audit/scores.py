@@ -48,7 +48,7 @@ LOSS, LOSS_SHARE = 0.05, 0.25
 def score_below_floor(evidence: Evidence) -> Iterator[Found]:
     scores = {name: score_of(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)}
     expected: dict[tuple[str, str, float | None], tuple[str, float | None]] = {}
-    for row in evidence.ok.itertuples():
+    for row in evidence.rows:
         if pd.isna(row.score_final):
             continue
         score = scores[row.experiment]

@@ -137,9 +137,11 @@ def superlinear_at_least(
 )
 def same_value_twice(evidence: Evidence) -> Iterator[Found]:
     for column, digits in DIGITS.items():
-        timed = evidence.ok.dropna(subset=[column])
-        twice = timed[timed.duplicated(column, keep=False)]  # few rows: grouping all values is slow
-        for value, rows in twice.groupby(column, sort=False):
+        times = evidence.ok[column]
+        twice = times.notna() & times.duplicated(keep=False)
+        if not twice.any():  # as mostly
+            continue
+        for value, rows in evidence.ok[twice].groupby(column, sort=False):
             if len(f"{value!r}".replace(".", "").strip("0")) >= digits:
                 cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
                 for row in rows.itertuples():
@@ -166,7 +168,7 @@ def same_value_twice(evidence: Evidence) -> Iterator[Found]:
     "Some steps take much longer than most: a straggler, a busy machine, or waits at a server.",
 )
 def steps_uneven(evidence: Evidence) -> Iterator[Found]:
-    for row in evidence.ok.itertuples():
+    for row in evidence.rows:
         if row.step_p99_ms > UNEVEN_STEPS * row.step_p50_ms:
             figures = f"99th percentile {row.step_p99_ms:.4g} ms, median {row.step_p50_ms:.4g} ms"
             yield Found(coordinates_of_row(row), figures)
@@ -223,7 +225,7 @@ def recompiled(facts: Facts) -> Iterator[str]:
     "The workers wait for data: the times say little about the strategy.",
 )
 def input_bound(evidence: Evidence) -> Iterator[Found]:
-    for row in evidence.ok.itertuples():
+    for row in evidence.rows:
         if row.data_ms > INPUT * row.step_mean_ms:
             yield Found(
                 coordinates_of_row(row),
@@ -240,6 +242,8 @@ def input_bound(evidence: Evidence) -> Iterator[Found]:
 def synthetic_unlike_real(evidence: Evidence) -> Iterator[Found]:
     same = ["model", "strategy", "gpus", "global_batch", "precision"]
     column = "throughput_samples_per_s"
+    if not evidence.ok["synthetic_data"].astype(str).eq("True").any():
+        return
     for _, rows in evidence.ok.groupby(same, sort=False):
         is_synthetic = rows["synthetic_data"].astype(str) == "True"
         made, real = (

@@ -35,7 +35,7 @@ FIRST_READS = 4
     "did not move them at every step.",
 )
 def bandwidth_impossible(evidence: Evidence) -> Iterator[Found]:
-    for row in evidence.ok.itertuples():
+    for row in evidence.rows:
         implied = implied_bytes_per_s(row)
         most = MOST_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > most:
