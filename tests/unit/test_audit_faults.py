@@ -17,6 +17,7 @@ from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.checks import Facts, numbers_by_path
+from stratbench.analysis.audit.mixed import MIXED
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Rule
 from stratbench.analysis.audit.times import faults_of_workers
 from stratbench.analysis.columns import COLUMNS
@@ -1348,10 +1349,11 @@ def refused(record: dict[str, Any]) -> bool:
 def found_in(record: dict[str, Any], place: planted.Place, rules: list[Rule]) -> bool:
     """Whether any of the rules finds something with this record in the place of the sound one."""
     alone = Evidence(NO_CELLS, [record])
-    if any(any(rule.check(alone)) for rule in rules if not rule.id.startswith("mixed")):
+    if any(any(rule.check(alone)) for rule in rules if rule not in MIXED):
         return True
+    # The others look at one record by itself, and find nothing in the sound ones.
     beside = Evidence(NO_CELLS, list((sound("cuda") | {place: record}).values()))
-    return any(any(rule.check(beside)) for rule in rules)
+    return any(any(rule.check(beside)) for rule in rules if rule in MIXED)
 
 
 NO_CELLS = pd.DataFrame(columns=list(COLUMNS))

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text; ValueError for what `read_json` refuses."""
     try:
         value = json.loads(text, parse_constant=_refused)
-        _check_ordinary(value)
+        _check_ordinary([value])
     except RecursionError:
         raise ValueError("too many levels") from None
     return value
@@ -73,21 +74,21 @@ def _refused(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
 
 
-def _check_ordinary(value: Any) -> None:
+def _check_ordinary(values: Iterable[Any]) -> None:
     """Raise ValueError for a value that JSON allows but that no table or page can show."""
-    if isinstance(value, str):
-        if not value.isascii():
-            value.encode()  # UnicodeEncodeError, a ValueError, on half characters
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            if not key.isascii():
-                key.encode()
-            _check_ordinary(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            _check_ordinary(inner)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError("a number is too large")
-    elif isinstance(value, int) and not -_MOST_WHOLE <= value < _MOST_WHOLE:
-        raise ValueError("a whole number is too large")
+    for value in values:  # without a call for each: a record has hundreds
+        kind = type(value)
+        if kind is str:
+            if not value.isascii():
+                value.encode()  # UnicodeEncodeError, a ValueError, on half characters
+        elif kind is float:
+            if not math.isfinite(value):
+                raise ValueError("a number is too large")
+        elif kind is int:
+            if not -_MOST_WHOLE <= value < _MOST_WHOLE:
+                raise ValueError("a whole number is too large")
+        elif kind is dict:
+            _check_ordinary(value)  # its keys
+            _check_ordinary(value.values())
+        elif kind is list:
+            _check_ordinary(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -76,7 +76,7 @@ def contradictory_counts(facts: Facts) -> Iterator[str]:
     yield from faults_of_workers(facts)
     yield from faults_of_models(facts)
     # Paths take longer than all else here, and hardly a record needs one.
-    if all(map(is_plausible, facts.record.values())):
+    if are_plausible(facts.record.values()):
         return
     for path, value in numbers_by_path(facts.record):
         if not math.isfinite(value):
@@ -85,13 +85,18 @@ def contradictory_counts(facts: Facts) -> Iterator[str]:
             yield f"{path} is {value:.6g}, less than nothing"
 
 
-def is_plausible(value: Any) -> bool:
-    """Whether all numbers in a value are finite and none is negative."""
-    if isinstance(value, dict):
-        return all(map(is_plausible, value.values()))
-    if isinstance(value, list):
-        return all(map(is_plausible, value))
-    return not isinstance(value, (int, float)) or (math.isfinite(value) and value >= 0)
+def are_plausible(values: Iterable[Any]) -> bool:
+    """Whether all numbers in values are finite and none is negative."""
+    for value in values:
+        if isinstance(value, (int, float)):
+            if not math.isfinite(value) or value < 0:
+                return False
+        elif isinstance(value, dict):
+            if not are_plausible(value.values()):
+                return False
+        elif isinstance(value, list) and not are_plausible(value):
+            return False
+    return True
 
 
 def faults_of_settings(facts: Facts) -> Iterator[str]:
