@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import re
-from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
 import fixture_records as fixture
@@ -23,7 +21,6 @@ from stratbench.analysis import (
     audit,
     collect,
     decide,
-    paper_audit,
     plots,
     report,
     sections,
@@ -78,15 +75,6 @@ def saving(complete):
     return save
 
 
-@cache
-def audit_of_the_paper() -> bytes:
-    """paper_audit.csv, the same for every study."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "paper_audit.csv")
-        paper_audit.main(["--out", str(path)])
-        return path.read_bytes()
-
-
 def write_page(
     root,
     cells,
@@ -120,7 +108,9 @@ def write_page(
     answers = ["--answers-out", str(out / "answers.json")]
     decide.main([*common, *audited, "--out", str(out / "decision.csv"), *answers])
     compared = ["--cells-out", str(out / "against_cells.csv")]
-    against.main([*common, *audited, *compared, "--claims-out", str(out / "against_claims.csv")])
+    compared += ["--claims-out", str(out / "against_claims.csv")]
+    compared += ["--paper-audit-out", str(out / "paper_audit.csv")]
+    against.main([*common, *audited, *compared])
     summary = str(out / "summary.csv")
     tables.main([*common, *audited, "--summary-out", summary, "--out-dir", str(out / "tables")])
     common += ["--summary", summary]
@@ -139,7 +129,6 @@ def write_page(
                     lambda *files: {n: rows for n, rows in read(*files).items() if n in figures},
                 )
             plots.main([*common, *drawn, "--out-dir", str(out / "plots")])
-    (out / "paper_audit.csv").write_bytes(audit_of_the_paper())
     if prediction is not None:
         (out / "prediction.csv").write_text(prediction)
     folder = ["--folder", str(out), "--study-dir", str(study_dir)]

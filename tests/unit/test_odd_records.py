@@ -18,7 +18,7 @@ from typing import Any
 import fixture_records as fixture
 import pytest
 
-from stratbench.analysis import against, audit, collect, decide, paper_audit, plots, report, tables
+from stratbench.analysis import against, audit, collect, decide, plots, report, tables
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.study import plan_file
@@ -186,8 +186,9 @@ def test_every_later_stage_goes_through(odd: Odd) -> None:
     outs = ["--out", str(here / "decision.csv"), "--answers-out", str(here / "answers.json")]
     assert decide.main([*both, *outs]) == 0
     outs = ["--cells-out", str(here / "against_cells.csv")]
-    assert against.main([*both, *outs, "--claims-out", str(here / "against_claims.csv")]) == 0
-    assert paper_audit.main(["--out", str(here / "paper_audit.csv")]) == 0
+    outs += ["--claims-out", str(here / "against_claims.csv")]
+    outs += ["--paper-audit-out", str(here / "paper_audit.csv")]
+    assert against.main([*both, *outs]) == 0
     assert report.main(["--folder", str(here), "--study-dir", str(here), "--partial"]) == 0
     text = (here / "report.html").read_text()
     assert "record.json" in text

@@ -118,6 +118,6 @@ def test_nothing_else_is_found_and_the_file_has_everything(found, tmp_path):
         *("no-common-cell", "versions-disagree", "size-of-another-model"),
     }
     assert {f["rule"] for f in found} == rules
-    assert paper_audit.main(["--out", str(tmp_path / "paper_audit.csv")]) == 0
+    paper_audit.write_paper_audit(tmp_path / "paper_audit.csv")
     read = paper_audit.read_paper_audit(tmp_path / "paper_audit.csv")
     assert list(read["figures"]) == [f["figures"] for f in found]

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from synthetic_files import Files
 
-from stratbench.analysis import against, audit, collect, decide, paper_audit, report, tables
+from stratbench.analysis import against, audit, collect, decide, report, tables
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.verdict_section import verdict_section
 from stratbench.analysis.verdicts import raced_groups, read_verdict
@@ -35,8 +35,8 @@ def told(tmp_path_factory) -> Files:
     decide.main([*both, "--verdict", f"{root}/verdict/verdict.json", "--out", f"{root}/decision.csv",
                  "--answers-out", f"{root}/answers.json"])  # fmt: skip
     against.main([*both, "--cells-out", f"{root}/against_cells.csv",
-                  "--claims-out", f"{root}/against_claims.csv"])  # fmt: skip
-    paper_audit.main(["--out", f"{root}/paper_audit.csv"])
+                  "--claims-out", f"{root}/against_claims.csv",
+                  "--paper-audit-out", f"{root}/paper_audit.csv"])  # fmt: skip
     return files
 
 

@@ -38,8 +38,8 @@ STAGES = {
     " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
     "against": "python -m stratbench.analysis.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
-    " --claims-out {params.out:q}/against_claims.csv",
-    "paper_audit": "python -m stratbench.analysis.paper_audit --out {params.out:q}/paper_audit.csv",
+    " --claims-out {params.out:q}/against_claims.csv"
+    " --paper-audit-out {params.out:q}/paper_audit.csv",
     "report": "python -m stratbench.analysis.report --folder {params.out:q}"
     " --study-dir {params.study:q} --verdict={params.verdict:q}"
     " --description={params.description:q}",
@@ -93,23 +93,6 @@ rule audit_records:
         "audit the records of {wildcards.study}"
     shell:
         FIND_PACKAGE + STAGES["audit"] + " > {log:q} 2>&1"
-
-
-# The published tables under the same rules; they are the same for every study.
-rule audit_paper:
-    output:
-        f"{RESULTS}/{{study}}/paper_audit.csv",
-    log:
-        f"{RESULTS}/{{study}}/logs/audit_paper.log",
-    localrule: True
-    conda:
-        ENV
-    params:
-        out=study_dir,
-    message:
-        "audit the published tables"
-    shell:
-        FIND_PACKAGE + STAGES["paper_audit"] + " > {log:q} 2>&1"
 
 
 rule make_tables:
@@ -200,6 +183,7 @@ rule compare_with_paper:
     output:
         cells=f"{RESULTS}/{{study}}/against_cells.csv",
         claims=f"{RESULTS}/{{study}}/against_claims.csv",
+        audit=f"{RESULTS}/{{study}}/paper_audit.csv",
     log:
         f"{RESULTS}/{{study}}/logs/compare_with_paper.log",
     benchmark:

@@ -6,9 +6,8 @@ the text makes (on memory, on sizes) are judged by the bounds of these rules.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ PAPER_AUDIT_COLUMNS = ("version", *AUDIT_COLUMNS)
 SAME_SIZE = 0.05
 
 
+@cache
 def findings_on_paper() -> list[dict[str, Any]]:
     """All findings on the paper, the most severe first; keys are PAPER_AUDIT_COLUMNS."""
     found: list[dict[str, Any]] = []
@@ -114,19 +114,9 @@ def read_paper_audit(path: Path) -> pd.DataFrame:
     return read_audit(path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="stratbench.analysis.paper_audit", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the findings (CSV)")
-    args = parser.parse_args(argv)
+def write_paper_audit(path: Path) -> None:
+    """Writes paper_audit.csv, and prints how much is found."""
     found = findings_on_paper()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(found, columns=list(PAPER_AUDIT_COLUMNS)).to_csv(args.out, index=False)
-    print(
-        f"{len(found)} findings in the paper's tables, by {len({f['rule'] for f in found})} rules"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    pd.DataFrame(found, columns=list(PAPER_AUDIT_COLUMNS)).to_csv(path, index=False)
+    rules = {finding["rule"] for finding in found}
+    print(f"{len(found)} findings in the paper's tables, by {len(rules)} rules")
