@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
@@ -66,10 +67,12 @@ def settings(strategy: str = "ddp", **changes: Any) -> Settings:
 
 
 def until(condition: Callable[[], object], timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
+    """Wait for it; soon again at first, then every 0.05 s."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 def train_one_epoch(launched: LaunchedCell) -> None:
@@ -90,9 +93,17 @@ def phase_logs(logs: Path) -> list[Path]:
 
 def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> None:
     """None of `processes` runs any more; a zombie, whose end nobody took note of, has ended."""
-    _, alive = psutil.wait_procs(processes, timeout=within_s)
-    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    with contextlib.suppress(AssertionError):
+        until(lambda: not any(map(_runs, processes)), within_s)
+    alive = [p for p in processes if _runs(p)]
     assert not alive, [(p.pid, p.cmdline()) for p in alive]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager

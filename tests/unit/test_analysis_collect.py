@@ -132,6 +132,7 @@ def test_cores_are_those_that_the_workers_may_use(workers, cores):
     assert derived.cpu_cores({"workers": workers}) == cores
 
 
+@pytest.mark.slow
 def test_the_analysis_never_imports_torch():
     modules = "collect, tables, plots, report"
     code = f"import sys; from stratbench.analysis import {modules}; print('torch' in sys.modules)"

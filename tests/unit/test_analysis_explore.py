@@ -139,6 +139,7 @@ def many(study):
     return cells, explore.render(explore.page_data(cells, findings), "many", [], None)
 
 
+@pytest.mark.slow
 def test_the_page_of_ten_thousand_cells_is_smaller_than_a_mebibyte(many):
     _, page = many
     assert len(page) < 2**20

@@ -269,7 +269,7 @@ def test_a_download_is_verified_and_the_next_mirror_tried(
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         base = f"http://127.0.0.1:{server.server_port}"
         mirrors = [f"{base}/{folder.relative_to(tmp_path / 'server')}/" for folder in (bad, good)]
         monkeypatch.setattr(sources, "MNIST_MIRRORS", tuple(mirrors))
@@ -347,6 +347,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, ho
     assert prepare("mine", out, spec=SPEC)["train_samples"] == 300
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> None:
     processes = [

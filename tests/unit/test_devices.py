@@ -68,9 +68,9 @@ def test_a_killed_holder_gives_its_gpus_back():
     other = hold(1, "a")
     assert other.stdout.readline() == "holds a\n"
     other.kill()
+    other.wait()
     with devices.reserve(["a"], 1) as mine:
         assert mine == ["a"]
-    other.wait()
 
 
 def test_too_few_gpus():

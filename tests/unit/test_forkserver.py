@@ -169,6 +169,7 @@ def test_what_is_no_request_harms_nobody(light, sent):
     assert process.exitcode == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("light", [((), 40)], indirect=True)
 def test_a_server_out_of_descriptors_keeps_what_it_has_forked_and_comes_round(light):
     kept = started(light, "sleep", 600)

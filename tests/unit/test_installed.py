@@ -82,6 +82,7 @@ def installed(tmp_path_factory):
     return Installed(tmp_path_factory.mktemp("installed"))
 
 
+@pytest.mark.slow
 def test_a_wheel_has_every_file_of_the_workflow(installed):
     def ours(path: Path) -> bool:
         return path.is_file() and "egg-info" not in str(path) and path.suffix != ".pyc"
@@ -95,6 +96,7 @@ def test_a_wheel_has_every_file_of_the_workflow(installed):
         assert wanted - set(wheel.namelist()) == set()
 
 
+@pytest.mark.slow
 def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed, tmp_path):
     code = (
         "from stratbench.cell import places; from stratbench.cell.record import _schema;"
@@ -282,6 +284,7 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, argu
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_config_is_told_by_a_command_that_is_quiet_otherwise(tmp_path):
     (tmp_path / "config.yaml").write_text("study: mine\nstudies: {mine: {repeats: many}}\n")
     package = Path(__file__).parents[2] / "workflow"

@@ -117,6 +117,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from stratbench.train import locks
+locks.POLL_S = 0.05
 how, folder = sys.argv[1], Path(sys.argv[2])
 if how == "worker":
     locks.hold_as_worker(folder)

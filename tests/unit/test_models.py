@@ -224,6 +224,7 @@ def test_wrap_groups_are_disjoint_and_in_forward_order(name: str) -> None:
     assert order == [label for label, _ in groups]
 
 
+@pytest.mark.slow
 def test_batchnorm_and_dropout_are_found_where_they_are() -> None:
     with_batchnorm = {name for name in MODELS if has_batchnorm(on_meta(name, 10))}
     assert {MODELS[name].family for name in with_batchnorm} == {

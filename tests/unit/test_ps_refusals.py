@@ -162,12 +162,12 @@ def test_strangers_are_refused_and_the_run_goes_on(run, said, door):
 
 
 def test_a_stranger_that_says_nothing_is_refused_at_the_deadline(gates, run):
-    gates[0]._deadline_s = 1.0  # only now: the worker had all the time it needed
+    gates[0]._deadline_s = 0.3  # only now: the worker had all the time it needed
     started = time.monotonic()
     with socket.create_connection(run.address) as sock:
         sock.sendall(b"P")
         answer_of(sock)
-    assert time.monotonic() - started > 0.9
+    assert time.monotonic() - started > 0.25
     assert "deadline" in run.finish()["refusals"][0]
 
 
@@ -260,13 +260,13 @@ def test_a_server_without_descriptors_waits_for_some(tmp_path):
 
     def full(listener):
         times.append(time.monotonic())
-        if times[-1] - times[0] < 1.0:
+        if times[-1] - times[0] < 0.3:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return accept(listener)
 
     with mock.patch.object(socket.socket, "accept", full):
         stats = join_late(tmp_path, lambda address: None)
-    assert 2 <= len(times) <= 12
+    assert 2 <= len(times) <= 8
     assert "Too many open files" in stats["refusals"][0]
 
 
@@ -345,6 +345,7 @@ def test_a_peer_that_knows_the_secret_is_held_to_the_protocol(run, changed, reas
     assert run.finish()["refused"] == 1
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_model_is_refused(tmp_path, monkeypatch):
     passed_s, real = [0.0], time.monotonic
     clock = SimpleNamespace(monotonic=lambda: real() + passed_s[0], perf_counter=time.perf_counter)
@@ -382,6 +383,8 @@ class Recorder:
     def _run(self):
         worker, _ = self._listener.accept()
         server = socket.create_connection(self._address)
+        for sock in (worker, server):  # as those between which it stands
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=self._copy_back, args=(server, worker), daemon=True).start()
         stream = worker.makefile("rb")
         with contextlib.suppress(OSError):
@@ -574,6 +577,7 @@ def test_a_shard_pushed_twice_for_one_ticket_is_refused(tmp_path):
     assert set(server.result()["updates"]) == {8}
 
 
+@pytest.mark.slow
 def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(
     tmp_path, caplog, monkeypatch
 ):

@@ -335,6 +335,7 @@ def zipped_with_flag(files) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_mutated_bundles_end_in_a_sentence_or_are_read(bundled, tmp_path):
     chance = random.Random(17)

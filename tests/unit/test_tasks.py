@@ -177,6 +177,7 @@ def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
     own_tasks, tmp_path, start_cell, warm
 ):
@@ -258,6 +259,7 @@ def test_a_plan_of_steps_ends_within_its_last_epoch():
         TicketPlan(3, 4, 2, steps=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "workers"), [("ddp", 2), ("ps-async", 2)])
 def test_steps_start_the_data_over_and_leave_no_score(strategy, workers, start_cell, warm):
     """64 samples are 4 batches of 16: 10 steps are two and a half passes."""
@@ -323,6 +325,7 @@ def study(tmp_path_factory) -> tuple[Path, pd.DataFrame, list[dict]]:
     return folder, read_cells(folder / "cells.csv"), found
 
 
+@pytest.mark.slow
 def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     folder, cells, records = study
     assert [f for f in audit.audit(cells, records) if f["severity"] != "note"] == []

@@ -124,6 +124,7 @@ def test_gpu_facts_join_torchs_and_nvmls(monkeypatch):
     assert "driver" not in facts
 
 
+@pytest.mark.slow
 def test_torchvision_is_not_imported_for_its_version():
     program = (
         "import sys; from stratbench.telemetry.provenance import worker_provenance;"
