@@ -1,6 +1,7 @@
 """Slow, obvious versions of the parameter server's policies, in plain numpy, to test against.
 
-Each keeps everything it was ever told and replays it to answer. None shares code with the policies.
+Each keeps everything it was ever told and, after each step, replays it from the start to answer. None
+shares code with the policies.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ class Reference:
         self.eta = hyper.lr * hyper.lr_scale
         self.options = options
         self.steps = []  # (gradient, its weight), one for each update
+        self.replayed = None
         self.step_lr = self.eta
         self.live = set(range(self.n))
 
     def replay(self):
         """Weights after every update, the first being w0; and the directions stepped along."""
+        if self.replayed is None or len(self.replayed[1]) != len(self.steps):
+            self.replayed = self.replay_from_the_start()
+        return self.replayed
+
+    def replay_from_the_start(self):
         w, v, weights, directions = self.w0, None, [self.w0], []
         for g, weight in self.steps:
             d = weight * (g + self.wd * w)
