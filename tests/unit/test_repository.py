@@ -149,6 +149,7 @@ def test_every_rule_names_its_environment():
                 assert re.search(r"conda:\s+ENV", rule), f"{path.name}: rule {rule.splitlines()[0]}"
 
 
+@pytest.mark.slow
 def test_only_tests_use_mocks():
     found = [
         str(path.relative_to(ROOT))
@@ -183,6 +184,7 @@ def text_files_opened_by_locale(source: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_text_files_are_utf_8_whatever_the_locale():
     found = {
         str(path.relative_to(ROOT)): lines

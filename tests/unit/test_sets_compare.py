@@ -234,6 +234,7 @@ def test_the_committed_example_is_what_a_comparison_writes(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_the_paper_says_how_little_its_versions_can_be_compared():
     found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
     assert len(found.with_ratio) == 12
@@ -244,6 +245,7 @@ def test_the_paper_says_how_little_its_versions_can_be_compared():
     assert "in one of them alone: 0 kinds of cells in v1, 22 in v2." in headline_of(found)
 
 
+@pytest.mark.slow
 def test_the_decision_goes_over_all_sets_by_time_or_by_cost(sets):
     pair = [sets["old"], sets["same"]]
     by_time = decisions_over([sets["old"], sets["slow"]], {}, Constraints(gpus=2))
@@ -257,6 +259,7 @@ def test_the_decision_goes_over_all_sets_by_time_or_by_cost(sets):
     assert decisions_over([sets["old"], read_set("paper:v1")], {}, Constraints()) == []
 
 
+@pytest.mark.slow
 def test_two_experiments_of_one_job_are_told_apart(tmp_path):
     cells = [c for name in ("first", "second") for c in fixture.expand(**CELLS, experiment=name)]
     sets = [
@@ -266,6 +269,7 @@ def test_two_experiments_of_one_job_are_told_apart(tmp_path):
         assert re.fullmatch(r"\w+ \((old|new), (first|second)\)", decision.choice.strategy)
 
 
+@pytest.mark.slow
 def test_the_page_and_its_tables_hold_foreign_texts_as_texts(folder, tmp_path, capsys):
     named = {"old": str(folder / "old/constructed"), "fast": str(folder / "fast/constructed")}
     assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path)]) == 0

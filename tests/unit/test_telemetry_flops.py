@@ -19,7 +19,13 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "efficientnet" in name else ())
+        for name in PUBLISHED
+    ],
+)
 def test_published_networks(name):
     models.import_torchvision()
     import torchvision
