@@ -59,7 +59,7 @@ def damage(folder: Path) -> None:
             "licence is missing",
         ),
         (lambda f: (f / "lab.yaml").write_text(STATEMENT + "more: 1\n"), "'more' is unknown"),
-        (lambda f: (f / "lab.yaml").write_text("[" * 3000), "cannot be read as YAML"),
+        (lambda f: (f / "lab.yaml").write_text("[" * 1000), "cannot be read as YAML"),
         (
             lambda f: (f / "lab.yaml").write_text(STATEMENT.replace("CC-BY-4.0", "mine")),
             "licence 'mine': must be",
