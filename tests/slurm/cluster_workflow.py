@@ -20,6 +20,7 @@ from launching import phase_logs
 from stratbench.train.forkserver import FOLDER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+from snakemake_forks import StartedSnakemake
 from tiny_study import Workflow, tiny_config
 
 Found = TypeVar("Found")
@@ -75,7 +76,7 @@ class ClusterWorkflow(Workflow):
         """
         self.variables[FOLDER_VARIABLE] = warm[FOLDER_VARIABLE]
 
-    def finish(self, run: subprocess.Popen[str], limit_s: float) -> str:
+    def finish(self, run: StartedSnakemake, limit_s: float) -> str:
         """What a started Snakemake printed, once it has ended; killed and failed after `limit_s`."""
         try:
             return run.communicate(timeout=limit_s)[0]

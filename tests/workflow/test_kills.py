@@ -117,7 +117,7 @@ def processes(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
                 continue
             command = " ".join(process.cmdline())
             output = Path(f"/proc/{process.pid}/fd/1").readlink().name
-            if "-m snakemake" in command:
+            if "-m snakemake" in command or "snakemake_forks" in command:
                 yield "snakemake", process
             elif "train.launch" in command:
                 yield "launcher", process

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import yaml
-from snakemake_forks import run_snakemake
+from snakemake_forks import StartedSnakemake, run_snakemake
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 540
@@ -76,7 +76,7 @@ def skipping_config() -> dict:
     return config
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: StartedSnakemake) -> None:
     """Kill a Snakemake that still runs, and what it has started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -110,22 +110,10 @@ class Workflow:
         done = run_snakemake(given, self.folder, self.environment(), TIMEOUT_S)
         return subprocess.CompletedProcess(command, *done)
 
-    def start(self, *args: str, stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
-        """Start Snakemake in a session of its own, and with Ctrl-C working.
-
-        Where the tests run in a shell's background, it would inherit that SIGINT is ignored. What a
-        failed test leaves running is ended with the tests.
-        """
-        process = subprocess.Popen(
-            self.command(*args),
-            cwd=self.folder,
-            env=self.environment(),
-            text=True,
-            stdout=stdout,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+    def start(self, *args: str, stdout: IO[str] | None = None) -> StartedSnakemake:
+        """Start Snakemake in a session of its own. What a failed test leaves running ends with the tests."""
+        _, _, _, *given = self.command(*args)
+        process = StartedSnakemake(given, self.folder, self.environment(), stdout)
         atexit.register(end, process)
         return process
 
