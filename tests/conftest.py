@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ from stratbench.telemetry.cores import usable_cores
 from stratbench.train import forkserver
 from stratbench.workload.prepare import prepare
 
+#: Where the process that hands out the tests keeps the folder of the fork server that `warm` names.
+WARM = pytest.StashKey[str]()
+
 # However long an example takes on a busy machine, `timeout` judges.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
@@ -52,6 +56,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """
     cores = len(usable_cores())
     return cores if "not slow" in config.option.markexpr else 2 * cores + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Processes that run tests side by side share a fork server, which imports PyTorch when one asks."""
+    config = node.config
+    if WARM not in config.stash:
+        shared = ExitStack()
+        config.add_cleanup(shared.close)
+        shared.enter_context(sharing())
+        config.stash[WARM] = os.environ.pop(forkserver.FOLDER_VARIABLE)
+    node.workerinput["warm"] = config.stash[WARM]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -111,15 +127,22 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[dict[str, str]]:
+def warm(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """An environment in which launchers share a fork server: where its own is not what is tested.
 
     It has imported PyTorch: no time limit of a cell runs meanwhile.
     """
-    with sharing():
-        assert forkserver._shared() is not None
-        folder = os.environ.pop(forkserver.FOLDER_VARIABLE)
-        yield os.environ | {forkserver.FOLDER_VARIABLE: folder}
+    folder = getattr(request.config, "workerinput", {}).get("warm")
+    with ExitStack() as own:
+        if folder is None:
+            own.enter_context(sharing())
+            folder = os.environ.pop(forkserver.FOLDER_VARIABLE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(WORKFLOW))
+            patch.setenv(forkserver.FOLDER_VARIABLE, folder)
+            assert forkserver._shared() is not None
+            found = dict(os.environ)
+        yield found
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,9 @@ def sharing(workflow: Path = WORKFLOW) -> Iterator[psutil.Process]:
     """Have launchers share a server, which has its code from `workflow`; yields its process."""
     me = psutil.Process()
     before = me.children()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(workflow))
-        with forkserver.shared_server():
-            (server,) = set(me.children()) - set(before)
-            yield server
+    with ExitStack() as shared:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(workflow))
+            shared.enter_context(forkserver.shared_server())
+        (server,) = set(me.children()) - set(before)
+        yield server

@@ -261,17 +261,17 @@ def test_a_killed_launcher_takes_its_processes_but_not_the_server(shared, start_
 
 
 @pytest.mark.slow
-def test_cells_go_on_without_a_server_that_was_killed(start_cell):
-    with sharing() as server:
-        launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
-        train_one_epoch(launched)
-        processes = server.children()
-        server.kill()
-        code, output = launched.finish()
-        assert code == 1
-        assert "rank0: killed by SIGKILL" in output
-        assert_gone(processes)
-        launched = start_cell(settings("ddp"))
-        code, output = launched.finish()
+def test_cells_go_on_without_a_server_that_was_killed(shared, start_cell):
+    """The last test of the server that cells share here."""
+    launched = start_cell(settings("ddp", epochs=FOREVER, lr=1e-6))
+    train_one_epoch(launched)
+    processes = shared.children()
+    shared.kill()
+    code, output = launched.finish()
+    assert code == 1
+    assert "rank0: killed by SIGKILL" in output
+    assert_gone(processes)
+    launched = start_cell(settings("ddp"))
+    code, output = launched.finish()
     assert code == 0, output
     assert "share a fork server" not in output

@@ -417,10 +417,10 @@ def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cel
 
 
 @pytest.mark.slow
-def test_a_launcher_ends_without_its_parent(start_cell):
+def test_a_launcher_ends_without_its_parent(start_cell, warm):
     """Here of a process that is not its parent, as of one that ended before it could look."""
     parent = subprocess.Popen(["sleep", "600"])
-    launched = start_cell(settings("ddp", epochs=FOREVER), parent=parent.pid)
+    launched = start_cell(settings("ddp", epochs=FOREVER), parent=parent.pid, env=warm)
     code, output = launched.finish()
     parent.kill()
     parent.wait()
