@@ -42,7 +42,8 @@ def _compiled():
         import fastjsonschema
     except ImportError:
         return None
-    return fastjsonschema.compile(_schema())
+    # A third of the work: what is wrong jsonschema tells. Without details it cannot compile a `const`.
+    return fastjsonschema.compile(_schema(), detailed_exceptions=False)
 
 
 def _passes(record: Record) -> bool:
