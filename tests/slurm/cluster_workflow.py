@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,20 +62,31 @@ class ClusterWorkflow(Workflow):
     def __init__(self, folder: Path, config: dict[str, Any], cluster: SlurmCluster) -> None:
         super().__init__(folder, config)
         self.cluster = cluster
+        # A short name, as a socket's path must be. There is no such folder before `share_import`.
+        self._warm = cluster.directory / f"warm-{secrets.token_hex(4)}"
 
     def command(self, *args: str) -> list[str]:
         return [sys.executable, "-m", "snakemake", "--profile", "profiles/slurm", *args]
 
     def environment(self) -> dict[str, str]:
         ours = super().environment()
-        return self.cluster.env | {"XDG_CACHE_HOME": ours["XDG_CACHE_HOME"]} | self.variables
+        changed = {"XDG_CACHE_HOME": ours["XDG_CACHE_HOME"], FOLDER_VARIABLE: str(self._warm)}
+        return self.cluster.env | changed | self.variables
 
-    def share_import(self, warm: dict[str, str]) -> None:
-        """Let cells share the fork server of `warm`: where what ends a job is not what is tested.
+    def share_import(self, warm: Mapping[str, str], *experiments: str) -> None:
+        """From now on let cells, or those of `experiments`, share the fork server of `warm`.
 
-        Their workers are its children then, and not processes of the job.
+        For where what ends a job is not what is tested: their workers are its children then, and not
+        processes of the job.
         """
-        self.variables[FOLDER_VARIABLE] = warm[FOLDER_VARIABLE]
+        if experiments:
+            logs = tuple(f"/logs/{name}/" for name in experiments)
+            self.change_code(
+                "workflow/stratbench/train/forkserver.py",
+                "shared = _shared() if may_share else None",
+                f"shared = _shared() if any(x in ' '.join(sys.argv) for x in {logs}) else None",
+            )
+        self._warm.symlink_to(warm[FOLDER_VARIABLE])
 
     def finish(self, run: StartedSnakemake, limit_s: float) -> str:
         """What a started Snakemake printed, once it has ended; killed and failed after `limit_s`."""

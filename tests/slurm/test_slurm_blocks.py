@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,14 +101,15 @@ def raced(slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
         finish(run)
         found.evidence = next(folder.glob("results/tiny/logs/blocks/**/failure.json")).read_text()
         assert not list(folder.glob("results/tiny/blocks/**/*.json"))
-        workflow.hold("wide")
-        run = workflow.start(*ONCE)
-        wait_for(lambda: workflow.training_worker("blocks/wide"))
-        slurm_session.run("scancel", job("wide"))
-        finish(run)
-        workflow.release("wide")
-        # Nothing ends a job from here on, and no segment imports PyTorch anew on each node.
+        # No worker is killed from here on, and no segment imports PyTorch anew on each node.
         with sharing(folder / "workflow"):
+            workflow.share_import(os.environ)
+            workflow.hold("wide")
+            run = workflow.start(*ONCE)
+            wait_for(lambda: workflow.training_worker("blocks/wide"))
+            slurm_session.run("scancel", job("wide"))
+            finish(run)
+            workflow.release("wide")
             finish(workflow.start(*ONCE))
         yield found
     finally:

@@ -22,13 +22,14 @@ HELD = {"time_limit_s": NEVER_S}
 
 
 def test_a_cell_on_a_node_that_dies_is_trained_on_another(
-    slurm: SlurmCluster, tmp_path: Path
+    slurm: SlurmCluster, tmp_path: Path, warm: dict[str, str]
 ) -> None:
     whole = {"mem_mib_per_cpu_worker": 24000}  # one cell a node
     workflow = ClusterWorkflow(tmp_path, study({"one": HELD, "two": HELD}, **whole), slurm)
     workflow.hold("one", "two")
     run = workflow.start(*CELLS_ONLY)
     wait_for(lambda: workflow.training_worker("one") and workflow.training_worker("two"))
+    workflow.share_import(warm)  # what is trained again
     lost = workflow.slurm_jobs("one")[0]
     slurm.lose_node(lost["nodes"])
     workflow.release("one", "two")
@@ -54,7 +55,7 @@ class Resumed:
 
 @pytest.fixture(scope="module")
 def resumed(
-    slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+    slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, warm: dict[str, str]
 ) -> Iterator[Resumed]:
     folder = tmp_path_factory.mktemp("resumed")
     workflow = ClusterWorkflow(folder, study({"a": HELD, "b": HELD, "c": {}}), slurm_session)
@@ -65,6 +66,7 @@ def resumed(
         run = workflow.start("--", *(str(record.relative_to(folder)) for record in records))
         wait_for(lambda: workflow.training_worker("a") and workflow.training_worker("b"))
         live = [job["id"] for job in workflow.slurm_jobs()]
+        workflow.share_import(warm)  # what is trained by the next run
         os.killpg(run.pid, signal.SIGKILL)
         run.communicate()
         # Snakemake's own lock comes first, with its own advice.

@@ -85,7 +85,7 @@ def test_a_request_that_no_node_can_hold_is_told_before_anything_is_submitted(
     workflow = ClusterWorkflow(tmp_path, config, slurm)
     try:
         slurm.run("scontrol", "update", "PartitionName=gpu", "MaxTime=60")
-        output = workflow.finish(workflow.start(), limit_s=300)
+        output = workflow.run().stdout
     finally:
         slurm.run("scontrol", "update", "PartitionName=gpu", "MaxTime=INFINITE")
     told = [line for line in output.splitlines() if "asks for" in line]
@@ -106,8 +106,8 @@ def test_a_refused_sbatch_says_why_and_not_its_command_line(
 ) -> None:
     workflow = ClusterWorkflow(tmp_path, study({"one": {}}), slurm)
     workflow.change_code(PROFILE, "  # constraint: a100 #", "  constraint: a100 #")
-    run = workflow.start("--retries", "0")
-    output = workflow.finish(run, limit_s=300)
+    run = workflow.run("--retries", "0")
+    output = run.stdout
     assert run.returncode != 0
     assert (
         "SLURM refuses it: Batch job submission failed: Invalid feature specification. "

@@ -49,7 +49,7 @@ def finished(slurm: SlurmCluster, warm: dict[str, str], tmp_path: Path) -> Clust
     config |= {"models": {"mine": {"call": "a_net.Net"}}, "code": ["elsewhere"]}
     workflow = ClusterWorkflow(tmp_path, config, slurm)
     workflow.share_import(warm)
-    output = workflow.finish(workflow.start(), limit_s=400)
+    output = workflow.run().stdout
     assert (tmp_path / "results/tiny/report.html").exists(), output
     return workflow
 
@@ -85,12 +85,13 @@ def test_a_study_with_cells_on_one_and_two_nodes_reaches_its_report(
 
 
 def test_a_cluster_with_accounting_needs_one_line_in_the_profile(
-    slurm_accounting: SlurmCluster, tmp_path: Path
+    slurm_accounting: SlurmCluster, tmp_path: Path, warm: dict[str, str]
 ) -> None:
     experiments = {"good": {}, "cancelled": ENDLESS}
     workflow = ClusterWorkflow(tmp_path, study(experiments), slurm_accounting)
     account = "  # slurm_account: my_project"
     workflow.change_code(PROFILE, account, f"  slurm_account: {ACCOUNT}")
+    workflow.share_import(warm)
     run = workflow.start("--retries", "0")
     try:
         wait_for(lambda: workflow.launcher("cancelled"))
