@@ -7,7 +7,6 @@ counts. Writes against_cells.csv, against_claims.csv and, of the published table
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from stratbench.analysis.audit import read_audit
 from stratbench.analysis.claims import judge_claims
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.usable import UsableGroups
+from stratbench.cell.ending import end_process
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
 COLUMNS_OF = {
@@ -132,4 +132,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

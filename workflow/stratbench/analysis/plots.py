@@ -53,6 +53,7 @@ from stratbench.analysis.tradeoffs import (
     staleness_figure,
     tradeoff_figure,
 )
+from stratbench.cell.ending import end_process
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.telemetry.cores import usable_cores
 
@@ -376,4 +377,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

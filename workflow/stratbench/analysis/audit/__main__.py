@@ -1,7 +1,6 @@
 """`python -m stratbench.analysis.audit`: runs the audit on a study and writes audit.csv."""
 
-import sys
-
 from stratbench.analysis.audit import main
+from stratbench.cell.ending import end_process
 
-sys.exit(main())
+end_process(main())
