@@ -265,7 +265,8 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
         ("ddp", 2, "score")
     ]
-    table = tables.wide_table(rows, summary, MEASURES["score"]).set_index("strategy")
+    lines = tables.wide_rows(rows, summary, MEASURES["score"])
+    table = tables.wide_table(rows, *lines).set_index("strategy")
     assert table.loc["ddp", "2 GPUs"] == "20.00 †"
     assert "†" not in table.loc["ddp", "4 GPUs"]
 

@@ -102,7 +102,8 @@ def test_a_cell_without_a_result_is_printed_as_such_in_every_table(tmp_path, sta
     assert pick(summary, "speedup", "ddp", 4) == f"n/a (1 worker: {printed})"
     assert pick(summary, "efficiency", "ddp", 2) == f"n/a (1 worker: {printed})"
     assert pd.notna(pick(summary, "speedup_vs_single", "ddp", 4, "value"))
-    table = tables.wide_table(cells, summary, MEASURES["training_time"])
+    lines = tables.wide_rows(cells, summary, MEASURES["training_time"])
+    table = tables.wide_table(cells, *lines)
     assert table.loc[table["strategy"] == "ddp", "1 GPU"].item() == printed
 
 
@@ -173,7 +174,8 @@ def test_every_caption_says_what_a_worker_is(tmp_path):
     assert "different devices" in mixed
     assert "one GPU" in mixed
     assert "CPU process" in mixed
-    assert "4 CPU processes" in tables.wide_table(cpu, summary, MEASURES["memory"]).columns
+    lines = tables.wide_rows(cpu, summary, MEASURES["memory"])
+    assert "4 CPU processes" in tables.wide_table(cpu, *lines).columns
 
 
 def test_a_study_whose_only_cell_timed_out_says_what_it_knows(tmp_path):

@@ -125,25 +125,29 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
     largest = summary[summary["gpus"] == most]
     for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
+        workers = int(rows["gpus"].iloc[0])
+        of = f"{experiment}/{strategy}/{{}}/{workers}gpu"
+        by_measure: dict[str, list[dict[str, Any]]] = {}
+        for row in rows.to_dict("records"):
+            by_measure.setdefault(row["measure"], []).append(row)
         for measure, quality in QUALITIES.items():
-            line = rows[rows["measure"] == measure]
-            known = line.dropna(subset=["value"])
-            workers = int(rows["gpus"].iloc[0])
-            of = f"{experiment}/{strategy}/{{}}/{workers}gpu"
-            unfinished = line[line["outcome"] != ""]
+            line = by_measure.get(measure, [])
+            known = [row for row in line if pd.notna(row["value"])]
             found.append(
                 {
                     "experiment": experiment,
                     "strategy": strategy,
                     "workers": workers,
                     "property": quality,
-                    "text": describe_range(known, measures[str(experiment)][measure]),
-                    "models": len(known),
-                    "records": " ".join(of.format(model) for model in known["model"]),
-                    "outcomes": "; ".join(
-                        f"{r.model}: {r.outcome}" for r in unfinished.itertuples()
+                    "text": describe_range(
+                        [row["value"] for row in known], measures[str(experiment)][measure]
                     ),
-                    "flags": "; ".join(sorted({flag for flag in known["flags"] if flag})),
+                    "models": len(known),
+                    "records": " ".join(of.format(row["model"]) for row in known),
+                    "outcomes": "; ".join(
+                        f"{row['model']}: {row['outcome']}" for row in line if row["outcome"] != ""
+                    ),
+                    "flags": "; ".join(sorted({row["flags"] for row in known if row["flags"]})),
                 }
             )
     return pd.DataFrame(found)
@@ -154,12 +158,11 @@ def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]
     return {str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
 
 
-def describe_range(known: pd.DataFrame, measure: Measure) -> str:
+def describe_range(values: list[float], measure: Measure) -> str:
     """The range of the medians over models with the unit; a single number for one model."""
-    if known.empty:
+    if not values:
         return NO_CELL
-    low, high = known["value"].min(), known["value"].max()
-    ends = [format_number(end, measure.decimals) for end in (low, high)]
+    ends = [format_number(end, measure.decimals) for end in (min(values), max(values))]
     return f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} {measure.unit}".rstrip()
 
 
@@ -183,8 +186,9 @@ def paper_tables(
     """Name and texts of each of tables 3 to 8, including empty ones; the last comes from `qualities`."""
     known = cells.dropna(subset=["strategy_base"])
     bases = dict(zip(known["strategy"], known["strategy_base"], strict=True))
+    measures = measures_by_experiment(cells)
     for table in TABLES.values():
-        yield table.name, numbered_table(summary, bases, measures_by_experiment(cells), table)
+        yield table.name, numbered_table(summary, bases, measures, table)
     yield "table_8", qualities_wide(table_8)
 
 

@@ -95,16 +95,18 @@ def table_heading(cells: pd.DataFrame, measure: Measure) -> str:
     return f"{measure.heading}, experiment {first['experiment']} on {first['dataset']}."
 
 
-def describe_numbers(cells: pd.DataFrame, measure: Measure) -> str:
+def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str:
     """Sentences on the numbers of one experiment: their meaning, the brackets, and what a worker is."""
-    parts = (measure.definition, spread_note(cells, measure), least_note(cells, measure))
-    return " ".join(part for part in (*parts, workers_are(cells)) if part)
+    parts = (measure.definition, spread_note(cells, measure), least_note(cells, measure), workers)
+    return " ".join(part for part in parts if part)
 
 
 def least_note(cells: pd.DataFrame, measure: Measure) -> str:
     """A sentence on the least possible score, if it is known; else empty."""
+    if measure.named_by != "score":
+        return ""
     score = score_of(cells)
-    if measure.named_by != "score" or score.least_possible is None:
+    if score.least_possible is None:
         return ""
     return f"The least possible {score.name} is {score.text(score.least_possible)}."
 
@@ -143,9 +145,15 @@ def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> s
     return f" {DOUBT}: doubted by the audit ({', '.join(rules)})." if rules else ""
 
 
-def wide_table(cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-    """The texts of one experiment's table: model, strategy, and a column for each worker count."""
-    counts, lines = wide_rows(cells, summary, measure)
+def wide_table(
+    cells: pd.DataFrame,
+    counts: Sequence[int],
+    lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]],
+) -> pd.DataFrame:
+    """The texts of one experiment's table: model, strategy, and a column for each worker count.
+
+    `counts` and `lines` come from `wide_rows`.
+    """
     table = [
         [model, strategy, *(marked_text(found[n]) if n in found else NO_CELL for n in counts)]
         for model, strategy, found in lines
@@ -201,14 +209,16 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
     for experiment, rows in cells.groupby("experiment", sort=False):
         folder = out_dir / str(experiment)
         folder.mkdir(parents=True, exist_ok=True)
+        workers, here = workers_are(rows), summary[summary["experiment"] == experiment]
         for measure in measures_of(rows).values():
-            if not has_table(rows, summary, measure):
+            if not has_table(rows, here, measure):
                 for kind in ("csv", "md", "tex"):
                     (folder / f"{measure.name}.{kind}").unlink(missing_ok=True)
                 continue
-            table = wide_table(rows, summary, measure)
-            title = f"{table_heading(rows, measure)} {describe_numbers(rows, measure)}"
-            title += doubt_note(wide_rows(rows, summary, measure)[1])
+            counts, lines = wide_rows(rows, here, measure)
+            table = wide_table(rows, counts, lines)
+            title = f"{table_heading(rows, measure)} {describe_numbers(rows, measure, workers)}"
+            title += doubt_note(lines)
             table.to_csv(folder / f"{measure.name}.csv", index=False)
             (folder / f"{measure.name}.md").write_text(markdown(table, title), encoding="utf-8")
             (folder / f"{measure.name}.tex").write_text(latex(table, title), encoding="utf-8")
