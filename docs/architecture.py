@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -45,12 +46,29 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def imports(path: Path, known: Iterable[str], package: str = "stratbench.") -> set[str]:
     """Of the modules of a package those that a file imports, wherever in it.
 
     A module named in a string counts, too (a registry's entry, a command to start). Imports for type
     checkers alone do not count.
     """
+    found = {
+        name.removeprefix(package)
+        for name in names_imported(path, path.read_text(encoding="utf-8"))
+        if name.startswith(package) and name.removeprefix(package) in known
+    }
+    # `from stratbench.ps import server` names the package as well; the module is what is meant.
+    return {f for f in found if not any(other.startswith(f"{f}.") for other in found)}
+
+
+@cache
+def names_imported(path: Path, text: str) -> set[str]:
+    """What a file of this text imports: modules, and what may be modules in them."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -59,24 +77,19 @@ def imports(path: Path, known: Iterable[str], package: str = "stratbench.") -> s
                 visit(child)
             return
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 raise SystemExit(f"{path}:{node.lineno}: write the module's whole name")
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module or ""]
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            found.add(node.module or "")
         elif isinstance(node, ast.Constant) and (named := NAMED.fullmatch(str(node.value))):
-            names = [f"stratbench.{named[1]}"]
-        else:
-            names = []
-        for name in names:
-            if name.startswith(package) and name.removeprefix(package) in known:
-                found.add(name.removeprefix(package))
+            found.add(f"stratbench.{named[1]}")
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")))
-    # `from stratbench.ps import server` names the package as well; the module is what is meant.
-    return {f for f in found if not any(other.startswith(f"{f}.") for other in found)}
+    visit(parsed(text))
+    return found
 
 
 def graph() -> dict[str, set[str]]:
@@ -163,7 +176,7 @@ def rule_faults() -> list[str]:
 def defined_in(path: Path) -> set[str]:
     """The names at the top of a module."""
     found = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -180,7 +193,7 @@ def imports_torch(path: Path) -> bool:
 
 
 def docstring(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(parsed(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 

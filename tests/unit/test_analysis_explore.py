@@ -360,7 +360,8 @@ def hover_row(browser, number):
     )
 
 
-#: Takes every tenth column for both axes and the colour, linear and logarithmic; then turns all filters over.
+#: Takes every tenth column for both axes, linear and logarithmic, and for the colour; then turns all filters
+#: over.
 EVERYTHING = """(() => {
   const all = (selector) => [...document.querySelectorAll(selector)];
   const names = all("#y option").map((option) => option.value);
@@ -369,7 +370,7 @@ EVERYTHING = """(() => {
     const select = document.getElementById(list);
     select.value = name;
     select.dispatchEvent(new Event("change"));
-    all("#lx, #ly").forEach((box) => box.click());
+    all(`#l${list}`).forEach((box) => box.click());
   }
   all("legend button").forEach((button) => button.click());
   return names.length;

@@ -163,7 +163,7 @@ def test_only_tests_use_mocks():
 def text_files_opened_by_locale(source: str) -> list[int]:
     """Lines that open a file as text without saying its encoding: the user's locale would decide."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(architecture.parsed(source)):
         if not isinstance(node, ast.Call):
             continue
         owner = getattr(getattr(node.func, "value", None), "id", None)
