@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     try:
         # Once, for all stages: they are forked, as the workers of a cell are.
+        import stratbench.workload.with_torch  # noqa: I001
         import stratbench.train.worker  # noqa: F401
         from stratbench.telemetry.git import git_state
     except ImportError as e:
