@@ -55,7 +55,7 @@ class Resumed:
 
 @pytest.fixture(scope="module")
 def resumed(
-    slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, warm: dict[str, str]
+    slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Resumed]:
     folder = tmp_path_factory.mktemp("resumed")
     workflow = ClusterWorkflow(folder, study({"a": HELD, "b": HELD, "c": {}}), slurm_session)
@@ -66,7 +66,6 @@ def resumed(
         run = workflow.start("--", *(str(record.relative_to(folder)) for record in records))
         wait_for(lambda: workflow.training_worker("a") and workflow.training_worker("b"))
         live = [job["id"] for job in workflow.slurm_jobs()]
-        workflow.share_import(warm)  # what is trained by the next run
         os.killpg(run.pid, signal.SIGKILL)
         run.communicate()
         # Snakemake's own lock comes first, with its own advice.
