@@ -44,32 +44,34 @@ def found_by_groups(
 ) -> dict[int, dict[str, Any]]:
     """What `work(world, rank)` returned to rank 0 of each group, by the group's size.
 
-    `work` is a function of a module. A group that takes longer than
-    `limit_s` is killed and fails.
+    `work` is a function of a module. The largest group comes first, and the others are of its
+    processes. Where all takes longer than `limit_s`, they are killed and the test fails.
     """
     context = forking()
-    for world in WORLDS:
-        group = [
-            context.Process(target=_member, args=(work, world, rank, str(folder)), daemon=True)
-            for rank in range(world)
-        ]
-        for process in group:
-            process.start()
-        for process in group:
-            process.join(timeout=limit_s)
-        codes = [process.exitcode for process in group]
-        for process in group:
-            process.kill()
-        assert codes == [0] * world
+    group = [
+        context.Process(target=_member, args=(work, rank, str(folder)), daemon=True)
+        for rank in range(max(WORLDS))
+    ]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join(timeout=limit_s)
+    codes = [process.exitcode for process in group]
+    for process in group:
+        process.kill()
+    assert codes == [0] * len(group)
     return {w: torch.load(folder / f"found{w}.pt", weights_only=True) for w in WORLDS}
 
 
-def _member(work: Callable[[int, int], dict[str, Any]], world: int, rank: int, folder: str) -> None:
+def _member(work: Callable[[int, int], dict[str, Any]], rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store{world}", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = work(world, rank)
-    if rank == 0:
-        torch.save(found, f"{folder}/found{world}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    for world in sorted(WORLDS, reverse=True):
+        if rank >= world:
+            break
+        store = dist.FileStore(f"{folder}/store{world}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        found = work(world, rank)
+        if rank == 0:
+            torch.save(found, f"{folder}/found{world}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
