@@ -70,14 +70,17 @@ def variance_prior(variances: np.ndarray, dof: np.ndarray, known: np.ndarray) ->
     count = known.sum(-1)
     if np.all(count < FEWEST_VARIANCES):
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
-    from scipy.special import digamma, polygamma  # takes 0.2 s: not for those who compare nothing
+    from scipy.special import digamma  # takes 0.2 s: not for those who compare nothing
 
-    half = np.where(known, dof, 2) / 2
-    e = np.where(known, np.log(np.where(known, variances, 1.0)) - digamma(half) + np.log(half), 0.0)
+    # Degrees of freedom are a few different whole numbers: each is worked out once.
+    place = np.where(known, dof, 2).astype(int) - 1
+    half = np.arange(1, place.max() + 2) / 2
+    logs = np.log(np.where(known, variances, 1.0))
+    e = np.where(known, logs - digamma(half)[place] + np.log(half)[place], 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = e.sum(-1) / count
         scatter = np.where(known, (e - mean[..., None]) ** 2, 0.0).sum(-1) / (count - 1)
-        excess = scatter - np.where(known, polygamma(1, half), 0.0).sum(-1) / count
+        excess = scatter - np.where(known, trigamma(half)[place], 0.0).sum(-1) / count
     spread = excess > 1e-8
     d0 = np.where(spread, 2 * trigamma_inverse(np.where(spread, excess, 1.0)), np.inf)
     finite = np.where(spread, d0, 2.0)
@@ -87,14 +90,21 @@ def variance_prior(variances: np.ndarray, dof: np.ndarray, known: np.ndarray) ->
     return Prior(d0, np.where(d0 > 0, np.exp(mean + correction), 0.0))
 
 
+def trigamma(x: np.ndarray) -> np.ndarray:
+    """The second derivative of log gamma; scipy's `polygamma` computes `digamma` as well."""
+    from scipy.special import zeta  # as above
+
+    return zeta(2, x)
+
+
 def trigamma_inverse(y: np.ndarray) -> np.ndarray:
     """The x > 0 with trigamma(x) = y > 0, by Newton's method (Smyth 2004, appendix)."""
-    from scipy.special import polygamma  # as above
+    from scipy.special import zeta  # as above
 
     x = 0.5 + 1.0 / np.asarray(y, dtype=float)
     for _ in range(50):
-        trigamma = polygamma(1, x)
-        step = trigamma * (1 - trigamma / y) / polygamma(2, x)
+        value, slope = trigamma(x), -2 * zeta(3, x)
+        step = value * (1 - value / y) / slope
         x = x + step
         if np.all(np.abs(step) <= 1e-9 * x):
             break
@@ -112,7 +122,7 @@ def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarr
     own_dof = np.maximum(found.dof, 0)
     known = (own_dof > 0) & (np.nan_to_num(found.variance) > 0)
     d0, s0 = np.zeros(found.mean.shape), np.zeros(found.mean.shape)
-    for kind in (False, True):
+    for kind in np.unique(kinds):
         alike = known & (kinds == kind)
         enough = alike.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
         prior = variance_prior(found.variance, own_dof, np.where(enough, alike, known))
@@ -134,7 +144,9 @@ def half_widths(
         return np.full(np.broadcast(variance, dof, repeats, tail).shape, np.inf)
     from scipy.special import stdtrit  # as above
 
-    quantile = -stdtrit(np.where(known, dof, 1.0), tail)
+    known, dof, tail = np.broadcast_arrays(known, dof, tail)
+    quantile = np.full(known.shape, np.inf)
+    quantile[known] = -stdtrit(dof[known], tail[known])
     with np.errstate(invalid="ignore", divide="ignore"):
         half = quantile * np.sqrt(variance / np.where(known, repeats, 1))
     return np.where(known, half, np.inf)
