@@ -54,11 +54,17 @@ def test_a_wrong_record_is_refused_with_file_and_field(tmp_path, good, change, p
 @pytest.mark.slow
 def test_the_quick_check_passes_what_the_full_one_passes(good):
     """Every field with every kind of value, and left out, and one too many; of a list the first item's."""
-    full = jsonschema.Draft202012Validator(json.loads(record.SCHEMA_PATH.read_text()))
+    schema = json.loads(record.SCHEMA_PATH.read_text())
+    full = jsonschema.Draft202012Validator(schema)
+    # No rule looks at two parts of a record: a change within one part is judged by the rules of this part.
+    simple = {"type", "required", "properties", "additionalProperties"}
+    assert schema.keys() <= simple | {"$schema", "title", "description"}
+    parts = {k: jsonschema.Draft202012Validator(rule) for k, rule in schema["properties"].items()}
     agreed = {True: 0, False: 0}
 
     def compare(where: tuple) -> None:
-        passes = full.is_valid(good)
+        within = len(where) > 2
+        passes = parts[where[0]].is_valid(good[where[0]]) if within else full.is_valid(good)
         assert record._passes(good) is passes, where
         agreed[passes] += 1
 
