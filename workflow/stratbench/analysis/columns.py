@@ -307,7 +307,7 @@ def row_of_record(record: Record, timeline: Path) -> Row:
 
 def on_one_line(text: str) -> str:
     """`text` without control characters and line ends, cut to LONGEST characters."""
-    line = "".join(c if c.isprintable() else " " for c in text)
+    line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 
