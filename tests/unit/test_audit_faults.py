@@ -384,6 +384,20 @@ FAULTS = [
         "less than nothing",
     ),
     Fault(
+        "less than nothing of a worker",
+        DDP,
+        put("workers.1.memory.reserved_peak_bytes", -1),
+        "contradictory-counts",
+        "workers[1].memory.reserved_peak_bytes is -1, less than nothing",
+    ),
+    Fault(
+        "a figure in a list that is no number",
+        DDP,
+        put("time.start_skew_ms.1", float("nan")),
+        "contradictory-counts",
+        "time.start_skew_ms[1] is nan, which is no number",
+    ),
+    Fault(
         "a CPU's record among GPUs",
         DDP,
         put("provenance.device", "cpu"),
