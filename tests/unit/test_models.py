@@ -278,7 +278,8 @@ def test_models_build_whether_or_not_torchvisions_compiled_part_loads(compiled_p
         "        lib.define(op + '(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')",
     }[compiled_part]
     code = (
-        f"import torch\n{prepare}\nfrom stratbench.workload import models\n"
+        "import stratbench.workload.with_torch, torch\n"
+        f"{prepare}\nfrom stratbench.workload import models\n"
         "print(sum(p.numel() for p in models.build('vgg-compact', 1000).parameters()))"
     )
     assert run_python(code) == str(MODELS["vgg-compact"].parameters)
