@@ -13,7 +13,10 @@ from stratbench.cell.words import counted
 
 
 def answer_lines(folder: Path) -> Iterator[str]:
-    """The lines, from answers.json, audit.csv and cells.csv in `folder`; pandas would be slow to import."""
+    """The lines, from the files of a study in `folder`.
+
+    Reads answers.json, audit.csv and cells.csv without pandas, which is slow to import.
+    """
     for d in json.loads((folder / "answers.json").read_text(encoding="utf-8"))["answers"]:
         where = f"{d['model']} ({d['experiment']})" if d["experiment"] else d["model"]
         yield f"{where}: {d['headline']} Confidence: {d['confidence']}."

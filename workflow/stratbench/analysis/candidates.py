@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def objective(self) -> float:
-        """The value to rank by: cost if there is a price, else training time."""
+        """The value to rank by: cost if there is a price, else training time; infinite if not known."""
         value = self.time_s if self.price_per_gpu_hour is None else self.cost
         return float("inf") if value is None else value
 
@@ -172,7 +172,7 @@ def take_blocks(candidate: Candidate, found: Raced) -> None:
 
 
 def traits_of_group(frame: pd.DataFrame) -> Traits:
-    """The traits that the records of a group state of their strategy; cautious defaults if none."""
+    """The traits that the records of a group state of their strategy; cautious defaults for the rest."""
     said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in said.items() if len(values)})
 

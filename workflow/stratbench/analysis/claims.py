@@ -55,7 +55,7 @@ def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
 
 
 def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
-    """HOLDS if all figures lie in [low, high], FAILS if one is out with all of its interval, or UNKNOWN."""
+    """HOLDS if all figures (with intervals) lie in [low, high], FAILS if one is wholly out, else UNKNOWN."""
     low, high = (-np.inf if pd.isna(low) else low), (np.inf if pd.isna(high) else high)
     if not figures:
         return UNKNOWN

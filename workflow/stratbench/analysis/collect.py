@@ -1,7 +1,7 @@
-"""Collects the records of a study into two files: cells.csv, a row a cell, and epochs.csv, a row an epoch.
+"""Collects the records of a study into cells.csv, a row per cell, and epochs.csv, a row per epoch.
 
-Every expected cell gets its row, in the order of the config. A cell without a record is `missing`, or
-`error` if a failure left evidence; no cell is left out.
+Every expected cell gets its row, in the order of the config. A cell without a record is `missing`,
+`error` if a failure left evidence, or `infeasible` if the plan skipped it; no cell is left out.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def described_in_schema(path: str) -> str:
 
 
 def types_in_schema(path: str) -> list[str]:
-    """The types that the schema allows for the record's field at a dotted path; empty if it has none."""
+    """The types that the schema allows for the record's field at a dotted path; empty if not stated."""
     node = _schema()
     for key in path.split("."):
         node = node.get("items", node)
@@ -288,7 +288,7 @@ _OF_TIMELINE = [
 def row_of_record(record: Record, timeline: Path) -> Row:
     """The columns that a record and its timeline fill, by name.
 
-    RecordError if a column of numbers would hold something else than a finite number.
+    RecordError if a column of numbers or flags would hold a value that is not a finite number.
     """
     row: Row = {name: value_at(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
@@ -314,7 +314,7 @@ def on_one_line(text: str) -> str:
 def text_types(*more: str) -> dict[str, type[object]]:
     """The types for `pandas.read_csv` that keep columns of text as text, whatever they hold.
 
-    `more`: further columns of text, for files that have their own beside some of cells.csv.
+    `more`: further columns of text, for files that have columns of their own besides some of cells.csv.
     """
     return dict.fromkeys((*(c.name for c in CELL_COLUMNS if c.is_text), *more), object)
 

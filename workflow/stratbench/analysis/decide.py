@@ -1,8 +1,8 @@
 """Decides which strategy to choose for each model: ranks the records under the constraints.
 
 Writes decision.csv, the matrix of all strategies and worker counts with a verdict and a reason each,
-and answers.json, the decisions in words, which the report shows; prints them too. If there is no
-usable record, the rules of `theory` give the answer, and it says so.
+and answers.json, the decisions in words, which the report shows. Also prints them. If nothing was
+measured, the answer comes from the rules of `theory`, and says so.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def sentences_on_slow_workers(first: Candidate, ranked: list[Candidate]) -> Iter
 
 
 def excluded_strategies(found: list[Candidate], usable: set[str]) -> Iterator[tuple[str, str]]:
-    """Each strategy that is excluded at every worker count, with the reason at the largest count."""
+    """Each strategy that is excluded at every worker count, with the reasons by count."""
     for name in dict.fromkeys(c.strategy for c in found):
         if name not in usable:
             line = sorted((c for c in found if c.strategy == name), key=lambda c: c.gpus)
@@ -339,7 +339,7 @@ def decision_by_theory(
 
 
 def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
-    """The audit's notes on the study as a whole, which limit every decision."""
+    """The audit's `unusable` findings on the study as a whole, as texts; they limit every decision."""
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
     whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] == "unusable")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]

@@ -36,7 +36,7 @@ SET_COLUMN = Column("set", "text", "", None, "The result set that the cell is fr
 DISCRETE = ("gpus", "repeat")
 #: The columns that come first among the filters.
 FIRST = ("set", "experiment", "model", "strategy", "gpus", "repeat", "status")
-#: Columns that become links or are the same for all cells, and are not shown.
+#: Columns that are not shown: the study's name, and paths, which become links.
 NOT_SHOWN = ("study", "record_path", "log_path")
 #: Columns in the unit of the task's score.
 SCORES = ("score_final", "score_best")
@@ -189,7 +189,7 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
     """All data that the page's script shows.
 
     `cells`: rows of cells.csv, with a column `set` if there are several sets; `findings`: rows of
-    audit.csv, then with `set`, too.
+    audit.csv, also with `set` if there are several.
     """
     told = cells.dropna(subset=["strategy_base"])
     bases = dict(zip(told["strategy"], told["strategy_base"], strict=True))

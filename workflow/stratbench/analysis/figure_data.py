@@ -69,7 +69,7 @@ class FigureData:
         return int(self.counts[-1])
 
     def doubt_note(self, *measures: str) -> str:
-        """The meaning of a dagger, if one of these measures has one; begins with a blank."""
+        """The meaning of a dagger, if one of these measures has one, after a space; else empty."""
         told = self.summary["measure"].isin(measures) & (self.summary["flags"] != "")
         return f" {DOUBT}: doubted by the audit." if told.any() else ""
 

@@ -367,7 +367,10 @@ PLOTS: dict[str, Plot] = {
 
 
 def format_number(value: float, decimals: int | None) -> str:
-    """`value` as text, with `decimals` digits after the point, or with at least three significant digits."""
+    """`value` as text with `decimals` digits after the point.
+
+    None: as many as give three significant digits, but at most three.
+    """
     if decimals is None:
         magnitude = abs(value)
         decimals = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3

@@ -51,7 +51,7 @@ def ratio_figure(
     label: str,
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """scale(one / other) over the repeats of both; a bound if one was stopped at its time limit."""
+    """scale(one / other) over the repeats of both; a bound if one hit its time limit; None without data."""
     pair = groups.common_repeats((one, other), column, concerns)
     if pair is not None:
         served = any(

@@ -68,7 +68,7 @@ TITLES = {name: table.title for name, table in TABLES.items()} | {
 }
 #: The text in an empty table.
 NO_STRATEGIES = "The study has no such strategies."
-#: Columns of table 8: the measure, and how to describe a strategy's figures over models.
+#: Columns of table 8: the name of a measure, with the heading of its column.
 QUALITIES = {
     "speedup_vs_single": "speedup over single",
     "efficiency": "scaling efficiency",
@@ -85,9 +85,9 @@ def numbered_table(
     measures: dict[str, dict[str, Measure]],
     table: NumberedTable,
 ) -> pd.DataFrame:
-    """One of tables 3 to 7 from the rows of summary.csv; `bases` maps a variant to its strategy;
-    `measures` are those of each experiment.
+    """One of tables 3 to 7 from the rows of summary.csv.
 
+    `bases` maps each strategy or variant to its strategy; `measures` are those of each experiment.
     Columns: experiment, strategy, model, measure, and one for each worker count; no rows if the study
     has no such strategy.
     """

@@ -32,7 +32,7 @@ INK = "#222222"
 LEAST_LOOK: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.1, "zorder": 1}
 #: Size of the line below a figure, in points.
 NOTE_PT = 6.5
-#: The number of lines in a panel's list of strategies without a result.
+#: The most lines in a panel's list of strategies without a result.
 MOST_NOTES = 7
 
 

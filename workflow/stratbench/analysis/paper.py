@@ -39,7 +39,7 @@ def explanations() -> pd.DataFrame:
 
 
 def accuracy_floors() -> dict[str, float]:
-    """Accuracies that the simplest trained models reach, by data set; their sources are in floors.csv."""
+    """Accuracies (shares) that the simplest trained models reach, by data set; floors.csv has the sources."""
     known = pd.read_csv(REFERENCE / "floors.csv")
     return dict(zip(known["dataset"], known["accuracy_percent"] / 100, strict=True))
 

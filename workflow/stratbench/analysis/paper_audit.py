@@ -45,7 +45,7 @@ def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, 
     bound = next(rule for rule in RULES if rule.id == "memory-reduced-too-much")
     for claim in claims[claims["metric"] == MEMORY_RATIO].itertuples():
         counts = sorted(cells.loc[cells["strategy"] == "fsdp", "gpus"].unique())
-        # Sharding divides by at most N; the claim is one for all numbers of GPUs.
+        # Sharding divides by at most N; the text makes one claim for all numbers of GPUs.
         beyond = [n for n in counts if claim.low > n or claim.high > n]
         if beyond:
             stated = (
@@ -80,7 +80,7 @@ def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, 
 
 
 def findings_between_versions() -> Iterator[dict[str, Any]]:
-    """Findings on cells of one label that have different values in the two versions, without a reason."""
+    """Findings on cells of one label that differ between the two versions without a stated reason."""
     tables = paper.published_tables()
     place = ["strategy", "model", "dataset", "gpus", "measure"]
     one, other = (

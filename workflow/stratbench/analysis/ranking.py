@@ -44,7 +44,7 @@ def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) ->
 
 
 def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
-    """Every candidate's paired difference from the chosen one, which has no degrees of freedom itself."""
+    """Every candidate's paired difference from the chosen one; its own has no degrees of freedom."""
     first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
     found = moderated.paired_differences(logs, first)
     itself = np.arange(logs.shape[-2]) == chosen[..., None]
@@ -121,7 +121,7 @@ class Ranking:
 
     @property
     def chance(self) -> str | None:
-        """A few words on why the order may be chance; None if there are intervals."""
+        """A few words on why the order may be chance; None if repeats decide, or nothing is compared."""
         if not self.compared or self.first.extrapolated:
             return None
         if len(self.first.times) < 2:
@@ -132,7 +132,7 @@ class Ranking:
 
 
 def rankings_of_bouts(bouts: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking]:
-    """The ranking of each bout: at least one candidate among which to choose for one model.
+    """The ranking of each bout: the candidates (at least one) among which to choose for one model.
 
     Variances are pooled over bouts, so all bouts of a study are ranked together.
     """

@@ -29,8 +29,8 @@ GREY, BLACK = "#6b6b6b", "#000000"
 ORANGE, GREEN = "#e69f00", "#009e73"
 BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 
-#: The hue of each family, and the index at which its marks begin in the lists below, so that marks of
-#: different families differ, too.
+#: The hue of each family, and the index at which its marks begin in the lists below: the first members of
+#: two families have different markers.
 FAMILIES = {
     "alone": (GREY, 13),
     "replicas": (BLUE, 0),
@@ -47,7 +47,7 @@ ROSE, WINE, BROWN, SAND, PALE = "#e0a8a0", "#7d2b4b", "#6b4a2b", "#d2bf9b", "#dc
 #: Colours for the values of other columns than the strategy, used in turn.
 FURTHER_COLOURS = (BLUE, ORANGE, GREEN, WINE, PURPLE, PETROL, VERMILLION, DEEP_TEAL, BROWN, GREY)
 
-#: Used in turn: the lengths are such that two strategies of a family never share two of these.
+#: Used in turn: the lengths are such that two strategies of a family share at most one of these three.
 MARKERS = "os^vXDP<>ph*dH8"
 _HATCHES = ("", "////", "....", "xxxx", "----", "||||", "++++", "oooo", "\\\\\\\\", "**", "//..")
 _LINES = ("-", "--", "-.", ":")

@@ -145,7 +145,7 @@ def ratio_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
 
 
 def fill_intervals(rows: list[Row]) -> None:
-    """Replace `pairs` by the ends of 95 % intervals; ratios of one measure share their variances."""
+    """Replace `pairs` by the ends of 95 % intervals, with variances moderated over a measure's ratios."""
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "pairs" in row:
@@ -164,7 +164,7 @@ def fill_intervals(rows: list[Row]) -> None:
 
 
 def cell_text(row: Row, measure: Measure) -> str:
-    """The text of a table: the value, its spread, and the outcomes that are not `ok`."""
+    """The text of a table's cell: the value, its spread, and the outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
     parts = [format_number(row["value"], measure.decimals)]

@@ -16,7 +16,7 @@ from stratbench.analysis.panels import NOTE_PT, annotate, wrapped_text
 from stratbench.analysis.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
 from stratbench.cell.words import MIB, counted, worker_noun
 
-#: The number of points in a line; longer lines are thinned out to this, since a panel shows no more.
+#: The most points in a line; longer ones are thinned out, since a panel shows no more.
 MOST_POINTS = 120
 COLOURS = (PETROL, WINE, DEEP_TEAL, BROWN, ROSE, SAND)
 TIMELINE_PANEL_IN = (2.5, 0.95)
@@ -36,7 +36,7 @@ def memory_figure(data: FigureData) -> Figure:
 
 
 def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: str) -> Figure:
-    """A figure with a small panel per strategy and model: the first repeat on the most workers."""
+    """A figure with a small panel per strategy and model: its first repeat on its most workers."""
     rows, columns = data.strategies, data.models
     size = (
         max(4.2, TIMELINE_PANEL_IN[0] * len(columns) + 0.9),

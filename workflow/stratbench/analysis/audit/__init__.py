@@ -1,6 +1,7 @@
 """The audit: runs every rule over all cells and records, and says which figures not to believe.
 
-There is one module for each kind of evidence. A rule is a decorated function in it, and is found there.
+There is one module for each kind of evidence. A rule is a decorated function in one of them; the modules
+are searched for their rules.
 """
 
 from __future__ import annotations

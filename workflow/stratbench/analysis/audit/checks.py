@@ -1,4 +1,4 @@
-"""Tools that rules check a record with: its fields by path, and comparisons that yield a fault's sentence."""
+"""Tools to check a record: its fields by path, and comparisons that yield a sentence if they fail."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def faults_of_samples(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_updates(facts: Facts) -> Iterator[str]:
-    """Checks the updates against the way in which the strategy makes them."""
+    """Checks the number of updates against what the strategy states of them."""
     updates, applied = facts("batch.updates_applied"), facts("batch.samples_applied")
     steps = facts.steps_run
     if facts("strategy.kind") == "collective":
@@ -279,7 +279,7 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
     yield from unless_at_most(
         "the sum over strategy.wrap_groups", groups, "model.parameters", facts("model.parameters")
     )
-    # The rest, such as the head, is in the root group. How much that is in a user's model is unknown.
+    # The rest, such as the head, is in no group. How much that is in a user's model is unknown.
     if groups and facts("settings.own_model") is None:
         yield from unless_at_most(
             "model.parameters", facts("model.parameters"), "twice its wrap_groups", 2 * groups

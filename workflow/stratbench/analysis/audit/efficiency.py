@@ -10,7 +10,8 @@ from stratbench.analysis.derived import value_at
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.hardware import datasheet_of
 
-#: More and less than any GPU draws while it trains, in watts; a limit that the GPU states counts instead.
+#: More and less than any GPU draws while it trains, in watts. If a GPU states its
+#: limit, that replaces the first.
 MOST_W, LEAST_W = 2000.0, 5.0
 #: The share by which a GPU may exceed its limit for moments.
 OVERSHOOT = 0.1

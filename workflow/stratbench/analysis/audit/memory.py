@@ -25,11 +25,11 @@ from stratbench.analysis.derived import value_at
 from stratbench.analysis.groups import GROUP, Group
 from stratbench.cell.words import MIB
 
-#: The factor over division by the number of workers from which a reduction is impossible.
+#: A reduction by more than this times the number of workers cannot come from sharding alone.
 REDUCED = 1.05
 #: How much of a sharded model a rank may hold, as a multiple of its part.
 PADDED = 1.25
-#: Size of AdamW's step counts: 4 bytes for each tensor.
+#: The most that AdamW's step counts may take: 4 bytes for each of 4096 tensors.
 STEP_COUNTS_BYTES = 4 * 4096
 #: The method of measuring on CUDA devices.
 ALLOCATOR = "cuda-allocator"
@@ -146,7 +146,7 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
 
 
 def parts_of_states(facts: Facts, which: str) -> int | None:
-    """The number of parts that `weight` or `optimizer` states are in; None if the parts are too uneven."""
+    """The number of parts that `weight` or `optimizer` states are in; None if uneven or unknown."""
     traits = facts("strategy.traits") or {}
     if f"{which}_parts" in traits:
         return traits[f"{which}_parts"]

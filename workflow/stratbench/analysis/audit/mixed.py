@@ -32,7 +32,7 @@ VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")
 class Compared:
     """Fields that compared cells must have in common, by the start of their path.
 
-    `within`: coordinates that the cells must share to be compared, beside experiment and model.
+    `within`: coordinates that the cells must share to be compared, besides experiment and model.
     """
 
     rule: str
@@ -296,7 +296,7 @@ def differences_of_row(evidence: Evidence, entry: int) -> Iterator[Found]:
 
 
 def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
-    """The values of a field, the most frequent first; for the others with the cells that have them."""
+    """A field's values in words: the most frequent, then up to three others with their cells."""
     counts = Counter(value for _, values in said for value in values)
     usual, *others = (value for value, _ in counts.most_common())
     parts = [f"{path}: {shortened(usual)}"]

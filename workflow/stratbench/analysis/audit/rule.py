@@ -1,7 +1,8 @@
 """The rules of the audit: how one is made, and the evidence that its check gets.
 
 A rule is one decorated function. The decorator says what is suspicious, how bad it is and why; the
-function yields each case with its figures. A field that a record does not state never breaks a rule.
+function yields each case with its figures. A field that a record does not state
+trips no rule, unless the record must state it.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from stratbench.analysis.audit.rule import (
 from stratbench.analysis.measures import ALONE
 from stratbench.analysis.score import Score, score_of
 
-#: The share of the reference's gain over guessing that working training reaches in the same epochs.
+#: The share of the reference's gain over guessing that working training at least reaches in the same epochs.
 WORKING = 0.5
 #: The number of standard deviations that chance explains.
 DEVIATIONS = 3.0
-#: Differences between losses to which rounding may grow in some epochs: absolute, and as a share.
+#: The most that rounding may make losses differ after some epochs: absolute, and as a share of the loss.
 LOSS, LOSS_SHARE = 0.05, 0.25
 
 
@@ -52,11 +52,11 @@ def score_below_floor(evidence: Evidence) -> Iterator[Found]:
         if pd.isna(row.score_final):
             continue
         score = scores[row.experiment]
-        # Tables that state too little hold accuracies.
+        # Only tables of accuracies, such as the paper's, leave out what guessing reaches.
         guess = 0.0 if score.is_share and pd.isna(row.score_guess) else row.score_guess
         if pd.isna(guess):
             continue
-        # Gains over guessing are positive for a better score, whether higher or lower is better.
+        # A gain over guessing is larger for a better score, whether higher or lower scores are better.
         reached = score.sign * (row.score_final - guess)
         alike = row.experiment, row.model, None if pd.isna(row.epochs) else row.epochs
         if alike not in expected:

@@ -16,14 +16,14 @@ from stratbench.analysis.audit.checks import (
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.derived import value_at
 
-#: The share by which the sum of the steps may miss the time around them: the device's clock and the host's.
+#: The share by which the sum of the steps (the device's clock) may miss the time around them (the host's).
 STEPS = 0.05
 #: The same in seconds per worker, which may lose its core between the start of its clock and a step: a few
 #: of the kernel's time slices, of 3 ms each. For trainings of 0.2 s and more STEPS is wider.
 SPARE_S = 0.01
 #: A server's training ends with its last push, its workers' training with the reply.
 SERVED, SERVED_S = 0.1, 0.5
-#: Difference of two processes' clocks at one moment, in seconds; start and end are in whole seconds.
+#: The most that two processes' clocks may differ at one moment, in s; start and end are in whole seconds.
 READINGS_S = 2.5
 PARTS = ("setup_s", "data_s", "warmup_s", "eval_s")
 ORDER = ("min", "p10", "p50", "p90", "p99", "max")

@@ -127,7 +127,7 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     shards = copies and facts("strategy.traits.shards_states")
     more = gathers_more * whole / copies if shards else 0.0
     buffers = facts("memory.model_states.buffers_bytes") or 0
-    # A training ends with an exchange, which may happen before the time starts to count.
+    # A training ends with an exchange, even if the next one is not due yet.
     last = 2 * share * size / max(1, facts.steps_run)
     yield from unless_at_most(
         "communication.sent_bytes_per_step",
