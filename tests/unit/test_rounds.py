@@ -116,7 +116,7 @@ def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, ca
     trained = {"ddp": trained_digest(settings), "taken-out-since": "0"}
     path.write_text(json.dumps({"bouts": [place | {"trained": trained}]}))
     assert round_of(tmp_path, "not asked").has_current_verdict
-    # No block knows how long is trained.
+    # A block does not depend on the number of epochs.
     assert round_of(tmp_path, "not asked", epochs=30).has_current_verdict
     assert capsys.readouterr().err == ""
     assert not round_of(tmp_path, "not asked", lr=0.2).has_current_verdict

@@ -182,7 +182,7 @@ def of_set_or_study(
     of_set: Callable[[ModuleType], int],
     config: Sequence[str] = (),
 ) -> int:
-    """Runs `of_set` with the module `from_set` if a set is named, else the rule of this name.
+    """Runs `of_set` with the module `from_set` if a set is named, else the rule of the subcommand's name.
 
     `config`: pairs that the rule gets in addition to those on the command line.
     """

@@ -34,9 +34,10 @@ def read(text: str) -> ResultSet:
 
 
 def check(text: str, to_share: bool = False) -> int:
-    """Prints what a set holds and what the audit finds; returns 1 if figures are unusable.
+    """Prints what a set holds and what the audit finds; returns 1 if it calls figures unusable.
 
-    `to_share`: also prints why others cannot have it, and returns 1 if there is a reason.
+    `to_share`: also prints why others cannot have it, and returns 1 if there is a reason. Returns 2 if
+    the set is not valid.
     """
     try:
         found = read_set(text)
@@ -72,7 +73,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
 
 
 def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
-    """Compares sets (NAME=SET); returns 1 if one is slower than `compare.fail_above` allows."""
+    """Compares sets (NAME=SET); returns 1 if one fails the regression watch of `compare.fail_above`."""
     from stratbench.sets.compare import compare_sets
 
     config = changed({}, pairs)

@@ -46,7 +46,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Compare two sets or more with the first: a page, tables and figures; fails where it says `slower`."""
+    """Compare two sets or more with the first: a page, tables and figures; fails if one got slower."""
     from stratbench.sets.compare import compare_sets  # loads matplotlib; the others need none
 
     given = Constraints.from_json(args.constraints)

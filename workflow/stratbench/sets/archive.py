@@ -25,8 +25,8 @@ SCHEMA_VERSION = 1
 #: The file of a study's results: `<study>.stratbench.zip`.
 SUFFIX = ".stratbench.zip"
 MANIFEST = "manifest.json"
-#: Limits on a file that is read: its own bytes, its members, the bytes of one and of all of them, and its
-#: compression ratio (for members large enough to matter).
+#: Limits on a file that is read: its own bytes, its members, the bytes of one and of all of them, and the
+#: compression ratio of all of them together (if they are large enough to matter).
 MOST_FILE_BYTES = 256 << 20
 MOST_MEMBERS = 50_000
 MOST_MEMBER_BYTES = 64 << 20

@@ -110,7 +110,7 @@ def listed_cells(study_dir: Path, records: Mapping[str, Record]) -> list[dict[st
 
 
 def with_words(name: str, found: Record, words: Replacements) -> Record:
-    """A record with its names replaced; SetError if that would change which record it is."""
+    """A record with its names replaced; SetError if that fails, or makes the record invalid."""
     try:
         replaced = words.record(found)
         record.validate(replaced, name)

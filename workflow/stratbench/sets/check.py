@@ -25,7 +25,7 @@ SHARED = {
 
 
 def printable(text: str) -> str:
-    """The text with characters that could control a terminal replaced, for text from others."""
+    """A text that may be from others, with characters that could control a terminal replaced by `?`."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 

@@ -56,7 +56,7 @@ class ComparedCell:
     score: Score
     #: The reason why there is no ratio; empty if there is one.
     why_not: str
-    #: Settings that are not known to be equal.
+    #: Fields of the work that are not known to be equal.
     caution: str
     #: The audit's rules that doubt one of the times.
     doubts: tuple[str, ...] = ()
@@ -77,14 +77,17 @@ class ComparedCell:
 
     @property
     def memory(self) -> float | None:
-        """Peak memory in the other set, divided by that in the first; it hardly scatters: no interval."""
+        """Peak memory in the other set, divided by that in the first; None if there is no ratio.
+
+        It hardly scatters, so it has no interval.
+        """
         if self.why_not or not self.first_memory or not self.other_memory:
             return None
         return self.other_memory / self.first_memory
 
     @cached_property
     def score_change(self) -> Estimate | None:
-        """The increase of the score from the first set to the other, as shown; None without both scores."""
+        """The score in the other set minus that in the first, as shown; None without a ratio or a score."""
         if self.why_not or not self.first_scores or not self.other_scores:
             return None
         return difference_of_scores(self.other_scores, self.first_scores)
@@ -305,7 +308,7 @@ def changed_outcomes(cells: tuple[ComparedCell, ...]) -> list[ComparedCell]:
 
 
 def headline_of(found: Comparison) -> str:
-    """A sentence or two on what differs between the sets, and on what may explain a ratio."""
+    """Sentences on what differs between the sets, and on what may explain a ratio."""
     a, b = found.first.name, found.other.name
     if not found.cells:
         return (

@@ -46,7 +46,7 @@ THREADS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
 COUNTED = ("compute.forward_flops_per_sample",)
 #: Fields that a set must state so that its amount of work is known.
 AMOUNT = ("settings.epochs", "settings.steps")
-#: Columns of published tables, by the path that they have in records.
+#: Columns of published tables, each with its path in records.
 PUBLISHED = {
     "epochs": "settings.epochs",
     "precision": "settings.precision",
@@ -82,7 +82,7 @@ class Difference:
 def matches(first: ResultSet, other: ResultSet) -> list[Match]:
     """Cells of equal strategy, model, data set and worker count, in the order of the first set.
 
-    Experiments are matched by name if both sets have the name; else only if there is no other choice.
+    Those with the same experiment are matched first; then others, if each set has only one such group left.
     """
     mine, theirs = groups_with_data(first), groups_with_data(other)
     found = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
@@ -165,7 +165,8 @@ def differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Di
 def why_not_comparable(found: list[Difference], published: bool) -> list[Difference]:
     """Those differences of two cells that make a ratio meaningless.
 
-    A field that one of them does not state is no reason by itself, except for the amount of work.
+    A field that one of them does not state is no reason by itself, except for the amount of work in
+    published tables.
     """
     return [
         d

@@ -52,9 +52,9 @@ class Watched:
 def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
     """Verdicts on every strategy and cell of the other sets against the first, the worst first.
 
-    The chance of any false alarm among them is ALPHA: half of it is shared between the strategies of all
-    sets, half between their cells (Bonferroni). The mean of a strategy has less noise; a cell shows what
-    such a mean hides.
+    The chance of any false alarm by noise is at most ALPHA: half of it is shared between the strategies
+    of all sets, half between their cells (Bonferroni). The mean of a strategy has less noise; a cell
+    shows what such a mean hides.
     """
     strategies = [(c.other.name, *entry) for c in found for entry in by_strategy(c.with_ratio)]
     cells = [

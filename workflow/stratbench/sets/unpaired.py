@@ -78,8 +78,8 @@ def slowdown_over_cells(
 ) -> LostSpeed:
     """The mean slow-down over cells, each given as the (new, old) times of its repeats, all above 0.
 
-    Chance passes each bound with probability `alpha`. The cells are fixed, and noise comes from the
-    repeats: the variance is the sum of theirs, with Satterthwaite's (1946) degrees of freedom.
+    The true value lies beyond each bound with probability `alpha`. The cells are fixed, and noise comes
+    from the repeats: the variance is the sum of theirs, with Satterthwaite's (1946) degrees of freedom.
     """
     logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
     mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))

@@ -126,7 +126,7 @@ class Study:
         return self._data.facts(name)
 
     def own_data(self) -> dict[str, dict[str, Any]]:
-        """The identity of each of the user's own data sets in the study, as settings hold it."""
+        """The identities of the user's own data sets in the study, as settings hold them, by name."""
         found = {name: self._data.identity(name) for name in self.datasets}
         return {name: identity for name, identity in found.items() if identity}
 
@@ -134,7 +134,7 @@ class Study:
         return self.experiments[cell.experiment].values["time_limit_s"]
 
     def as_trained(self) -> dict[str, Any]:
-        """A config of this study alone, without keys that no cell is trained with; `Study` can read it."""
+        """A config of this study alone, without keys that do not affect training; `Study` can read it."""
         apart = ("time_limit_s", "target_score")
         experiments = {
             name: {key: value for key, value in e.values.items() if key not in apart}

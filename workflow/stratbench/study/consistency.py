@@ -21,7 +21,7 @@ _JSON_TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"]}
 
 
 def check_variants(study: str, values: Mapping[str, Any]) -> None:
-    """ConfigError for a variant named like a strategy, of no known strategy, or with an unknown option."""
+    """Raises ConfigError for a variant with a strategy's name, an unknown strategy, or a wrong option."""
     for name, variant in values["variants"].items():
         where = f"studies.{study}.variants.{name}"
         if name in REGISTRY:
@@ -161,7 +161,7 @@ def _all_at_once(where: str, faults: Iterator[str]) -> Iterator[str]:
 
 
 def settle_optimizer(block: dict[str, Any]) -> None:
-    """Before the defaults: turns off what only the other optimizer has, and gives AdamW torch's values."""
+    """Before the defaults: for AdamW, sets momentum to 0, and betas and eps to torch's, where not given."""
     if block.get("optimizer") == "adamw":
         for key, value in (("momentum", 0.0), ("betas", [0.9, 0.999]), ("eps", 1e-8)):
             if block.get(key) is None:

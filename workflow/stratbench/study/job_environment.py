@@ -1,4 +1,4 @@
-"""The environment of jobs: where they find the package, this Python, SLURM and data files."""
+"""The environment variables of jobs: where they find the package, this Python, SLURM and data files."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def set_job_environment(config: Mapping[str, Any], package_root: str | None) -> 
     """Sets variables that this process and its jobs need, but that are no part of a result.
 
     The package and this interpreter are found however Snakemake was started (a conda environment that
-    a rule activates comes first). Data files are found in the config's folder: as a rule's parameter,
-    that folder would cause everything to be made again when it moves. `package_root`: None if jobs find
-    the package by themselves.
+    a rule activates comes first). Data files are found in the folder that the config names: as a rule's
+    parameter, that folder would cause everything to be made again when it moves. `package_root`: None if
+    jobs find the package by themselves.
     """
     firsts = {"PATH": str(Path(sys.executable).parent)}
     if package_root is not None:

@@ -18,7 +18,7 @@ from stratbench.study.resources import JobRequest
 
 #: One line a node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"
-#: The largest number of reasons shown; the others are counted.
+#: The largest number of reasons shown; the cells of the others are counted.
 MOST_TOLD = 5
 
 
@@ -100,7 +100,7 @@ def _minutes(limit: str) -> int | None:
 
 
 def nodes_of_partition(nodes: Iterable[Node], partition: str | None) -> list[Node]:
-    """The nodes of the partitions named (`a,b`), else those of the default one; all for `*`."""
+    """The nodes of the partitions named (`a,b`), else of the default; all for `*` or without a default."""
     nodes = list(nodes)
     if partition == "*":
         return nodes

@@ -42,7 +42,10 @@ class PlanFile:
     def why_infeasible(
         self, cell: Cell, settings_json: str, cluster: Mapping[str, Any]
     ) -> str | None:
-        """The reason why the cell cannot run; None if there is none, or if other settings were planned."""
+        """The reason why the cell cannot run; None if there is none.
+
+        None also if the plan is for other settings, another GPU or another memory margin.
+        """
         planned = self.cells.get(cell.path, {})
         same = (
             self.gpu == cluster["gpu"]
@@ -57,7 +60,7 @@ _PLANNED = {"settings": str, "infeasible": str, "host_mem_mib": int, "cell_time_
 
 
 def _planned(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a cell in plan.json; TypeError if one is of another type."""
+    """The fields of a cell in plan.json; TypeError if one is of another type, or negative."""
     for key, kind in _PLANNED.items():
         value = planned.get(key)
         if (

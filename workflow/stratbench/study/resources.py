@@ -38,7 +38,7 @@ class JobRequest:
 
     @property
     def gres(self) -> str:
-        """The GPUs of a node, as SLURM writes them; empty if the cell trains on CPUs."""
+        """The GPUs of a node, as SLURM writes them; empty if none are asked for."""
         return f"gpu:{self.gpus}" if self.gpus else ""
 
     @property

@@ -16,7 +16,7 @@ _EXAMPLE = "--config 'sets={old: old.stratbench.zip, new: results/demo}'"
 
 
 def check_sets(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for sets that cannot be compared, and for prices of sets that do not exist."""
+    """Raises ConfigError for sets that cannot be compared, and for prices that do not fit them."""
     sets, prices = config["sets"], config["compare"]["prices"]
     if len(sets) == 1:
         raise ConfigError(

@@ -12,8 +12,7 @@ from stratbench.cell import record
 
 
 def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
-    """Makes Snakemake note which of the training `jobs` have finished; starts it anew if it would train
-    one of them again.
+    """Makes Snakemake note the finished training `jobs`; starts it anew if it would train one again.
 
     If Snakemake was killed while a cell trained, it takes the cell's record for incomplete and would
     delete it; but a record is always written as a whole. A cell that finished on SLURM meanwhile counts

@@ -1,7 +1,7 @@
 """A round of a verdict for the rules: which blocks and full runs, on what resources.
 
-A command prints the next round. It is asked where the workflow is started; the jobs of the round read
-its answer from a file.
+A command prints the next round. It is run when the workflow is started; the jobs of the round read
+its output from a file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Round:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The content of the round's file. Raises ConfigError if there is none."""
+        """The round: in a job from its file, else from the command. Raises ConfigError if there is none."""
         if not self._is_job:
             return self._ask()
         try:
@@ -106,9 +106,10 @@ class Round:
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """The settings of the block's strategies, without its own and without later ones at their defaults.
+        """The settings that a block shares with full runs, by strategy: all but length, seed and profile.
 
-        So a block that ran before a setting existed has the same `trained` as then.
+        Later settings at their defaults are left out, so a block that ran before a setting existed has
+        the same `trained` as then.
         """
         stated = {}
         for name in plan.order:

@@ -67,7 +67,7 @@ def warn_of_forgetful_slurm() -> None:
 
 
 def hold_until_ended(workflow: Any, planned: Sequence[Any]) -> None:
-    """Before the first submission: waits for those of the `planned` jobs that already run on SLURM.
+    """Before the first submission: waits for those of the `planned` jobs that SLURM already queues or runs.
 
     Then starts Snakemake again in this process's place, since what they finished need not be planned.
     Does nothing, and returns, if no planned job is live. `workflow` and the jobs are Snakemake's.

@@ -62,7 +62,7 @@ def check_plain(value: Any, path: tuple[str | int, ...]) -> None:
 
 
 def _check_characters(text: str, path: tuple[str | int, ...]) -> None:
-    """Raises ConfigError for characters that no command line or page can hold: control, half characters."""
+    """Raises ConfigError for control characters and surrogates: no command line or page can hold them."""
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs" or (kind == "Cc" and character not in "\n\t\r"):

@@ -39,7 +39,7 @@ class Costs:
 
     @property
     def expected_s(self) -> float | None:
-        """GPU-seconds of the next round; None if nothing like it was measured yet."""
+        """GPU-seconds of the next round; None if a part of it cannot be estimated yet."""
         expected = 0.0
         for state, _ in self._course.missing_blocks:
             if not (found := self._evidence.blocks_of(state.bout.place)):
@@ -65,7 +65,7 @@ class Costs:
     def full_s(self, state: State, arm: str) -> float | None:
         """GPU-seconds of a full cell: from its runs, else from its start and its steps in the blocks.
 
-        The estimate leaves out evaluations. None if nothing was measured.
+        The estimate leaves out evaluations. None if the step time or the number of steps is not known.
         """
         if runs := self._evidence.runs_of(state.bout, arm):
             return statistics.fmean(run.gpu_seconds for run in runs)

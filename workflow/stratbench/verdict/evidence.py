@@ -178,7 +178,7 @@ def bouts_of(study: Study, skipped: Container[str] = ()) -> Iterator[Bout]:
 
 
 def with_full_steps(study: Study, bout: Bout, train_samples: int | None) -> Bout:
-    """The bout with the number of steps of its full cells, if the size of the data is known."""
+    """The bout with the number of steps of its full cells, if it is known."""
     known = train_samples or study.dataset(bout.dataset).train_samples
     settings = study.settings(cell_of(study.name, bout, bout.arms[0]))
     if settings.steps is None and known is None:
@@ -189,7 +189,7 @@ def with_full_steps(study: Study, bout: Bout, train_samples: int | None) -> Bout
 def _usable_blocks(
     study: Study, bouts: Iterable[Bout], results: Path, notes: list[str]
 ) -> Iterator[Block]:
-    """The blocks of the bouts in which the arms were trained with the config's settings."""
+    """Those blocks of the bouts whose arms were all trained with the config's settings."""
     wanted = {b.place: dict(zip(b.arms, b.trained, strict=True)) for b in bouts}
     for path in block_files(results, study.name):
         try:

@@ -36,7 +36,10 @@ class Noise:
     dof: int
 
     def blocks_for(self, margin: float, rivals: int) -> int | None:
-        """Blocks until equally fast arms are within `margin`; None if that takes more than a race has."""
+        """Blocks until equally fast arms are within `margin`.
+
+        None if that takes more than a race has, or if the scatter is not known.
+        """
         if self.ratio is None:
             return None
         for n in (n for n in race.LOOKS if n >= race.FEWEST_BLOCKS):

@@ -61,9 +61,10 @@ def at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def in_common(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """The logs of blocks that contain all active arms, NaN elsewhere: there, allocation effects cancel.
+    """The logs of the blocks that contain all active arms; NaN elsewhere.
 
-    Only an arm that has come back to the race lacks blocks that others have.
+    Allocation effects cancel in such blocks. Only an arm that has come back to the race lacks blocks
+    that others have.
     """
     whole = (np.isfinite(logs) | ~active[..., None]).all(-2, keepdims=True)
     return np.where(whole & active[..., None], logs, np.nan)
@@ -233,7 +234,7 @@ class Race:
 
     @property
     def unknown(self) -> np.ndarray:
-        """Arms whose score may change the answer: the fastest of each open bout, if not known."""
+        """Arms whose score may change the answer: the fastest of each open bout, if its score is unknown."""
         means = mean_logs(in_common(self.logs, self.active))
         ahead = np.arange(means.shape[-1]) == index_of_fastest(means, self.active)[..., None]
         known = np.isfinite(means) & self.active

@@ -131,9 +131,9 @@ class Course:
             pass
 
     def disagreement(self, blocks: int) -> float | None:
-        """The difference from which two segments of one arm disagree; None if there are no blocks yet.
+        """The difference from which two segments of one arm disagree.
 
-        Estimated from the first `blocks` blocks of each bout.
+        Estimated from the first `blocks` blocks of each bout; None if no arm ended two segments in them.
         """
         if blocks not in self._limits:
             apart = [

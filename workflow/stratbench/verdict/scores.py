@@ -19,7 +19,7 @@ class Loss:
     """How much worse an arm's score is than the reference, as shown (points of accuracy)."""
 
     lost: float
-    #: Upper bound with 95 %; infinite where there is one seed alone.
+    #: Upper bound with 95 %; infinite if no arm of the model has scores of two seeds.
     at_most: float
     tolerance: float
     score_name: str
@@ -92,7 +92,7 @@ class Scores:
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def why_failed(self, bout: Bout, arm: str) -> str | None:
-        """The reason why its score, or the end of its full run, puts an arm out; None if there is none."""
+        """The reason why an arm is out by its score, or by how a full run ended; None if there is none."""
         for run in self.runs_of(bout, arm):
             if run.status != "ok":
                 return f"its full run: {run.reason or run.status}"

@@ -193,7 +193,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
 
 
 def on_node(blocks: list[Block]) -> str:
-    """The words `` on node X`` if all blocks ran on one host: nodes order strategies differently."""
+    """The words `` on node X`` if all blocks ran on the same nodes: others may order arms differently."""
     hosts = {block.hosts for block in blocks}
     if len(hosts) != 1:
         return ""
@@ -228,7 +228,7 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
 
 
 def interval_text(ratio: dict[str, Any]) -> str:
-    """A ratio with its interval; an end more than ten times away is not shown."""
+    """A ratio with its interval; an end beyond ten times is shown as `below 0.1` or `above 10`."""
     if ratio["ratio"] is None:
         return ""
     if ratio["low"] is None:
@@ -241,7 +241,7 @@ def interval_text(ratio: dict[str, Any]) -> str:
 
 
 def ratio_from(log: float) -> float | None:
-    """A ratio from its logarithm; None if it is not known, or too large to print."""
+    """A ratio from its logarithm; None if it is not known, or too large or small to print."""
     return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
 
 
@@ -341,7 +341,7 @@ def confidence_in(
 
 
 def unsettled_score(course: Course, state: State) -> str | None:
-    """The reason why the leader's score may not be good enough; None if it certainly is."""
+    """The reason why the leader's score may not be good enough; None if there is none."""
     leader = state.last.leader
     if not state.bout.scored:
         return "No score was measured (steps): equal scores are assumed."

@@ -37,7 +37,7 @@ def title_of(bout: dict[str, Any]) -> str:
 
 
 def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
-    """The lines of a bout: its claim, the confidence, and the dropped arms."""
+    """The lines of a bout: its claim, the confidence, and each other arm against the leader."""
     workers = counted(bout["gpus"], worker_noun([bout["device"]]))
     yield f"  {bout['model']} on {workers} ({bout['experiment']}): {bout['text']}"
     if bout["claimed"]:

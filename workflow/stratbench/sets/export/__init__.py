@@ -29,7 +29,7 @@ def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path
     """Write a set in each of `formats` (names of EXPORTS) below `out`; returns the folders.
 
     A folder is replaced in one step, once all of it is written. SetError if a format's package is not
-    installed, if the set has nothing that the format holds, or if `out` is not a folder of exports, so
+    installed, if the set has nothing that the format holds, or if `out` holds anything but exports, so
     that nobody's own folder `wandb` is replaced; then nothing is written.
     """
     if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
