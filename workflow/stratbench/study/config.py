@@ -27,7 +27,7 @@ class Experiment:
 
     name: str
     values: Mapping[str, Any]
-    matrix: dict[str, Any]  # the arguments of cells.expand
+    matrix: dict[str, Any]  # the arguments of coordinates.expand
     cells: tuple[Cell, ...]
 
 

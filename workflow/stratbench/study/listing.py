@@ -1,8 +1,6 @@
 """Writes the list of a study's cells, so that the analysis knows what is missing.
 
-    python -m stratbench.study.listing MATRICES --out cells.json
-
-MATRICES is JSON: the arguments of `cells.expand` for each experiment.
+MATRICES is JSON: the arguments of `coordinates.expand` for each experiment.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from stratbench.cell.words import counted
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("matrices", help="JSON list of the arguments of cells.expand")
+    parser.add_argument("matrices", help="JSON list of the arguments of coordinates.expand")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     args = parser.parse_args()
     cells = [c.as_dict() for matrix in json.loads(args.matrices) for c in expand(**matrix)]
