@@ -1,4 +1,4 @@
-"""A command ends at once, but not before what it printed is written."""
+"""A command ends at once, but not before it has cleared away and what it printed is written."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ import sys
 
 from launching import WORKFLOW
 
+CODE = """
+import atexit
+from stratbench.cell.ending import end_process
+
+class Imported:
+    def __del__(self):
+        print("taken apart")
+
+imported = Imported()
+atexit.register(print, "cleared away")
+print("printed")
+end_process(3)
+"""
+
 
 def test_what_was_printed_is_written_and_the_exit_code_is_told():
-    code = (
-        "import atexit; from stratbench.cell.ending import end_process;"
-        "atexit.register(print, 'taken apart'); print('printed'); end_process(3)"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", CODE],
         env=os.environ | {"PYTHONPATH": str(WORKFLOW), "PYTHONUNBUFFERED": ""},
         text=True,
         capture_output=True,
         check=False,
         timeout=60,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (3, "printed\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "printed\ncleared away\n", "")
