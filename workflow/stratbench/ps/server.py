@@ -24,7 +24,7 @@ __all__ = ["ServerConfig", "serve"]
 
 
 def serve(config: ServerConfig, secret: bytes, make: MakePolicy = make_policy) -> dict[str, Any]:
-    """Run one server until its run is over; returns its statistics (see `Run.statistics`).
+    """Run one server until its run is over; returns its statistics (see `ServerRun.statistics`).
 
     Their `status` is "lost", and `error` says why, where a lost worker ended the run. Also writes
     them to `config.stats_path`. Sets torch to one thread: the workers' threads share the cores.
