@@ -163,6 +163,7 @@ def _become(args: list[str], cwd: str, env: dict[str, str], output: str, ends: s
 def _fork_again(ends: str) -> int:
     """Go on as a fork in a session of its own; this process waits, and writes its exit code to `ends`."""
     told = os.open(ends, os.O_WRONLY)
+    os.setpgrp()  # `_end` kills the run that is waited for, and none that is not
     if pid := os.fork():
         os.closerange(0, told)
         _tell(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
