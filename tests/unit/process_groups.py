@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -54,8 +55,9 @@ def found_by_groups(
     ]
     for process in group:
         process.start()
+    deadline = time.monotonic() + limit_s
     for process in group:
-        process.join(timeout=limit_s)
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in group]
     for process in group:
         process.kill()
