@@ -84,7 +84,7 @@ def raced(slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
     def hang(launcher: psutil.Process) -> None:
         """Stop a block, and have SLURM's limit reached."""
         launcher.send_signal(signal.SIGSTOP)
-        slurm_session.run("scontrol", "update", f"JobId={job('near')}", "EndTime=now")
+        workflow.reach_limit(job("near"))
 
     def finish(run) -> None:
         found.outputs.append(workflow.finish(run, limit_s=400))

@@ -84,7 +84,7 @@ def disaster(
     def hang(launcher: psutil.Process) -> None:
         """Stop a launcher, so that it cannot keep the cell's limit, and have SLURM's reached."""
         launcher.send_signal(signal.SIGSTOP)
-        slurm_session.run("scontrol", "update", f"JobId={job('hung')}", "EndTime=now")
+        workflow.reach_limit(job("hung"))
 
     def launcher_that_has_begun() -> psutil.Process | None:
         log = folder / "results/tiny/logs/hung/single/vgg-compact/1gpu/rep0.log"
