@@ -324,13 +324,8 @@ def values_of_segments(logs: np.ndarray) -> np.ndarray:
 
 def limits_of(apart: list[np.ndarray]) -> np.ndarray:
     """From which difference a third segment is asked for, of each study."""
-    joined = np.sort(np.concatenate(apart, axis=-1), axis=-1)  # NaN comes last
-    count = np.isfinite(joined).sum(-1)
-    # The median of all is that of the one or two in the middle.
-    middle = [
-        row[max(0, n - 1) // 2 : n // 2 + bool(n)] for row, n in zip(joined, count, strict=True)
-    ]
-    return np.array([disagreement_limit(values.tolist()) for values in middle])
+    joined = np.concatenate(apart, axis=-1)
+    return np.array([disagreement_limit(row[np.isfinite(row)].tolist()) for row in joined])
 
 
 def rates(s: Studies, found: Outcome) -> dict[str, float]:

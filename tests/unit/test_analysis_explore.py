@@ -11,13 +11,13 @@ import fixture_records as fixture
 import numpy as np
 import pandas as pd
 import pytest
-from browser import NO_BROWSER, Browser, find_chromium
 
 from stratbench.analysis import collect, explore, report
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.style import known_styles
 
 #: Statuses by strategy, model and workers of `study`.
+pytest_plugins = ["browser_fixtures"]
 STATUSES = {
     ("fsdp", "vgg16", 2): "oom",
     ("ps-async", "resnet50", 4): "timeout",
@@ -148,16 +148,6 @@ def test_the_page_of_ten_thousand_cells_is_smaller_than_a_mebibyte(many):
 
 
 # ---- in a browser ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    program = find_chromium()
-    if program is None:
-        pytest.skip(NO_BROWSER)
-    found = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
 
 
 READY = "document.getElementById('count').textContent"

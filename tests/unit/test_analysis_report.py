@@ -14,7 +14,6 @@ import fixture_records as fixture
 import pandas as pd
 import pytest
 import yaml
-from browser import NO_BROWSER, Browser, find_chromium
 
 from stratbench.analysis import (
     against,
@@ -29,6 +28,7 @@ from stratbench.analysis import (
 from stratbench.analysis.measures import MEASURES, PLOTS
 from stratbench.study import config
 
+pytest_plugins = ["browser_fixtures"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -452,16 +452,6 @@ addEventListener("load", function () {
   document.title = "seen:" + JSON.stringify(seen);
 });
 </script></body>"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    program = find_chromium()
-    if program is None:
-        pytest.skip(NO_BROWSER)
-    found = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
 
 
 #: Height of the first screen of a laptop and of a phone, by their widths.

@@ -7,6 +7,7 @@ counts. Writes against_cells.csv, against_claims.csv and, of the published table
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from stratbench.analysis.audit import read_audit
 from stratbench.analysis.claims import judge_claims
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.usable import UsableGroups
-from stratbench.cell.ending import end_process
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
 COLUMNS_OF = {
@@ -132,4 +132,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    sys.exit(main())

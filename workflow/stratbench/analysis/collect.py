@@ -26,7 +26,6 @@ from stratbench.analysis.columns import (
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.ending import end_process
 from stratbench.cell.record import Record
 from stratbench.cell.settings import LATER, Settings
 from stratbench.cell.words import counted
@@ -224,4 +223,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,6 @@ from stratbench.analysis.groups import Group
 from stratbench.analysis.measures import format_number
 from stratbench.analysis.ranking import AgainstRival, Ranking, rankings_of_bouts
 from stratbench.analysis.verdicts import Raced, raced_groups, read_verdict
-from stratbench.cell.ending import end_process
 from stratbench.cell.files import write_atomic
 from stratbench.cell.words import MIB, counted, worker_noun
 
@@ -409,4 +409,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    sys.exit(main())

@@ -53,7 +53,6 @@ from stratbench.analysis.tradeoffs import (
     staleness_figure,
     tradeoff_figure,
 )
-from stratbench.cell.ending import end_process
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.telemetry.cores import usable_cores
 
@@ -377,4 +376,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    sys.exit(main())

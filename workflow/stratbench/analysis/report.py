@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -40,7 +41,6 @@ from stratbench.analysis.tables import (
 )
 from stratbench.analysis.verdicts import read_verdict
 from stratbench.cell import pages
-from stratbench.cell.ending import end_process
 from stratbench.cell.words import MIB, counted, plural, worker_noun
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -390,4 +390,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    sys.exit(main())

@@ -7,6 +7,7 @@ and LaTeX.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from stratbench.analysis.numbered import NO_STRATEGIES, TITLES, paper_tables, qu
 from stratbench.analysis.score import score_of
 from stratbench.analysis.stats import QUARTILES_FROM
 from stratbench.analysis.summary import summarise
-from stratbench.cell.ending import end_process
 from stratbench.cell.words import counted, worker_noun
 
 _LATEX = {
@@ -256,4 +256,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    sys.exit(main())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratbench.cell.ending import end_process
 from stratbench.cell.files import write_atomic
 from stratbench.verdict.evidence import read_evidence
 from stratbench.verdict.rounds import Course, round_of
@@ -38,4 +38,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """`python -m stratbench.analysis.audit`: runs the audit on a study and writes audit.csv."""
 
-from stratbench.analysis.audit import main
-from stratbench.cell.ending import end_process
+import sys
 
-end_process(main())
+from stratbench.analysis.audit import main
+
+sys.exit(main())
