@@ -43,7 +43,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
         "per_worker_batch": s.settings.per_worker_batch,
         "method": record["memory"]["method"],
         "peak_mib_predicted": _mib(predicted.n_bytes),
-        "peak_mib_measured": _mib(measured_peak_bytes(record, base_bytes)),
+        "peak_mib_measured": _mib(measured_peak_bytes(record["memory"], base_bytes)),
         "over_base_mib_predicted": _mib(predicted.n_bytes - base_bytes),
         "over_base_mib_measured": _mib(record["memory"]["peak_over_base_bytes"]),
         "base_mib_predicted": _mib(base_bytes),
@@ -81,16 +81,17 @@ def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
     return between_bytes + predicted.parts_bytes["data"]
 
 
-def measured_peak_bytes(record: Mapping[str, Any], base_bytes: int) -> int | None:
-    """Peak bytes of training, on the rank that used most.
+def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
+    """Peak bytes of training, by what a record says of the rank that used most.
 
-    On a GPU: what the framework had allocated. On a CPU a process also holds its libraries, and more
+    On a GPU: what the framework had asked of its allocator, less cuBLAS's workspaces; in records that
+    do not say so, what it had allocated, with both. On a CPU a process also holds its libraries, and more
     of them over time. There the peak is `base_bytes` (model states and data set, known exactly) plus
     what a step added to the resident memory.
     """
-    memory = record["memory"]
     if memory["method"] not in CPU_METHODS:
-        return memory["peak_bytes"]
+        peak_bytes = memory.get("requested_peak_bytes", memory["peak_bytes"])
+        return None if peak_bytes is None else peak_bytes - memory.get("cublas_bytes", 0)
     added_bytes = memory["peak_over_base_bytes"]
     return None if added_bytes is None else base_bytes + added_bytes
 

@@ -68,8 +68,11 @@ class MemoryMeter:
         `method` says how the peak was found; `base_bytes`, `peak_bytes`,
         `peak_over_base_bytes`. On a CPU also `idle_bytes`, resident when the meter was made, which is
         in the peak. On CUDA also `allocated_peak_bytes` and `reserved_peak_bytes` of
-        the allocator, and `nvml_used_bytes` (the whole device, now) and
-        `nvml_process_used_bytes` (this process, now). Raises RuntimeError before `start()`.
+        the allocator; `requested_peak_bytes`, without what the allocator adds to a request;
+        `cublas_bytes`, which is in these peaks; `nvml_used_bytes` (the whole device, now) and
+        `nvml_process_used_bytes` (this process, now). Call it outside of what is timed: cuBLAS's
+        workspaces are freed, and its next product takes them again from the allocator's cache.
+        Raises RuntimeError before `start()`.
         """
         if not self._method:
             raise RuntimeError("MemoryMeter.read: call start() first")
@@ -90,6 +93,7 @@ class MemoryMeter:
         if on_cuda:
             figures["allocated_peak_bytes"] = peak_bytes
             figures["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(self.device)
+            figures |= _requested(self.device)
             figures |= self._nvml_figures()
         return figures
 
@@ -102,6 +106,26 @@ class MemoryMeter:
             "nvml_process_used_bytes": gpu.process_used_bytes(),
         }
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _requested(device: torch.device) -> dict[str, int]:
+    """Bytes asked of CUDA's caching allocator: the peak, and what cuBLAS keeps, which is freed here.
+
+    cuBLAS keeps a workspace for each thread and stream from its first product on. What the allocator
+    rounds a request up to, and blocks that it does not split, are not in these figures.
+    """
+    before = torch.cuda.memory_stats(device)
+    if not before.get("requested_bytes.all.peak"):  # another allocator (cudaMallocAsync)
+        return {}
+    torch._C._cuda_clearCublasWorkspaces()
+    kept_bytes = (
+        before["requested_bytes.all.current"]
+        - torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    )
+    return {
+        "requested_peak_bytes": before["requested_bytes.all.peak"],
+        "cublas_bytes": kept_bytes,
+    }
 
 
 def cuda_uuid(device: torch.device) -> str | None:
