@@ -161,7 +161,8 @@ def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     footprint = footprints_of([request], folder / "plan-cache")[request]
     if not isinstance(footprint, Footprint):
         raise RuntimeError(f"{case.name}: {footprint}")
-    peak = footprint.training_peak(s.per_worker_batch)
+    gpu = find_gpu(found["gpu"])
+    peak = footprint.training_peak(s.per_worker_batch, gpu.resident_threads)
     plan_bytes = peak.n_bytes + data_bytes(data, s.model, s.augment)
     used = found["memory"]
     requested_bytes = measured_peak_bytes(used, 0)

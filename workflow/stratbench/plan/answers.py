@@ -107,9 +107,11 @@ def _resharding(plan: Plan) -> Iterator[str]:
         )  # fmt: skip
         batch = planned.subject.settings.per_worker_batch
         always, never = choice["always"], choice["never"]
-        more_bytes = never.training_peak(batch).n_bytes - always.training_peak(batch).n_bytes
+        peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
+        more_bytes = peaks[1] - peaks[0]
         gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]
-        largest = never.largest_batch(plan.room_bytes - planned.peak.parts_bytes["data"])
+        room_bytes = plan.room_bytes - planned.peak.parts_bytes["data"]
+        largest = never.largest_batch(room_bytes, threads)
         verdict = (
             "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
         )

@@ -23,7 +23,7 @@ from stratbench.workload.own import ModelError
 SOURCES = (
     "cell/settings.py", "workload/*.py", "telemetry/memory.py", "telemetry/shards.py",
     "strategies/*.py", "ps/flat.py", "ps/shm.py", "plan/check.py", "plan/fake.py",
-    "plan/footprint.py", "plan/request.py", "plan/trace.py", "plan/traffic.py",
+    "plan/footprint.py", "plan/reductions.py", "plan/request.py", "plan/trace.py", "plan/traffic.py",
 )  # fmt: skip
 
 

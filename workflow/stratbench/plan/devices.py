@@ -30,7 +30,8 @@ class Device:
 
     `memory_bytes`: what a worker may use, without the CUDA context. The rates are peaks for one second:
     floating-point operations, bytes of memory, bytes sent to a worker on the same node (link) and on
-    another node (network). A rate is None where it is not known.
+    another node (network). A rate is None where it is not known. `resident_threads`: that a GPU holds at
+    once, as the table of GPUs has it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Device:
     link_bytes_per_s: float
     network_bytes_per_s: float
     is_gpu: bool
+    resident_threads: int = 0
 
     def link(self, nodes: int) -> float:
         """Bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
@@ -89,6 +91,7 @@ def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> D
         link_bytes_per_s=link_gb_per_s * 1e9,
         network_bytes_per_s=cluster["network_gb_per_s"] * 1e9,
         is_gpu=True,
+        resident_threads=peak.resident_threads,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from stratbench.plan.reductions import Reduction
 from stratbench.plan.request import Request
 
 if TYPE_CHECKING:
@@ -37,12 +38,44 @@ class Affine:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """A sum on CUDA (`Reduction`) for any batch: how many are made, and of how many numbers each."""
+
+    outputs: Affine
+    inputs: Affine
+    together: int
+    sum_bytes: int
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Sums:
+        return cls(**fields | {k: Affine(**fields[k]) for k in ("outputs", "inputs")})
+
+    def buffer_bytes(self, batch: int, resident_threads: int) -> int:
+        outputs, inputs = (round(line.at(batch)) for line in (self.outputs, self.inputs))
+        made = Reduction(outputs, inputs, self.together, self.sum_bytes)
+        return made.buffer_bytes(resident_threads)
+
+
+@dataclass(frozen=True)
 class Moment:
-    """Memory at a moment of a step. For some batch this moment is the peak."""
+    """Memory at a moment of a step. For some batch this moment is the peak.
+
+    `sums`: what is summed up at this moment, whose buffer on a GPU is not in the bytes.
+    """
 
     phase: str
     total_bytes: Affine
     parts_bytes: dict[str, Affine]
+    sums: Sums | None = None
+
+    def buffer_bytes(self, batch: int, resident_threads: int) -> int:
+        """Bytes of the buffer on a GPU that holds so many threads at once; 0 where it is not known."""
+        if self.sums is None or not resident_threads:
+            return 0
+        return self.sums.buffer_bytes(batch, resident_threads)
+
+    def bytes_at(self, batch: int, resident_threads: int) -> float:
+        return self.total_bytes.at(batch) + self.buffer_bytes(batch, resident_threads)
 
 
 @dataclass(frozen=True)
@@ -77,31 +110,42 @@ class Footprint:
     host_bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
 
-    def training_peak(self, batch: int) -> MemoryPeak:
-        """The peak of a training step with `batch` samples on this rank."""
-        highest = max(self.moments, key=lambda m: m.total_bytes.at(batch))
-        parts = {k: round(v.at(batch)) for k, v in highest.parts_bytes.items()}
-        return MemoryPeak(round(highest.total_bytes.at(batch)), highest.phase, parts)
+    def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
+        """The peak of a training step with `batch` samples on this rank.
 
-    def needed_bytes(self, batch: int) -> int:
+        `resident_threads`: that the GPU holds at once, on which the buffers of sums depend; 0: there
+        are none.
+        """
+        highest = max(self.moments, key=lambda m: m.bytes_at(batch, resident_threads))
+        parts = {k: round(v.at(batch)) for k, v in highest.parts_bytes.items()}
+        if buffer_bytes := highest.buffer_bytes(batch, resident_threads):
+            parts["scratch"] = parts.get("scratch", 0) + buffer_bytes
+        return MemoryPeak(round(highest.bytes_at(batch, resident_threads)), highest.phase, parts)
+
+    def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
         """The most bytes that a cell needs, without the data set.
 
         The warm-up trains and evaluates while a copy of weights and buffers is kept.
         """
         copied = ("parameters", "buffers")
         copy_bytes = sum(self.between_steps_bytes.get(part, 0) for part in copied)
-        return max(self.training_peak(batch).n_bytes, self.evaluation.n_bytes) + copy_bytes
+        peak_bytes = self.training_peak(batch, resident_threads).n_bytes
+        return max(peak_bytes, self.evaluation.n_bytes) + copy_bytes
 
-    def largest_batch(self, available_bytes: float) -> int:
+    def largest_batch(self, available_bytes: float, resident_threads: int = 0) -> int:
         """The most samples that fit into `available_bytes` on this rank; 0 if not even one does."""
-        if self.needed_bytes(1) > available_bytes:
+
+        def fits(batch: int) -> bool:
+            return self.needed_bytes(batch, resident_threads) <= available_bytes
+
+        if not fits(1):
             return 0
         low, high = 1, 2
-        while self.needed_bytes(high) <= available_bytes and high < 1 << 24:
+        while fits(high) and high < 1 << 24:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if self.needed_bytes(middle) <= available_bytes:
+            if fits(middle):
                 low = middle
             else:
                 high = middle
@@ -125,6 +169,7 @@ class Footprint:
                 m["phase"],
                 Affine(**m["total_bytes"]),
                 {k: Affine(**v) for k, v in m["parts_bytes"].items()},
+                m["sums"] and Sums.from_dict(m["sums"]),
             )
             for m in fields["moments"]
         ]
@@ -153,15 +198,15 @@ def make_footprint(request: Request) -> Footprint:
             f"two training steps of {request} differ in more than their batch: "
             "no line can be drawn through them"
         )
-    moments = _moments(trace, edges, parts)
+    moments = _moments(trace, steps, edges, parts)
     for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
         other, _ = fake.traced_steps(request, batches, number)
-        moments += _moments(other, _two_steps(other, parts)[1], parts)
+        moments += _moments(other, *_two_steps(other, parts), parts)
     touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
     return Footprint(
         model_states_bytes=strategy.model_states(),
         between_steps_bytes=_without_zeros(trace.parts_bytes(edges[0])),
-        moments=[moments[i] for i in upper_envelope([m.total_bytes for m in moments])],
+        moments=_highest(moments),
         evaluation=_evaluation(trace, edges[2]),
         collectives=[c.listed for c in collectives[1]],
         flops_per_sample=steps[1][0].flops / BATCHES[1],
@@ -188,19 +233,54 @@ def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
     return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
 
 
-def _moments(trace: OperatorTrace, edges: list[int], parts: int) -> list[Moment]:
-    """The moments of a step that are its peak for some batch of at least one sample."""
+def _moments(
+    trace: OperatorTrace, steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
+) -> list[Moment]:
+    """The moments of a step that are its peak for some batch of at least one sample, on some GPU."""
     length = edges[1] - edges[0]
     lives = [trace.live_bytes(edge, edge + length) for edge in edges[:2]]
     lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
+    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines)]
+    for sums, at in _sums_of(steps, edges, parts).items():
+        chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at])]
     moments = []
-    for i in upper_envelope(lines):
+    for i, sums in chosen:
         both = [trace.parts_bytes(edge + i) for edge in edges[:2]]
         held = {k: Affine.through((both[0][k], both[1][k]), parts) for k in both[0]}
         used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
         # After i events: the event that led here is number i - 1.
-        moments.append(Moment(trace.phase_at(edges[1] + max(i - 1, 0)), lines[i], used))
+        phase = trace.phase_at(edges[1] + max(i - 1, 0))
+        moments.append(Moment(phase, lines[i], used, sums))
     return moments
+
+
+def _sums_of(
+    steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
+) -> dict[Sums, list[int]]:
+    """The sums of a step that may need a buffer, and after how many of the step's events each is made."""
+    made = [
+        [(at - edge, r) for phase in step for at, r in phase.reductions]
+        for step, edge in zip(steps, edges[:2], strict=True)
+    ]
+    found: dict[Sums, list[int]] = {}
+    for (at, one), (_, other) in zip(*made, strict=True):
+        sums = Sums(
+            Affine.through((one.outputs, other.outputs), parts),
+            Affine.through((one.inputs, other.inputs), parts),
+            max(one.together, other.together),
+            one.sum_bytes,
+        )
+        found.setdefault(sums, []).append(at)
+    return found
+
+
+def _highest(moments: list[Moment]) -> list[Moment]:
+    """Of the moments with no sum, and with each kind of sum, those that are highest for some batch."""
+    found = []
+    for sums in dict.fromkeys(m.sums for m in moments):
+        alike = [m for m in moments if m.sums == sums]
+        found += [alike[i] for i in upper_envelope([m.total_bytes for m in alike])]
+    return found
 
 
 def upper_envelope(lines: list[Affine]) -> list[int]:

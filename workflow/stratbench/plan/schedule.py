@@ -84,6 +84,8 @@ class Plan:
     study: str
     cluster: Mapping[str, Any]
     device: str
+    #: That the device holds at once, on which the buffers of sums depend; 0 for a CPU.
+    resident_threads: int
     gpu: str | None  # as the config or the command line names it; None: chosen for comparison
     others: list[str]
     cells: list[Planned]
@@ -146,6 +148,7 @@ def make_plan(
         study=study.name,
         cluster=cluster,
         device=primary.name if on_gpu else "CPU",
+        resident_threads=primary.resident_threads if on_gpu else 0,
         gpu=named,
         others=_others(subjects, gpus, primary),
         cells=planned,
@@ -204,8 +207,9 @@ def _plan_cell(
     host_bytes, n_nodes = 0, resources.node_count(s.cell, cluster)
     verdicts: dict[str, Verdict] = {}
     if footprint is not None:
-        peak = peak_with_data(footprint.training_peak(s.samples_per_step), s)
-        needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes_of(s)
+        threads = primary.resident_threads if s.request.on_cuda else 0
+        peak = peak_with_data(footprint.training_peak(s.samples_per_step, threads), s)
+        needed_bytes = footprint.needed_bytes(s.samples_per_step, threads) + data_bytes_of(s)
         wire = sent_bytes(s, footprint)
         server_bytes = server_bytes_of(s, footprint, n_nodes)
         host_bytes = host_bytes_of(s, footprint, needed_bytes, server_bytes, n_nodes)
@@ -256,7 +260,9 @@ def _verdict(
     cluster: Mapping[str, Any],
 ) -> Verdict:
     margin = cluster["memory_margin"]
-    needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes_of(s)
+    needed_bytes = footprint.needed_bytes(s.samples_per_step, device.resident_threads)
+    needed_bytes += data_bytes_of(s)
+    available_bytes = device.memory_bytes / (1 + margin) - data_bytes_of(s)
     by_device = projection.span_by_device(work, device)
     train = measured or by_device
     total = None if train is None else train + projection.overhead_span(work, device)
@@ -267,7 +273,7 @@ def _verdict(
         device=device.name,
         fits=fits(needed_bytes, device, margin),
         largest_batch=s.steps_per_batch
-        * footprint.largest_batch(device.memory_bytes / (1 + margin) - data_bytes_of(s)),
+        * footprint.largest_batch(available_bytes, device.resident_threads),
         by_device=by_device,
         train=train,
         total=total,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from stratbench.plan.reductions import Reduction
 from stratbench.plan.traffic import PARTS, CollectiveCall
 from stratbench.telemetry.shards import local_part
 
@@ -35,6 +36,8 @@ class Phase:
     touched_bytes: int = 0  # read and written by them
     flops: int = 0
     collectives: list[CollectiveCall] = field(default_factory=list)
+    #: Sums that may need a buffer on CUDA, with the number of events before that.
+    reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
 
 class OperatorTrace(TorchDispatchMode):
@@ -110,6 +113,10 @@ class OperatorTrace(TorchDispatchMode):
         if self._on_cpu and op._overloadpacket in _CONVOLUTIONS:
             for copies_bytes in _CONVOLUTIONS[op._overloadpacket](args, out):
                 self._passing("scratch", copies_bytes)
+        if not self._on_cpu and op._overloadpacket in _SUMS:
+            reduction = _SUMS[op._overloadpacket](args)
+            if reduction is not None:
+                phase.reductions.append((len(self.events), reduction))
         if op.namespace == "fsdp":
             self._tag_fsdp(op.__name__, args, kwargs, made)
         if collective is not None:
@@ -283,4 +290,27 @@ def _backward_copies(args: Any, out: Any) -> list[list[int]]:
 _CONVOLUTIONS = {
     torch.ops.aten.convolution: _forward_copies,
     torch.ops.aten.convolution_backward: _backward_copies,
+}
+
+
+def _sum_over_dims(args: Any) -> Reduction | None:
+    x, dims = args[0], args[1]
+    return _reduction(x, {d % x.dim() for d in dims or range(x.dim())}) if x.dim() else None
+
+
+def _sum_of_bias(args: Any) -> Reduction | None:
+    """A convolution's backward sums the gradient of its output up for the bias, when all else is done."""
+    grad, wanted = args[0], args[-1]
+    return _reduction(grad, {d for d in range(grad.dim()) if d != 1}) if wanted[2] else None
+
+
+def _reduction(x: torch.Tensor, dims: set[int]) -> Reduction | None:
+    x = local_part(x)
+    return Reduction.of(x.shape, x.stride(), dims, x.storage_offset(), x.element_size())
+
+
+_SUMS = {
+    torch.ops.aten.sum: _sum_over_dims,
+    torch.ops.aten.mean: _sum_over_dims,
+    torch.ops.aten.convolution_backward: _sum_of_bias,
 }

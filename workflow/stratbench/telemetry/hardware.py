@@ -15,6 +15,7 @@ class Datasheet:
     """Datasheet peaks of one GPU; None where it has no such unit.
 
     `memory_gib` is the advertised size; the driver offers up to 6 % less (ECC, reserve).
+    `resident_threads`: that all its multiprocessors hold at once.
     `link_gb_per_s` is the fastest link to another GPU *in one direction*, half of what
     datasheets state for NVLink; `link` says which.
     """
@@ -28,6 +29,7 @@ class Datasheet:
     memory_gb_per_s: float
     link: str
     link_gb_per_s: float
+    resident_threads: int
 
     def tflops(self, precision: str) -> float | None:
         """Dense peak for `fp32`, `tf32`, `fp16` or `bf16`, None where the GPU lacks it."""
@@ -45,38 +47,57 @@ _NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5 = (
     ("NVLink 5", 900),
 )
 
+# Multiprocessors times the threads that each holds by its compute capability (CUDA C++ Programming Guide,
+# technical specifications), as cudaGetDeviceProperties tells both.
+_V100, _A100, _H100, _H100_PCIE, _B200 = (n * 2048 for n in (80, 108, 132, 114, 148))
+_T4, _A10G, _L4, _L40S, _RTX3090, _RTX4090 = (
+    40 * 1024, 80 * 1536, 58 * 1536, 142 * 1536, 82 * 1536, 128 * 1536,
+)  # fmt: skip
+
 # Pattern of the name that torch and NVML report (vendor prefixes taken off, whole name) and the
 # peak. A name with more to it (a MIG slice, a laptop part, a Ti) must not match: it differs.
 _TABLE: tuple[tuple[str, Datasheet], ...] = (
     # NVIDIA T4 datasheet.
-    (r"T4", Datasheet("T4", 8.1, None, 65, None, 16, 320, *_GEN3)),
+    (r"T4", Datasheet("T4", 8.1, None, 65, None, 16, 320, *_GEN3, _T4)),
     # NVIDIA V100 datasheet.
-    (r"V100-SXM2-16GB", Datasheet("V100 SXM2 16 GB", 15.7, None, 125, None, 16, 900, *_NVLINK2)),
-    (r"V100-SXM[23]-32GB", Datasheet("V100 SXM 32 GB", 15.7, None, 125, None, 32, 900, *_NVLINK2)),
-    (r"V100-PCIE-16GB", Datasheet("V100 PCIe 16 GB", 14, None, 112, None, 16, 900, *_GEN3)),
-    (r"V100-PCIE-32GB", Datasheet("V100 PCIe 32 GB", 14, None, 112, None, 32, 900, *_GEN3)),
+    (
+        r"V100-SXM2-16GB",
+        Datasheet("V100 SXM2 16 GB", 15.7, None, 125, None, 16, 900, *_NVLINK2, _V100),
+    ),
+    (
+        r"V100-SXM[23]-32GB",
+        Datasheet("V100 SXM 32 GB", 15.7, None, 125, None, 32, 900, *_NVLINK2, _V100),
+    ),
+    (r"V100-PCIE-16GB", Datasheet("V100 PCIe 16 GB", 14, None, 112, None, 16, 900, *_GEN3, _V100)),
+    (r"V100-PCIE-32GB", Datasheet("V100 PCIe 32 GB", 14, None, 112, None, 32, 900, *_GEN3, _V100)),
     # A10G datasheet (the variant of the A10 in AWS G5).
-    (r"A10G", Datasheet("A10G", 35, 35, 70, 70, 24, 600, *_GEN4)),
+    (r"A10G", Datasheet("A10G", 35, 35, 70, 70, 24, 600, *_GEN4, _A10G)),
     # NVIDIA A100 datasheet.
-    (r"A100-SXM4-40GB", Datasheet("A100 SXM 40 GB", 19.5, 156, 312, 312, 40, 1555, *_NVLINK3)),
-    (r"A100-SXM4-80GB", Datasheet("A100 SXM 80 GB", 19.5, 156, 312, 312, 80, 2039, *_NVLINK3)),
-    (r"A100-PCIE-40GB", Datasheet("A100 PCIe 40 GB", 19.5, 156, 312, 312, 40, 1555, *_GEN4)),
-    (r"A100 80GB PCIe", Datasheet("A100 PCIe 80 GB", 19.5, 156, 312, 312, 80, 1935, *_GEN4)),
+    (
+        r"A100-SXM4-40GB",
+        Datasheet("A100 SXM 40 GB", 19.5, 156, 312, 312, 40, 1555, *_NVLINK3, _A100),
+    ),
+    (
+        r"A100-SXM4-80GB",
+        Datasheet("A100 SXM 80 GB", 19.5, 156, 312, 312, 80, 2039, *_NVLINK3, _A100),
+    ),
+    (r"A100-PCIE-40GB", Datasheet("A100 PCIe 40 GB", 19.5, 156, 312, 312, 40, 1555, *_GEN4, _A100)),
+    (r"A100 80GB PCIe", Datasheet("A100 PCIe 80 GB", 19.5, 156, 312, 312, 80, 1935, *_GEN4, _A100)),
     # NVIDIA H100 datasheet.
-    (r"H100 80GB HBM3", Datasheet("H100 SXM", 67, 494.7, 989.4, 989.4, 80, 3350, *_NVLINK4)),
-    (r"H100 PCIe", Datasheet("H100 PCIe", 51, 378, 756, 756, 80, 2000, *_GEN5)),
-    (r"H100 NVL", Datasheet("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, *_GEN5)),
+    (r"H100 80GB HBM3", Datasheet("H100 SXM", 67, 494.7, 989.4, 989.4, 80, 3350, *_NVLINK4, _H100)),
+    (r"H100 PCIe", Datasheet("H100 PCIe", 51, 378, 756, 756, 80, 2000, *_GEN5, _H100_PCIE)),
+    (r"H100 NVL", Datasheet("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, *_GEN5, _H100)),
     # NVIDIA H200 datasheet.
-    (r"H200", Datasheet("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NVLINK4)),
-    (r"H200 NVL", Datasheet("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, *_GEN5)),
+    (r"H200", Datasheet("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NVLINK4, _H100)),
+    (r"H200 NVL", Datasheet("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, *_GEN5, _H100)),
     # NVIDIA Blackwell architecture brief, HGX B200.
-    (r"B200", Datasheet("B200", 80, 1100, 2250, 2250, 180, 8000, *_NVLINK5)),
+    (r"B200", Datasheet("B200", 80, 1100, 2250, 2250, 180, 8000, *_NVLINK5, _B200)),
     # NVIDIA L4 and L40S datasheets.
-    (r"L4", Datasheet("L4", 30.3, 60, 121, 121, 24, 300, *_GEN4)),
-    (r"L40S", Datasheet("L40S", 91.6, 183, 362, 362, 48, 864, *_GEN4)),
+    (r"L4", Datasheet("L4", 30.3, 60, 121, 121, 24, 300, *_GEN4, _L4)),
+    (r"L40S", Datasheet("L40S", 91.6, 183, 362, 362, 48, 864, *_GEN4, _L40S)),
     # GA102 and AD102 architecture whitepapers, tensor cores with fp32 accumulation.
-    (r"RTX 3090", Datasheet("RTX 3090", 35.6, 35.6, 71, 71, 24, 936, *_GEN4)),
-    (r"RTX 4090", Datasheet("RTX 4090", 82.6, 82.6, 165.2, 165.2, 24, 1008, *_GEN4)),
+    (r"RTX 3090", Datasheet("RTX 3090", 35.6, 35.6, 71, 71, 24, 936, *_GEN4, _RTX3090)),
+    (r"RTX 4090", Datasheet("RTX 4090", 82.6, 82.6, 165.2, 165.2, 24, 1008, *_GEN4, _RTX4090)),
 )
 
 

@@ -1,0 +1,107 @@
+"""The device memory that a sum on CUDA takes beside its result, and gives back when it is made.
+
+Where few sums of many numbers are asked for, as for the gradient of a bias, PyTorch cuts them over several
+blocks of threads, which put their partial sums into a buffer. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+#: Of PyTorch's kernel: threads of a block, lanes of a warp, numbers that a thread adds up at least and at
+#: most before a sum is cut.
+BLOCK_THREADS, WARP, LEAST_NUMBERS, MOST_NUMBERS = 512, 32, 16, 256
+#: Of a counter of finished blocks.
+COUNTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """`outputs` sums of `inputs` numbers each, neighbours in memory being of different sums.
+
+    `together`: sums that a thread makes at once, 1, 2 or 4. `sum_bytes`: of a partial sum. Sums along
+    neighbours in memory are none of these: their buffers are tiny.
+    """
+
+    outputs: int
+    inputs: int
+    together: int
+    sum_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dims: Collection[int],
+        offset: int,
+        item_bytes: int,
+    ) -> Reduction | None:
+        """The sum of a tensor over `dims` (from 0); None where neighbours in memory are added up.
+
+        `strides` and the `offset` in its storage are in numbers. 16-bit numbers are added up in 32 bits.
+        """
+        kept, added = (
+            _merged((strides[d], shape[d]) for d in range(len(shape)) if (d in dims) == inside)
+            for inside in (False, True)
+        )
+        if not kept or not added or kept[0][0] > added[0][0]:
+            return None
+        together = 4 if kept[0][0] == 1 else 1
+        others = [stride for stride, _ in kept[1:] + added]
+        while any(n % together for n in (offset, kept[0][1], *others)):
+            together //= 2
+        return cls(_numbers(kept), _numbers(added), together, max(4, item_bytes))
+
+    def buffer_bytes(self, resident_threads: int) -> int:
+        """Bytes of the buffer and its counters on a GPU that holds so many threads at once.
+
+        As PyTorch 2.11 reckons (setReduceConfig and global_memory_size, ATen/native/cuda/Reduce.cuh).
+        """
+        most = BLOCK_THREADS // self.together
+        width = min(_power_of_two(self.outputs // self.together, most), WARP)
+        height = min(_power_of_two(self.inputs, most), most // width)
+        width = min(_power_of_two(self.outputs // self.together, most), most // height)
+        if self.inputs < min(height * LEAST_NUMBERS, MOST_NUMBERS):
+            return 0  # a warp makes each sum
+        each = _cut(self.inputs, height)
+        blocks = _cut(self.outputs // self.together, width)
+        at_once = resident_threads // (width * height)
+        if each < MOST_NUMBERS or blocks > at_once:
+            return 0  # a block makes each sum
+        parts = max(
+            min(_cut(at_once, blocks), _cut(each, LEAST_NUMBERS)),
+            _cut(each, MOST_NUMBERS),
+        )
+        if parts == 1:
+            return 0
+        # More than the blocks write: PyTorch counts the sums of a block twice.
+        buffer_bytes = self.sum_bytes * self.outputs * parts * width * self.together
+        return buffer_bytes + COUNTER_BYTES * blocks
+
+
+def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Dimensions (stride, size), nearest neighbours first; those that lie as one are one."""
+    merged: list[tuple[int, int]] = []
+    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = (merged[-1][0], merged[-1][1] * size)
+        else:
+            merged.append((stride, size))
+    return merged
+
+
+def _numbers(dims: list[tuple[int, int]]) -> int:
+    return math.prod(size for _, size in dims)
+
+
+def _power_of_two(n: int, most: int) -> int:
+    """The largest that is not above `n`; `most` where `n` reaches it."""
+    return most if n >= most else 1 << (max(n, 1).bit_length() - 1)
+
+
+def _cut(n: int, size: int) -> int:
+    """Parts of `size` that `n` is cut into."""
+    return -(-n // size)
