@@ -43,10 +43,12 @@ class Reduction:
 
         `strides` and the `offset` in its storage are in numbers. 16-bit numbers are added up in 32 bits.
         """
-        kept, added = (
-            _merged((strides[d], shape[d]) for d in range(len(shape)) if (d in dims) == inside)
-            for inside in (False, True)
+        dims_of = [(strides[d], shape[d], d in dims) for d in range(len(shape)) if shape[d] > 1]
+        # PyTorch goes by the neighbours in the result, whose last dimension is the nearest.
+        kept = _merged(
+            (stride, size) for stride, size, is_added in reversed(dims_of) if not is_added
         )
+        added = _merged(sorted((stride, size) for stride, size, is_added in dims_of if is_added))
         if not kept or not added or kept[0][0] > added[0][0]:
             return None
         together = 4 if kept[0][0] == 1 else 1
@@ -83,9 +85,9 @@ class Reduction:
 
 
 def _merged(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Dimensions (stride, size), nearest neighbours first; those that lie as one are one."""
+    """Dimensions (stride, size), the nearest first; those that lie as one are one."""
     merged: list[tuple[int, int]] = []
-    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+    for stride, size in dims:
         if merged and merged[-1][0] * merged[-1][1] == stride:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
         else:

@@ -252,6 +252,23 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     torch.set_rng_state(rng)
     if cuda_rng is not None:
         torch.cuda.set_rng_state(cuda_rng, worker.device)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        let_go_of_collectives(worker.device)
+
+
+#: NCCL's watchdog in PyTorch looks every 0.1 s for collectives that have ended.
+WATCHDOG_S = 0.25
+
+
+def let_go_of_collectives(device: torch.device) -> None:
+    """Free what the warm-up's collectives still hold, such as DDP's first buckets, before it is measured.
+
+    PyTorch keeps the tensors of a collective until its watchdog has seen the end and another one is
+    called; after a quick warm-up they would lie in the peak, as large as all gradients.
+    """
+    torch.cuda.synchronize(device)
+    time.sleep(WATCHDOG_S)
+    dist.all_reduce(torch.zeros(1, device=device))
 
 
 def practice_batches(
