@@ -343,14 +343,26 @@ def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None
 class CudaAutocast(TorchFunctionMode):
     """Makes autocast on a CPU choose the number formats that it chooses on CUDA.
 
-    The lists differ in one operation of our models: CUDA normalises layers in float32.
+    The lists differ in two operations of our models: CUDA normalises layers in float32, and of
+    cross-entropy it makes the logarithms in the scores' own format and only the rest in float32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.layer_norm and torch.is_autocast_enabled("cpu"):
             args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
+        if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and not args[2:]:
+            return _cross_entropy(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _cross_entropy(
+    scores: Tensor, targets: Tensor, label_smoothing: float = 0.0, **kwargs: Any
+) -> Tensor:
+    if label_smoothing or targets.is_floating_point():
+        return F.cross_entropy(scores, targets, label_smoothing=label_smoothing, **kwargs)
+    with torch.autocast("cpu", enabled=False):
+        return F.nll_loss(F.log_softmax(scores, dim=1).float(), targets, **kwargs)
 
 
 # --- the strategies ------------------------------------------------------------------------------

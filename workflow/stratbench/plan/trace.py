@@ -6,6 +6,7 @@ Used on fake tensors (`fake.py`), where nothing is really allocated. It works on
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -113,6 +114,8 @@ class OperatorTrace(TorchDispatchMode):
         if self._on_cpu and op._overloadpacket in _CONVOLUTIONS:
             for copies_bytes in _CONVOLUTIONS[op._overloadpacket](args, out):
                 self._passing("scratch", copies_bytes)
+        if not self._on_cpu and op._overloadpacket is _ATTENTION_BACKWARD:
+            self._passing("scratch", _flash_attention_bytes(args[1]))
         if not self._on_cpu and op._overloadpacket in _SUMS:
             reduction = _SUMS[op._overloadpacket](args)
             if reduction is not None:
@@ -314,3 +317,19 @@ _SUMS = {
     torch.ops.aten.mean: _sum_over_dims,
     torch.ops.aten.convolution_backward: _sum_of_bias,
 }
+
+
+#: The attention that a CPU takes, whose place flash attention has on CUDA.
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _flash_attention_bytes(query: torch.Tensor) -> list[int]:
+    """What its backward keeps in 32 bits: the query's gradient, padded, and a sum for each of its rows.
+
+    Of PyTorch 2.11 (mha_bwd, transformers/cuda/flash_attn/flash_api.cpp), which takes 16-bit numbers alone.
+    """
+    if query.element_size() != 2:
+        return [0, 0]
+    *many, time, width = query.shape
+    rows = math.prod(many) * -(-time // 128) * 128
+    return [4 * rows * -(-width // 32) * 32, 4 * rows]
