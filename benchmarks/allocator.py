@@ -117,12 +117,11 @@ def settings_of(case: Case) -> Any:
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """What the record of worker 0 would say of memory, from a training in this process."""
-    from subject import job_of, served
+    import torch
 
     from stratbench.telemetry.provenance import worker_provenance
     from stratbench.train.worker import train_as_worker
-
-    import torch
+    from subject import job_of, served
 
     data = folder / f"data-{case.spec['source']}"
     prepare("data", data, spec=case.spec)
@@ -192,10 +191,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The plan beside PyTorch's CUDA allocator",
         "",
-        f"PyTorch {', '.join(sorted(versions))} and its own caching allocator on a CUDA runtime in software "
-        f"({', '.join(sorted(gpus))}): no kernel was run, cuDNN had no workspaces, NCCL no buffers, and other "
-        "workers were not there. Not a measurement on a GPU: it shows whether the plan knows what PyTorch asks "
-        "the allocator for.",
+        f"PyTorch {', '.join(sorted(versions))} and its own CUDA caching allocator on a CUDA runtime in "
+        f"software ({', '.join(sorted(gpus))}): no kernel was run, cuDNN had no workspaces, NCCL no buffers, "
+        "and other workers were not there. Not a measurement on a GPU: it shows whether the plan knows what "
+        "PyTorch asks its allocator for.",
         "",
         f"Worker 0, {STEPS} steps; images of 32x32 pixels, texts of {TEXTS['sequence']} of "
         f"{TEXTS['vocabulary']} tokens. \"requested\": the peak of what was asked of the allocator, less "

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stage import Stage, in_child
 from stratbench.cell.settings import Settings
+from stratbench.plan.compare import measured_peak_bytes
 from stratbench.plan.devices import CONTEXT_BYTES
 from stratbench.plan.fake import replaced
 from stratbench.plan.footprint import Footprint, make_footprint
@@ -125,18 +126,13 @@ def measured(job: Job, case: Case) -> dict[str, Any]:
             stack.enter_context(replaced(worker_process, "join_group", join_fake_group))
         result = worker_process.train_as_worker(job, 0, 0)
     found = {key: result[key] for key in ("memory", "model_states", "status", "steps")}
-    return found | {"cublas_bytes": cublas_bytes() if job.use_cuda else 0}
+    return found | {"resident_threads": resident_threads() if job.use_cuda else 0}
 
 
-def cublas_bytes() -> int:
-    """Of the allocator's memory, what cuBLAS has kept since its first product; frees it.
-
-    Tens of MiB on some GPUs, once for forward and once for backward, whatever the strategy and the model:
-    no part of the plan.
-    """
-    held_bytes = torch.cuda.memory_allocated()
-    torch._C._cuda_clearCublasWorkspaces()
-    return held_bytes - torch.cuda.memory_allocated()
+def resident_threads() -> int:
+    """How many threads this GPU holds at once, on which the buffers of sums depend."""
+    gpu = torch.cuda.get_device_properties(0)
+    return gpu.multi_processor_count * gpu.max_threads_per_multi_processor
 
 
 def look_at(stage: Stage, case: Case, s: Settings, found: dict[str, Any], plan: Footprint) -> None:
@@ -146,19 +142,18 @@ def look_at(stage: Stage, case: Case, s: Settings, found: dict[str, Any], plan: 
         states == plan.model_states_bytes,
         f"{states}, plan {plan.model_states_bytes}",
     )
-    predicted = plan.training_peak(s.per_worker_batch).n_bytes
+    predicted = plan.training_peak(s.per_worker_batch, found["resident_threads"]).n_bytes
     predicted += data_bytes(dataset_of(s), s.model, s.augment)
-    figures = used | {key: found[key] for key in ("cublas_bytes", "steps")}
-    figures["predicted_bytes"] = predicted
+    figures = used | {"steps": found["steps"], "predicted_bytes": predicted}
     if stage.on_cuda:
-        peak_bytes = used["peak_bytes"] - found["cublas_bytes"]
+        peak_bytes = measured_peak_bytes(used, 0)
         off = peak_bytes / predicted - 1
         margin = schema()["properties"]["cluster"]["properties"]["memory_margin"]["default"]
         limits = (-1.0, margin) if case.search else (-CLOSE, CLOSE)
         stage.check(
             f"{case}: the peak is the plan's",
             limits[0] <= off <= limits[1],
-            f"{peak_bytes / 2**20:.0f} MiB and {found['cublas_bytes'] / 2**20:.0f} of cuBLAS's, "
+            f"{peak_bytes / 2**20:.0f} MiB and {used.get('cublas_bytes', 0) / 2**20:.0f} of cuBLAS's, "
             f"plan {predicted / 2**20:.0f}: {off:+.1%}",
         )
         figures["allocator_gap_bytes"] = used["reserved_peak_bytes"] - used["peak_bytes"]

@@ -276,6 +276,8 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
     used["peak_over_base_bytes"] = peak - base
     if device == "cuda":
         used |= {"allocated_peak_bytes": peak, "reserved_peak_bytes": peak + 64 * MIB}
+        asked = {"requested_peak_bytes": peak - MIB // 2, "cublas_bytes": MIB // 4}
+        used |= asked
         used["nvml_used_bytes"] = peak + 700 * MIB
     total_s = {"timeout": TIME_LIMIT_S + 1, "oom": 9.0}.get(status, 14.0 + sum(epoch_times_s))
     # No two cells at the same time.
@@ -431,6 +433,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "peak_bytes": peak if finished else None,
             "peak_over_base_bytes": peak - base if finished else None,
             "model_states": states if finished else None,
+            **(asked if finished and device == "cuda" else {}),
         },
         "score": {
             "final": per_epoch[-1]["score"] if status == "ok" else None,

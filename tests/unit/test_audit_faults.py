@@ -710,6 +710,20 @@ FAULTS = [
         "model states",
     ),
     Fault(
+        "more asked for than allocated",
+        DDP,
+        times("workers.*.memory.requested_peak_bytes", 1.5),
+        "contradictory-memory",
+        "requested_peak_bytes",
+    ),
+    Fault(
+        "cuBLAS's part of no rank",
+        DDP,
+        times("memory.cublas_bytes", 1.5),
+        "contradictory-memory",
+        "memory.cublas_bytes",
+    ),
+    Fault(
         "peak of nobody", DDP, times("memory.peak_bytes", 1.5), "contradictory-memory", "the most"
     ),
     Fault(
@@ -1322,6 +1336,7 @@ UNGUARDED = {
     "communication.timed_steps": "DDP times only some steps",
     "score.per_epoch": "of epochs but the last nothing else is told, and whole samples stay whole",
     "workers[0].memory.reserved_peak_bytes": "the allocator may keep anything",
+    "workers[0].memory.requested_peak_bytes": "how much of its blocks was asked for, none else knows",
     "workers[0].memory.nvml_used_bytes": "others may be on the device",
     "workers[0].provenance.load_1m": "it is of the moment",
     "server.servers[0].workers": "how long a server let a worker wait, it alone knows",

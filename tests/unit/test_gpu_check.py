@@ -168,13 +168,15 @@ def test_memory_is_held_against_the_plan(part, monkeypatch, peak_mib, states_off
     monkeypatch.setattr(memory, "data_bytes", lambda *of: 0)
     states = {"parameters_bytes": 100}
     plan = SimpleNamespace(
-        model_states_bytes=states, training_peak=lambda batch: SimpleNamespace(n_bytes=1000 * mib)
+        model_states_bytes=states,
+        training_peak=lambda batch, resident_threads: SimpleNamespace(n_bytes=1000 * mib),
     )
     found = {"model_states": {"parameters_bytes": 100 + states_off}, "steps": 1}
-    found["cublas_bytes"] = 64 * mib  # of two threads on a Hopper GPU
+    found["resident_threads"] = 132 * 2048
     found["memory"] = {
-        "peak_bytes": (peak_mib + 64) * mib, "reserved_peak_bytes": 1100 * mib,
-        "nvml_process_used_bytes": 1600 * mib,
+        "method": "cuda-allocator", "peak_bytes": (peak_mib + 94) * mib,  # whole blocks
+        "requested_peak_bytes": (peak_mib + 64) * mib, "cublas_bytes": 64 * mib,
+        "reserved_peak_bytes": 1100 * mib, "nvml_process_used_bytes": 1600 * mib,
     }  # fmt: skip
     stage = Noted()
     subject = part("subject")

@@ -92,6 +92,8 @@ class Properties:
 def cuda(monkeypatch):
     """torch.cuda's memory figures, by name; `reset` sets the peak to what is allocated."""
     figures = {"memory_allocated": 100, "max_memory_allocated": 900, "max_memory_reserved": 1000}
+    requested = {"requested_bytes.all.current": 90, "requested_bytes.all.peak": 650}
+    figures["memory_stats"] = requested
     for name in figures:
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: figures[name])
     monkeypatch.setattr(
@@ -100,7 +102,8 @@ def cuda(monkeypatch):
         lambda device: figures.update(max_memory_allocated=figures["memory_allocated"]),
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    cleared = lambda: figures.update(memory_stats=requested | {"requested_bytes.all.current": 58})  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", cleared, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     return figures
 
@@ -110,6 +113,7 @@ def test_cuda_figures_are_the_allocators_and_nvmls(cuda):
     meter.start()
     assert meter.read()["peak_bytes"] == 100
     cuda["max_memory_allocated"] = 700
+    cuda["memory_stats"] = {"requested_bytes.all.current": 90, "requested_bytes.all.peak": 650}
     assert meter.read() == {
         "method": "cuda-allocator",
         "base_bytes": 100,
@@ -117,8 +121,17 @@ def test_cuda_figures_are_the_allocators_and_nvmls(cuda):
         "peak_over_base_bytes": 600,
         "allocated_peak_bytes": 700,
         "reserved_peak_bytes": 1000,
+        "requested_peak_bytes": 650,
+        "cublas_bytes": 32,
         "nvml_used_bytes": 12884901888,
     }
+
+
+def test_an_allocator_that_does_not_know_requests_leaves_them_out(cuda):
+    meter = MemoryMeter("cuda:0", nvml=Nvml(FakeNvml()))
+    meter.start()
+    cuda["memory_stats"] = {"requested_bytes.all.current": 0, "requested_bytes.all.peak": 0}
+    assert not {"requested_peak_bytes", "cublas_bytes"} & set(meter.read())
 
 
 def test_cublas_workspaces_are_not_in_the_base(cuda, monkeypatch):

@@ -177,6 +177,12 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Of the worker that used most. On a GPU the peak that the framework allocated, model "
            "states included; on a CPU the high-water mark of the resident set above the process's "
            "base before training, which holds weights and momentum already."),
+    Column("requested_peak_bytes", "number", "bytes", "memory.requested_peak_bytes",
+           "Of the same worker on a GPU: the peak of what was asked of the allocator, which hands out "
+           "whole blocks. With cuBLAS's workspaces."),
+    Column("cublas_bytes", "number", "bytes", "memory.cublas_bytes",
+           "Of the same worker on a GPU: cuBLAS's workspaces, which are in its peaks, whatever the "
+           "strategy."),
     Column("model_states_bytes", "number", "bytes", derived.model_states_bytes,
            "Parameters, gradients, optimizer state and buffers that the largest worker holds between "
            "two steps, counted exactly. Activations and communication buffers are not in it, nor is "

@@ -45,7 +45,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
         "peak_mib_predicted": _mib(predicted.n_bytes),
         "peak_mib_measured": _mib(measured_peak_bytes(record["memory"], base_bytes)),
         "over_base_mib_predicted": _mib(predicted.n_bytes - base_bytes),
-        "over_base_mib_measured": _mib(record["memory"]["peak_over_base_bytes"]),
+        "over_base_mib_measured": _mib(measured_growth_bytes(record["memory"])),
         "base_mib_predicted": _mib(base_bytes),
         "base_mib_measured": _mib(measured_base_bytes(record)),
         "resident_mib_measured": _mib(record["memory"]["peak_bytes"]),
@@ -94,6 +94,12 @@ def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | Non
         return None if peak_bytes is None else peak_bytes - memory.get("cublas_bytes", 0)
     added_bytes = memory["peak_over_base_bytes"]
     return None if added_bytes is None else base_bytes + added_bytes
+
+
+def measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
+    """What a step added to the memory of that rank, less cuBLAS's workspaces."""
+    added_bytes = memory["peak_over_base_bytes"]
+    return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
 
 
 def measured_base_bytes(record: Mapping[str, Any]) -> int | None:

@@ -291,6 +291,7 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_bytes": worst["peak_bytes"],
         "peak_over_base_bytes": worst["peak_over_base_bytes"],
         "model_states": largest,
+        **{key: worst[key] for key in ("requested_peak_bytes", "cublas_bytes") if key in worst},
     }
 
 

@@ -51,6 +51,11 @@ def memory_reduced_too_much(evidence: Evidence) -> Iterator[Found]:
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
             whole, held = (evidence.median(k, column) for k in (other, group))
+            if column == "peak_memory_bytes" and whole and held:  # cuBLAS's part nobody divides
+                whole, held = (
+                    n - (evidence.median(k, "cublas_bytes") or 0)
+                    for n, k in ((whole, other), (held, group))
+                )
             if not whole or not held or (on_cpu and column != "model_states_bytes"):
                 continue
             if whole / held > REDUCED * group.gpus:
@@ -178,6 +183,16 @@ def faults_of_peaks(facts: Facts) -> Iterator[str]:
         yield from unless_at_least(
             "memory.peak_bytes", peak, "its model states", sum(states.values())
         )
+    yield from unless_at_most(
+        "memory.requested_peak_bytes", facts("memory.requested_peak_bytes"), "peak_bytes", peak
+    )
+    for key in ("requested_peak_bytes", "cublas_bytes"):
+        yield from unless_equal(
+            f"memory.{key}",
+            facts(f"memory.{key}"),
+            "that of the rank that used most",
+            value_at(worst, f"memory.{key}"),
+        )
     if facts.status == "ok":
         yield from unless_given("memory.peak_bytes", peak, "although the cell ended well")
         yield from unless_given(
@@ -204,6 +219,11 @@ def faults_of_worker(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
     )
     yield from unless_at_most(
         f"peak_bytes of {name}", peak, "reserved_peak_bytes", own.get("reserved_peak_bytes")
+    )
+    requested = own.get("requested_peak_bytes")
+    yield from unless_at_most(f"requested_peak_bytes of {name}", requested, "its peak_bytes", peak)
+    yield from unless_at_most(
+        f"cublas_bytes of {name}", own.get("cublas_bytes"), "its requested_peak_bytes", requested
     )
     capacity = value_at(place, "gpu.memory_bytes")
     for group in ("peak", "reserved_peak", "nvml_used", "nvml_process_used"):
