@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratbench.plan import footprint
+from stratbench.plan import fake, footprint
 from stratbench.plan.footprint import Affine, Moment, Sums
 from stratbench.plan.reductions import Reduction
 from stratbench.plan.trace import OperatorTrace
@@ -133,3 +133,30 @@ def test_a_peak_holds_the_buffer_for_the_batch_and_the_gpu():
     assert made.needed_bytes(8, GPUS[0]) == peak.n_bytes
     assert made.largest_batch(peak.n_bytes, GPUS[0]) < made.largest_batch(1 << 40)
     assert footprint.Footprint.from_dict(made.as_dict()) == made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scratch"), [(torch.bfloat16, [98304, 1536]), (torch.float32, [])]
+)
+def test_flash_attentions_backward_has_a_workspace_in_16_bits(dtype, scratch):
+    """Of 3 heads, 128 rows (of 5, padded) and a width of 64, in 32 bits; and a number for each row."""
+    q, k, v = (torch.ones(1, 3, 5, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+    trace = OperatorTrace()
+    with trace:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    tagged = {number for number, part in trace.tags.items() if part == "scratch"}
+    assert [n for number, n in trace.events if number in tagged and n > 0] == scratch
+
+
+def test_cross_entropys_logarithms_are_in_the_scores_own_format_as_on_cuda():
+    scores = torch.ones(6, 4, dtype=torch.bfloat16)
+    targets = torch.zeros(6, dtype=torch.int64)
+    loss = torch.nn.functional.cross_entropy
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = loss(scores, targets)
+        with fake.CudaAutocast(), OperatorTrace() as trace:
+            made = loss(scores, targets)
+            smooth = loss(scores, targets, label_smoothing=0.1)
+    assert made.dtype == plain.dtype == smooth.dtype == torch.float32
+    assert made.item() == pytest.approx(plain.item(), rel=0.01)
+    assert 6 * 4 * 2 in [n for _, n in trace.events]

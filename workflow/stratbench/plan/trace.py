@@ -297,7 +297,7 @@ _CONVOLUTIONS = {
 
 
 def _sum_over_dims(args: Any) -> Reduction | None:
-    x, dims = args[0], args[1]
+    x, dims = args[0], args[1] if len(args) > 1 else None
     return _reduction(x, {d % x.dim() for d in dims or range(x.dim())}) if x.dim() else None
 
 
