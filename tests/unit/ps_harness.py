@@ -22,6 +22,7 @@ from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.frames import Frame
 from stratbench.ps.member import Member
+from stratbench.ps.policies import parse_options
 from stratbench.ps.scale import LossScale
 from stratbench.ps.server import ServerConfig, serve
 from stratbench.ps.tickets import Ticket
@@ -34,6 +35,7 @@ PATIENCE_S = 60.0
 #: Of the servers and workers of these tests: they give nobody up before a test does.
 DEADLINE_S = 2 * PATIENCE_S
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+ADAMW = {"optimizer": "adamw", "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -53,7 +55,8 @@ def batch(ticket: Ticket, dtype: torch.dtype = torch.float64) -> tuple[torch.Ten
 
 
 def config(folder: Path, **changed: Any) -> ServerConfig:
-    """A small run of one worker, one epoch of four steps."""
+    """A small run of one worker, one epoch of four steps; AdamW where the policy refuses SGD."""
+    refuses_sgd = parse_options(changed.get("policy", "ps-async")).refusal("sgd")
     base = ServerConfig(
         rendezvous=str(folder / "rendezvous"),
         workers=1,
@@ -61,7 +64,7 @@ def config(folder: Path, **changed: Any) -> ServerConfig:
         steps_per_epoch=4,
         slices=1,
         policy="ps-async",
-        hyper=HYPER,
+        hyper=ADAMW if refuses_sgd else HYPER,
         shard_bytes=256,
         heartbeat_deadline_s=DEADLINE_S,
         handshake_deadline_s=DEADLINE_S,
@@ -124,6 +127,7 @@ class Worked:
                 wire,
                 DEADLINE_S,
                 self.scale,
+                config.n_servers,
             )
             send_initial = self.channel._send_initial
             self.channel._send_initial = lambda link: (self.asked.set(), send_initial(link))
@@ -169,9 +173,11 @@ def run_all(
 
 
 def single_run(plan_config: ServerConfig, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The same training without a server: one process, torch.optim.SGD."""
+    """The same training without a server: one process, torch's own optimizer."""
     model = small_model(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), **plan_config.hyper)
+    hyper = dict(plan_config.hyper)
+    kind = torch.optim.AdamW if hyper.pop("optimizer", "sgd") == "adamw" else torch.optim.SGD
+    optimizer = kind(model.parameters(), **hyper)
     c = plan_config
     for number in range(c.epochs * c.steps_per_epoch * c.slices):
         x, y = batch(Ticket(number, 0, 0, 0), dtype)
@@ -220,6 +226,7 @@ def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folde
                 secret,
                 habits.transport,
                 deadline_s=DEADLINE_S,
+                n_servers=config.n_servers,
             )
             beats = note_heartbeats(channel)
             ticket = channel.first()

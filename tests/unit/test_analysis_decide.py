@@ -435,9 +435,7 @@ def test_rules_from_theory():
     assert choice(gpu_memory_gib=2.9, memory_margin=0.0) == "ddp"
     assert choice(gpu_memory_gib=2.9, memory_margin=0.0, optimizer="adamw") == "fsdp"
     assert choice(gpu_memory_gib=3.0, memory_margin=0.0, optimizer="adamw") == "ddp"
-    assert choice(homogeneous=False, optimizer="adamw") is None  # ps-ormo refuses it
-    reasons = theory.choice_by_theory("resnet50", Constraints(homogeneous=False), "adamw")[1]
-    assert "(its rule weighs or corrects SGD's velocity, and AdamW has none)" in reasons[-1]
+    assert choice(homogeneous=False, optimizer="adamw") == "ps-preview"
     assert choice(gpu_memory_gib=80, homogeneous=False) == "ps-ormo"
     assert choice(gpu_memory_gib=80, gang_scheduled=False) == "ps-ormo"
     assert choice("unheard-of") == "ddp"

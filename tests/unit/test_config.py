@@ -129,6 +129,14 @@ def refusal(config_: Any) -> str:
         ({"weight_decay": math.inf}, ["weight_decay = inf: must be a finite number"]),
         # one key against another
         ({"optimizer": "adam"}, ["optimizer = 'adam'", "adamw"]),
+        (
+            {"strategies": ["ddp", "ps-preview"]},
+            [
+                "optimizer = 'sgd': it looks ahead by AdamW's step",
+                "(ps-ormo takes it)",
+                "remove ps-preview from strategies",
+            ],
+        ),
         ({"optimizer": "adamw", "momentum": 0.9}, ["momentum = 0.9: AdamW has betas", "remove"]),
         ({"optimizer": "adamw", "nesterov": True}, ["nesterov = true: AdamW has betas"]),
         ({"betas": [0.9, 0.99]}, ["betas = [0.9, 0.99]: only AdamW", "optimizer: adamw"]),
@@ -137,7 +145,11 @@ def refusal(config_: Any) -> str:
         ({"optimizer": "adamw", "betas": [0.9, 1.0]}, ["betas", "less than 1"]),
         (
             {"optimizer": "adamw", "strategies": ["ddp", "ps-dana"]},
-            ["optimizer = 'adamw': its rule", "remove ps-dana from strategies"],
+            [
+                "optimizer = 'adamw': its rule",
+                "(ps-preview takes it)",
+                "remove ps-dana from strategies",
+            ],
         ),
         ({"schedule": "step"}, ["schedule = 'step'", "cosine"]),
         ({"final_lr": 0.001}, ["final_lr = 0.001: a constant schedule", "remove"]),

@@ -119,7 +119,8 @@ class Strategy:
     uses_wrap_groups: ClassVar[bool] = False
     #: Whether a rank does and holds the same on any number of workers, so that the plan predicts one.
     alike_on_any_count: ClassVar[bool] = False
-    #: The situation in which theory chooses it before anything was measured; None: never.
+    #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
+    #: None: never.
     first_choice: ClassVar[
         Literal["one worker", "equal workers", "unequal workers", "states too large"] | None
     ] = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.options import EveryPushOptions
-from stratbench.ps.policies import policy_class
+from stratbench.ps.policies import first_choice, policy_class
 from stratbench.strategies import base, strategy_class
 
 if TYPE_CHECKING:
@@ -174,9 +174,10 @@ class ParameterServer(base.Strategy):
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        why = cls.Options(**options).refuses_adamw
-        if values["optimizer"] == "adamw" and why:
-            yield f".optimizer = 'adamw': {why}"
+        optimizer = values["optimizer"]
+        if why := cls.Options.refusal(optimizer):
+            other = first_choice(optimizer)
+            yield f".optimizer = {optimizer!r}: {why}" + (f" ({other} takes it)" if other else "")
         if values["accumulate"] != 1:
             yield (
                 f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "
@@ -243,6 +244,7 @@ class ParameterServer(base.Strategy):
             wire=options["wire"],
             deadline_s=300.0,
             scale=self.scale,
+            n_servers=options["servers"],
         )
 
     def weights_and_buffers(self) -> list[Tensor]:
