@@ -74,7 +74,15 @@ def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: 
     for number, parameter in enumerate(flat.parameters):
         parameter.register_hook(lambda g, number=number: g / 0 if number == hit else g)
     channel = Channel.connect(
-        plan.rendezvous, worker, flat, SECRET, transport, deadline_s=DEADLINE_S, scale=scale
+        plan.rendezvous,
+        worker,
+        flat,
+        SECRET,
+        transport,
+        "native",
+        DEADLINE_S,
+        scale,
+        plan.n_servers,
     )
     before = flat.weights.clone()
     if armed:

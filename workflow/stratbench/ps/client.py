@@ -82,8 +82,11 @@ class Channel:
         wire: str = "native",
         deadline_s: float = 60.0,
         scale: LossScale | None = None,
+        n_servers: int = 1,
     ) -> Channel:
-        """Join the run whose servers publish `<rendezvous>.<server>`, as worker number `worker`.
+        """Join the run whose `n_servers` servers publish `<rendezvous>.<server>`, as worker number `worker`.
+
+        Worker r begins at server r mod n and goes round, so that not all stand at the same door.
 
         `transport`: "shm" (same host), "tcp", or "auto", which takes shared memory where it can.
         `wire`: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in
@@ -99,13 +102,14 @@ class Channel:
             transport = "tcp"
         channel = cls(flat, worker, wire, scale)
         deadline = time.monotonic() + deadline_s
-        n_servers = 1
         try:
-            while len(channel._links) < n_servers:
-                link = channel._join(rendezvous, len(channel._links), secret, transport, deadline)
+            for k in range(worker, worker + n_servers):
+                link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
                 channel._links.append(link)
-                n_servers = link.n_servers
+                if link.n_servers != n_servers:
+                    raise Refused(f"the run has {link.n_servers} servers, not {n_servers}")
                 channel.snapshot_dir = link.snapshot_dir
+            channel._links.sort(key=lambda link: link.server)
         except BaseException:
             channel._close_connections()
             raise
