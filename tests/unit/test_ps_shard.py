@@ -90,6 +90,33 @@ def test_what_was_lent_stays_while_others_push():
     assert shard.policy.weights.data_ptr() == now  # nobody was reading: changed in place
 
 
+def test_pushes_beside_a_read_take_turns_with_two_tensors():
+    """So that none of them touches new memory."""
+    shard, _, _ = make_shard()
+    places = set()
+    for ticket in range(20):
+        with shard.lend(0, torch.empty(4)) as (lent, _):
+            shard.push(1, ticket, torch.ones(4), ALIVE)
+            assert lent.tolist() == [-float(ticket)] * 4
+        places.add(shard.policy.weights.data_ptr())
+    assert len(places) == 2
+    assert shard.policy.weights.tolist() == [-20.0] * 4
+
+
+def test_what_two_have_borrowed_is_free_when_both_have_read_it():
+    shard, _, _ = make_shard(workers=3)
+    first, second = (shard.lend(worker, torch.empty(4)) for worker in (0, 1))
+    lent, _ = first.__enter__()
+    assert second.__enter__()[0] is lent
+    shard.push(2, 0, torch.ones(4), ALIVE)
+    first.__exit__(None, None, None)
+    with shard.lend(0, torch.empty(4)):
+        shard.push(2, 1, torch.ones(4), ALIVE)  # must not go where the second still reads
+        assert lent.tolist() == [0.0] * 4
+    second.__exit__(None, None, None)
+    assert shard.policy.weights.tolist() == [-2.0] * 4
+
+
 @pytest.mark.parametrize(
     "end", [lambda shard: shard.leave(1), lambda shard: shard.finish()], ids=["leave", "finish"]
 )
