@@ -282,8 +282,8 @@ class DanaPolicy(Policy):
     (`Momentum.known_share`): worker i reads W - eta mu^2 sum over j != i of v_j.
 
     Costs N + 1 momentum buffers: the last is the sum of the others, so that a read is a pass over it and v_i
-    for any N. The sum follows each push, and is made anew every N pushes: no rounding error in it is older. A
-    worker that leaves takes its momentum with it.
+    for any N. The sum follows each push, and is made anew every 8 N pushes: no rounding error in it is older.
+    A worker that leaves takes its momentum with it.
     """
 
     summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
@@ -318,11 +318,12 @@ class DanaPolicy(Policy):
         self.version += 1
         if self._sum is not None:
             self._sum.add_(own.value)
-            if self.version % self.hyper.workers == 0:
+            if self.version % (8 * self.hyper.workers) == 0:
                 self._sum_anew()
         return Outcome.APPLIED
 
     def _sum_anew(self) -> None:
+        """Add up again, by now and then an eighth of a pass a push: rounding errors do not pile up."""
         self._sum.zero_()
         for momentum in self._momenta:
             if momentum.started:
@@ -331,12 +332,12 @@ class DanaPolicy(Policy):
     def view(self, worker: int, out: Tensor) -> int:
         if self._sum is None:
             return super().view(worker, out)
-        own = self._momenta[worker]
-        ahead = self.push_lr * own.known_share
-        others = out.copy_(self._sum)
+        import torch
+
+        own, others = self._momenta[worker], self._sum
         if own.started:
-            others.sub_(own.value)  # of one worker this is 0 exactly
-        others.mul_(-ahead).add_(self.weights)
+            others = torch.sub(others, own.value, out=out)  # of one worker this is 0 exactly
+        torch.sub(self.weights, others, alpha=self.push_lr * own.known_share, out=out)
         return self.version
 
     def on_leave(self, worker: int) -> None:
