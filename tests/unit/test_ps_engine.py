@@ -90,7 +90,8 @@ def test_one_worker_trains_bit_for_bit_as_without_a_server(tmp_path, policy, tra
     )
     _, (worker,) = run_all(plan, transport=transport)
     trained, served = floats(worker.model), floats(from_snapshot(tmp_path, 0))
-    apart = 1e-12 if policy == "ps-ormo" else 0  # it forms the same sums in another order
+    # ps-ormo forms the same sums in another order; AdamW's kernels round a shard not as its tensors.
+    apart = {"ps-ormo": 1e-12, "ps-preview": 1e-9}.get(policy, 0)
     for name, tensor in floats(single_run(plan)).items():  # BatchNorm's statistics too
         assert float((served[name] - tensor).abs().max()) <= apart, name
         assert float((trained[name] - tensor).abs().max()) <= apart, name

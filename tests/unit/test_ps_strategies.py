@@ -113,7 +113,7 @@ def settings(strategy: str, world: int, name: str = "") -> Settings:
                     eps=1e-8)  # fmt: skip
     if name.startswith("colocated"):
         s = replace(s, options=stated_options(strategy, {"placement": "colocated"}, world))
-    if name.startswith("cosine"):
+    if "cosine" in name:
         s = replace(s, schedule="cosine", lr_warmup_steps=3, final_lr=0.01)
     return s
 
@@ -318,7 +318,22 @@ def test_one_worker_is_single_bit_for_bit(tmp_path):
     scheduled = ["ps-async", "ps-kbatch", "ps-ormo"]
     allowed = {"ps-ormo": TOLERANCE}  # it forms the same sums in another order
     runs += [(f"cosine-{name}", name, True) for name in ("single", *scheduled)]
+    previewing = [
+        ("adamw-ps-preview", "adamw-single"),
+        ("adamw-cosine-ps-preview", "adamw-cosine-single"),
+    ]
+    runs += [
+        (name, name.split("-", 1 + name.count("cosine"))[-1], True)
+        for p in previewing
+        for name in p
+    ]
     results = run(runs, 1, tmp_path)
+    for (
+        name,
+        plain,
+    ) in previewing:  # a shard is one tensor, torch's are many: rounding, as in AdamW above
+        for what, apart in (("losses", TOLERANCE), ("weights", 1e-9), ("buffers", TOLERANCE)):
+            assert distance(results[name, True], results[plain, True], what) <= apart, (name, what)
     for name in scheduled:
         for what in ("losses", "weights"):
             pair = (results[f"cosine-{n}", True] for n in (name, "single"))
