@@ -7,8 +7,8 @@ ps-sync, ps-preview, ps-kbatch and ps-async at 1/N, `--rounds` times, with worke
 cell through the launcher as the workflow does it. Writes a CSV and a Markdown table of throughput ratios
 (paired by round) and scores. The workers share this machine's cores; only ratios mean anything.
 
-    head -c 120000 .../tinyshakespeare/input.txt > shakespeare.txt
-    PYTHONPATH=workflow python benchmarks/straggler.py --text shakespeare.txt --model gpt-compact \
+    head -c 480000 .../tinyshakespeare/input.txt > shakespeare-480k.txt
+    PYTHONPATH=workflow python benchmarks/straggler.py --text shakespeare-480k.txt --model gpt-compact \
         --optimizer adamw --lr 0.003 --batch 32 --epochs 1 --rounds 1
 """
 
@@ -46,7 +46,7 @@ def study(args: argparse.Namespace) -> dict:
     slowdown = {"workers": [0], "factor": args.factor} if args.factor > 1 else None
     return {
         "study": "straggler",
-        "datasets": {"text": {"text": str(args.text), "sequence": 32}} if args.text else {},
+        "datasets": {args.dataset: {"text": str(args.text), "sequence": 32}} if args.text else {},
         "studies": {
             "straggler": {
                 "repeats": args.rounds,
@@ -95,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--text", type=Path, help="a text to train on in the place of --dataset")
     args = parser.parse_args()
-    args.dataset = "text" if args.text else args.dataset
+    args.dataset = args.text.stem if args.text else args.dataset
     args.strategies = args.strategies or STRATEGIES[args.optimizer]
     config, chosen = load_config(study(args))
     rows = []
