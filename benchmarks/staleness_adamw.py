@@ -361,6 +361,13 @@ def page(rows: list[dict]) -> str:
         mine = [r for r in others if r["task"] == task]
         if mine:
             lines += ["", f"## {task}", "", *table(task, mine, sync)]
+    if others:
+        lines += [
+            "",
+            "## Each at its best learning rate of those tried",
+            "",
+            *best_table(others, sync),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -369,7 +376,8 @@ def measure_of(task: str) -> str:
 
 
 def table(task: str, rows: list[dict], sync: dict[tuple, dict]) -> list[str]:
-    measure, digits = measure_of(task), 1 if task == "digits" else 3
+    measure = measure_of(task)
+    digits = digits_of(measure)
     rates = sorted({r["lr"] for r in rows})
     variants = list(dict.fromkeys((r["strategy"], r["options"]) for r in rows))
     levels = []
@@ -399,6 +407,42 @@ def table(task: str, rows: list[dict], sync: dict[tuple, dict]) -> list[str]:
             f"| {n} | {slow} | {here[0]['time_vs_sync']:.2f} | " + " | ".join(cells) + " |"
         )
     return lines
+
+
+def best_table(rows: list[dict], sync: dict[tuple, dict]) -> list[str]:
+    """Each at the learning rate that is best for it, of those tried: the mean over seeds, and which."""
+    names = list(dict.fromkeys((r["strategy"], r["options"]) for r in rows))
+    heads = ["`ps-sync`", *(f"`{' '.join(name).strip()}`" for name in names)]
+    lines = [
+        "| task | workers | straggler | " + " | ".join(heads) + " |",
+        "|---" * (3 + len(heads)) + "|",
+    ]
+    conditions = {Condition(r["task"], r["workers"], r["straggler"]) for r in rows}
+    for condition in [c for c in CONDITIONS if c in conditions]:
+        measure = measure_of(condition.task)
+        of_sync = [r for r in sync.values() if r["task"] == condition.task]
+        here = [r for r in rows if tuple(r[c] for c in COLUMNS[:3]) == condition]
+        found = []
+        for same in (
+            of_sync,
+            *([r for r in here if (r["strategy"], r["options"]) == n] for n in names),
+        ):
+            means = [
+                (statistics.mean(r[measure] for r in same if r["lr"] == lr), lr)
+                for lr in {r["lr"] for r in same}
+            ]
+            best, lr = (max if measure == "accuracy" else min)(means, default=(None, None))
+            found.append("–" if best is None else f"{best:.{digits_of(measure)}f} ({lr:g})")
+        slow = "–" if condition.straggler == 1 else f"{condition.straggler:g}x"
+        lines.append(
+            f"| {condition.task} | {condition.workers} | {slow} | " + " | ".join(found) + " |"
+        )
+    return lines
+
+
+def digits_of(measure: str) -> int:
+    """Behind the point."""
+    return 1 if measure == "accuracy" else 3
 
 
 def verdict(rows: list[dict], sync: dict[tuple, dict]) -> list[str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Elements of a view that are made at a time: few enough that what is worked on stays in a core's cache, so
 #: many that starting the operations costs little (measured: a tenth more than without chunks).
-CHUNK = 131072
+CHUNK = 65536
 
 
 class PreviewPolicy(KBatchPolicy):
