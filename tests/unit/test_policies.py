@@ -984,6 +984,21 @@ class NoNewTensors(TorchDispatchMode):
         return out
 
 
+class NothingEmpty(TorchDispatchMode):
+    """Fails where memory is taken without being written: it would be touched first inside the clock."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "empty" not in func.__name__, f"{func} leaves its memory untouched"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policys_memory_is_touched_when_it_is_made(name):
+    weights = torch.ones(64)
+    with NothingEmpty():
+        make_policy(name, weights, hyper_of(name, lr=0.1, workers=3))
+
+
 SGD, NESTEROV = {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}
 
 
