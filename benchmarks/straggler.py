@@ -8,8 +8,8 @@ cell through the launcher as the workflow does it. Writes a CSV and a Markdown t
 (paired by round) and scores. The workers share this machine's cores; only ratios mean anything.
 
     head -c 480000 .../tinyshakespeare/input.txt > shakespeare-480k.txt
-    PYTHONPATH=workflow python benchmarks/straggler.py --text shakespeare-480k.txt --model gpt-compact \
-        --optimizer adamw --lr 0.003 --batch 32 --epochs 1 --rounds 1
+    PYTHONPATH=workflow python benchmarks/straggler.py --text shakespeare-480k.txt --model gpt-compact \\
+        --optimizer adamw --lr 0.001 --batch 32 --epochs 1 --rounds 2
 """
 
 from __future__ import annotations
@@ -93,18 +93,22 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results", help="folder"
     )
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
     parser.add_argument("--text", type=Path, help="a text to train on in the place of --dataset")
     args = parser.parse_args()
     args.dataset = args.text.stem if args.text else args.dataset
     args.strategies = args.strategies or STRATEGIES[args.optimizer]
     config, chosen = load_config(study(args))
-    rows = []
+    rows = kept(args) if args.resume else []
+    done = {(row["round"], row["strategy"]) for row in rows}
     with tempfile.TemporaryDirectory(prefix="straggler-") as temporary:
         folder = Path(temporary)
         prepare(args.dataset, folder / "data", spec=config["datasets"].get(args.dataset))
         for cell in sorted(
             chosen.cells, key=lambda c: (c.repeat, args.strategies.index(c.strategy))
         ):
+            if (cell.repeat, cell.strategy) in done:
+                continue
             settings = chosen.settings(cell).as_json()
             record = train(cell, settings, folder / "data", folder)
             [server] = record["server"]["servers"]
@@ -124,18 +128,34 @@ def main() -> None:
     print(write(rows, args))
 
 
-def write(rows: list[dict], args: argparse.Namespace) -> str:
-    """Write the CSV and the page; returns the page."""
+def result(args: argparse.Namespace, ending: str) -> Path:
+    """The file of a run's results."""
     few = "" if args.workers == 4 else f"-{args.workers}-workers"
     few += "" if args.optimizer == "sgd" else f"-{args.optimizer}"
-    name = f"straggler-{args.dataset}-x{args.factor:g}{few}"
+    return args.out / f"straggler-{args.dataset}-x{args.factor:g}{few}.{ending}"
+
+
+def kept(args: argparse.Namespace) -> list[dict]:
+    """The rows of an earlier run."""
+    with result(args, "csv").open(newline="", encoding="utf-8") as file:
+        return [
+            {
+                key: value if key == "strategy" else json.loads(value or "null")
+                for key, value in row.items()
+            }
+            for row in csv.DictReader(file)
+        ]
+
+
+def write(rows: list[dict], args: argparse.Namespace) -> str:
+    """Write the CSV and the page; returns the page."""
     args.out.mkdir(exist_ok=True)
-    with (args.out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+    with result(args, "csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
     text = table(rows, args)
-    (args.out / f"{name}.md").write_text(text, encoding="utf-8")
+    result(args, "md").write_text(text, encoding="utf-8")
     return text
 
 
