@@ -124,10 +124,10 @@ def loaded() -> dict[str, Any]:
 
 def sample(gpu: Gpu | None, done: threading.Event, samples: list[dict[str, float]]) -> None:
     while gpu is not None and not done.wait(SAMPLED_S):
-        found = gpu.counters(pcie_snapshot=False)
+        t_s = time.perf_counter()
+        found = gpu.counters()
         if "energy_j" in found and "power_w" in found:
-            told = {"t_s": time.perf_counter(), "energy_j": found["energy_j"]}
-            samples.append(told | {"power_w": found["power_w"]})
+            samples.append({"t_s": t_s, "energy_j": found["energy_j"], "power_w": found["power_w"]})
 
 
 def energy_and_power(stage: Stage, what: str, samples: list[dict[str, float]]) -> None:

@@ -92,7 +92,8 @@ def run_node(job: Job, node: int) -> Exits:
             for local_rank, rank in enumerate(job.ranks_of(node))
         ]
         processes = [*servers, *workers]
-        sampler = Sampler(job.folder.samples(node), job.folder.pids(node), job.origin_s)
+        gpus = devices.visible_gpus()[: len(workers)] if job.use_cuda else []
+        sampler = Sampler(job.folder.samples(node), job.folder.pids(node), job.origin_s, gpus=gpus)
         try:
             # While nothing trains yet: a server of this cell's own is importing PyTorch meanwhile.
             job.folder.write_busy(node, busy_check())
