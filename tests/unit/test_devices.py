@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_nvml import UUIDS, FakeNvml
+from fake_nvml import INSTANCES, UUIDS, FakeNvml
 
 from launching import settings
 from stratbench.telemetry import nvml
 from stratbench.train import devices
+from stratbench.train.launch import hold_devices
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -87,21 +88,110 @@ def test_names_with_a_slash():
         assert mine == ["MIG-GPU-1/2/0"]
 
 
-def test_a_number_is_locked_by_the_gpu_it_stands_for(monkeypatch):
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that gives this machine GPUs, and CUDA_VISIBLE_DEVICES a value (None: unset)."""
     real = nvml.Nvml
-    monkeypatch.setattr(nvml, "Nvml", lambda: real(FakeNvml(gpus=2)))
-    assert devices.lock_names(["0", "1", UUIDS[0], "7"]) == {
-        "0": UUIDS[0], "1": UUIDS[1], UUIDS[0]: UUIDS[0], "7": "7"
+
+    def give(variable: str | None = None, gpus: int = 2, **faults) -> None:
+        monkeypatch.setattr(nvml, "Nvml", lambda: real(FakeNvml(gpus=gpus, **faults)))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+
+    return give
+
+
+NO_NVML = {"failures": {"nvmlInit": OSError("driver/library version mismatch")}}
+
+
+def test_whatever_a_gpu_is_called_its_lock_is_one(machine):
+    machine()
+    assert devices.lock_names(["0", "1", UUIDS[0], "GPU-666", "7"]) == {
+        "0": UUIDS[0], "1": UUIDS[1], UUIDS[0]: UUIDS[0], "GPU-666": UUIDS[1], "7": "7"
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("", []), ("-1", []), ("0", ["0"]), ("0, 2", ["0", "2"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])],
+    [
+        (None, ["0", "1"]),
+        ("", []),
+        ("-1", []),
+        ("0", ["0"]),
+        ("1, 0", ["1", "0"]),
+        ("1,", ["1"]),
+        ("0,-1,1", ["0"]),
+        ("0,,1", ["0"]),
+        ("NoDevFiles", []),
+        ("1,9,0", ["1"]),
+        ("1,gpu,0", ["1"]),
+        (f"{UUIDS[1]},{UUIDS[0]}", [UUIDS[1], UUIDS[0]]),
+        (f"GPU-666,{UUIDS[0]}", ["GPU-666", UUIDS[0]]),
+        ("GPU-1,GPU-2,GPU-6", ["GPU-1"]),
+        ("MIG-GPU-1/2/0", ["MIG-GPU-1/2/0"]),
+        (f"{INSTANCES[1]},MIG-aaaaaaaa", []),
+    ],
 )
-def test_visible_gpus(monkeypatch, given, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+def test_visible_gpus_are_those_that_cuda_shows(machine, given, expected):
+    machine(given)
     assert devices.visible_gpus() == expected
+
+
+def test_instances_are_visible_by_their_names(machine):
+    machine(f"{INSTANCES[1]},MIG-aaaaaaaa", mig=True)
+    assert devices.visible_gpus() == [INSTANCES[1], "MIG-aaaaaaaa"]
+
+
+def test_names_are_believed_where_nvml_cannot_be_asked(machine):
+    machine("3,GPU-1,cuda", **NO_NVML)
+    assert devices.visible_gpus() == ["3", "GPU-1"]
+
+
+@pytest.mark.parametrize("given", ["1,1", "0,1,01", f"1,{UUIDS[1]}", "GPU-6,GPU-666"])
+def test_a_gpu_that_is_named_twice_is_an_error_and_not_waited_for(machine, given):
+    machine(given)
+    with pytest.raises(devices.DeviceError, match=r"names one GPU twice \(.*name each GPU once"):
+        devices.visible_gpus()
+    machine("1,1", **NO_NVML)
+    with pytest.raises(devices.DeviceError, match="twice"):
+        devices.visible_gpus()
+
+
+def test_a_name_that_is_no_gpu_is_told(machine):
+    machine("0,9,1")
+    with (
+        pytest.raises(
+            devices.DeviceError, match=r"1 are visible \(0; '9' in CUDA_VISIBLE_DEVICES ="
+        ),
+        devices.reserve(devices.visible_gpus(), 2),
+    ):
+        pass
+    machine("GPU-7")  # a GPU is asked for: it is not trained on the CPU instead
+    for device in ("auto", "cuda"):
+        with pytest.raises(devices.DeviceError, match="'GPU-7' in CUDA_VISIBLE_DEVICES"):
+            devices.wants_cuda(device, devices.visible_gpus())
+    machine("NoDevFiles")  # as SLURM says that a job has none
+    assert not devices.wants_cuda("auto", devices.visible_gpus())
+    with pytest.raises(devices.DeviceError, match="'NoDevFiles' in CUDA_VISIBLE_DEVICES"):
+        devices.wants_cuda("cuda", devices.visible_gpus())
+    for given in (None, "1", "0,-1,5", ""):
+        machine(given)
+        assert devices.unknown_gpu() is None
+
+
+def test_cells_on_cpus_read_no_names_of_gpus(machine):
+    machine("1,1")
+    with hold_devices(settings(device="cpu"), 1) as cuda:
+        assert not cuda
+
+
+def test_the_log_says_which_name_hides_others(machine, capsys):
+    machine("1,9,0")
+    with hold_devices(settings(device="cuda", gpus=1), 1) as cuda:
+        assert cuda
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "'9' in CUDA_VISIBLE_DEVICES = '1,9,0' is no GPU" in capsys.readouterr().out
 
 
 def test_device_setting():
@@ -111,6 +201,26 @@ def test_device_setting():
     assert not devices.wants_cuda("auto", [])
     with pytest.raises(devices.DeviceError, match="no GPU is visible"):
         devices.wants_cuda("cuda", [])
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_the_reason_of_nvml_is_told_in_the_same_words(tmp_path, monkeypatch, machine, device):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    machine(**NO_NVML)
+    with pytest.raises(
+        devices.DeviceError,
+        match=r"nvidia0 is there and NVML does not answer .*version mismatch.*; see",
+    ):
+        devices.wants_cuda(device, devices.visible_gpus())
+
+
+def test_the_reason_of_nvml_is_told_without_a_device_file(monkeypatch, tmp_path, machine):
+    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    machine(**NO_NVML)
+    with pytest.raises(devices.DeviceError, match=r"NVML does not answer .*version mismatch"):
+        devices.wants_cuda("cuda", devices.visible_gpus())
+    assert not devices.wants_cuda("auto", devices.visible_gpus())
 
 
 @pytest.mark.parametrize(

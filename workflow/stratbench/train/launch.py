@@ -159,8 +159,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 @contextmanager
 def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
     """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it does."""
-    gpus = devices.visible_gpus()
+    gpus = [] if settings.device == "cpu" else devices.visible_gpus()
     cuda = devices.wants_cuda(settings.device, gpus)
+    if settings.device != "cpu" and (unknown := devices.unknown_gpu()):
+        print(f"{unknown}: as in CUDA it hides what follows; visible: {', '.join(gpus) or 'none'}")
     with devices.reserve(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
         if mine:
             devices.show_only(mine)
