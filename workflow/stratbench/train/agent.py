@@ -199,9 +199,10 @@ def end_all(processes: list[Process]) -> None:
 
 
 def on_signals(action: Callable[[int], None]) -> None:
-    """Call `action` when the process is asked to stop."""
+    """Call `action` when the process is asked to stop; what `nohup` has it ignore stays ignored."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, frame: action(number))
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda number, frame: action(number))
 
 
 def raise_stopped(signum: int) -> None:
