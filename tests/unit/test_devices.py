@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_nvml import INSTANCES, UUIDS, FakeNvml
 
 from launching import settings
+from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry import nvml
-from stratbench.train import devices
+from stratbench.train import agent, devices
 from stratbench.train.launch import hold_devices
 
 pytestmark = pytest.mark.timeout(120)
@@ -256,6 +260,51 @@ def test_children_see_only_the_given_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     devices.show_only(["1", "3"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+@pytest.mark.parametrize(
+    ("variable", "ranks", "cuda", "expected"),
+    [
+        (f"1,{UUIDS[0]}", [0, 1], True, ["1", UUIDS[0]]),
+        ("1,0", [0], True, ["1"]),  # a segment of fewer workers than its block has GPUs
+        ("1,0", [0, 1], False, []),
+    ],
+)
+def test_the_sampler_is_told_the_gpus_of_the_cells_own_workers(
+    monkeypatch, tmp_path, machine, variable, ranks, cuda, expected
+):
+    told = []
+
+    def sampler(*args, gpus):
+        told.append(gpus)
+        raise InterruptedError
+
+    machine(variable)
+    monkeypatch.setattr(agent, "Sampler", sampler)
+    monkeypatch.setattr(agent, "fork_server", lambda may_share: nullcontext("socket"))
+    monkeypatch.setattr(agent, "Process", lambda *args: args)
+    monkeypatch.setattr(agent, "servers_of", lambda job, node: [])
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "1")  # what is set for the workers is taken back
+    job = SimpleNamespace(
+        threads=1, n_nodes=1, use_cuda=cuda, in_block=False, origin_s=0.0, folder=RunFolder(tmp_path),
+        to_json=lambda: "{}", ranks_of=lambda node: ranks,
+    )  # fmt: skip
+    with pytest.raises(InterruptedError):
+        agent.run_node(job, 0)
+    assert told == [expected]
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        agent.on_signals(agent.raise_stopped)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def test_threads_are_shared_out():

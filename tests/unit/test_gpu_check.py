@@ -294,6 +294,30 @@ def test_step_ratios_fail_only_where_every_block_says_so(part):
     assert [what.split(":")[0] for what, holds in stage.verdicts.items() if not holds] == ["slow"]
 
 
+def test_blocks_that_were_measured_are_kept_when_a_later_one_is_not(part, monkeypatch, tmp_path):
+    """A stage that is killed at its limit leaves what it has noted: so it notes every block."""
+    steps, stage = part("steps"), part("stage")
+    worker = SimpleNamespace(device=torch.device("cpu"))
+    trainee = SimpleNamespace(strategy=None, data=None, worker=worker, log=None)
+    trainees = dict.fromkeys(steps.VARIANTS, trainee)
+    setup = {variant: {"setup_s": 1.0} for variant in steps.VARIANTS}
+    monkeypatch.setattr(steps, "prepare", lambda *args: (trainees, setup))
+    monkeypatch.setattr(steps, "StepClock", lambda device: SimpleNamespace(step_ms=[]))
+
+    def train_epoch(strategy, data, worker, clock, log, block):
+        if block == 2:
+            raise KeyboardInterrupt
+        clock.step_ms += [1.0 + block, 2.0 + block, 3.0 + block]
+
+    monkeypatch.setattr(steps.loop, "train_epoch", train_epoch)
+    out = tmp_path / "steps.json"
+    kept = stage.Stage("steps", "cpu", True, out, tmp_path, time.monotonic() + 60)
+    with pytest.raises(KeyboardInterrupt):
+        steps.compare(kept, "net fp32", "net", "fp32", tmp_path, {"blocks": 3, "steps": 3})
+    figures = json.loads(out.read_text(encoding="utf-8"))["figures"]["net fp32"]
+    assert figures == {v: {"setup_s": 1.0, "blocks_ms": [2.0, 3.0]} for v in steps.VARIANTS}
+
+
 def test_a_batch_too_large_is_so_for_want_of_memory(part):
     """No tensor is too long for cuDNN, and what backward needs of them is more than any GPU has."""
     failures, subject = part("failures"), part("subject")
