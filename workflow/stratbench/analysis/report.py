@@ -54,6 +54,7 @@ STATUS_WORDS = {
     "oom": "out of memory (OOM)",
     "timeout": "stopped at their time limit",
     "diverged": "diverged (div.)",
+    "refused": "refused: the strategy cannot train the network",
     "infeasible": "skipped, since the plan says that they do not fit",
     "error": "failed",
     "missing": "have no record yet",

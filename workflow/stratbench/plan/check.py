@@ -58,7 +58,8 @@ class CheckResult:
     """What the check found of a network, as JSON-able values.
 
     `error`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
-    `parameters`, `root`: numbers in all, and of what is in no group. `groups`: (label, parameters).
+    `skipped`: what may get no gradient in a step. `parameters`, `root`: numbers in all, and of what is in
+    no group. `groups`: (label, parameters).
     `refusals`: for each request, in the order given, why its strategy cannot train it, or None.
     """
 
@@ -71,6 +72,7 @@ class CheckResult:
     batchnorm: bool = False
     dropout: bool = False
     writes_buffers: bool = False
+    skipped: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     refusals: list[str | None] = field(default_factory=list)
     seconds: float = 0.0
@@ -213,7 +215,6 @@ def _found_of(requests: Sequence[Request]) -> CheckResult:
 
 def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
     from stratbench.plan import fake
-    from stratbench.workload import trial as trials
 
     with fake.surroundings(request, on_fakes):
         model, _, worker = fake.built(request, on_fakes)
@@ -221,8 +222,6 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
         trial = models.trial_of(
             request.network, model, request.classes, request.input_shape, groups
         )
-        x, _ = fake.batch_of(request, trials.SAMPLES)
-        trial = replace(trial, by_chance=trials.modules_by_chance(model, x))
         sizes = [(label, _numel(p for m in ms for p in m.parameters())) for label, ms in groups]
         parameters = _numel(model.parameters())
         return trial, CheckResult(
@@ -233,6 +232,7 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
             batchnorm=models.has_batchnorm(model),
             dropout=models.has_dropout(model),
             writes_buffers=models.has_batchnorm(model) or bool(trial.written),
+            skipped=trial.skipped,
             remarks=list(acceptance.remarks(model, trial)),
         )
 

@@ -9,6 +9,7 @@ from stratbench.cell.words import counted
 from stratbench.plan.check import Checked, CheckResult, Network
 from stratbench.plan.subject import Subject
 from stratbench.strategies import strategy_class
+from stratbench.workload.own import listed
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
 MOST_GROUPS = 16
@@ -69,6 +70,8 @@ def _network(
     yield f"   shard groups, {found.rule}: {_groups(found)}"
     if found.writes_buffers:
         yield f"   buffers that forward writes: {_buffers(subjects)}"
+    if found.skipped:
+        yield f"   without a gradient in some steps, {listed(found.skipped)}: {_without_gradient(subjects)}"
     yield from (f"   {remark}" for remark in found.remarks)
     if found.unseen is not None:
         yield f"   {found.unseen}"
@@ -95,6 +98,16 @@ def _buffers(subjects: list[Subject]) -> str:
         if s.cell.strategy not in names:
             names.append(s.cell.strategy)
     return "; ".join(f"{note} ({', '.join(names)})" for note, names in notes.items())
+
+
+def _without_gradient(subjects: list[Subject]) -> str:
+    """What becomes of a parameter in a step that has no gradient for it, likewise."""
+    names: dict[bool, list[str]] = {False: [], True: []}
+    for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
+        names[strategy_class(used).updates_by_zeros].append(name)
+    notes = ("left as it is", "updated by zeros, so that momentum and decay go on")
+    pairs = zip(notes, names.values(), strict=True)
+    return "; ".join(f"{note} ({', '.join(those)})" for note, those in pairs if those)
 
 
 def _groups(found: CheckResult) -> str:

@@ -39,6 +39,7 @@ from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.workload import models, tasks
 from stratbench.workload.data import DeviceData
+from stratbench.workload.own import Refused
 from stratbench.workload.precision import batch_format, weights_dtype
 
 models.import_torchvision()
@@ -58,8 +59,10 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
-        status = "oom" if is_out_of_memory(e) else "error"
-        job.folder.write_worker(rank, {"status": status, "reason": first_line(e)})
+        refused = isinstance(e, Refused)
+        status = "oom" if is_out_of_memory(e) else "refused" if refused else "error"
+        reason = str(e) if refused else first_line(e)
+        job.folder.write_worker(rank, {"status": status, "reason": reason})
         leave(EXIT_OOM if status == "oom" else EXIT_ERROR)
     job.folder.write_worker(rank, result)
     leave(0)
@@ -209,6 +212,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     measured["provenance"] = worker_provenance(device)
     if slowdown.factors:
         measured["strategy"]["details"]["slowdown"] = slowdown.summary()
+    if trial is not None and acceptance.moves_by_zeros(strategy, trial, s):
+        measured["strategy"]["details"]["moved_by_zeros"] = list(trial.skipped)
     strategy.close()
     return measured
 
