@@ -254,8 +254,8 @@ def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch)
     config, study = study_of({"Unused": ["Block"]}, strategies=["local-sgd", "fsdp", "ps-sync"])
     text = check_text(check.check_study(config | {"results": str(tmp_path)}, study))
     assert (
-        "without a gradient in some steps, spare.weight, spare.bias: left as it is (local-sgd, fsdp); updated by "
-        "zeros, so that momentum and decay go on (ps-sync)" in text
+        "without a gradient in some steps, spare.weight, spare.bias: left as it is (local-sgd, fsdp); "
+        "updated by zeros, so that momentum and decay go on (ps-sync)" in text
     ), text
 
 
@@ -346,6 +346,7 @@ def shared_server() -> Iterator[None]:
         ("Normalises", "ddp", 1, "a worker's batch is one sample; use a larger batch"),
         ("Unused", "ps-sync", 8, None),
         ("Sparse", "ps-sync", 8, None),
+        ("Dice", "ps-sync", 8, None),
     ],
 )
 def test_a_job_ends_with_the_checks_sentence(
@@ -369,7 +370,7 @@ def test_a_job_ends_with_the_checks_sentence(
     made = launched.read_record()
     if sentence is None:
         assert made["status"] == "ok"
-        assert made["strategy"]["traits"]["equals_ddp"] == (name != "Unused")
+        assert made["strategy"]["traits"]["equals_ddp"] == (name != "Dice")
     else:
         assert made["status"] == "refused"
         assert sentence in made["reason"]

@@ -40,15 +40,13 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
 
 
 def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
-    """Whether the strategy moves parameters in steps in which they got no gradient.
+    """Whether the strategy moves parameters that get no gradient in some steps, and one in others.
 
     It updates them by a gradient of zeros, which without momentum, decay and moments is no update.
     """
-    return (
-        bool(trial.skipped)
-        and strategy.updates_by_zeros
-        and bool(s.momentum or s.weight_decay or s.betas)
-    )
+    at_times = trial.by_chance or (trial.reads_values and trial.unused)
+    goes_on = s.momentum or s.weight_decay or s.betas
+    return bool(strategy.updates_by_zeros and at_times and goes_on)
 
 
 def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
