@@ -33,6 +33,21 @@ class Plain(nn.Module):
         return self.head(self.body(x))
 
 
+class Adapted(Plain):
+    """Frozen but for the head, the norm and a factor of low rank beside the second block: like LoRA."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.head.requires_grad_(True)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1)))
+        return self.norm(self.blocks[1](x + self.up(self.down(x))))
+
+
 class Unused(Plain):
     def __init__(self, classes: int) -> None:
         super().__init__(classes)

@@ -158,6 +158,7 @@ def test_implied_traffic_is_that_of_the_algorithm(
         servers=servers,
         precision=precision,
         model_parameters=1_000_000,
+        trainable_parameters=1_000_000,
         samples_seen=6400,
         global_batch=64,
         train_time_s=10.0,

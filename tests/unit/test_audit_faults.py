@@ -947,6 +947,7 @@ FAULTS = [
         FSDP,
         both(
             times("compute.forward_flops_per_sample", 2),
+            times("compute.training_flops_per_sample", 2),
             times("compute.achieved_flops_per_s", 2),
             times("compute.mfu", 2),
         ),
@@ -1077,6 +1078,7 @@ FAULTS = [
         DDP,
         both(
             times("compute.forward_flops_per_sample", 300),
+            times("compute.training_flops_per_sample", 300),
             times("compute.achieved_flops_per_s", 300),
         ),
         "contradictory-efficiency",

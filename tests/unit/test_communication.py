@@ -54,6 +54,7 @@ def set_up(
     precision: str = "fp32",
     clip_norm=None,
     accumulate=1,
+    frozen=(),
     **options,
 ) -> Collective:
     name = NAMES[cls]
@@ -67,6 +68,8 @@ def set_up(
         accumulate=accumulate,
     )
     model = network()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(tuple(frozen)))
     groups = [("convolution", [model[0]]), ("linear", [model[4]])]
     strategy = cls(cls.Options(**given))
     strategy.setup(
@@ -126,6 +129,21 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
             for modules in (network(), [network()[i] for i in (0, 4)])
         )
         assert said["sent_bytes_per_step"] > 2 * every + again * (reshard == "always")  # padding
+
+
+@pytest.mark.parametrize("group", [3], indirect=True)
+@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    "frozen", [("0.",), ("0.", "1."), ("0.bias", "4.weight"), ("4.",), ("4.", "5."), ("5.",)]
+)
+def test_fsdp_gathers_what_is_frozen_and_reduces_only_the_rest(group, reshard, parts, frozen):
+    strategy = set_up(FSDP, group, "fp32", 1.0, parts, frozen, reshard_after_forward=reshard)
+    strategy.step(*batch())
+    with Collectives(group) as seen:
+        strategy.step(*batch())
+    sent = strategy.communication()["sent_bytes_per_step"]
+    assert sent == pytest.approx(seen.sent_bytes, abs=1e-6)
 
 
 @pytest.mark.parametrize("group", [4], indirect=True)

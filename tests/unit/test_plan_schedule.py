@@ -57,6 +57,7 @@ def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
         "evaluation": MemoryPeak(GIB, "evaluation", {"activations": GIB}),
         "collectives": [("all_reduce", 400), ("broadcast", 100)],
         "flops_per_sample": 1e9,
+        "training_flops_per_sample": 3e9,
         "operations_per_step": 1000,
         "touched_bytes": Affine(0, 1e6),
         "flat_bytes": {"weights": 1000, "buffers": 10},

@@ -167,6 +167,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("activation_checkpointing", "flag", "", "settings.activation_checkpointing"),
     Column("compute_dtype", "text", "", "strategy.details.compute_dtype"),
     Column("model_parameters", "number", "", "model.parameters"),
+    Column("trainable_parameters", "number", "", "model.trainable_parameters",
+           "Those that are trained; the rest is frozen."),
     Column("classes", "number", "", "model.classes"),
     Column("batchnorm", "flag", "", "model.batchnorm"),
     Column("initial_weights_sha256", "text", "", "model.initial_weights_sha256"),

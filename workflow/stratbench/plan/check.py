@@ -58,14 +58,15 @@ class CheckResult:
     """What the check found of a network, as JSON-able values.
 
     `error`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
-    `skipped`: what may get no gradient in a step. `parameters`, `root`: numbers in all, and of what is in
-    no group. `groups`: (label, parameters).
+    `skipped`: what may get no gradient in a step. `parameters`, `frozen`, `root`: numbers in all, of
+    those that are not trained, and of what is in no group. `groups`: (label, parameters).
     `refusals`: for each request, in the order given, why its strategy cannot train it, or None.
     """
 
     error: str | None = None
     unseen: str | None = None
     parameters: int = 0
+    frozen: int = 0
     groups: list[tuple[str, int]] = field(default_factory=list)
     root: int = 0
     rule: str = ""
@@ -226,6 +227,7 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
         parameters = _numel(model.parameters())
         return trial, CheckResult(
             parameters=parameters,
+            frozen=_numel(p for p in model.parameters() if not p.requires_grad),
             groups=sizes,
             root=parameters - sum(size for _, size in sizes),
             rule=models.sharding_rule(request.network),

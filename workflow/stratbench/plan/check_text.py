@@ -57,8 +57,9 @@ def _network(
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = "tokens" if len(network.input_shape) == 1 else "images"
+    frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
     yield (
-        f"   {found.parameters:,} parameters; takes {kind} [batch, {shape}], gives scores for "
+        f"   {found.parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives scores for "
         f"{network.classes:,} classes"
     )
     normalises = (

@@ -61,8 +61,9 @@ class Traits:
     states_on_host: bool = False
     #: Updates that each global batch makes; None: not fixed, or unknown.
     updates_per_step: float | None = None
-    #: Copies of the parameters, times (W - 1) / W, that each of W workers at least sends in a step by
-    #: ring collectives; None: it uses none, or unknown.
+    #: Copies of the trainable parameters, times (W - 1) / W, that each of W workers at least sends in a
+    #: step by ring collectives; where states are divided, all but one are of all parameters, which are
+    #: gathered. None: it uses none, or unknown.
     ring_copies: float | None = None
     #: Copies of the parameters that each worker keeps beside them and the optimizer's moments.
     kept_copies: float = 0.0

@@ -222,14 +222,16 @@ class FSDP(Sharded):
         w, s = self.worker.world_size, self.group_size
         frees = self.options.reshard_after_forward == "always"
         moved_bytes = averaged_bytes = 0
-        for p in self.parameters:
+        for p in self.model.parameters():
             # The first dimension is what is sharded, padded to a multiple of the workers.
             padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
             gathers = 2 if frees and id(p) in grouped | full else 1  # the root's own: once
             gathers *= self.worker.settings.accumulate
-            moved_bytes += padded * (gathers * width + p.element_size())
-            averaged_bytes += 2 * padded // s * p.element_size()
+            moved_bytes += padded * gathers * width
+            if p.requires_grad:
+                moved_bytes += padded * p.element_size()
+                averaged_bytes += 2 * padded // s * p.element_size()
         if self.worker.settings.clip_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
         # Within a group, and a worker's part of the gradients with those of the other groups.

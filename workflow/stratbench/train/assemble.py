@@ -195,6 +195,7 @@ def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
     """The record's `model` if no worker lived long enough to describe it."""
     return {
         "parameters": None,
+        "trainable_parameters": None,
         "initial_weights_sha256": None,
         "input_shape": list(models.input_shape(models.model_of(job.settings), job.data_shape)),
         "classes": classes,

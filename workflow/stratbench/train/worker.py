@@ -30,7 +30,7 @@ from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.compiling import CompileWatch
-from stratbench.telemetry.flops import forward_flops
+from stratbench.telemetry.flops import counted_flops
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 from stratbench.telemetry.timeline import PhaseLog
@@ -144,7 +144,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             y = data.test_batch(0, 2)[1]
             tasks.check_task(task, tasks.OwnTask(s.own_task["call"]), data.meta["classes"], y.shape)
         facts = {
-            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "initial_weights_sha256": initial,
             "input_shape": list(shape),
             "classes": data.meta["classes"],
@@ -198,7 +199,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     if chosen:
         build = partial(models.build_without_memory, network, data.meta["classes"], shape)
         try:
-            measured["forward_flops_per_sample"] = forward_flops(build, shape)
+            measured |= counted_flops(build, shape)
         except Exception:
             if s.own_model is None:
                 raise

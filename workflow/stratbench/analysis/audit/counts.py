@@ -279,6 +279,19 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
     yield from unless_at_most(
         "the sum over strategy.wrap_groups", groups, "model.parameters", facts("model.parameters")
     )
+    yield from unless_at_most(
+        "model.trainable_parameters",
+        facts("model.trainable_parameters"),
+        "model.parameters",
+        facts("model.parameters"),
+    )
+    if facts("settings.own_model") is None:
+        yield from unless_equal(
+            "model.trainable_parameters",
+            facts("model.trainable_parameters"),
+            "model.parameters, of which nothing is frozen,",
+            facts("model.parameters"),
+        )
     # The rest, such as the head, is in no group. How much that is in a user's model is unknown.
     if groups and facts("settings.own_model") is None:
         yield from unless_at_most(
