@@ -38,6 +38,7 @@ class Adapted(Plain):
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
+        self.stem = nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 8))
         self.requires_grad_(False)
         self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
         self.norm = nn.LayerNorm(8)

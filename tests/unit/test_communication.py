@@ -55,6 +55,7 @@ def set_up(
     clip_norm=None,
     accumulate=1,
     frozen=(),
+    depth=0,
     **options,
 ) -> Collective:
     name = NAMES[cls]
@@ -68,9 +69,11 @@ def set_up(
         accumulate=accumulate,
     )
     model = network()
+    model = model[:5].extend([nn.Linear(13, 13) for _ in range(depth)]).extend(model[5:])
     for name, p in model.named_parameters():
         p.requires_grad_(not name.startswith(tuple(frozen)))
     groups = [("convolution", [model[0]]), ("linear", [model[4]])]
+    groups += [(f"linear {i}", [model[i]]) for i in range(5, 5 + depth)]
     strategy = cls(cls.Options(**given))
     strategy.setup(
         model, Worker(s, 0, world, world, torch.device("cpu"), RunFolder(Path()), groups)
@@ -135,10 +138,17 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
 @pytest.mark.parametrize("reshard", ["always", "never"])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
-    "frozen", [("0.",), ("0.", "1."), ("0.bias", "4.weight"), ("4.",), ("4.", "5."), ("5.",)]
+    ("frozen", "depth"),
+    [
+        *((("0.",), 0), (("0.", "1."), 0), (("0.bias", "4.weight"), 0), (("4.",), 0)),
+        *((("4.", "5."), 0), (("5.",), 0), (("0.", "1.", "4.", "5.", "6."), 3)),
+        (("0.", "1.", "4.", "5.", "6.", "7."), 3),
+    ],
 )
-def test_fsdp_gathers_what_is_frozen_and_reduces_only_the_rest(group, reshard, parts, frozen):
-    strategy = set_up(FSDP, group, "fp32", 1.0, parts, frozen, reshard_after_forward=reshard)
+def test_fsdp_gathers_what_is_frozen_and_reduces_only_the_rest(
+    group, reshard, parts, frozen, depth
+):
+    strategy = set_up(FSDP, group, "fp32", 1.0, parts, frozen, depth, reshard_after_forward=reshard)
     strategy.step(*batch())
     with Collectives(group) as seen:
         strategy.step(*batch())

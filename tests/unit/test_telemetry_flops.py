@@ -32,7 +32,9 @@ def test_published_networks(name):
 
     weights, size = PUBLISHED[name]
     multiply_adds = 1e9 * getattr(torchvision.models, weights).DEFAULT.meta["_ops"]
-    counted = counted_flops(lambda: models.build(name, 1000), (3, size, size))["forward_flops_per_sample"]
+    counted = counted_flops(lambda: models.build(name, 1000), (3, size, size))[
+        "forward_flops_per_sample"
+    ]
     assert counted == pytest.approx(2 * multiply_adds, rel=0.01)
 
 
@@ -64,6 +66,22 @@ def test_frozen_parameters_have_no_gradients_to_count():
     assert counted_flops(build, (1, 10))["training_flops_per_sample"] == (
         first + second + third + third + second
     )
+
+
+def test_a_grouped_convolution_before_something_frozen_counts_its_two_gradients():
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1).requires_grad_(False),
+            nn.Conv2d(4, 4, 3, padding=1, groups=2),
+            nn.ConvTranspose2d(4, 6, 3, padding=1, groups=2),
+            nn.Conv2d(6, 4, 1).requires_grad_(False),
+        )
+
+    first, second, third, last = (2 * 25 * n for n in (4 * 9 * 2, 4 * 9 * 2, 4 * 9 * 3, 4 * 6))
+    assert counted_flops(build, (2, 5, 5)) == {
+        "forward_flops_per_sample": first + second + third + last,
+        "training_flops_per_sample": first + 2 * second + 3 * third + 2 * last,
+    }
 
 
 def test_counting_draws_no_random_number():

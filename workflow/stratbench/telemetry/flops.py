@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +38,19 @@ def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     if all(p.requires_grad for p in model.parameters()):
         training = TRAINING_FLOPS * forward
     else:
-        with FlopCounterMode(display=False) as counter:
+        own = {torch.ops.aten.convolution_backward: _of_convolutions_backward}
+        with FlopCounterMode(display=False, custom_mapping=own) as counter:
             model(x).sum().backward()
-        training = counter.get_total_flops()
+        training = min(counter.get_total_flops(), TRAINING_FLOPS * forward)
     return {"forward_flops_per_sample": forward, "training_flops_per_sample": training}
+
+
+def _of_convolutions_backward(
+    grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_named: Any
+) -> int:
+    """Operations of a convolution's backward by the shapes; torch takes a grouped one for a full one.
+
+    The gradient of the input and that of the weight take as much as the forward each.
+    """
+    *_, transposed, _output_padding, _groups, wanted = rest
+    return 2 * math.prod(x if transposed else grad) * math.prod(weight[1:]) * sum(wanted[:2])

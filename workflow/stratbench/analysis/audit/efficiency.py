@@ -37,7 +37,9 @@ def contradictory_efficiency(facts: Facts) -> Iterator[str]:
     yield from unless_at_least(
         "compute.training_flops_per_sample", of_training, "its forward", of_forward
     )
-    yield from unless_at_most("compute.training_flops_per_sample", of_training, "3 x forward", whole)
+    yield from unless_at_most(
+        "compute.training_flops_per_sample", of_training, "3 x forward", whole
+    )
     each = whole if of_training is None else of_training
     time_s, achieved = facts("time.train_time_s"), facts("compute.achieved_flops_per_s")
     samples = facts("batch.samples_seen")

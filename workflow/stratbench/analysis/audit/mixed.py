@@ -77,7 +77,12 @@ TABLE = (
         "all",
         "Cells of a comparison trained models that differ in size, resolution, classes or work.",
         (
-            *("model.parameters", "model.trainable_parameters", "model.input_shape", "model.classes"),
+            *(
+                "model.parameters",
+                "model.trainable_parameters",
+                "model.input_shape",
+                "model.classes",
+            ),
             *("model.batchnorm", "model.dropout", "compute.forward_flops_per_sample"),
         ),
     ),
