@@ -47,10 +47,14 @@ class Network:
     own_model: str | None
     input_shape: tuple[int, ...]
     classes: int
+    values: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Network:
-        return cls(request.model, request.own_model, request.input_shape, request.classes)
+        return cls(
+            *(request.model, request.own_model, request.input_shape, request.classes),
+            request.values,
+        )
 
 
 @dataclass(frozen=True)
@@ -220,9 +224,8 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
     with fake.surroundings(request, on_fakes):
         model, _, worker = fake.built(request, on_fakes)
         groups = worker.wrap_groups
-        trial = models.trial_of(
-            request.network, model, request.classes, request.input_shape, groups
-        )
+        network, shape = request.network, request.input_shape
+        trial = models.trial_of(network, model, request.classes, shape, groups, worker.task)
         sizes = [(label, _numel(p for m in ms for p in m.parameters())) for label, ms in groups]
         parameters = _numel(model.parameters())
         return trial, CheckResult(

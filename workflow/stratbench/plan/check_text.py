@@ -57,10 +57,12 @@ def _network(
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = "tokens" if len(network.input_shape) == 1 else "images"
+    gives = f"scores for {network.classes:,} classes"
+    if network.values:
+        gives = counted(network.classes, "value")
     frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
     yield (
-        f"   {found.parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives scores for "
-        f"{network.classes:,} classes"
+        f"   {found.parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"
     )
     normalises = (
         "BatchNorm: each worker normalises over its own batch"

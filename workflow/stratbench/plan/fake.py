@@ -108,7 +108,7 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
         wrap_groups=models.wrap_groups(request.network, model),
-        task=task_of(_settings(request), request.input_shape),
+        task=task_of(_settings(request), request.input_shape, request.values),
     )
     return model, strategy_on_fakes(request), worker
 
@@ -140,6 +140,7 @@ def batch_of(request: Request, samples: int) -> tuple[Tensor, Tensor]:
         torch.device("cpu"),
         request.dtype,
         request.batch_format,
+        request.values,
     )
 
 

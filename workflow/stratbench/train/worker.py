@@ -139,7 +139,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             checkpointing=s.activation_checkpointing,
         )
         initial = sha256_of_state(model.state_dict())
-        task = tasks.task_of(s, shape)
+        values = data.meta.get("values", False)
+        task = tasks.task_of(s, shape, values)
         if s.own_task:
             y = data.test_batch(0, 2)[1]
             tasks.check_task(task, tasks.OwnTask(s.own_task["call"]), data.meta["classes"], y.shape)
@@ -163,7 +164,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         if s.own_model:
             samples = strategy.samples_per_step(s)
             acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
-            trial = models.trial_of(network, model, facts["classes"], shape, groups)
+            trial = models.trial_of(network, model, facts["classes"], shape, groups, task)
         slowdown = Slowdown.of(s, rank, model, shape, data.meta["classes"], device)
         worker = Worker(
             s,

@@ -43,7 +43,8 @@ class Dataset:
     of the source files (None: none is named) and a folder for downloads (None forbids them).
     `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift a
     training image by in each direction (random crop after zero padding); `flip` is whether it may
-    mirror it: digits may not. `floats`: whether images are stored as float32, and not as uint8.
+    mirror it: digits may not. `floats`: whether images are stored as float32, and not as uint8. `values`:
+    whether a target is no class number but `classes` values, float32.
 
     Of a user's own data set shape, classes and samples are None until it is prepared, but for what its
     spec says.
@@ -57,6 +58,7 @@ class Dataset:
     crop_padding: int = 0
     flip: bool = False
     floats: bool = False
+    values: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -112,6 +114,7 @@ def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset
         crop_padding=values.get("crop_padding", 0),
         flip=values.get("flip", False),
         floats=meta.get("floats", False),
+        values=meta.get("values", False),
     )
 
 

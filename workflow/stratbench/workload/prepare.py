@@ -71,9 +71,9 @@ def _prepare_own(said: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any])
     }
 
     def open_source(scratch: Path) -> tuple[Source, Dataset]:
-        source, shape, classes, floats = said.opened()
+        source, shape, classes, *kinds = said.opened()
         samples = source.train.samples, source.test.samples
-        return source, Dataset(shape, classes, *samples, lambda *_: source, floats=floats)
+        return source, Dataset(shape, classes, *samples, lambda *_: source, 0, False, *kinds)
 
     return _prepared_for(request, out_dir, open_source)
 
@@ -131,6 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 128 + signal.SIGINT
     size = "x".join(map(str, meta["shape"]))
     what, kinds = ("texts", "tokens") if len(meta["shape"]) == 1 else ("images", "classes")
+    if meta.get("values"):
+        kinds = "values each to learn"
     print(
         f"{meta['name']}: {meta['train_samples']} training and {meta['test_samples']} test {what} "
         f"of {size}, {meta['classes']} {kinds}, in {options.out}"

@@ -1,9 +1,9 @@
 """A prepared data set on disk: four memory-mappable arrays and `meta.json` in one folder.
 
 Images: `train_inputs.npy`, `test_inputs.npy` uint8 or float32 [N, C, H, W]; `train_targets.npy`,
-`test_targets.npy` int64 [N]. Text: inputs and targets [N, length], tokens in the smallest type that
-holds them. The folder appears whole or not at all. Its SHA-256 shows damage afterwards; it is computed
-again only if a file no longer has the size and the time of change that the meta data state.
+`test_targets.npy` int64 [N], or float32 [N, values]. Text: inputs and targets [N, length], tokens in the
+smallest type that holds them. The folder appears whole or not at all. Its SHA-256 shows damage afterwards;
+it is computed again only if a file no longer has the size and the time of change that the meta data state.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
     what = "texts" if facts.is_text else "images"
     value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
     of_target = (value, shape) if facts.is_text else (np.int64, ())
+    if facts.values:
+        of_target = (np.float32, (facts.classes,))
     moments = None if facts.is_text else (_Sums if facts.floats else _Counts)(shape[0])
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
         inputs, targets = (
@@ -77,7 +79,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
         "train_samples": source.train.samples,
         "test_samples": source.test.samples,
         **stated,
-        **({"floats": True} if facts.floats else {}),
+        **{key: True for key in ("floats", "values") if getattr(facts, key)},
         "generated": source.generated,
         "sources": source.files,
         "sha256": _sha256(folder),
@@ -250,7 +252,10 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             shape = (samples, *meta["shape"])
             if arrays[f"{split}_inputs"].shape != shape:
                 raise ValueError(f"{split}_inputs.npy is not of the shape that {META} gives")
-            if arrays[f"{split}_targets"].shape != (shape if len(shape) == 2 else shape[:1]):
+            of_targets = shape if len(shape) == 2 else shape[:1]
+            if meta.get("values"):
+                of_targets = (samples, meta["classes"])
+            if arrays[f"{split}_targets"].shape != of_targets:
                 raise ValueError(f"{split}_targets.npy does not fit {split}_inputs.npy")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _not_whole(folder, error) from error

@@ -75,13 +75,13 @@ def take_trial(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    classes: int,
+    outputs: Sequence[int],
     groups: Sequence[tuple[str, list[nn.Module]]] = (),
 ) -> Trial:
     """One forward and backward of the batch `x` with targets `y`; `groups`: the shard groups.
 
-    Buffers are left as they were, and no gradient is kept. ModelError where the model does not give
-    scores [*y.shape, classes], or a pass fails; `who` is the model in words.
+    Buffers are left as they were, and no gradient is kept. ModelError where the model does not give a
+    tensor of the shape `outputs`, or a pass fails; `who` is the model in words.
     """
     names = {p: name for name, p in model.named_parameters()}
     versions = {p: p._version for p in names}
@@ -92,11 +92,13 @@ def take_trial(
                 scores = model(x)
         except Exception as e:
             _raise_told(who, e, f"forward of a batch {list(x.shape)}")
-        _check_scores(who, scores, x, [*y.shape, classes])
+        _check_scores(who, scores, x, y, list(outputs))
         overwritten = [name for p, name in names.items() if p._version != versions[p]]
         with _gradients_dropped(names) as reached:
             try:
-                Classification().loss(scores, y).backward()
+                # What a user's task makes of other outputs is not the network's fault.
+                loss = Classification().loss(scores, y) if _are_scores(outputs, y) else scores.sum()
+                loss.backward()
             except Exception as e:
                 _raise_told(who, e, f"backward of a batch {list(x.shape)}")
     trainable = {p: name for p, name in names.items() if p.requires_grad}
@@ -152,15 +154,21 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [found for found in names.values() if len(found) > 1]
 
 
-def _check_scores(who: object, scores: Any, x: Tensor, wanted: list[int]) -> None:
+def _are_scores(outputs: Sequence[int], y: Tensor) -> bool:
+    """Whether outputs of this shape are scores of the classes that `y` has."""
+    return not y.is_floating_point() and list(outputs[:-1]) == list(y.shape)
+
+
+def _check_scores(who: object, scores: Any, x: Tensor, y: Tensor, wanted: list[int]) -> None:
     if not isinstance(scores, Tensor):
         raise ModelError(
             f"{who}: returned a {type(scores).__name__} for a batch; return one tensor of scores {wanted}"
         )
     if list(scores.shape) != wanted:
+        why = f"with {wanted[-1]} classes" if _are_scores(wanted, y) else "for its task"
         raise ModelError(
-            f"{who}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; with "
-            f"{wanted[-1]} classes it must be {wanted}"
+            f"{who}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {why} it must be "
+            f"{wanted}"
         )
 
 
