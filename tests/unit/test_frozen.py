@@ -54,9 +54,10 @@ def adapted(strategy: str) -> Settings:
 
 
 def faults(found: record.Record) -> list[str]:
-    """What the audit finds in a record that no busy machine explains."""
+    """What the audit finds in a record, but for times: a busy machine tears eight steps of 1 ms apart."""
     listed = audit.audit(pd.DataFrame(columns=list(COLUMNS)), [found])
-    return [f"{f['rule']}: {f['figures']}" for f in listed if f["severity"] == "unusable"]
+    told = [f"{f['rule']}: {f['figures']}" for f in listed if f["severity"] == "unusable"]
+    return [t for t in told if not t.startswith("contradictory-time") and "_ms is " not in t]
 
 
 @pytest.fixture(scope="module")
