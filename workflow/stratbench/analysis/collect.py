@@ -1,7 +1,8 @@
 """Collects the records of a study into cells.csv, a row per cell, and epochs.csv, a row per epoch.
 
 Every expected cell gets its row, in the order of the config. A cell without a record is `missing`,
-`error` if a failure left evidence, or `infeasible` if the plan skipped it; no cell is left out.
+`error` if a failure left evidence, or `infeasible` if the plan skipped it; one whose record is no
+measurement is `unusable`, without figures. No cell is left out.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ def rows_of_cell(
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return row | {"status": "error", "reason": on_one_line(reason)}, []
     row |= found
+    if row["status"] == "unusable":
+        return row, []
     row["target_score"] = target = asked.targets.get(cell.experiment)
     row["time_to_target_s"] = time_to_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]

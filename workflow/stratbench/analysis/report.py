@@ -57,6 +57,7 @@ STATUS_WORDS = {
     "infeasible": "skipped, since the plan says that they do not fit",
     "error": "failed",
     "missing": "have no record yet",
+    "unusable": "have a record that is no measurement",
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench import __version__
+from stratbench.cell import software_gpu
 from stratbench.cell.places import INSTALLED, ROOT, built_from
 from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.strategies import option_defaults, strategy_class, traits_of
@@ -305,6 +306,7 @@ def launcher_provenance(job: Job) -> dict[str, Any]:
         "workers_per_node": job.workers_per_node,
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
+        **({"software_gpu": True} if job.use_cuda and software_gpu.is_here() else {}),
         "busy_at_start": job.folder.read_busy(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from stratbench.cell import blocks, record, segments
+from stratbench.cell import blocks, record, segments, software_gpu
 from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.files import write_atomic
 from stratbench.cell.run_folder import RunFolder
@@ -158,6 +158,7 @@ class BlockRun:
             "segments": [segment.as_dict() for segment in done],
             "hosts": sorted(self._hosts),
             "device": "cuda" if self._use_cuda else "cpu",
+            "software_gpu": self._use_cuda and software_gpu.is_here(),
             "allocation": os.environ.get("SLURM_JOB_ID"),
             "started": started.isoformat(timespec="seconds"),
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -32,6 +32,7 @@ from stratbench.analysis.audit import (
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Rule
 from stratbench.analysis.columns import read_cells, read_table
 from stratbench.cell import blocks, record
+from stratbench.cell.coordinates import STATUSES
 from stratbench.cell.record import Record
 
 AUDIT_COLUMNS = (
@@ -119,7 +120,7 @@ def read_records(
     cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read
 ) -> list[Record]:
     """The records of the rows of cells.csv that have a usable one, below results/<study>."""
-    paths = cells.loc[cells["status"] != "error", "record_path"].dropna()
+    paths = cells.loc[cells["status"].isin(STATUSES), "record_path"].dropna()
     return [read(study_dir / path) for path in paths]
 
 

@@ -51,6 +51,18 @@ def busy_machine(evidence: Evidence) -> Iterator[Found]:
 
 
 @rule(
+    "software-gpu",
+    "unusable",
+    "all",
+    "The cell was trained on the software GPU of the tests, which runs no kernel: its times, its memory "
+    "and its scores are no measurements, and stand in no table.",
+)
+def on_software_gpu(evidence: Evidence) -> Iterator[Found]:
+    for row in rows_of(evidence.cells[evidence.cells["status"] == "unusable"]):
+        yield Found(coordinates_of_row(row), row.reason)
+
+
+@rule(
     "workers-are-processes",
     "note",
     "time",
