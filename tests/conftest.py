@@ -36,6 +36,8 @@ from stratbench.telemetry.cores import usable_cores
 from stratbench.train import forkserver
 from stratbench.workload.prepare import prepare
 
+#: What runs on PyTorch's CUDA build alone; `make test-gpu-path` names the folder, and so collects it.
+collect_ignore = ["software_gpu"]
 #: Where the process that hands out the tests keeps the folder of the fork server that `warm` names.
 WARM = pytest.StashKey[str]()
 

@@ -1,4 +1,4 @@
-"""Builds the software GPU's libraries for a virtual environment's CUDA build of PyTorch, and puts them in place.
+"""Builds the software GPU's libraries for an environment's CUDA build of PyTorch, and puts them in place.
 
     python tests/software_gpu/build.py VENV [--restore]
 
@@ -26,7 +26,7 @@ STAMP = ".built-from"
 
 @dataclass(frozen=True)
 class Library:
-    """A library: the file with its handmade functions; others of `prefixes` that PyTorch imports are stubs."""
+    """A library: the file of its functions; others of `prefixes` that PyTorch imports become stubs."""
 
     soname: str
     source: str
@@ -101,7 +101,10 @@ def fault_of(venv: Path) -> str | None:
     """Why nothing can be built for this environment, in a sentence; None if all is well."""
     for tool, package in (("g++", "g++"), ("gcc", "gcc"), ("nm", "binutils")):
         if shutil.which(tool) is None:
-            return f"the software GPU is compiled, and {tool} is not there: install your system's {package} package"
+            return (
+                f"the software GPU is compiled, and {tool} is not there: install your system's {package} "
+                "package"
+            )
     ask = "import torch; print(torch.version.cuda or '', torch.__version__)"
     told = subprocess.run(
         [venv / "bin" / "python", "-c", ask], capture_output=True, text=True, check=False
@@ -112,8 +115,8 @@ def fault_of(venv: Path) -> str | None:
     if not cuda.startswith("13."):
         of = f"for CUDA {cuda}" if cuda else "for the CPU"
         return (
-            f"the software GPU needs PyTorch's build for CUDA 13, and {venv} has {version}, which is {of}: remove "
-            f"{venv}, and let pip install PyTorch from an index that has PyPI's own wheels (a local wheel wins)"
+            f"the software GPU needs PyTorch's build for CUDA 13, and {venv} has {version}, which is {of}: "
+            f"remove {venv}, and let pip find PyPI's own wheel of PyTorch"
         )
     return None
 

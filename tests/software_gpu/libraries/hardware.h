@@ -65,6 +65,12 @@ inline int64_t context_bytes() { return int64_t(env("SOFTWARE_GPU_CONTEXT_MIB", 
 inline const char* device_name() { return text_of("SOFTWARE_GPU_NAME", "NVIDIA A100-SXM4-80GB"); }
 inline bool has_mig() { return env("SOFTWARE_GPU_MIG", 0) != 0; }
 
+// The file that is the machine; another file is another machine.
+inline std::string machine_path() {
+  std::string shared = "/dev/shm/software-gpu-" + std::to_string(getuid());
+  return text_of("SOFTWARE_GPU_STATE", shared.c_str());
+}
+
 // A fault by a variable `part:after:kind`: which GPU or rank, after how many events, and of what kind.
 struct Fault {
   int part = -1;
@@ -82,9 +88,13 @@ inline Fault fault_of(const char* name) {
 
 constexpr const char* kDriverVersion = "580.65.06 (software GPU)";
 
-// The last eight bytes of every UUID spell `software`; the others tell GPUs apart, the first one by itself.
+// The last eight bytes of every UUID spell `software`. The others tell machines and GPUs apart, the first one the
+// GPUs of a machine.
 inline void uuid_bytes(int number, unsigned char out[16]) {
-  for (int i = 0; i < 8; ++i) out[i] = (unsigned char)(0xA7 * (number + 1) + 29 * i);
+  uint64_t of_machine = 1469598103934665603ull;  // FNV-1a
+  for (char c : machine_path()) of_machine = (of_machine ^ (unsigned char)c) * 1099511628211ull;
+  memcpy(out, &of_machine, 8);
+  out[0] = (unsigned char)(out[0] + 0xA7 * number);
   memcpy(out + 8, "software", 8);
 }
 
@@ -133,12 +143,6 @@ inline uint64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return uint64_t(t.tv_sec) * 1000000000ull + uint64_t(t.tv_nsec);
-}
-
-// The file that is the machine; another file is another machine.
-inline std::string machine_path() {
-  std::string shared = "/dev/shm/software-gpu-" + std::to_string(getuid());
-  return text_of("SOFTWARE_GPU_STATE", shared.c_str());
 }
 
 inline Machine* machine() {

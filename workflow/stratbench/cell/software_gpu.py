@@ -1,4 +1,4 @@
-"""Which records and blocks were measured on the GPU in software of `make test-gpu-path`, and so hold no figures.
+"""Which records and blocks are of the software GPU of `make test-gpu-path`, so that they hold no figures.
 
 It counts kernels and runs none: times, losses and scores of it mean nothing, and nothing may rest on them.
 """
