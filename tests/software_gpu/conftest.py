@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from design import DATASETS
 from machine import LIBRARIES, Machine
+
+sys.path.append(str(Path(__file__).parents[1] / "workflow"))  # for copies of the workflow
 
 from launching import LaunchedCell
 from stratbench.cell import record, software_gpu
@@ -31,10 +34,6 @@ os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 #: For a cell of a busy machine, in seconds; a test waits for events.
 LIMIT_S = 540
-DATA = {
-    "source": "synthetic", "train_samples": 256, "test_samples": 64, "classes": 3, "channels": 3, "size": 16,
-}  # fmt: skip
-TEXT = {"source": "markov-text", "train_samples": 256, "test_samples": 64}
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """256 images of 16x16 pixels in 3 colours and 3 classes, prepared."""
     folder = tmp_path_factory.mktemp("data") / "images"
-    prepare("images", folder, spec=DATA)
+    prepare("images", folder, spec=DATASETS["images"])
     return folder
 
 

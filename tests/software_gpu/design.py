@@ -1,7 +1,7 @@
-"""Which cells are trained: every registered strategy in every precision, on every number of GPUs, with every option.
+"""Which cells are trained: every registered strategy in every precision, on every count, with every option.
 
-A strategy has one cell for each precision. What else is to be met once (counts, options, settings, networks) is
-dealt over these cells, as far as the validation of a study's config takes it: what it refuses, no study has.
+A strategy has one cell for each precision. What else is to be met once (counts, options, settings) is dealt
+over these cells, as far as the validation of a study's config takes it: what it refuses, no study has.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def base_options(strategy: str) -> dict[str, Any]:
 
 
 def cells_of(strategy: str, number: int) -> tuple[list[Planned], list[Wish]]:
-    """The cells of a strategy, the `number`-th one, and what of its wishes no study can have with any of them."""
+    """The cells of a strategy, the `number`-th one, and those of its wishes that none of them can have."""
     plain = base_options(strategy)
 
     def alone(precision: str, gpus: int) -> Planned | None:
@@ -205,7 +205,9 @@ def cells_of(strategy: str, number: int) -> tuple[list[Planned], list[Wish]]:
         cells.append(cell if other.refusal() else other)
     left = [wish for wish in wishes_of(strategy) if wish.value != plain.get(wish.option)]
     for wishes in (tuple(left), tuple(left)):  # again: one may build on another
-        for k, wish in enumerate(wishes):  # each to the first cell that takes it, from another one on each time
+        for k, wish in enumerate(
+            wishes
+        ):  # to the first that takes it, beginning elsewhere each time
             for at in ((k + number + i) % len(cells) for i in range(len(cells))):
                 if wish in left and (granted := wish.granted(cells[at])):
                     cells[at] = granted

@@ -51,7 +51,10 @@ def test_a_cell_is_trained_and_its_record_agrees_with_itself(
     record = trained(settings, data_dir=data_sets(coordinates.dataset))
     assert record["status"] == "ok"
     assert record["strategy"]["name"] == cell.strategy
-    assert (record["provenance"]["device"], record["settings"]["precision"]) == ("cuda", cell.precision)
+    assert (record["provenance"]["device"], record["settings"]["precision"]) == (
+        "cuda",
+        cell.precision,
+    )
     assert software_gpu.measured(record)
     used = [worker["provenance"]["gpu"] for worker in record["workers"]]
     assert len({gpu["uuid"] for gpu in used}) == cell.gpus

@@ -1,4 +1,4 @@
-"""GPUs as users name them in CUDA_VISIBLE_DEVICES: numbers, UUIDs, parts of UUIDs, twice, unknown ones, MIG."""
+"""GPUs as users name them in CUDA_VISIBLE_DEVICES: by number, UUID or its beginning, twice, wrongly, MIG."""
 
 from __future__ import annotations
 

@@ -142,6 +142,18 @@ def test_every_requirement_is_pinned_exactly_and_constrained_alike():
             assert pin.replace("_", "-") in {c.replace("_", "-") for c in constraints}, pin
 
 
+def test_the_gpu_path_is_tested_with_the_same_versions():
+    """With ===, so that pip takes no local build of PyTorch for the CPU."""
+    lines = pins("envs/requirements-gpu-path.txt")
+    assert {line for line in lines if line.startswith("-r")} == {
+        "-r requirements.txt",
+        "-r requirements-dev.txt",
+    }
+    exactly = {line.replace("===", "==") for line in lines if "===" in line}
+    assert {line.partition("==")[0] for line in exactly} == {"torch", "torchvision"}
+    assert exactly <= pins("envs/requirements.txt")
+
+
 def test_every_rule_names_its_environment():
     for path in (ROOT / "workflow/rules").glob("*.smk"):
         for rule in re.split(r"\nrule ", path.read_text())[1:]:
