@@ -69,10 +69,10 @@ $(GPU_PATH_STAMP): envs/requirements-gpu-path.txt envs/requirements.txt envs/req
 	@$(GPU_PATH_VENV)/bin/python $(PIP) -r envs/requirements-gpu-path.txt
 	@touch $@
 
-# What a test needs of the machine takes all its cores: two side by side. ARGS: pytest's, such as -k memory.
+# Side by side: cells wait for each other's processes and for clocks. ARGS: pytest's, such as -k memory.
 test-gpu-path: $(GPU_PATH_STAMP)
 	$(GPU_PATH_VENV)/bin/python tests/software_gpu/build.py $(GPU_PATH_VENV)
-	$(GPU_PATH_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/software_gpu $(ARGS)
+	$(GPU_PATH_VENV)/bin/python -m pytest -n 3 --dist worksteal tests/software_gpu $(ARGS)
 
 # A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.
 gpu-check:
