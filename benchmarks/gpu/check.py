@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         # Once, for all stages: they are forked, as the workers of a cell are.
         import stratbench.workload.with_torch  # noqa: I001
         import stratbench.train.worker  # noqa: F401
+        from stratbench.cell import software_gpu
         from stratbench.telemetry.git import git_state
     except ImportError as e:
         evidence |= {"verdict": "failed", "reason": f"the worker cannot be imported: {e}"}
@@ -89,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gpu-check: {evidence['reason']} ({args.out})")
         return 1
     evidence["git"] = git_state(REPOSITORY)
+    if software_gpu.is_here():
+        evidence["unproven"].insert(0, "all figures and times: this is the software GPU of the tests")
     device = args.device
     with tempfile.TemporaryDirectory(prefix="stratbench-gpu-check-") as scratch:
         for listed in (s for s in STAGES if s.name in args.stages):

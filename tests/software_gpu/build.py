@@ -165,7 +165,9 @@ def build(library: Library, imported: set[str], site: Path, out: Path) -> None:
         script.write_text(f"{library.soname} {{ global: *; }};\n", encoding="utf-8")
         link.append(f"-Wl,--version-script={script}")
     run("gcc", "-O1", "-fPIC", "-c", stubs, "-o", stubs.with_suffix(".o"))
-    run(*link, made, stubs.with_suffix(".o"), "-o", out / library.soname, "-ldl", "-lpthread")
+    new = out / f"{library.soname}.new"
+    run(*link, made, stubs.with_suffix(".o"), "-o", new, "-ldl", "-lpthread")
+    new.replace(out / library.soname)
     for path in (made, stubs, stubs.with_suffix(".o"), script):
         path.unlink(missing_ok=True)
 

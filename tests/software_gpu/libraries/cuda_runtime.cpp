@@ -512,7 +512,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int d) {
   BEGIN();
   if (d < 0 || size_t(d) >= visible.size()) FAIL(cudaErrorInvalidDevice);
   memset(p, 0, sizeof *p);
-  snprintf(p->name, sizeof p->name, "%s", device_name());
+  snprintf(p->name, sizeof p->name, "%s%s", device_name(), has_mig() ? kMigProfile : "");
   unsigned char u[16];
   uuid_bytes(number_of(d) + (has_mig() ? kFirstMig : 0), u);
   memcpy(&p->uuid, u, 16);

@@ -63,6 +63,8 @@ inline int device_total() {
 inline int64_t capacity_bytes() { return int64_t(env("SOFTWARE_GPU_MEMORY_MIB", 81920)) << 20; }
 inline int64_t context_bytes() { return int64_t(env("SOFTWARE_GPU_CONTEXT_MIB", 450)) << 20; }
 inline const char* device_name() { return text_of("SOFTWARE_GPU_NAME", "NVIDIA A100-SXM4-80GB"); }
+// With SOFTWARE_GPU_MIG=1 each GPU has one MIG instance, which CUDA knows by a name and a UUID of its own.
+constexpr const char* kMigProfile = " MIG 1g.10gb";
 inline bool has_mig() { return env("SOFTWARE_GPU_MIG", 0) != 0; }
 
 // The file that is the machine; another file is another machine.
@@ -108,7 +110,6 @@ inline std::string uuid_text(const char* kind, int number) {
 }
 inline std::string gpu_uuid(int device) { return uuid_text("GPU", device); }
 
-// With SOFTWARE_GPU_MIG=1 each GPU has one MIG instance, which CUDA knows by a UUID of its own.
 constexpr int kFirstMig = 100;
 inline std::string mig_uuid(int device) { return uuid_text("MIG", kFirstMig + device); }
 

@@ -81,7 +81,9 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, Device* d) {
   return *d = Device(number), kOk;
 }
 int nvmlDeviceGetIndex(Device d, unsigned* i) { return *i = unsigned(index_of(d)), kOk; }
-int nvmlDeviceGetName(Device, char* out, unsigned n) { return snprintf(out, n, "%s", device_name()), kOk; }
+int nvmlDeviceGetName(Device d, char* out, unsigned n) {
+  return snprintf(out, n, "%s%s", device_name(), d > kMig ? kMigProfile : ""), kOk;
+}
 int nvmlDeviceGetUUID(Device d, char* out, unsigned n) {
   return snprintf(out, n, "%s", (d > kMig ? mig_uuid : gpu_uuid)(index_of(d)).c_str()), kOk;
 }
