@@ -91,7 +91,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     evidence["git"] = git_state(REPOSITORY)
     if software_gpu.is_here():
-        evidence["unproven"].insert(0, "all figures and times: this is the software GPU of the tests")
+        evidence["unproven"].insert(
+            0, "all figures and times: this is the software GPU of the tests"
+        )
     device = args.device
     with tempfile.TemporaryDirectory(prefix="stratbench-gpu-check-") as scratch:
         for listed in (s for s in STAGES if s.name in args.stages):

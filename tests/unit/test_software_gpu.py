@@ -13,6 +13,7 @@ from synthetic_files import Files
 from test_analysis_report import Page, write_page
 
 from stratbench.analysis import sections
+from stratbench.analysis.timelines import read_timeline
 from stratbench.cell import software_gpu
 from stratbench.sets.archive import SetError
 from stratbench.sets.bundle import write_bundle
@@ -74,6 +75,10 @@ def test_its_cells_are_unusable_everywhere_and_the_others_are_not(tmp_path, mark
     filled = set(ddp.columns[ddp.notna().any()])
     assert filled == coordinates | {"status", "reason", "record_path", "log_path"}
     assert "ddp" not in set(pd.read_csv(folder / "epochs.csv")["strategy"])
+    drawn = [
+        row["strategy"] for _, row in cells.iterrows() if read_timeline(folder, row) is not None
+    ]
+    assert set(drawn) == {"single", "ps-async"}
     found = pd.read_csv(folder / "audit.csv")
     about = found[found["rule"] == "software-gpu"]
     assert set(about["strategy"]) == {"ddp"}
