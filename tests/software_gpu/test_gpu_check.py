@@ -27,16 +27,17 @@ CANNOT_SHOW = {
     "the first step is no slower than three median ones": "the host's times, and it may be busy",
     "phase marks cost less than 1 % of a step": "the host's times, and it may be busy",
 }
-#: The check with patience, since each of its limits is a real GPU's, and with fewer cases of memory.
+#: The check without its limits, which are a real GPU's on an idle host, and with fewer cells and cases.
 DRIVER = """
 import sys
 from dataclasses import replace
 sys.path.insert(0, "benchmarks/gpu")
 import check
-check.STAGES = tuple(replace(stage, limit_s=1500) for stage in check.STAGES)
+check.STAGES = tuple(replace(stage, limit_s=1e6) for stage in check.STAGES)
 check.prepare_environment()
-import failures, memory
+import cells, failures, memory
 failures.LIMIT_S = 90.0
+cells.ON_GPU = tuple(cell for cell in cells.ON_GPU if cell[0] in ("fsdp", "ps-sync"))
 memory.ON_GPU = (memory.Case("ddp", 1), memory.Case("fsdp", 2))
 sys.exit(check.main(sys.argv[1:]))
 """
@@ -66,7 +67,7 @@ def test_what_needs_no_kernel_holds(machine: Machine, tmp_path: Path) -> None:
     assert met == set(CANNOT_SHOW), "a check of this name is no longer made"
     failed = [c for c in checks if not c[1] and not any(part in c[0] for part in CANNOT_SHOW)]
     assert failed == [], done.stdout
-    assert len(checks) > 60
+    assert len(checks) > 40
 
 
 def test_every_stage_runs_or_it_is_said_why_not() -> None:
