@@ -212,7 +212,7 @@ def test_a_cell_that_hangs_before_its_first_step_is_an_error_and_no_result(
     ("problem", "said"),
     [
         ({"start_error": 35}, "driver on your system is too old"),
-        ({"nvml_error": 18}, "Driver/library version mismatch"),
+        ({"nvml_error": 18}, "version mismatch"),
         ({"nvml_error": 9}, "Driver Not Loaded"),
     ],
 )
