@@ -51,6 +51,14 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
     return content
 
 
+def last_lines(path: str | Path) -> list[str]:
+    """The lines of a log, as far as they lie in the last 64 KiB of it."""
+    with open(path, "rb") as f:
+        f.seek(0, 2)
+        f.seek(max(0, f.tell() - 64 * 1024))
+        return f.read().decode(errors="replace").splitlines()
+
+
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file. Only strict and ordinary JSON is accepted.
 

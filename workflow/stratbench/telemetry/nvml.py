@@ -176,6 +176,15 @@ class Gpu:
         """Processes with a compute context on the GPU, as the host numbers them."""
         return [p.pid for p in self._ask("nvmlDeviceGetComputeRunningProcesses") or ()]
 
+    def computing(self) -> dict[int, int | None]:
+        """Bytes that each process with a compute context holds, by its number; without displays.
+
+        A program that draws, too, as a desktop does, is none of them. None: the driver does not say.
+        """
+        found = self._ask("nvmlDeviceGetComputeRunningProcesses") or ()
+        drawing = {p.pid for p in self._ask("nvmlDeviceGetGraphicsRunningProcesses") or ()}
+        return {p.pid: p.usedGpuMemory for p in found if p.pid not in drawing}
+
     def _ask(self, function: str, *arguments: Any) -> Any | None:
         return self._nvml.ask(function, self.handle, *arguments)
 

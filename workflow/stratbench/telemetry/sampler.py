@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,12 +26,15 @@ import psutil
 
 from stratbench.telemetry.cores import usable_cores
 from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.tenants import StrangerWatch, gpu_named
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 #: How long the sampler may take to end, in seconds.
 LONGEST_STOP_S = 5.0
 # Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
+# Who computes on the cell's GPUs is asked once in so many samples.
+_SAMPLES_PER_LOOK = 2
 # The sampler looks so often at least, in seconds, whether its parent still lives.
 _LONGEST_WAIT_S = 1.0
 # Has the sampler take a sample before its time; one that is still starting is not disturbed by it.
@@ -52,10 +56,13 @@ class Sampler:
         pids: str | os.PathLike[str],
         origin_s: float,
         period_s: float = 0.5,
+        strangers: str | os.PathLike[str] | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
         """Start sampling into `out`; `origin_s` is the `time.monotonic()` that t_s counts from.
 
-        `pids`: a file to list the watched processes in, until `stop`.
+        `pids`: a file to list the watched processes in, until `stop`. `strangers`: a file for those who
+        computed on `gpus`, the cell's own.
         """
         self._pids_file = Path(pids)
         self._pids_file.write_text("", encoding="utf-8")
@@ -66,6 +73,8 @@ class Sampler:
         command += ["--out", os.fspath(out), "--pids-file", os.fspath(self._pids_file)]
         command += ["--period-s", str(period_s), "--origin-s", repr(origin_s)]
         command += ["--parent-pid", str(os.getpid())]
+        if strangers is not None and gpus:
+            command += ["--strangers", os.fspath(strangers), "--gpus", *gpus]
         # A session of its own: a signal to the cell's process group must not reach it, or the
         # end of the timeline would be lost.
         try:
@@ -209,6 +218,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--parent-pid", type=int, default=os.getppid(), help="end when this is not the parent"
     )
+    parser.add_argument(
+        "--strangers", type=Path, default=None, help="file for who else used --gpus"
+    )
+    parser.add_argument("--gpus", nargs="*", default=[], help="the cell's, as CUDA names them")
     options = parser.parse_args(arguments)
     if not options.period_s > 0:
         parser.error(f"--period-s {options.period_s}, expected more than 0")
@@ -222,14 +235,17 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, _WAKE):
         signal.signal(number, on_signal)
     _lowest_priority()
+    nvml = Nvml()
+    own = [gpu for name in options.gpus if (gpu := gpu_named(nvml, name)) is not None]
     # One write a sample: a kill leaves whole rows.
     with options.out.open("w", newline="", encoding="utf-8") as file:
         sample_until(
             stop,
             wake,
             file,
-            Nvml(),
+            nvml,
             CellProcesses(options.pids_file),
+            StrangerWatch(options.strangers, own, options.parent_pid),
             parent_pid=options.parent_pid,
             period_s=options.period_s,
             origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
@@ -243,6 +259,7 @@ def sample_until(
     file: TextIO,
     nvml: Nvml,
     watched: CellProcesses,
+    strangers: StrangerWatch | None = None,
     *,
     parent_pid: int,
     period_s: float,
@@ -272,6 +289,8 @@ def sample_until(
         ]
         file.write(_as_csv({"t_s": t_s, "node": node} | row for row in rows))
         file.flush()
+        if strangers is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
+            strangers.look(t_s)
         if ending:
             return
         count += in_time

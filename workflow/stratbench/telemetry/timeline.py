@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,11 +59,21 @@ class PhaseLog:
     all but the line it was writing.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int, origin_s: float) -> None:
-        """`origin_s`: this node's `time.monotonic()` when the cell began; all ranks count from then."""
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        rank: int,
+        origin_s: float,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`origin_s`: this node's `time.monotonic()` when the cell began; all ranks count from then.
+
+        `alive` is called with each entry.
+        """
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until the process ends
         self._rank = rank
         self._origin_s = origin_s
+        self._alive = alive
 
     def write(self, phase: str, event: str, at_s: float | None = None) -> None:
         """Note that `phase` starts or ends now, or did at `at_s` by `time.monotonic`."""
@@ -71,6 +81,7 @@ class PhaseLog:
         line = {"t_s": t_s, "rank": self._rank, "phase": phase, "event": event}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        self._alive()
 
 
 class Interval(NamedTuple):

@@ -19,14 +19,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
+from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.sampler import Sampler, busy_check
+from stratbench.telemetry.tenants import place_of
 from stratbench.telemetry.timeline import read_phases
-from stratbench.train import devices
+from stratbench.train import devices, standing
 from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
 
@@ -75,6 +78,8 @@ def run_node(job: Job, node: int) -> Exits:
     if job.n_nodes == 1 and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # Before NCCL's watchdog ends a worker it waits four times this long for a dump that nobody reads.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     # GPUs were chosen by NVML's numbers, which follow the PCI bus. CUDA's would follow speed.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
@@ -92,17 +97,45 @@ def run_node(job: Job, node: int) -> Exits:
             for local_rank, rank in enumerate(job.ranks_of(node))
         ]
         processes = [*servers, *workers]
-        sampler = Sampler(job.folder.samples(node), job.folder.pids(node), job.origin_s)
+        gpus = gpus_of(job, node)
+        job.folder.write_places(node, places_of([p.name for p in processes], gpus))
+        sampler = Sampler(
+            job.folder.samples(node),
+            job.folder.pids(node),
+            job.origin_s,
+            strangers=job.folder.strangers(node),
+            gpus=list(gpus.values()),
+        )
         try:
             # While nothing trains yet: a server of this cell's own is importing PyTorch meanwhile.
             job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
                 sampler.watch(p.name, p.pid)
-            return supervise(job, servers, workers)
+            exits = supervise(job, servers, workers)
+            if exits.timed_out:
+                standing.note_standing(job, node, processes)
+            return exits
         finally:
             end_all(processes)
             sampler.stop()
+
+
+def gpus_of(job: Job, node: int) -> dict[str, str]:
+    """The GPU of each worker on this node, by the worker's name, as CUDA_VISIBLE_DEVICES names it."""
+    if not job.use_cuda:
+        return {}
+    names = map(worker_name, job.ranks_of(node))
+    return dict(zip(names, devices.visible_gpus(), strict=False))
+
+
+def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Where the processes of these names run: this host, and the GPU of those that have one."""
+    host = {"host": socket.gethostname()}
+    nvml = Nvml() if gpus else None
+    return {
+        name: host | ({"gpu": place_of(nvml, gpus[name])} if name in gpus else {}) for name in names
+    }
 
 
 def servers_of(job: Job, node: int) -> list[ServerConfig]:

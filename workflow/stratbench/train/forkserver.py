@@ -38,6 +38,8 @@ from stratbench.train.locks import scratch
 
 #: The folder of the server that the cells of this run share.
 FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
+#: Has a process of a cell write the stacks of its threads; one that is not ready for it ignores it.
+STACK_SIGNAL = signal.SIGUSR1
 _ANSWER = struct.Struct("!i")  # a greeting, a pid or the negative error of the fork, an exit code
 _REQUEST_TIMEOUT_S = 10.0
 _ACCEPT_AGAIN_S = 0.1
@@ -201,6 +203,7 @@ class _Server:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launchers' business
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what it forks begins so
         self._selector = selectors.DefaultSelector()
         for source, action in (
             (listener, self._accept),

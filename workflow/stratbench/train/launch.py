@@ -24,15 +24,17 @@ from pathlib import Path
 from stratbench.cell import record
 from stratbench.cell.blocks import BlockPlan
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import last_lines, write_atomic
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.telemetry.compiling import missing_compiler
+from stratbench.telemetry.tenants import describe_gpu
 from stratbench.train import agent, assemble, devices
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
+from stratbench.train.standing import main_stack
 from stratbench.workload import models, prepared
 from stratbench.workload.own import ModelError, check_unchanged
 from stratbench.workload.sources import DataError
@@ -262,10 +264,19 @@ def fail(
 ) -> int:
     """Keep and print the evidence of a failure, as far as the disk allows; returns the exit code."""
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
-    logs = {p.name: tail(p, EVIDENCE_LINES) for p in folder.process_logs()}
+    logs = {p.name: last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
+    stacks = {p.name: main_stack(p)[:EVIDENCE_LINES] for p in folder.stacks()}
+    places = folder.read_places()
     if trace:
         logs["launcher"] = trace[-EVIDENCE_LINES:]
-    evidence = {"cell": cell.as_dict(), "reason": reason, "processes": processes, "logs": logs}
+    evidence = {
+        "cell": cell.as_dict(),
+        "reason": reason,
+        "processes": processes,
+        "places": places,
+        "logs": logs,
+        "stacks": stacks,
+    }
     try:
         write_atomic(path, json.dumps(evidence, indent=1) + "\n")
         kept = f"kept in {path}"
@@ -275,19 +286,17 @@ def fail(
         print(f"\n{'cell' if isinstance(cell, Cell) else 'block'} {cell} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
+        for name, place in places.items():
+            gpu = f"{describe_gpu(place['gpu'])} of " if "gpu" in place else ""
+            print(f"  {name} ran on {gpu}{place['host']}")
         for name, lines in logs.items():
             print(f"--- end of {folder.path / name}")
             print("\n".join(lines) or "(empty)")
+        for name, calls in stacks.items():
+            print(f"--- innermost calls in {folder.path / name}")
+            print("\n".join(calls))
         print(f"--- {kept}", flush=True)
     return 1
-
-
-def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a log, read from its end."""
-    with path.open("rb") as f:
-        f.seek(0, 2)
-        f.seek(max(0, f.tell() - 64 * 1024))
-        return f.read().decode(errors="replace").splitlines()[-lines:]
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ importing torch; nothing here may allocate a tensor or start a thread at import.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import logging
 import os
 import sys
 import time
 import traceback
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,13 @@ from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.compiling import CompileWatch
 from stratbench.telemetry.flops import forward_flops
 from stratbench.telemetry.memory import MemoryMeter
+from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
+from stratbench.telemetry.pulse import Pulse
+from stratbench.telemetry.tenants import gpu_named, others_on
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
+from stratbench.train.forkserver import STACK_SIGNAL
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.workload import models, tasks
@@ -45,12 +51,15 @@ models.import_torchvision()
 import torchvision.models  # noqa: E402, F401
 
 EXIT_ERROR, EXIT_OOM = 1, 3
+#: A worker that waits for its peers in one collective for so long ends, and with it the cell, in seconds.
+COLLECTIVE_S = 600
 
 
 def main(job_json: str, rank: int, local_rank: int) -> None:
     """Entry point of the process. Exits 0 with a result, 3 out of memory, 1 on any other error."""
     job = Job.from_json(job_json)
     log_to(job.folder.log(worker_name(rank)))
+    tell_stacks(job.folder.stack(worker_name(rank)))
     hold_as_worker(job.folder.logs)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         leave(EXIT_ERROR)  # the agent knows that the time is up
@@ -59,7 +68,10 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     except Exception as e:
         traceback.print_exc()
         status = "oom" if is_out_of_memory(e) else "error"
-        job.folder.write_worker(rank, {"status": status, "reason": first_line(e)})
+        told = {"status": status, "reason": first_line(e)}
+        if status == "oom" and job.use_cuda and not of_the_host(e):
+            told["others"] = others_on_gpu(job, rank)
+        job.folder.write_worker(rank, told)
         leave(EXIT_OOM if status == "oom" else EXIT_ERROR)
     job.folder.write_worker(rank, result)
     leave(0)
@@ -70,6 +82,7 @@ def serve_parameters(config_json: str, run_dir: str) -> None:
     config = ServerConfig(**json.loads(config_json))
     folder = RunFolder(Path(run_dir))
     log_to(folder.log(server_name(config.server)))
+    tell_stacks(folder.stack(server_name(config.server)))
     hold_as_worker(folder.logs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -88,6 +101,12 @@ def log_to(path: Path) -> None:
     os.close(fd)
 
 
+def tell_stacks(path: Path) -> None:
+    """Write the stacks of all threads to `path` whenever the agent asks for them."""
+    file = path.open("w", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+
+
 def leave(code: int) -> None:
     """End at once: after an error a peer may be gone, and an orderly shutdown would wait for it."""
     sys.stdout.flush()
@@ -101,7 +120,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
     memory = MemoryMeter(device)  # before anything of the training is in memory
-    log = PhaseLog(job.folder.phases(rank), rank, job.origin_s)
+    pulse = Pulse(job.folder.pulse(rank))
+    log = PhaseLog(job.folder.phases(rank), rank, job.origin_s, pulse.alive)
     phases = Phases(device, log)
     started_s = job.elapsed_s
     cls = strategy_class(s.strategy)
@@ -173,6 +193,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             task=task,
             total_steps=s.total_steps(job.train_samples),
             watch=watch,
+            pulse=pulse,
         )
         if trial is not None:
             acceptance.check_model(strategy, network, model, trial, worker)
@@ -236,6 +257,7 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
         rank=rank,
         world_size=job.world_size,
         device_id=device if device.type == "cuda" else None,
+        timeout=timedelta(seconds=COLLECTIVE_S),
     )
     # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
     dist.all_reduce(torch.zeros(1, device=device))
@@ -296,6 +318,22 @@ def is_out_of_memory(e: BaseException) -> bool:
         return True
     # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
     return "was unable to find an engine to execute" in str(e) and gpu_is_full()
+
+
+def of_the_host(e: BaseException) -> bool:
+    """Whether it was the host that had no memory left."""
+    return not isinstance(e, RuntimeError) or "CPUAllocator" in str(e)
+
+
+def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
+    """Who else uses this worker's GPU (`telemetry.tenants.others_on`); None: nobody, or it is not known."""
+    place = job.folder.read_places().get(worker_name(rank), {}).get("gpu", {})
+    nvml = Nvml()
+    gpu = gpu_named(nvml, str(place.get("uuid", place.get("index", ""))))
+    if gpu is None:
+        return None
+    taken_bytes = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+    return others_on(gpu, os.getppid(), os.getpid(), taken_bytes or None)
 
 
 #: The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.
