@@ -77,7 +77,7 @@ def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
             )
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
-        own = [_own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
+        own = [own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
         return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
     # The servers do not begin before every worker has joined.
     for rank, worker in workers.items():
@@ -102,7 +102,7 @@ def at_the_limit(job: Job) -> Ending:
     return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
 
 
-def _own_reason(worker: Mapping[str, Any] | None) -> str | None:
+def own_reason(worker: Mapping[str, Any] | None) -> str | None:
     """What a lost worker says itself, unless it only repeats what the servers told it."""
     told = worker is not None and worker["status"] == "error" and worker["reason"]
     return told if told and not told.startswith((RunEnded.__name__, ServerLost.__name__)) else None
