@@ -33,6 +33,8 @@ SINGLE, ASYNC, SYNC = (
 )
 ALONE, MODIFIED = ("main", "ps-async", 1, 0), ("main", "ps-async-modified", 2, 0)
 OOM, TIMEOUT = ("ends", "ddp", 1, 0), ("ends", "ddp", 2, 0)
+#: As telemetry/tenants.py notes one.
+STRANGER = {"gpu": 1, "pid": 4711, "bytes": int(79.5 * 2**30), "first_s": 30.2, "last_s": 95.1}
 DIVERGED, SERVED_DIVERGED = ("ends", "fsdp", 2, 0), ("ends", "ps-async", 2, 0)
 SERVER = "server.servers.0"
 
@@ -1017,6 +1019,31 @@ FAULTS = [
     Fault(
         "a shorter limit", TIMEOUT, put("time.time_limit_s", 600.0), "mixed-limits", "others 3000"
     ),
+    Fault(
+        "a stranger at the start",
+        DDP,
+        put("provenance.busy_at_start", {"0": {"other_gpu_processes": {"1": [4711]}}}),
+        "stranger-on-gpu",
+        "process 4711 on GPU 1 when the cell began",
+    ),
+    Fault(
+        "a stranger who came later",
+        ASYNC,
+        put("provenance.gpu_strangers", {"0": [STRANGER]}),
+        "stranger-on-gpu",
+        "process 4711 on GPU 1 with up to 79.5 GiB, seen from 30 to 95 s",
+    ),
+    Fault(
+        "out of memory beside a stranger",
+        OOM,
+        both(
+            put("workers", []),  # as of a worker that could tell nothing
+            put("provenance.gpus", {"rank0": {"node": 0, "index": 1, "uuid": "GPU-1"}}),
+            put("provenance.busy_at_start", {"0": {"other_gpu_processes": {"1": [4711]}}}),
+        ),
+        "memory-held-by-others",
+        "process 4711 on GPU 1",
+    ),
     Fault("two cells on one GPU", FSDP, beside(DDP), "shared-devices", "together with ddp on 2"),
     Fault(
         "never stale without waiting", ASYNC, aged(lambda n: [n]), "contradictory-server", "no push"
@@ -1133,6 +1160,20 @@ def test_sound_records_of_every_end_trip_no_rule_that_is_not_about_cpus(device):
     assert rules == ({"workers-are-processes"} if device == "cpu" else set())
     ends = {record["status"] for record in sound(device).values()}
     assert ends == {"ok", *ENDS.values()}
+
+
+def test_strangers_on_gpus_of_other_cells_are_none():
+    """A cell on GPUs 0 and 1 beside another one on 2 and 3, which its check of the node saw."""
+    records = dict(sound("cuda"))
+    for place in (DDP, OOM):
+        records[place] = copy.deepcopy(records[place])
+        records[place]["provenance"] |= {
+            "busy_at_start": {"0": {"other_gpu_processes": {"2": [4711], "3": [4712]}}},
+            "gpus": {f"rank{i}": {"node": 0, "index": i, "uuid": f"GPU-{i}"} for i in (0, 1)},
+            "gpu_strangers": {},
+        }
+    evidence = planted.study(records, "cuda")
+    assert {rule.id for rule in RULES if any(rule.check(evidence))} == set()
 
 
 def test_sound_records_of_adamw_and_older_records_trip_no_rule():

@@ -12,16 +12,20 @@ import errno
 import gzip
 import itertools
 import json
+import multiprocessing.connection
 import os
+import re
 import resource
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,11 +45,13 @@ from launching import (
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
+from stratbench.telemetry.pulse import read_pulse
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import agent, ending, launch, loop
+from stratbench.train import agent, assemble, ending, forkserver, launch, loop, standing
 from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
+from stratbench.train.standing import Standing
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -202,15 +208,85 @@ def test_time_limit(start_cell, warm):
 
 
 @pytest.mark.slow
-def test_time_limit_before_training_has_begun(start_cell):
-    launched = start_cell(settings("ddp"), time_limit_s=0.5)
+@pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
+def test_a_time_limit_before_the_first_step_is_an_error(start_cell, strategy):
+    launched = start_cell(settings(strategy), time_limit_s=0.5)
     code, output = launched.finish()
-    assert code == 0, output
-    found = record.read(launched.record)
-    assert found["status"] == "timeout"
-    assert found["score"]["per_epoch"] == []
-    assert found["model"]["parameters"] is None
-    assert found["model"]["input_shape"] == [1, 16, 16]
+    assert code == 1
+    assert not launched.record.exists()
+    evidence = json.loads((launched.logs / "failure.json").read_text())
+    assert evidence["reason"] == (
+        "no step within the cell's limit of 0.5 s; ranks 0, 1: 0 steps, in phase start"
+    )
+    assert evidence["places"]["rank1"] == {"host": socket.gethostname()}
+    assert f"rank1 ran on {socket.gethostname()}" in output
+
+
+#: Imported by every Python that finds it: worker 1 trains three steps, then waits for something else.
+SLEEPS = """
+import time
+from pathlib import Path
+from stratbench.telemetry.pulse import Pulse
+
+init, step = Pulse.__init__, Pulse.step
+
+def keep(self, path):
+    self.path = path
+    init(self, path)
+
+def step_and_sleep(self):
+    step(self)
+    if self._steps == 3 and self.path.name == "rank1.pulse":
+        Path({file!r}).touch()
+        time.sleep(600)
+
+Pulse.__init__, Pulse.step = keep, step_and_sleep
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync"])
+def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
+    tmp_path, tiny_data, monkeypatch, strategy
+):
+    """Once worker 1 sleeps, the agent's clock jumps beyond the limit: no worker got on for so long."""
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS.format(file=str(tmp_path / "sleeps")))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{WORKFLOW}")
+    ahead_s = 0.0
+
+    def now_s() -> float:
+        return time.monotonic() + ahead_s
+
+    def wait_and_look(sentinels, timeout):
+        nonlocal ahead_s
+        found = multiprocessing.connection.wait(sentinels, min(timeout, 0.05))
+        pulses = [read_pulse(job.folder.pulse(rank), now_s()) for rank in (0, 1)]
+        # Worker 0 is in the step that needs worker 1.
+        if (tmp_path / "sleeps").exists() and pulses[0] and pulses[0].quiet_s > 0.5:
+            ahead_s = 10_000.0
+        return found
+
+    clock = SimpleNamespace(monotonic=now_s, sleep=time.sleep)
+    monkeypatch.setattr(agent, "time", clock)
+    monkeypatch.setattr(standing, "time", clock)
+    monkeypatch.setattr(agent, "wait", wait_and_look)
+    monkeypatch.setattr(forkserver, "FOLDER_VARIABLE", "NO_SHARED_SERVER")
+    s = settings(strategy, epochs=100, lr=1e-6)  # a server's worker draws them all at first
+    cell = Cell("tests", "tiny", strategy, s.model, s.dataset, s.gpus, 0)
+    RunFolder.of_logs(tmp_path / "logs").create()
+    with launch.job_of(cell, s, False, tiny_data, tmp_path / "logs", 1, 9_000) as job:
+        exits, ended = launch.launch(job, 1)
+    assert exits.timed_out
+    assert ended.status == "error", ended
+    assert "it hangs: no worker got on for" in ended.reason
+    assert (
+        "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:16)" in ended.reason
+    )
+    waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
+    assert re.search(waits, ended.reason), ended.reason
+    assert launch.fail(tmp_path / "logs", cell, ended.reason, []) == 1
+    evidence = json.loads((tmp_path / "logs/failure.json").read_text())
+    assert "sitecustomize.py" in evidence["stacks"]["rank1.stack"][0]
 
 
 @pytest.mark.slow
@@ -545,6 +621,118 @@ def test_classification(tmp_path, workers, codes, timed_out, expected):
         assert found.reason.startswith("rank0: killed by SIGKILL")
 
 
+def stood(steps: int, hangs: bool, exit_code: int | None = None) -> dict:
+    """As an agent notes a worker at the time limit."""
+    return asdict(Standing(steps, "train", exit_code, 50.0 if hangs else 0.1, 0.2, hangs))
+
+
+@pytest.mark.parametrize(
+    ("standings", "status"),
+    [
+        ([stood(40, True), stood(41, True)], "error"),
+        ([stood(40, False), stood(41, False)], "timeout"),  # slow
+        ([stood(40, True), stood(41, False)], "timeout"),  # a server's worker is stuck, one goes on
+        ([stood(40, True), stood(80, False, exit_code=0)], "error"),  # through, it does not go on
+        ([stood(40, True)], "timeout"),  # nobody knows of the other node
+        ([stood(0, False), stood(0, False)], "error"),  # no step
+        ([stood(0, False), stood(1, False)], "timeout"),
+        ([stood(3, False, exit_code=0), stood(3, False, exit_code=0)], "timeout"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
+def test_a_slow_cell_is_told_from_one_that_hangs(tmp_path, strategy, standings, status):
+    job = replace(job_with(tmp_path, [None, None]), settings=settings(strategy), n_nodes=2)
+    job = replace(job, workers_per_node=1)
+    for rank, standing_of in enumerate(standings):
+        job.folder.write_standing(rank, {f"rank{rank}": standing_of})
+    exits = Exits([ProcessExit(f"rank{rank}", None) for rank in (0, 1)], timed_out=True)
+    found = ending.classify(job, exits)
+    assert found.status == status
+    assert found.reason.startswith(
+        {
+            "timeout": "the cell's limit",
+            "error": ("it hangs", "no step")[not standings[0]["steps"]],
+        }[status]
+    )
+
+
+#: What PyTorch 2.11 wrote, on the software GPU, as a communicator reported an error.
+WATCHDOG = """\
+[rank1]:[E1123 19:13:38.525298755 ProcessGroupNCCL.cpp:612] [Rank 1] Collective WorkNCCL(SeqNum=11, \
+OpType=ALLREDUCE, NumelIn=389187, NumelOut=389187, Timeout(ms)=600000) raised the following async \
+exception: NCCL error: remote process exited or there was a network error, NCCL version 2.28.9
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)
+[rank1]:[E1123 19:14:38.527562455 ProcessGroupNCCL.cpp:2119] [PG ID 0 PG GUID 0(default_pg) Rank 1] \
+Process group watchdog thread terminated with exception: NCCL error: remote process exited or there \
+was a network error, NCCL version 2.28.9
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with \
+exception: NCCL error: remote process exited or there was a network error, NCCL version 2.28.9
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            WATCHDOG,
+            "rank1: Collective WorkNCCL(SeqNum=11, OpType=ALLREDUCE, NumelIn=389187, NumelOut=389187, "
+            "Timeout(ms)=600000) raised the following async exception: NCCL error: remote process exited "
+            "or there was a network error, NCCL version 2.28.9",
+        ),
+        (
+            WATCHDOG[WATCHDOG.index("[rank1]:[E1123 19:14") :],
+            "rank1: Process group watchdog thread terminated with exception: NCCL error: remote process "
+            "exited or there was a network error, NCCL version 2.28.9",
+        ),
+        ("free(): invalid pointer\n", "rank1: killed by SIGABRT"),
+        (None, "rank1: killed by SIGABRT"),
+    ],
+)
+def test_what_nccls_watchdog_says_is_the_reason(tmp_path, log, reason):
+    job = job_with(tmp_path, [None, None])
+    if log is not None:
+        job.folder.log("rank1").write_text(log)
+    exits = Exits([ProcessExit("rank0", None), ProcessExit("rank1", -6)], timed_out=False)
+    assert ending.classify(job, exits) == ending.Ending("error", reason)
+
+
+def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", raising=False)
+    seen = []
+
+    def fork_server(may_share: bool):
+        seen.append(os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"])
+        raise OSError("enough is seen")
+
+    monkeypatch.setattr(agent, "fork_server", fork_server)
+    for given in (None, "90000"):
+        if given:
+            monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", given)
+        with pytest.raises(OSError, match="enough"):
+            agent.run_node(job_with(tmp_path, [None]), 0)
+    assert seen == ["1000", "90000"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ps-sync"])
+def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
+    others = {"processes": [{"pid": 4711, "bytes": int(79.5 * 2**30)}], "others_bytes": 1}
+    crowded = OOM | {"others": others}
+    job = replace(job_with(tmp_path, [LOST, crowded]), settings=settings(strategy))
+    gpu = {"index": 3, "uuid": "GPU-d8c5e28f"}
+    job.folder.write_places(0, {"rank1": {"host": "node7", "gpu": gpu}})
+    exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", 3)], timed_out=False)
+    found = ending.classify(job, exits)
+    assert found.status == "error"
+    assert found.reason.startswith(
+        "rank1 had no memory left on GPU 3 (GPU-d8c5e28f) of node7, of which others used a part: "
+        "process 4711 79.50 GiB (85,362,475,008 bytes). "
+    )
+    # One that has its GPU to itself says as much of the strategy as alone.
+    job.folder.write_worker(0, OOM | {"others": None})
+    assert ending.classify(job, exits) == ending.Ending("oom", OOM["reason"])
+
+
 def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
     """It waits for a node that is gone, say."""
     srun = tmp_path / "srun"
@@ -593,6 +781,40 @@ def test_what_a_worker_that_servers_lost_says_itself_is_told(tmp_path, said, rea
     assert ending.classify(job, exits) == ending.Ending("error", reason)
 
 
+def test_the_record_has_what_a_lost_worker_says_itself(tmp_path):
+    """An asynchronous cell that went on without one is ok."""
+    lost = {"status": "error", "reason": "AcceleratorError: CUDA error: uncorrectable ECC error"}
+    job = replace(job_with(tmp_path, [None, lost]), settings=settings("ps-async"))
+    told = [{"worker": 1, "reason": "the connection was closed"}]
+    found = assemble.servers_entry(job, [{"server": 0, "lost": told, "step_ends_s": [1.0]}])
+    assert found == [{"server": 0, "lost": [told[0] | {"own_reason": lost["reason"]}]}]
+
+
+def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
+    tmp_path, tiny_data, monkeypatch
+):
+    """git may take seconds on a slow disk: they are in no figure."""
+    job = replace(job_with(tmp_path, [None, None]), data_dir=tiny_data)
+    now_s = 100.0
+
+    def slow_git(folder: Path) -> None:
+        nonlocal now_s
+        now_s += 60.0
+
+    date = SimpleNamespace(
+        now=lambda zone: datetime.fromtimestamp(now_s, zone), fromtimestamp=datetime.fromtimestamp
+    )
+    monkeypatch.setattr(job_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(assemble, "datetime", date)
+    monkeypatch.setattr(assemble, "git_state", slow_git)
+    monkeypatch.setattr(assemble, "INSTALLED", False)
+    found = assemble.make_record(job, ending.Ending("timeout", "slow"))
+    started, finished = (found["provenance"][end] for end in ("started", "finished"))
+    span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
+    assert now_s == 160
+    assert found["time"]["total_s"] == span.total_seconds() == 100
+
+
 class FakeProcess:
     """A process that never ends, for the deadline."""
 
@@ -604,10 +826,11 @@ class FakeProcess:
 
 
 def joined(folder: Path, rank: int) -> None:
-    """Worker `rank` has connected to its servers."""
+    """Worker `rank` has connected to its servers, and trains."""
     log = PhaseLog(RunFolder(folder).phases(rank), rank, time.monotonic())
     for event in ("start", "end"):
         log.write("build", event)
+    log.write("train", "start")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from stratbench.train import agent, assemble, devices
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
-from stratbench.train.standing import main_stack
+from stratbench.train.standing import calls_in
 from stratbench.workload import models, prepared
 from stratbench.workload.own import ModelError, check_unchanged
 from stratbench.workload.sources import DataError
@@ -265,7 +265,7 @@ def fail(
     """Keep and print the evidence of a failure, as far as the disk allows; returns the exit code."""
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
     logs = {p.name: last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
-    stacks = {p.name: main_stack(p)[:EVIDENCE_LINES] for p in folder.stacks()}
+    stacks = {p.name: calls_in(p)[:EVIDENCE_LINES] for p in folder.stacks()}
     places = folder.read_places()
     if trace:
         logs["launcher"] = trace[-EVIDENCE_LINES:]

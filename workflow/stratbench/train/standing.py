@@ -103,22 +103,33 @@ def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
         time.sleep(STACK_POLL_S)
 
 
-def main_stack(path: Path) -> list[str]:
+def calls_in(path: Path) -> list[str]:
     """The calls of a process's main thread, innermost first; empty if it has written none.
 
-    `faulthandler` writes the oldest thread last.
+    Those of autograd's own thread come before them, where the main thread waits for it: collectives of
+    backward are called there. `faulthandler` writes the oldest thread last.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    heads = [i for i, line in enumerate(lines) if "hread 0x" in line]
-    return [line for line in lines[heads[-1] :] if _CALL.match(line)] if heads else []
+    threads: list[list[str]] = []
+    for line in lines:
+        if "hread 0x" in line:
+            threads.append([])
+        elif threads and _CALL.match(line):
+            threads[-1].append(line)
+    if not threads:
+        return []
+    *others, main = threads
+    if not main or not main[0].endswith("in _engine_run_backward"):
+        return main
+    return next((calls for calls in others if calls and "/autograd/" in calls[-1]), []) + main
 
 
 def innermost_call(path: Path) -> str | None:
-    """The innermost call of the main thread as `function (file.py:12)`; None if it wrote no stack."""
-    calls = main_stack(path)
+    """The innermost call of `calls_in` as `function (file.py:12)`; None if it wrote no stack."""
+    calls = calls_in(path)
     if not calls:
         return None
     found = _CALL.match(calls[0])
