@@ -35,6 +35,8 @@ from stratbench.train.job import Job
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
 GRACE_S = 3.0
+#: How often an agent looks whether its workers get on, in seconds.
+LOOK_S = 60.0
 #: How often a launcher looks whether its parent lives, in seconds.
 PARENT_POLL_S = 0.5
 #: Variables that a runtime sets in its image.
@@ -66,10 +68,14 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class Exits:
-    """How the processes of a node or a cell exited, and whether the cell's time limit did it."""
+    """How the processes of a node or a cell exited, and whether the cell's time limit did it.
+
+    `hung`: they were ended because none got on.
+    """
 
     processes: list[ProcessExit]
     timed_out: bool
+    hung: bool = False
 
 
 def run_node(job: Job, node: int) -> Exits:
@@ -113,8 +119,8 @@ def run_node(job: Job, node: int) -> Exits:
                 p.start()
                 sampler.watch(p.name, p.pid)
             exits = supervise(job, servers, workers)
-            if exits.timed_out:
-                standing.note_standing(job, node, processes)
+            if exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes):
+                standing.note_standing(job, node, processes, exits.timed_out)
             return exits
         finally:
             end_all(processes)
@@ -163,13 +169,18 @@ def supervise(
     processes = [*servers, *workers]
     ended: dict[str, int] = {}
     grace_ends: float | None = None
+    next_look = time.monotonic() + LOOK_S
     while len(ended) < len(processes):
         now = time.monotonic()
         if job.deadline_s is not None and now >= job.deadline_s:
             return Exits(_exits(processes, ended), timed_out=True)
         if grace_ends is not None and now >= grace_ends:
             break
-        poll_s = 0.5 if job.has_servers else 3600
+        if now >= next_look:
+            if standing.hung_for_good(job, workers):
+                return Exits(_exits(processes, ended), timed_out=False, hung=True)
+            next_look = now + LOOK_S
+        poll_s = 0.5 if job.has_servers else LOOK_S
         until = min(t for t in (job.deadline_s, grace_ends, now + poll_s) if t is not None)
         running = {p.sentinel: p for p in processes if p.name not in ended}
         for sentinel in wait(list(running), timeout=max(until - now, 0)):
@@ -289,7 +300,7 @@ def main() -> None:
     if job.has_servers:
         ranks = {name: rank_of(name) for name in failed}
         failed = [name for name, rank in ranks.items() if rank is None or not has_joined(job, rank)]
-    sys.exit(1 if exits.timed_out or failed else 0)
+    sys.exit(1 if exits.timed_out or exits.hung or failed else 0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from stratbench.ps.link import RunEnded, ServerLost
 from stratbench.telemetry.tenants import describe_gpu
 from stratbench.train.agent import Exits, ProcessExit, has_joined
 from stratbench.train.job import Job
-from stratbench.train.standing import why_no_timeout
+from stratbench.train.standing import standings_of, why_hung, why_no_timeout
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,12 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     if killed:
         return Ending("error", told_by_watchdog(job, killed) or str(killed[0]))
     if by_status["error"]:
-        return Ending("error", by_status["error"][0]["reason"])
-    if exits.timed_out:
-        return at_the_limit(job)
+        reason = by_status["error"][0]["reason"]
+        # A peer did not come to a collective in time. Whoever still runs is the one.
+        waits = why_hung(standings_of(job)) if "Timed out waiting" in reason else None
+        return Ending("error", f"{reason}; {waits}" if waits else reason)
+    if exits.timed_out or exits.hung:
+        return hung_or_slow(job, exits)
     lost = [p for p in exits.processes if p.exit_code not in (0, None)]
     if lost:
         return Ending("error", str(lost[0]))
@@ -83,8 +86,8 @@ def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
     for rank, worker in workers.items():
         if worker["status"] == "error" and not has_joined(job, rank):
             return Ending("error", worker["reason"])
-    if exits.timed_out:
-        return at_the_limit(job)
+    if exits.timed_out or exits.hung:
+        return hung_or_slow(job, exits)
     if len(servers) < job.n_servers:
         dead = next((p for p in exits.processes if rank_of(p.name) is None and p.exit_code), None)
         return Ending("error", str(dead or "a parameter server left no statistics"))
@@ -95,8 +98,10 @@ def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
     return Ending("ok", None)
 
 
-def at_the_limit(job: Job) -> Ending:
-    """How a cell ended that was ended at its limit: a result, if it was slow and did not hang."""
+def hung_or_slow(job: Job, exits: Exits) -> Ending:
+    """How a cell ended that was ended at its limit, or because it hung: slowness alone is a result."""
+    if exits.hung:
+        return Ending("error", why_hung(standings_of(job)) or "it hangs: no worker got on")
     if why := why_no_timeout(job):
         return Ending("error", why)
     return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")

@@ -34,7 +34,7 @@ from stratbench.train import agent, assemble, devices
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
-from stratbench.train.standing import calls_in
+from stratbench.train.standing import calls_in, standings_of
 from stratbench.workload import models, prepared
 from stratbench.workload.own import ModelError, check_unchanged
 from stratbench.workload.sources import DataError
@@ -246,7 +246,9 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     processes = [
         agent.ProcessExit(worker_name(r), _exit_code(job, r)) for r in range(job.world_size)
     ]
-    return agent.Exits(processes, timed_out=late and process.returncode != 0)
+    ended = process.returncode != 0
+    hung = ended and any(s.hangs for s in standings_of(job).values() if s.exit_code is None)
+    return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
 
 
 def _exit_code(job: Job, rank: int) -> int | None:

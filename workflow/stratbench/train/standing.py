@@ -1,7 +1,8 @@
-"""Where the workers were when the time limit was reached: whether the cell was slow, or hung.
+"""Where the workers were when a cell was ended: whether it was slow, or hung.
 
-The agent of each node reads its workers' pulses. Where none has got on for too long, it has each process
-write the stacks of its threads. The launcher judges what all agents found.
+The agent of each node reads its workers' pulses: at the time limit, when a worker has failed, and now and
+then. Where none has got on for too long, it has each process write the stacks of its threads. The launcher
+judges what all agents found.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from stratbench.telemetry.timeline import read_phases
 from stratbench.train.forkserver import STACK_SIGNAL, Process
 from stratbench.train.job import Job
 
+#: A cell is ended before its limit, or without one, if no worker got on for so long, in seconds. A
+#: collective that does not come has ended by then (`worker.COLLECTIVE_S`), and says more.
+HUNG_S = 900.0
 #: How long processes may take to write their stacks, in seconds; a stopped one never does.
 STACKS_S = 2.0
 STACK_POLL_S = 0.05
@@ -51,7 +55,21 @@ class Standing:
         return f"{self.steps} steps, in phase {self.phase}{call}"
 
 
-def note_standing(job: Job, node: int, processes: Sequence[Process]) -> None:
+def hung_for_good(job: Job, workers: Sequence[Process]) -> bool:
+    """Whether every worker of this node that runs has trained, and has been quiet for HUNG_S.
+
+    Before the first step there is no pace to judge by. A server's workers on other nodes may go on.
+    """
+    if job.has_servers and job.n_nodes > 1:
+        return False
+    ranks = [rank_of(worker.name) for worker in workers if worker.exitcode is None]
+    beats = [read_pulse(job.folder.pulse(rank), time.monotonic()) for rank in ranks]
+    return bool(beats) and all(
+        beat is not None and beat.steps and beat.hangs and beat.quiet_s > HUNG_S for beat in beats
+    )
+
+
+def note_standing(job: Job, node: int, processes: Sequence[Process], at_limit: bool) -> None:
     """Keep where the workers of this node are now; `processes`: all of the cell on it, ended or not."""
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
@@ -68,8 +86,8 @@ def note_standing(job: Job, node: int, processes: Sequence[Process]) -> None:
             "hangs": beat is not None and beat.hangs,
         }
     running = [p for p in processes if p.exitcode is None]
-    steps = [entry["steps"] for entry in found.values()]
-    if not any(steps) or all(found[p.name]["hangs"] for p in running if p.name in found):
+    stepless = at_limit and not any(entry["steps"] for entry in found.values())
+    if stepless or all(found[p.name]["hangs"] for p in running if p.name in found):
         ask_for_stacks(job, running)
         for name, entry in found.items():
             entry["call"] = innermost_call(job.folder.stack(name))
@@ -139,24 +157,36 @@ def innermost_call(path: Path) -> str | None:
 def why_no_timeout(job: Job) -> str | None:
     """Why a cell that was ended at its time limit failed; None if it was slow, which is a result.
 
-    It failed if no worker had taken a step, or if every worker that ran was quiet for longer than
-    `Beat.patience_s`: they wait for one another, or for something that does not come.
+    It failed if no worker had taken a step, or if it hung (`why_hung`).
     """
-    told = {rank_of(name): Standing(**entry) for name, entry in job.folder.read_standing().items()}
+    told = standings_of(job)
     results = job.folder.read_workers(job.world_size)
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     ranks = range(job.world_size)
     if not any(_stepped(job, rank, told.get(rank), results.get(rank)) for rank in ranks):
         known = {rank: told.get(rank) or Standing(0, phase_of(job, rank)) for rank in ranks}
         return f"no step within {limit}; {_listed(known)}"
+    return why_hung(told) if len(told) == job.world_size else None
+
+
+def standings_of(job: Job) -> dict[int, Standing]:
+    """Where each worker was, by rank, as far as the agents kept it."""
+    return {rank_of(name): Standing(**entry) for name, entry in job.folder.read_standing().items()}
+
+
+def why_hung(told: Mapping[int, Standing]) -> str | None:
+    """Who waits for whom, if every worker that ran was quiet for longer than `Beat.patience_s`; else None.
+
+    They wait for one another, or for something that does not come.
+    """
     running = {rank: standing for rank, standing in told.items() if standing.exit_code is None}
-    if len(told) < job.world_size or not running or not all(s.hangs for s in running.values()):
+    if not running or not all(standing.hangs for standing in running.values()):
         return None
     quiet_s = min(s.quiet_s for s in running.values())
     longest_s = max(s.longest_step_s for s in running.values())
     return (
-        f"it hangs: no worker got on for {quiet_s:.1f} s before {limit} was reached, and no step had "
-        f"taken longer than {longest_s:.3g} s; {_listed(running)}"
+        f"it hangs: no worker got on for {quiet_s:.1f} s, and no step before had taken longer than "
+        f"{longest_s:.3g} s; {_listed(running)}"
     )
 
 
@@ -169,7 +199,7 @@ def _stepped(job: Job, rank: int, standing: Standing | None, result: dict[str, A
     return any(p.phase == "train" for p in read_phases([job.folder.phases(rank)]))
 
 
-def _listed(standings: dict[int, Standing]) -> str:
+def _listed(standings: Mapping[int, Standing]) -> str:
     """Where ranks are, those with the fewest steps first: the others wait for them."""
     alike: dict[str, list[int]] = {}
     for rank, standing in sorted(standings.items(), key=lambda item: (item[1].steps, item[0])):
