@@ -12,6 +12,7 @@ import errno
 import gzip
 import itertools
 import json
+import multiprocessing
 import multiprocessing.connection
 import os
 import re
@@ -45,7 +46,8 @@ from launching import (
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
-from stratbench.telemetry.pulse import read_pulse
+from stratbench.telemetry import pulse as pulse_module
+from stratbench.telemetry.pulse import Pulse, read_pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, assemble, ending, forkserver, launch, loop, standing
 from stratbench.train import job as job_module
@@ -818,9 +820,9 @@ def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
 class FakeProcess:
     """A process that never ends, for the deadline."""
 
-    def __init__(self, name: str) -> None:
-        import multiprocessing
+    exitcode = None
 
+    def __init__(self, name: str) -> None:
         self.name = name
         self.sentinel, self._other_end = multiprocessing.Pipe()
 
@@ -865,6 +867,87 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
     assert 0.3 <= time.monotonic() - begun < LIMIT_S
     assert exits.timed_out
     assert exits.processes == [ProcessExit("rank0", None)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "alive", "hung"), [((3, 4), (), True), ((3, 4), (1,), False), ((3, 0), (), False)]
+)
+def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
+    tmp_path, monkeypatch, steps, alive, hung
+):
+    """Half an hour later all are quiet, or one has just got on, or has never trained: it may compile."""
+    job = job_with(tmp_path, [None, None], time.monotonic(), time_limit_s=None)
+    pulses = [Pulse(job.folder.pulse(rank)) for rank in (0, 1)]
+    for pulse, taken in zip(pulses, steps, strict=True):
+        for _ in range(taken):
+            pulse.step()
+    later_s = time.monotonic() + 1800
+    monkeypatch.setattr(pulse_module, "monotonic_ns", lambda: round(later_s * 1e9))
+    for rank in alive:
+        pulses[rank].step()
+    monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
+    monkeypatch.setattr(agent, "LOOK_S", 0.01)
+    workers = [FakeProcess("rank0"), FakeProcess("rank1")]
+    assert standing.hung_for_good(job, workers) is hung
+    if hung:
+        exits = agent.supervise(job, [], workers)
+        assert exits == Exits([ProcessExit(w.name, None) for w in workers], False, hung=True)
+
+
+def test_a_cell_that_was_ended_because_it_hung_is_an_error(tmp_path):
+    job = job_with(tmp_path, [None, None], time_limit_s=None)
+    exits = Exits([ProcessExit(f"rank{r}", None) for r in (0, 1)], timed_out=False, hung=True)
+    assert ending.classify(job, exits) == ending.Ending("error", "it hangs: no worker got on")
+    job.folder.write_standing(0, {"rank0": stood(3, True), "rank1": stood(2, True)})
+    assert ending.classify(job, exits).reason == (
+        "it hangs: no worker got on for 50.0 s, and no step before had taken longer than 0.2 s; "
+        "rank 1: 2 steps, in phase train; rank 0: 3 steps, in phase train"
+    )
+
+
+def test_who_did_not_come_to_a_collective_is_named(tmp_path):
+    """gloo's error, as it was on two processes of which one slept."""
+    reason = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
+    job = job_with(tmp_path, [{"status": "error", "reason": reason}, None])
+    exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", None)], timed_out=False)
+    assert ending.classify(job, exits).reason == reason
+    job.folder.write_standing(0, {"rank0": stood(4, True, exit_code=1), "rank1": stood(3, True)})
+    found = ending.classify(job, exits)
+    assert found.status == "error"
+    assert found.reason.startswith(f"{reason}; it hangs: no worker got on for 50.0 s")
+    assert found.reason.endswith("; rank 1: 3 steps, in phase train")
+
+
+#: Two threads as faulthandler wrote them, in a backward that FSDP's collective stopped.
+STACKS = """\
+Thread 0x00007f3497fff6c0 (most recent call first):
+  File "/venv/torch/distributed/distributed_c10d.py", line 4652 in reduce_scatter_tensor
+  File "/venv/torch/autograd/function.py", line 317 in apply
+
+Thread 0x00007f34a4ef76c0 (most recent call first):
+  <no Python frame>
+
+Current thread 0x00007f352f3d4b80 (most recent call first):
+  File "/venv/torch/autograd/graph.py", line 869 in _engine_run_backward
+  File "/code/strategies/base.py", line 396 in step
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "call", "length"),
+    [
+        (STACKS, "reduce_scatter_tensor (distributed_c10d.py:4652)", 4),
+        (STACKS.replace("_engine_run_backward", "join"), "join (graph.py:869)", 2),
+        ("", None, 0),
+        ("Thread 0x1 (most rec", None, 0),  # cut short
+        (None, None, 0),
+    ],
+)
+def test_where_a_process_is_by_its_stacks(tmp_path, text, call, length):
+    if text is not None:
+        (tmp_path / "stack").write_text(text)
+    assert standing.innermost_call(tmp_path / "stack") == call
+    assert len(standing.calls_in(tmp_path / "stack")) == length
 
 
 @pytest.mark.parametrize("ahead_s", [0, 7200, -7200])

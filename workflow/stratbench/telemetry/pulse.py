@@ -7,11 +7,14 @@ No torch.
 from __future__ import annotations
 
 import mmap
+import signal
 import struct
 from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple
 
+#: Has a process of a cell write the stacks of its threads; one that is not ready for it ignores it.
+STACK_SIGNAL = signal.SIGUSR1
 _FORM = struct.Struct("QQQQ")  # native: each figure is written at once
 #: A span of a worker without a sign of life is no hang below this, in seconds.
 SHORTEST_HANG_S = 10.0

@@ -34,12 +34,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from stratbench.telemetry.pulse import STACK_SIGNAL
 from stratbench.train.locks import scratch
 
 #: The folder of the server that the cells of this run share.
 FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
-#: Has a process of a cell write the stacks of its threads; one that is not ready for it ignores it.
-STACK_SIGNAL = signal.SIGUSR1
 _ANSWER = struct.Struct("!i")  # a greeting, a pid or the negative error of the fork, an exit code
 _REQUEST_TIMEOUT_S = 10.0
 _ACCEPT_AGAIN_S = 0.1

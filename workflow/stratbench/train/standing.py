@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import rank_of, worker_name
-from stratbench.telemetry.pulse import read_pulse
+from stratbench.telemetry.pulse import STACK_SIGNAL, read_pulse
 from stratbench.telemetry.timeline import read_phases
-from stratbench.train.forkserver import STACK_SIGNAL, Process
+from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
 
 #: A cell is ended before its limit, or without one, if no worker got on for so long, in seconds. A

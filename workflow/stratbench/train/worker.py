@@ -36,11 +36,10 @@ from stratbench.telemetry.flops import forward_flops
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
-from stratbench.telemetry.pulse import Pulse
+from stratbench.telemetry.pulse import STACK_SIGNAL, Pulse
 from stratbench.telemetry.tenants import gpu_named, others_on
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.train.forkserver import STACK_SIGNAL
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.workload import models, tasks
