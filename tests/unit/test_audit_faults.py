@@ -50,7 +50,9 @@ def without_worker(record: dict[str, Any]) -> None:
 
 
 def lost_to_the_server(record: dict[str, Any]) -> None:
-    record["server"]["servers"][0]["lost"] = [{"worker": 1, "step": 40, "reason": "killed"}]
+    record["server"]["servers"][0]["lost"] = [
+        {"worker": 1, "step": 40, "reason": "closed", "own_reason": "uncorrectable ECC error"}
+    ]
 
 
 def stale(record: dict[str, Any]) -> None:
@@ -501,7 +503,13 @@ FAULTS = [
     # Workers.
     Fault("a worker left no result", DDP, without_worker, "lost-workers", "ranks 1"),
     Fault("a server's worker left no result", ASYNC, without_worker, "lost-workers", "ranks 1"),
-    Fault("a worker was lost", ASYNC, lost_to_the_server, "lost-workers", "1 of 2"),
+    Fault(
+        "a worker was lost",
+        ASYNC,
+        lost_to_the_server,
+        "lost-workers",
+        "1 of 2 workers were lost to the servers: uncorrectable ECC error",
+    ),
     Fault(
         "a worker without samples",
         ASYNC,

@@ -196,7 +196,11 @@ def test_a_period_of_zero_is_refused(tmp_path, capsys):
 
 
 def sampled_with(
-    library: FakeNvml, count: int, sleep=lambda seconds: None, period_s: float = 0.001
+    library: FakeNvml,
+    count: int,
+    sleep=lambda seconds: None,
+    period_s: float = 0.001,
+    strangers=None,
 ) -> list[dict]:
     """Rows of `count` samples and the last one, taken in this process."""
     stop, wake = threading.Event(), threading.Event()
@@ -215,12 +219,22 @@ def sampled_with(
         text,
         Nvml(library),
         CellProcesses(None),
+        strangers,
         parent_pid=os.getppid(),
         period_s=period_s,
         origin_s=sampler_module.time.monotonic(),
     )
     text.seek(0)
     return list(csv.DictReader(text))
+
+
+def test_strangers_are_looked_for_once_in_two_samples():
+    looks = []
+    watch = SimpleNamespace(look=looks.append)
+    rows = sampled_with(FakeNvml(gpus=1), 6, strangers=watch)
+    times_s = [float(row["t_s"]) for row in rows if row["kind"] == "host"]
+    assert 2 <= len(looks) < len(times_s)
+    assert set(looks) <= set(times_s)
 
 
 def test_gpu_counters_are_columns_and_those_not_offered_are_empty():
