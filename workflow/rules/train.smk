@@ -54,6 +54,7 @@ rule train_cell:
         tasks_per_gpu=0,
         mpi=lambda w: "srun" if JOBS.request_of(cell_of(w)).nodes > 1 else "",
         cpus_per_task=lambda w: JOBS.request_of(cell_of(w)).cpus,
+        server_cpus=lambda w: JOBS.request_of(cell_of(w)).server_cpus,
         mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
         runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
@@ -76,7 +77,7 @@ rule train_cell:
         " --cell {params.cell:q} --settings {params.settings:q}"
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
         " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --nodes {resources.nodes}"
-        " --cpus-per-node {resources.cpus_per_task}"
+        " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
         " > {log:q} 2>&1"
 
 

@@ -24,6 +24,7 @@ rule run_block:
         tasks_per_gpu=0,
         mpi=lambda w: "srun" if block_request(w).nodes > 1 else "",
         cpus_per_task=lambda w: block_request(w).cpus,
+        server_cpus=lambda w: block_request(w).server_cpus,
         mem_mb=lambda w: block_request(w).mem_mib,
         runtime=lambda w: block_request(w).runtime_min,
         time_limit_s=lambda w: int(ROUND.limit_s(block_of(w)) or 0),
@@ -45,6 +46,7 @@ rule run_block:
         " --block {params.block:q} --settings {params.settings:q} --data {params.data:q}"
         " --out {params.out:q} --logs {params.logs:q} --time-limit-s {resources.time_limit_s}"
         " --nodes {resources.nodes} --cpus-per-node {resources.cpus_per_task}"
+        " --server-cpus {resources.server_cpus}"
         " > {log:q} 2>&1"
 
 

@@ -33,7 +33,14 @@ from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, devices
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
 from stratbench.train.job import Job
-from stratbench.train.launch import check_inputs, fail, hold_devices, job_of, launch
+from stratbench.train.launch import (
+    add_job_arguments,
+    check_inputs,
+    fail,
+    hold_devices,
+    job_of,
+    launch,
+)
 from stratbench.train.locks import hold_cell
 from stratbench.train.segments import (
     TAIL_STEPS,
@@ -100,11 +107,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--time-limit-s", type=float, default=0, help="limit of each segment; 0: none"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that the block spans")
-    parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
-    parser.add_argument(
-        "--cpus-per-node", type=int, default=1, help="CPU cores it has on each node"
-    )
+    add_job_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -209,10 +212,7 @@ class BlockRun:
         settings = blocks.segment_settings(s, plan, discarded + timed + tail)
         RunFolder.of_logs(self.logs).create()
         begun_s = time.monotonic()
-        with job_of(
-            cell, settings, self._use_cuda, args.data, self.logs, args.nodes, args.time_limit_s,
-            in_block=True,
-        ) as job:  # fmt: skip
+        with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
             exits, ending = launch(job, args.cpus_per_node)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":

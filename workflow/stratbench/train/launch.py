@@ -85,9 +85,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     check_inputs(args.data, settings)
     with (
         hold_devices(settings, args.nodes) as use_cuda,
-        job_of(
-            cell, settings, use_cuda, args.data, args.logs, args.nodes, args.time_limit_s
-        ) as job,
+        job_of(cell, settings, use_cuda, args) as job,
     ):
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
             return fail(args.logs, cell, reason, [])
@@ -148,12 +146,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeline", required=True, type=Path, help="where the timeline goes")
     parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
     parser.add_argument("--time-limit-s", type=float, default=0, help="the cell's limit; 0: none")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes the cell spans")
+    add_job_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a scheduler has given: of cells' and of blocks' command lines."""
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that it spans")
     parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
     parser.add_argument(
-        "--cpus-per-node", type=int, default=1, help="CPU cores it has on each node"
+        "--cpus-per-node", type=int, default=1, help="CPU cores it has asked for on each node"
     )
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--server-cpus", type=int, default=0, help="how many of these are for parameter servers"
+    )
 
 
 @contextmanager
@@ -174,30 +180,31 @@ def job_of(
     cell: Cell,
     settings: Settings,
     use_cuda: bool,
-    data: Path,
-    logs: Path,
-    n_nodes: int,
-    time_limit_s: float,
+    args: argparse.Namespace,
+    logs: Path | None = None,
     in_block: bool = False,
 ) -> Iterator[Job]:
-    """The job, on the devices that are held for it. Its time limit (0: none) counts from here."""
-    meta = prepared.verified_meta(data)
+    """The job, on the devices that are held for it. Its time limit (0: none) counts from here.
+
+    `args`: a launcher's command line. `logs`: instead of the folder that it names.
+    """
+    meta, n_nodes = prepared.verified_meta(args.data), args.nodes
     per_node = -(-cell.gpus // n_nodes)
     with scratch() as local:
         yield Job(
             cell=cell,
             settings=settings,
-            data_dir=data.resolve(),
+            data_dir=args.data.resolve(),
             data_shape=tuple(meta["shape"]),
             train_samples=meta["train_samples"],
-            folder=RunFolder.of_logs(logs, local if n_nodes == 1 else None),
+            folder=RunFolder.of_logs(logs or args.logs, local if n_nodes == 1 else None),
             n_nodes=n_nodes,
             workers_per_node=per_node,
             use_cuda=use_cuda,
-            threads=devices.threads_of(settings, per_node),
+            threads=devices.threads_of(settings, per_node, args.cpus_per_node, args.server_cpus),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
-            time_limit_s=time_limit_s or None,
+            time_limit_s=args.time_limit_s or None,
             in_block=in_block,
         )
 
