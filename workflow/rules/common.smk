@@ -14,6 +14,7 @@ from stratbench.cell.settings import Settings
 from stratbench.plan.devices import named_gpus
 from stratbench.study import resume
 from stratbench.study.config import load_config
+from stratbench.study.failed_jobs import speak_of_failed_jobs
 from stratbench.study.job_environment import image_of_jobs, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.messages import ConfigError
@@ -31,10 +32,14 @@ except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
 JOBS = Jobs(CONFIG, STUDY)
+speak_of_failed_jobs()
 set_job_environment(CONFIG, PACKAGE_ROOT)
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.
 FIND_PACKAGE = 'export PYTHONPATH="$STRATBENCH_PACKAGE${{PYTHONPATH:+:$PYTHONPATH}}"; '
+# Programs (-m) that end with the Snakemake that has started them, one after the other; a launcher sees to that
+# itself.
+PROGRAM = f"set -o pipefail; {FIND_PACKAGE}python -m stratbench.study.program $PPID "
 
 RESULTS = CONFIG["results"]
 if workflow.modifier.path_modifier.replace_prefix(RESULTS) != RESULTS:

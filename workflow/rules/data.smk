@@ -19,6 +19,6 @@ rule prepare_data:
     message:
         "prepare the data set {wildcards.dataset}"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.workload.prepare {wildcards.dataset:q} --out {params.out:q}"
+        f"{PROGRAM}"
+        "-m stratbench.workload.prepare {wildcards.dataset:q} --out {params.out:q}"
         " {params.source:q} ${{STRATBENCH_NO_DOWNLOAD:+--no-download}} > {log:q} 2>&1"

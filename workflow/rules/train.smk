@@ -94,5 +94,5 @@ rule list_cells:
     message:
         "list the cells of {wildcards.study}"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.study.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"
+        f"{PROGRAM}"
+        "-m stratbench.study.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"

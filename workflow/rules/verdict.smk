@@ -64,6 +64,5 @@ rule verdict:
     message:
         f"tell what is decided of the study {STUDY.name}"
     shell:
-        "set -o pipefail; "
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.verdict tell --config {params.config:q} 2>&1 | tee {log:q}"
+        f"{PROGRAM}"
+        "-m stratbench.verdict tell --config {params.config:q} 2>&1 | tee {log:q}"

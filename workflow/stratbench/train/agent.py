@@ -13,14 +13,11 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-
-import psutil
 
 from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
@@ -32,10 +29,6 @@ from stratbench.train.job import Job
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
 GRACE_S = 3.0
-#: How often a launcher looks whether its parent lives, in seconds.
-PARENT_POLL_S = 0.5
-#: Variables that a runtime sets in its image.
-IN_IMAGE = {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}
 
 
 class Stopped(BaseException):
@@ -209,33 +202,6 @@ def raise_stopped(signum: int) -> None:
     """Signal action: raise Stopped, once. Later signals must not interrupt the clean-up."""
     on_signals(lambda _: None)
     raise Stopped(signum)
-
-
-def parent_of(pid: int) -> int | None:
-    """The parent of a process; None where there is no such process."""
-    try:
-        return psutil.Process(pid).ppid()
-    except psutil.NoSuchProcess:
-        return None
-
-
-def end_with(parent: int) -> None:
-    """Send this process SIGTERM as soon as its parent process `parent` has ended.
-
-    In an image the parent is the image's runtime, which stays when what has started it ends: there
-    the end of the runtime's own parent counts, too.
-    """
-    above = parent_of(parent) if IN_IMAGE & os.environ.keys() else None
-
-    def watch() -> None:
-        while os.getppid() == parent and (above is None or parent_of(parent) == above):
-            time.sleep(PARENT_POLL_S)
-        try:
-            print(f"process {parent}, which had started this cell, has ended", flush=True)
-        finally:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:

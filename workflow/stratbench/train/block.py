@@ -26,6 +26,7 @@ from statistics import fmean, pstdev
 from stratbench.cell import blocks, record, segments
 from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.files import write_atomic
+from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             agent.on_signals(agent.raise_stopped)
             if args.parent is not None:
-                agent.end_with(args.parent)
+                end_with(args.parent)
             held.enter_context(hold_cell(args.logs))
             for log in args.logs.glob("*/workers.lock"):  # of a launcher that was killed
                 with hold_cell(log.parent):

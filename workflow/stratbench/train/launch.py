@@ -25,6 +25,7 @@ from stratbench.cell import record
 from stratbench.cell.blocks import BlockPlan
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import write_atomic
+from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             agent.on_signals(agent.raise_stopped)
             if args.parent is not None:
-                agent.end_with(args.parent)
+                end_with(args.parent)
             waited = held.enter_context(hold_cell(args.logs))
             # Snakemake deletes a record before it has the cell trained again.
             foreign = waited or args.parent is not None
