@@ -425,7 +425,7 @@ def test_a_launcher_ends_without_its_parent(start_cell, warm):
     parent.kill()
     parent.wait()
     assert code == 128 + signal.SIGTERM
-    assert f"process {parent.pid}, which had started this cell, has ended" in output
+    assert f"process {parent.pid}, which had started this one, has ended" in output
     assert not launched.record.exists()
 
 
@@ -659,8 +659,8 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
 def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path, in_image):
     """Three processes as there: a runtime between Snakemake and the launcher, which outlives Snakemake."""
     launcher = (
-        "import os, time; from stratbench.train import agent; agent.PARENT_POLL_S = 0.05;"
-        "agent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
+        "import os, time; from stratbench.cell import parent; parent.POLL_S = 0.05;"
+        "parent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
     )
     starts = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
