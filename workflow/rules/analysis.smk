@@ -296,6 +296,8 @@ rule decide:
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"
     shell:
-        f"(mkdir -p {{params.out:q}} && {PROGRAM}--hold {{params.out:q}} {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
-        f" && {PROGRAM}--hold {{params.out:q}} {STAGES['audit']} {STAGES['decide']}"
+        f"set -o pipefail; {FIND_PACKAGE}("
+        f"mkdir -p {{params.out:q}}"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['audit']} {STAGES['decide']}"
         ") 2>&1 | tee {log:q}"

@@ -37,9 +37,10 @@ set_job_environment(CONFIG, PACKAGE_ROOT)
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.
 FIND_PACKAGE = 'export PYTHONPATH="$STRATBENCH_PACKAGE${{PYTHONPATH:+:$PYTHONPATH}}"; '
-# Programs (-m) that end with the Snakemake that has started them, one after the other; a launcher sees to that
-# itself.
-PROGRAM = f"set -o pipefail; {FIND_PACKAGE}python -m stratbench.study.program $PPID "
+# Runs programs (-m), one after the other, that end with the Snakemake that has started them; a launcher sees
+# to that itself.
+RUN = "python -m stratbench.study.program $PPID "
+PROGRAM = f"set -o pipefail; {FIND_PACKAGE}{RUN}"
 
 RESULTS = CONFIG["results"]
 if workflow.modifier.path_modifier.replace_prefix(RESULTS) != RESULTS:
