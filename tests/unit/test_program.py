@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from launching import WORKFLOW, assert_gone, until
+from stratbench.study import program
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -68,6 +70,14 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
             os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
         process.wait()
+
+
+def test_every_program_of_a_rule_has_a_main():
+    text = "".join(path.read_text() for path in (WORKFLOW / "rules").glob("*.smk"))
+    names = set(re.findall(r"[\"(]-m (stratbench\.[\w.]+)", text))
+    assert len(names) > 10
+    for name in names:
+        assert callable(program.main_of(name)), name
 
 
 def test_programs_run_in_turn_up_to_one_that_fails(start):

@@ -11,7 +11,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 #: In the command lines of this workflow's rules, and of no other's.
 MARK = "STRATBENCH_PACKAGE"
 #: Lines that are shown of a log.
-MOST_LINES = 30
+MOST_LINES = 300
 
 
 def speak_of_failed_jobs() -> None:

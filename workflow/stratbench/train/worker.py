@@ -235,13 +235,22 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
     store = dist.FileStore(str(job.folder.store), job.world_size) if alone else tcp_store(job, rank)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=job.world_size,
-        device_id=device if device.type == "cuda" else None,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=job.world_size,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        raise RuntimeError(
+            f"this machine's network interface {name} is missing or down, and gloo connects workers "
+            f"through it; bring it up (ip link set {name} up), or name another one in GLOO_SOCKET_IFNAME"
+        ) from error
     # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
     dist.all_reduce(torch.zeros(1, device=device))
 
