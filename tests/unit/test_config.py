@@ -562,7 +562,7 @@ def test_a_later_setting_at_its_default_is_no_parameter():
         models=["resnet-compact"],
     )
     for s, stated in ((study(), False), (other, True)):
-        for key in LATER.keys() - {"own_model", "own_data", "own_task", "steps"}:
+        for key in LATER.keys() - {"own_model", "data_spec", "own_task", "steps"}:
             text = s.settings(s.cells[0]).as_parameter(key)
             assert isinstance(text, str) == stated, key
     for given in ({"task": "my_tasks:MyTask"}, {"steps": 7, "epochs": None}):

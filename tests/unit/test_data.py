@@ -338,7 +338,7 @@ def run_prepare(out: Path, *program: str) -> subprocess.Popen:
 def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, how: int) -> None:
     out = tmp_path / "out"
     process = run_prepare(out, "-c", STAYS)
-    until(lambda: list(tmp_path.glob(".out.*.partial/built/meta.json")))
+    until(lambda: list(tmp_path.glob(".out.*.partial/built/meta*.json")))
     process.send_signal(how)
     assert process.wait() != 0
     assert not out.exists()
@@ -393,7 +393,7 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
 def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str) -> None:
     out = tmp_path / "out"
     meta = prepare("mine", out, spec=SPEC)
-    array = out / ("meta.json" if odd == "no JSON" else "train_inputs.npy")
+    array = out / (prepared.meta_name(meta["spec"]) if odd == "no JSON" else "train_inputs.npy")
     array.unlink()
     if odd == "fifo":
         os.mkfifo(array)

@@ -503,7 +503,7 @@ def job_with(
             RunFolder(folder).write_worker(rank, content)
     cell = Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0)
     return Job(
-        cell=cell, settings=s, data_dir=folder, data_shape=(1, 16, 16), train_samples=64,
+        cell=cell, settings=s, data_dir=folder, data={"shape": [1, 16, 16], "train_samples": 64},
         folder=RunFolder(folder), n_nodes=1, workers_per_node=s.gpus,
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=origin_s,
         time_limit_s=time_limit_s,

@@ -20,6 +20,7 @@ from stratbench.study.jobs import Jobs
 from stratbench.study.messages import ConfigError
 from stratbench.study.result_sets import existing_sets
 from stratbench.study.rounds import Round
+from stratbench.workload.prepared import meta_name
 
 try:
     CONFIG, STUDY = load_config(config, workflow.configfiles)
@@ -69,6 +70,7 @@ wildcard_constraints:
     strategy=r"[A-Za-z0-9][A-Za-z0-9._-]*",
     model=r"[A-Za-z0-9][A-Za-z0-9._-]*",
     dataset=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+    spec=r"(-[0-9a-f]{12})?",
     gpus=r"\d+",
     repeat=r"\d+",
     block=r"\d+",
@@ -104,7 +106,7 @@ def targets(wildcards):
 
 def as_trained(wildcards, input):
     """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
-    resolved = {"own_code": STUDY.own_code(), "own_data": STUDY.own_data()}
+    resolved = {"own_code": STUDY.own_code(), "data_specs": STUDY.data_specs()}
     return json.dumps(
         STUDY.as_trained() | {key: own for key, own in resolved.items() if own},
         sort_keys=True,
@@ -147,12 +149,13 @@ def study_dir(wildcards):
 
 
 def data_spec(dataset):
-    """What a data set is prepared from; of a user's own what counts of it, and not where its files lie."""
-    return STUDY.own_data().get(dataset) or CONFIG["datasets"].get(dataset)
+    """What decides a data set's samples; None where its name does."""
+    return STUDY.data_specs().get(dataset)
 
 
-def data_dir(dataset):
-    return f"{RESULTS}/data/{dataset}"
+def prepared_data(dataset):
+    """The file that is there once the data set, as the config has it, is prepared."""
+    return f"{RESULTS}/data/{dataset}/{meta_name(data_spec(dataset))}"
 
 
 def told(question, *of):

@@ -3,7 +3,7 @@
 rule plan:
     input:
         # Nothing is known of these before they were read.
-        [f"{data_dir(name)}/meta.json" for name in STUDY.own_data()],
+        [prepared_data(name) for name in STUDY.own_data()],
     log:
         f"{RESULTS}/{STUDY.name}/logs/plan.log",
     localrule: True

@@ -36,7 +36,7 @@ onstart:
 # other nodes; and reading the memory of processes disturbs what is measured in them.
 rule train_cell:
     input:
-        data=lambda w: f"{data_dir(cell_of(w).dataset)}/meta.json",
+        data=lambda w: prepared_data(cell_of(w).dataset),
     output:
         record=f"{RESULTS}/{CELL}/record.json",
         timeline=f"{RESULTS}/{CELL}/timeline.csv",

@@ -20,6 +20,8 @@ from stratbench.train import efficiency
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.workload import models, own, prepared, tasks
+from stratbench.workload.own_data import is_own
+from stratbench.workload.sources import DataError
 from stratbench.workload.placement import BUFFERED_BATCHES
 
 
@@ -30,6 +32,8 @@ def make_record(job: Job, ending: Ending) -> Record:
     servers = job.folder.read_servers(job.n_servers)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
+    if meta != job.data:
+        raise DataError(f"{job.data_dir} was prepared anew while the cell trained; start it again")
     finished = ending.status in ("ok", "diverged") and whole
     cls = strategy_class(s.strategy)
     samples_per_step = cls.samples_per_step(s)
@@ -236,8 +240,8 @@ def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
 
 def own_data_entry(job: Job) -> dict[str, Any]:
     """The record's `data.own` where the data set is a user's: its files, or the code that made it."""
-    spec = job.settings.own_data
-    if spec is None:
+    spec = job.settings.data_spec
+    if not is_own(spec):
         return {}
     if "call" in spec:
         return {"own": {"kind": spec["kind"], "kwargs": spec["kwargs"]} | code_entry(spec)}

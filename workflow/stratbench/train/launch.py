@@ -17,9 +17,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.blocks import BlockPlan
@@ -104,7 +105,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
 
 
 def check_inputs(data: Path, s: Settings) -> None:
-    """ModelError or DataError where a user's code or prepared data are not those of the settings."""
+    """ModelError or DataError where a user's code or the prepared data are not those of the settings."""
     for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
         if spec:
             check_unchanged(what, spec)
@@ -112,18 +113,12 @@ def check_inputs(data: Path, s: Settings) -> None:
 
 
 def check_data(folder: Path, s: Settings) -> None:
-    """DataError where a user's prepared data are not those of the settings, or do not suit them.
+    """DataError where the prepared data are not those of the settings, or do not suit them.
 
-    Of built-in data the config has been checked against it; of a user's little was known then.
+    Of a user's own little was known when the config was checked.
     """
-    if s.own_data is None:
-        return
     meta = prepared.read_meta(folder)
-    if meta.get("spec") != s.own_data:
-        raise DataError(
-            f"{folder} holds data set {s.dataset!r} as it was before its files, code or keys were "
-            "changed; start the run again, which prepares it"
-        )
+    check_spec(meta, folder, s)
     if s.global_batch > meta["train_samples"]:
         raise DataError(
             f"a step of {s.gpus} workers would take {s.global_batch} samples, but {s.dataset} has "
@@ -133,6 +128,21 @@ def check_data(folder: Path, s: Settings) -> None:
         models.input_shape(models.model_of(s), tuple(meta["shape"]))
     except ValueError as e:
         raise DataError(f"data set {s.dataset!r}: {e}") from e
+
+
+def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
+    """DataError where the meta data in `folder` are those of another data set than the settings'.
+
+    That may have the same name: another config's with the same results, or an earlier state of it.
+    """
+    wanted = {"format": prepared.FORMAT, "name": s.dataset, "spec": s.data_spec}
+    if other := [key for key, value in wanted.items() if meta.get(key) != value]:
+        told = "; ".join(f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other)
+        raise DataError(
+            f"{folder} holds other data than the cell is to be trained on: {told}. Start the run "
+            "again, which prepares it; two configs that share `results` must name such data sets "
+            "differently"
+        )
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -190,14 +200,14 @@ def job_of(
     `args`: a launcher's command line. `logs`: instead of the folder that it names.
     """
     meta, n_nodes = prepared.verified_meta(args.data), args.nodes
+    check_spec(meta, args.data, settings)
     per_node = -(-cell.gpus // n_nodes)
     with scratch() as local:
         yield Job(
             cell=cell,
             settings=settings,
             data_dir=args.data.resolve(),
-            data_shape=tuple(meta["shape"]),
-            train_samples=meta["train_samples"],
+            data=meta,
             folder=RunFolder.of_logs(logs or args.logs, local if n_nodes == 1 else None),
             n_nodes=n_nodes,
             workers_per_node=per_node,

@@ -41,6 +41,7 @@ from stratbench.workload import models, tasks
 from stratbench.workload.data import DeviceData
 from stratbench.workload.own import Refused
 from stratbench.workload.precision import batch_format, weights_dtype
+from stratbench.workload.sources import DataError
 
 models.import_torchvision()
 import torchvision.models  # noqa: E402, F401
@@ -128,6 +129,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             memory_format=batch_format(s.precision, device.type),
             placement=s.placement,
         )
+        if data.meta != job.data:
+            raise DataError(f"{job.data_dir} was prepared anew as the cell started; start it again")
     with phases("build"):
         model = models.for_training(
             network,
