@@ -21,7 +21,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +33,7 @@ import pytest
 from launching import (
     FOREVER,
     LIMIT_S,
+    TINY,
     WORKFLOW,
     LaunchedCell,
     assert_gone,
@@ -41,11 +44,15 @@ from launching import (
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import agent, ending, launch, loop
+from stratbench.train import agent, assemble, ending, launch, loop
 from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
+from stratbench.train.ending import Ending
 from stratbench.train.job import Job
+from stratbench.workload.prepare import prepare
+from stratbench.workload.sources import DataError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -330,6 +337,63 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
     assert "train_inputs changed after it was prepared" in output
     assert "Traceback" not in output
     assert not launched.record.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"data_spec": TINY | {"train_samples": 32}}, "'train_samples': 64"),
+        ({"data_spec": TINY | {"seed": 1}}, "'seed': 1"),
+        ({"data_spec": None}, "in place of None"),
+        ({"dataset": "digits", "data_spec": None}, "name 'tiny' in place of 'digits'"),
+    ],
+)
+def test_other_data_of_the_same_name_are_refused(tiny_data, changes, told):
+    """Another config with the same results, or an earlier state of this one, has prepared them."""
+    s = settings(**changes)
+    for check in (partial(launch.check_inputs, tiny_data, s), partial(enter, job_for(s, tiny_data))):
+        with pytest.raises(DataError, match="holds other data than the cell is to be trained") as e:
+            check()
+        assert told in str(e.value)
+        assert "\n" not in str(e.value)
+
+
+def job_for(s: Settings, data: Path) -> AbstractContextManager[Job]:
+    cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
+    return launch.job_of(cell, s, False, data, data.parent / "logs", 1, 0)
+
+
+def enter(job: AbstractContextManager[Job]) -> None:
+    with job:
+        pass
+
+
+def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data, tmp_path):
+    """Another config's preparation comes between the launcher's look and the worker's."""
+    folder, other = tmp_path / "tiny", tmp_path / "other"
+    shutil.copytree(tiny_data, folder)
+    prepare("tiny", other, spec=TINY | {"seed": 1})
+    code = (
+        "import shutil\nfrom stratbench.train import launch\nlater = launch.launch\n"
+        "def replaced(*args):\n"
+        f"    shutil.rmtree({str(folder)!r})\n    shutil.move({str(other)!r}, {str(folder)!r})\n"
+        "    return later(*args)\n"
+        "launch.launch = replaced\nraise SystemExit(launch.main())\n"
+    )
+    launched = start_cell(settings("single", gpus=1), data_dir=folder, program=("-c", code))
+    returned, output = launched.finish()
+    assert returned == 1
+    assert f"{folder} was prepared anew as the cell started" in output
+    assert not launched.record.exists()
+
+
+def test_data_that_are_replaced_while_a_cell_trains_make_no_record(tmp_path, tiny_data):
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny_data, folder)
+    with job_for(settings(), folder) as job:
+        prepare("tiny", folder, spec=TINY | {"seed": 1})
+        with pytest.raises(DataError, match="was prepared anew while the cell trained"):
+            assemble.make_record(job, Ending("timeout", "the cell's limit was reached"))
 
 
 def test_broken_meta_data_are_one_message(start_cell, tmp_path):

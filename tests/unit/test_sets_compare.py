@@ -417,6 +417,30 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
     assert cell.other_outcome == ""
 
 
+def test_other_data_of_the_same_name_are_no_match(tmp_path):
+    """Told by what decides the samples, too, where the bytes alone would not show what differs."""
+    one = {"strategies": ("ddp",), "models": ("vgg16",), "gpus": (1,), "dataset": "made"}
+
+    def of(samples: int, sha256: str):
+        def change(cell, record):
+            record["settings"]["data_spec"] = {"source": "synthetic", "train_samples": samples}
+            record["data"]["sha256"] = sha256
+
+        return change
+
+    first, same, other = (
+        read_set(str(a_set(tmp_path, name, change=of(*made), **one)), name)
+        for name, made in {"a": (64, "1" * 64), "b": (64, "1" * 64), "c": (32, "2" * 64)}.items()
+    )
+    assert [c.why_not for c in compare(first, same).cells] == [""]
+    found = compare(first, other)
+    [cell] = found.without_ratio
+    assert cell.why_not.startswith("data_spec.train_samples 64 against 32; ")
+    told = {d.path: (d.kind, d.first, d.other) for d in found.work}
+    assert told["settings.data_spec.train_samples"] == ("data", "64", "32")
+    assert told["data.sha256"][0] == "data"
+
+
 # ---------------------------------------------------------------- the config
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
 
-from stratbench.cell.blocks import BLOCK_PATTERN
+from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
 from stratbench.plan.devices import named_gpus
@@ -156,6 +156,22 @@ def data_spec(dataset):
 def prepared_data(dataset):
     """The file that is there once the data set, as the config has it, is prepared."""
     return f"{RESULTS}/data/{dataset}/{meta_name(data_spec(dataset))}"
+
+
+def data_of_cell(wildcards):
+    """The data that a cell is trained on. A record of other data is made anew."""
+    cell = cell_of(wildcards)
+    settings = JOBS.settings_of(cell)
+    resume.forget_other_data(workflow, cell.record_path(RESULTS), settings)
+    return prepared_data(cell.dataset)
+
+
+def data_of_block(wildcards):
+    """The same of a block: all its cells have one data set."""
+    plan = block_of(wildcards)
+    settings = JOBS.settings_of(plan.cell(plan.order[0]))
+    resume.forget_other_data(workflow, plan.folder(RESULTS) / BLOCK_FILE, settings)
+    return prepared_data(plan.dataset)
 
 
 def told(question, *of):

@@ -1,7 +1,7 @@
 # Data sets: verified, and converted once to arrays that training processes map into memory.
 rule prepare_data:
     output:
-        # Other data of the same name lack the file, so that they are made anew, and what is trained on them.
+        # A folder with other data of the same name lacks the file.
         meta=f"{RESULTS}/data/{{dataset}}/meta{{spec}}.json",
     log:
         f"{RESULTS}/data/{{dataset}}{{spec}}.log",

@@ -36,7 +36,7 @@ onstart:
 # other nodes; and reading the memory of processes disturbs what is measured in them.
 rule train_cell:
     input:
-        data=lambda w: prepared_data(cell_of(w).dataset),
+        data=data_of_cell,
     output:
         record=f"{RESULTS}/{CELL}/record.json",
         timeline=f"{RESULTS}/{CELL}/timeline.csv",

@@ -8,7 +8,7 @@
 # anything else fails the job, and the block is repeated whole, in the same order.
 rule run_block:
     input:
-        data=lambda w: prepared_data(block_of(w).dataset),
+        data=data_of_block,
     output:
         block=f"{BLOCK}/block.json",
         segments=directory(f"{BLOCK}/segments"),

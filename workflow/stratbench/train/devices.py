@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager
 from glob import glob
 from typing import TYPE_CHECKING
 
+from stratbench.cell.locks import try_lock
 from stratbench.telemetry import nvml
 from stratbench.telemetry.cores import usable_cores
-from stratbench.train.locks import own_folder, try_lock
+from stratbench.train.locks import own_folder
 
 if TYPE_CHECKING:
     from stratbench.cell.settings import Settings

@@ -10,11 +10,11 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.locks import held_folder
 from stratbench.workload import own, own_data, prepared, sources
 from stratbench.workload.datasets import DATASETS, Dataset, describe, identity_of
 from stratbench.workload.sources import DataError, Source
@@ -87,9 +87,7 @@ def _prepared_for(
     if (kept := prepared.intact(out_dir, request)) is not None:
         return kept
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent
-    ) as scratch:
+    with held_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
         built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
         built.mkdir()
         downloads.mkdir()
