@@ -345,6 +345,30 @@ def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, ho
     if how == signal.SIGTERM:
         assert not list(tmp_path.iterdir())
     assert prepare("mine", out, spec=SPEC)["train_samples"] == 300
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.timeout(120)
+def test_what_killed_preparations_have_left_goes_and_what_others_still_build_stays(
+    tmp_path: Path,
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "out2"
+    living, killed = run_prepare(out, "-c", STAYS), run_prepare(out, "-c", STAYS)
+    until(lambda: len(list(tmp_path.glob(".out.*.partial/built/meta*.json"))) == 2)
+    killed.kill()
+    killed.wait()
+    try:
+        prepare("other", other, spec=SPEC)
+        assert len(list(tmp_path.glob(".out.*.partial"))) == 2  # of another data set
+        prepare("mine", out, spec=SPEC)
+        [left] = tmp_path.glob(".out.*.partial")
+        assert list(left.glob("built/meta*.json"))
+        assert living.poll() is None
+    finally:
+        living.kill()
+        living.wait()
+    prepare("mine", out, spec=SPEC | {"seed": 1})
+    assert {*tmp_path.iterdir()} == {out, other}
 
 
 @pytest.mark.slow
