@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import statistics
@@ -351,7 +352,10 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
 def test_other_data_of_the_same_name_are_refused(tiny_data, changes, told):
     """Another config with the same results, or an earlier state of this one, has prepared them."""
     s = settings(**changes)
-    for check in (partial(launch.check_inputs, tiny_data, s), partial(enter, job_for(s, tiny_data))):
+    for check in (
+        partial(launch.check_inputs, tiny_data, s),
+        partial(enter, job_for(s, tiny_data)),
+    ):
         with pytest.raises(DataError, match="holds other data than the cell is to be trained") as e:
             check()
         assert told in str(e.value)
@@ -380,7 +384,9 @@ def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data
         "    return later(*args)\n"
         "launch.launch = replaced\nraise SystemExit(launch.main())\n"
     )
-    launched = start_cell(settings("single", gpus=1), data_dir=folder, program=("-c", code))
+    launched = start_cell(
+        settings("single", gpus=1, per_worker_batch=16), data_dir=folder, program=("-c", code)
+    )
     returned, output = launched.finish()
     assert returned == 1
     assert f"{folder} was prepared anew as the cell started" in output
@@ -549,6 +555,37 @@ def test_a_killed_launcher_takes_everything_with_it(start_cell):
     launched.process.kill()
     assert_gone(processes)
     assert not launched.record.exists()
+
+
+def test_a_launcher_that_waits_leaves_the_log_of_the_one_that_trains(start_cell):
+    """Two folders with the same results: each launcher's shell appends to the cell's one log."""
+    first = start_cell(settings("single", gpus=1, per_worker_batch=16, epochs=FOREVER))
+    first.process.kill()  # for its command alone
+    first.process.communicate()
+    log = first.logs.with_name(f"{first.logs.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("an earlier training's\n")
+    command = shlex.join(first.process.args)
+    shell = f"exec {command} >> {shlex.quote(str(log))} 2>&1"
+    started = []
+    try:
+        for _ in range(2):
+            environment = os.environ | {"PYTHONPATH": str(WORKFLOW)}
+            started.append(subprocess.Popen(["bash", "-c", shell], env=environment))
+            train_one_epoch(replace(first, process=started[0]))
+        until(lambda: "waiting: another launcher trains this cell" in log.read_text())
+        said = log.read_text()
+        assert said.startswith(f"cell {first.cell}\n")
+        assert "earlier" not in said
+        assert "\0" not in said
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+    for rules, module in (("train", "launch"), ("verdict", "block")):
+        text = (WORKFLOW / f"rules/{rules}.smk").read_text()
+        command = text.partition(f"exec python -m stratbench.train.{module} ")[2]
+        assert command.partition("{log:q}")[0].endswith('" >> ')
 
 
 # ---------------------------------------------------------------- classification

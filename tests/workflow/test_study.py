@@ -196,7 +196,9 @@ def test_a_run_trains_a_deleted_record_again_and_no_other(finished):
 def test_other_data_of_the_same_name_are_made_anew_and_trained_on(finished, tmp_path):
     """Told by what is there: Snakemake remembers nothing, or another folder has the same results."""
     config = skipping_config()
-    config["studies"]["tiny"]["experiments"]["second"]["models"] = ["vgg-compact"]  # vgg16 is not planned
+    config["studies"]["tiny"]["experiments"]["second"]["models"] = [
+        "vgg-compact"
+    ]  # vgg16 is not planned
     config["results"] = str(finished.folder / "results")
     elsewhere = Workflow(tmp_path, config)
     assert not {"prepare_data", "train_cell"} & elsewhere.jobs().keys()

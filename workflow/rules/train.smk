@@ -71,6 +71,7 @@ rule train_cell:
         " workers: {wildcards.gpus}, repeat {wildcards.repeat}; log: {log}"
     # The launcher takes its shell's place, so that no shell can be killed in front of it, and ends with
     # the Snakemake that runs it here: on SLURM that is the job's own, not the one that has submitted it.
+    # It empties its log once it holds the cell.
     shell:
         f"{FIND_PACKAGE}"
         "exec python -m stratbench.train.launch --parent $PPID"
@@ -78,7 +79,7 @@ rule train_cell:
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
         " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
-        " > {log:q} 2>&1"
+        " >> {log:q} 2>&1"
 
 
 rule list_cells:

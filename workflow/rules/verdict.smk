@@ -47,7 +47,7 @@ rule run_block:
         " --out {params.out:q} --logs {params.logs:q} --time-limit-s {resources.time_limit_s}"
         " --nodes {resources.nodes} --cpus-per-node {resources.cpus_per_task}"
         " --server-cpus {resources.server_cpus}"
-        " > {log:q} 2>&1"
+        " >> {log:q} 2>&1"
 
 
 # One round, and what it decided. It has no output, so that it always runs.

@@ -21,8 +21,8 @@ from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.workload import models, own, prepared, tasks
 from stratbench.workload.own_data import is_own
-from stratbench.workload.sources import DataError
 from stratbench.workload.placement import BUFFERED_BATCHES
+from stratbench.workload.sources import DataError
 
 
 def make_record(job: Job, ending: Ending) -> Record:

@@ -36,6 +36,7 @@ from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
 from stratbench.train.job import Job
 from stratbench.train.launch import (
     add_job_arguments,
+    begin_log,
     check_inputs,
     fail,
     hold_devices,
@@ -79,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
             for log in args.logs.glob("*/workers.lock"):  # of a launcher that was killed
                 with hold_cell(log.parent):
                     pass
+            begin_log(args.logs)
+            print(f"block {plan}: {', '.join(plan.order)}", flush=True)
             run.run()
             return 0
         except agent.Stopped as stopped:

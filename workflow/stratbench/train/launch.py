@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -62,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
             if foreign and record.is_of(args.record, args.cell, args.settings):
                 print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
                 return 0
+            begin_log(args.logs)
+            print(f"cell {cell}", flush=True)
             return train_held(args, cell, settings)
         except agent.Stopped as stopped:
             print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
@@ -71,6 +74,18 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
             return fail(args.logs, cell, f"{type(e).__name__}: {e}", [], trace)
+
+
+def begin_log(logs: Path) -> None:
+    """Empty the log of the cell or block with this log folder, where this launcher's output goes there.
+
+    Its shell appends, and it begins the log once it holds the cell: while it waits, the log is another's.
+    """
+    with contextlib.suppress(OSError):
+        is_log = os.path.samestat(os.fstat(1), logs.with_name(f"{logs.name}.log").stat())
+        if is_log and fcntl.fcntl(1, fcntl.F_GETFL) & os.O_APPEND:
+            sys.stdout.flush()
+            os.ftruncate(1, 0)
 
 
 def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:

@@ -119,7 +119,9 @@ def hold_as_worker(logs: Path) -> None:
     Raises BlockingIOError if one has begun already: the launcher of this process was killed.
     """
     try:
-        fcntl.flock(open_lock(logs / "workers.lock"), fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the end
+        fcntl.flock(
+            open_lock(logs / "workers.lock"), fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # until the end
     except OSError as e:
         if e.errno not in NO_LOCKS:
             raise

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 FORMAT = 2
 ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 #: What a folder may hold for us to replace it: Snakemake leaves the last one in a directory output.
-OURS = re.compile(
-    rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp"
-)
+OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp")
 
 
 def meta_name(spec: Mapping[str, Any] | None) -> str:
