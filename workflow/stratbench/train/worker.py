@@ -142,10 +142,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             checkpointing=s.activation_checkpointing,
         )
         initial = sha256_of_state(model.state_dict())
-        task = tasks.task_of(s, shape)
-        if s.own_task:
-            y = data.test_batch(0, 2)[1]
-            tasks.check_task(task, tasks.OwnTask(s.own_task["call"]), data.meta["classes"], y.shape)
+        task = tasks.tried_task(s, shape, data.meta["classes"])
         facts = {
             "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "initial_weights_sha256": initial,
