@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
     plan = BlockPlan.from_dict(json.loads(args.block))
     settings = {name: Settings(**s) for name, s in json.loads(args.settings).items()}
-    print(f"block {plan}: {', '.join(plan.order)}", flush=True)
+    begun = f"block {plan}: {', '.join(plan.order)}"
+    print(begun, flush=True)
     run = BlockRun(args, plan, settings)
     with ExitStack() as held:
         try:
@@ -80,8 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             for log in args.logs.glob("*/workers.lock"):  # of a launcher that was killed
                 with hold_cell(log.parent):
                     pass
-            begin_log(args.logs)
-            print(f"block {plan}: {', '.join(plan.order)}", flush=True)
+            begin_log(args.logs, begun)
             run.run()
             return 0
         except agent.Stopped as stopped:

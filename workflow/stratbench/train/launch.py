@@ -38,6 +38,7 @@ from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
 from stratbench.workload import models, prepared
 from stratbench.workload.own import ModelError, check_unchanged
+from stratbench.workload.own_data import is_own
 from stratbench.workload.sources import DataError
 
 EVIDENCE_LINES = 20
@@ -63,8 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             if foreign and record.is_of(args.record, args.cell, args.settings):
                 print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
                 return 0
-            begin_log(args.logs)
-            print(f"cell {cell}", flush=True)
+            begin_log(args.logs, f"cell {cell}")
             return train_held(args, cell, settings)
         except agent.Stopped as stopped:
             print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
             return fail(args.logs, cell, f"{type(e).__name__}: {e}", [], trace)
 
 
-def begin_log(logs: Path) -> None:
-    """Empty the log of the cell or block with this log folder, where this launcher's output goes there.
+def begin_log(logs: Path, first_line: str) -> None:
+    """Begin anew the log of the cell or block with this log folder, where this launcher's output goes there.
 
     Its shell appends, and it begins the log once it holds the cell: while it waits, the log is another's.
     """
@@ -86,6 +86,7 @@ def begin_log(logs: Path) -> None:
         if is_log and fcntl.fcntl(1, fcntl.F_GETFL) & os.O_APPEND:
             sys.stdout.flush()
             os.ftruncate(1, 0)
+            print(first_line, flush=True)
 
 
 def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
@@ -130,10 +131,12 @@ def check_inputs(data: Path, s: Settings) -> None:
 def check_data(folder: Path, s: Settings) -> None:
     """DataError where the prepared data are not those of the settings, or do not suit them.
 
-    Of a user's own little was known when the config was checked.
+    To built-in data the config has been held; of a user's own little was known then.
     """
     meta = prepared.read_meta(folder)
     check_spec(meta, folder, s)
+    if not is_own(s.data_spec):
+        return
     if s.global_batch > meta["train_samples"]:
         raise DataError(
             f"a step of {s.gpus} workers would take {s.global_batch} samples, but {s.dataset} has "
