@@ -364,7 +364,11 @@ def test_other_data_of_the_same_name_are_refused(tiny_data, changes, told):
 
 def job_for(s: Settings, data: Path) -> AbstractContextManager[Job]:
     cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
-    return launch.job_of(cell, s, False, data, data.parent / "logs", 1, 0)
+    args = launch.parse_arguments(
+        ["--cell", "", "--settings", "", "--record", "", "--timeline", "", "--data", str(data)]
+        + ["--logs", str(data.parent / "logs")]
+    )
+    return launch.job_of(cell, s, False, args)
 
 
 def enter(job: AbstractContextManager[Job]) -> None:
