@@ -27,7 +27,7 @@ from stratbench.analysis.groups import Group
 from stratbench.analysis.measures import format_number
 from stratbench.analysis.ranking import AgainstRival, Ranking, rankings_of_bouts
 from stratbench.analysis.verdicts import Raced, raced_groups, read_verdict
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import in_one_sentence, write_atomic
 from stratbench.cell.words import MIB, counted, worker_noun
 
 MATRIX_COLUMNS = (
@@ -383,8 +383,7 @@ def write_decisions(
     """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
     found = decisions(cells, findings, given, raced)
     rows = [row for decision in found for row in decision.matrix]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(out, index=False)
+    write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
     write_atomic(answers_out, json.dumps(answers_as_json(found, notes, given), indent=1) + "\n")
     return describe_decisions(found, notes, given)
@@ -409,4 +408,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

@@ -53,6 +53,7 @@ from stratbench.analysis.tradeoffs import (
     staleness_figure,
     tradeoff_figure,
 )
+from stratbench.cell.files import in_one_sentence, replacing
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.telemetry.cores import usable_cores
 
@@ -300,13 +301,13 @@ FORMATS: dict[str, dict[str, None]] = {
 
 def save_figure(figure: Figure, stem: Path) -> None:
     """Write the figure in all FORMATS."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
     layout = figure.get_layout_engine()
     if layout is not None:
         layout.execute(figure)
         figure.set_layout_engine(None)  # layout is done; saving would repeat it for each format
     for suffix, metadata in FORMATS.items():
-        figure.savefig(stem.with_suffix(suffix), metadata=metadata)
+        with replacing(stem.with_suffix(suffix)) as unfinished:
+            figure.savefig(unfinished, metadata=metadata)
     plt.close(figure)
 
 
@@ -376,4 +377,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

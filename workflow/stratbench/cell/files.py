@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,46 @@ _MOST_WHOLE = 1 << 63
 
 def write_atomic(path: str | Path, text: str) -> None:
     """Write `text` to `path` at once: a reader sees the old file, the new one or none, never a part."""
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8", newline="") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield a path to write to, with the suffix of `path`; at the end that file takes the place of `path`.
+
+    If something is raised, the file that was there stays as it was. An OSError names `path`: that of a
+    full disk names nothing.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
     try:
-        with temporary.open("x", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(e, OSError) and e.errno and e.filename in (None, str(temporary)):
+            raise OSError(e.errno, e.strerror, str(path)) from e
         raise
+
+
+def in_one_sentence(main: Callable[[], int]) -> int:
+    """The exit code of a command line; 1 and one sentence if a file cannot be read or written."""
+    try:
+        return main()
+    except OSError as e:
+        print(f"error: {reason_of(e)}", file=sys.stderr)
+        return 1
+
+
+def reason_of(error: OSError) -> str:
+    """An error of a file as a sentence without the number: `No space left on device: results/x`."""
+    name = "" if error.filename is None else f": {error.filename}"
+    return f"{error.strerror or error}{name}"
 
 
 def read_regular(path: str | Path, most_bytes: int) -> bytes:

@@ -21,6 +21,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from stratbench.cell.files import in_one_sentence
 from stratbench.cell.parent import end_with
 
 LOCK = ".lock"
@@ -40,7 +41,7 @@ def main() -> int:
             held.enter_context(hold(args.hold))
         for module, *arguments in programs:
             sys.argv = [module, *arguments]
-            code = main_of(module)()
+            code = in_one_sentence(main_of(module))
             sys.stdout.flush()
             if code:
                 return code
