@@ -360,6 +360,41 @@ def test_no_two_comparisons_share_a_folder():
     assert max(map(len, folders)) < 120
 
 
+def test_a_comparison_of_other_sets_in_the_same_folder_is_told(tmp_path, capsys):
+    def compared(*sources):
+        named = json.dumps(dict(zip("ab", sources, strict=True)))
+        assert main(["compare", "--sets", named, "--out", str(tmp_path)]) == 0
+        return [
+            line for line in capsys.readouterr().err.splitlines() if "which is replaced" in line
+        ]
+
+    assert compared("paper:v1", "paper:v2") == []
+    (tmp_path / "a+b" / "notes.txt").write_text("mine")
+    assert compared("paper:v1", "paper:v2") == [], "the same sets, made again"
+    [line] = compared("paper:v2", "paper:v1")
+    assert (
+        line == f"{tmp_path}/a+b held the comparison of a=paper:v1, b=paper:v2, which is replaced"
+    )
+    assert (tmp_path / "a+b" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("there", ["a file", "a folder"])
+def test_a_comparison_overwrites_nothing_of_others(tmp_path, capsys, there):
+    out = tmp_path / "out"
+    if there == "a file":
+        out.write_text("mine")
+    else:
+        (out / "a+b").mkdir(parents=True)
+        (out / "a+b" / "index.html").write_text("mine")
+    sets = json.dumps({"a": "paper:v1", "b": "paper:v2"})
+    assert main(["compare", "--sets", sets, "--out", str(out)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert str(out) in error
+    assert "mine" in {path.read_text() for path in (out, out / "a+b/index.html") if path.is_file()}
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 1
+
+
 def test_a_set_called_as_a_page_is_refused(capsys):
     named = {"a": "paper:v1", "index.html": "paper:v2"}
     assert main(["compare", "--sets", json.dumps(named), "--out", "none"]) == 2

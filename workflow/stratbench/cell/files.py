@@ -16,6 +16,8 @@ from typing import Any
 
 #: A larger file is not one of ours and is not read into memory, in bytes.
 MOST_JSON_BYTES = 64 << 20
+#: The file that marks a folder of ours, where users choose the place.
+MARK = ".stratbench"
 #: Whole numbers from here on do not fit in a column of a table.
 _MOST_WHOLE = 1 << 63
 
@@ -47,6 +49,22 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if isinstance(e, OSError) and e.errno and e.filename in (None, str(temporary)):
             raise OSError(e.errno, e.strerror, str(path)) from e
         raise
+
+
+def own_folder(folder: Path, about: str = "") -> str:
+    """Make `folder` for files of ours, or take one made so; returns what was then said `about` it.
+
+    FileExistsError if it holds anything and no mark of ours: files of others are never overwritten.
+    """
+    mark = folder / MARK
+    ours = mark.is_file()
+    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(
+            f"{folder} was not written by stratbench; name a folder that does not exist yet"
+        )
+    before = read_regular(mark, MOST_JSON_BYTES).decode(errors="replace") if ours else ""
+    write_atomic(mark, about)
+    return before
 
 
 def in_one_sentence(main: Callable[[], int]) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from stratbench import __version__
+from stratbench.cell.files import reason_of
 from stratbench.command import CommandError
 from stratbench.command.in_folder import QUIET, profile_folder, require, run_rules
 from stratbench.command.init import lay_down
@@ -30,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, others = parser().parse_known_args(argv)
     try:
         return given.run(given, others)
-    except CommandError as error:
-        print(f"stratbench {given.command}: {error}", file=sys.stderr)
+    except (CommandError, OSError) as error:
+        said = reason_of(error) if isinstance(error, OSError) else error
+        print(f"stratbench {given.command}: {said}", file=sys.stderr)
         return 2
 
 
