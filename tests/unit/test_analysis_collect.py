@@ -83,7 +83,7 @@ def test_missing_and_failed_cells_have_rows_too(tmp_path, cells, capsys):
 def test_without_partial_a_missing_record_fails_and_is_named(tmp_path, cells, capsys):
     study_dir = fixture.write_study(tmp_path, cells, {("ddp", "vgg16", 4): "missing"})
     assert run(study_dir) == 1
-    assert "ddp, vgg16, 4 GPUs, repeat 1" in capsys.readouterr().err
+    assert "ddp, vgg16, 4 workers, repeat 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -795,3 +795,19 @@ def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path,
         for process in (launched, runtime):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_without_room_on_the_disk_the_reason_names_the_file(start_cell):
+    """No file may have more than 6000 bytes, which ends the write of a record as a full disk does."""
+    launched = start_cell(
+        settings(), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+    )
+    code, output = launched.finish()
+    assert code == 1
+    [failed] = [line for line in output.splitlines() if " FAILED: " in line]
+    assert "File too large" in failed
+    assert failed.endswith(("/record.json'", "/timeline.csv'"))  # more samples on a busy machine
+    assert "Traceback" not in output
+    assert not launched.record.exists()

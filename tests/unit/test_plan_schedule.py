@@ -173,7 +173,8 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     told = [line for line in plan_text(plan).splitlines() if "no node can hold: " in line]
     assert told
     assert (
-        "s/e: ddp, resnet50, 2 GPUs, repeat 0 asks for a node with 2 GPUs, 16 CPU cores" in told[1]
+        "s/e: ddp, resnet50, 2 workers, repeat 0 asks for a node with 2 GPUs, 16 CPU cores"
+        in told[1]
     )
     assert "the largest node of partition gpu has 4 GPUs, 16 CPU cores, 24,000 MiB" in told[1]
     assert "lower cluster.mem_mib_per_gpu" in told[1]

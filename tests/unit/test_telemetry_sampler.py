@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -193,6 +194,24 @@ def test_a_sampler_that_cannot_start_fails_nothing(tmp_path, monkeypatch, capsys
     assert sampler.pid is None
     assert sampler.stop() is False
     assert "no timeline" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_timeline_in_one_line(tmp_path):
+    """The kernel refuses more bytes, as on a full disk; the rows that were written stay."""
+    out = tmp_path / "samples.csv"
+    done = subprocess.run(
+        [sys.executable, sampler_module.__file__, "--out", out, "--period-s", "0.01"],
+        env=os.environ | {"PYTHONPATH": str(Path(sampler_module.__file__).parents[2])},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"sampler: File too large: {out}; the timeline ends\n"
+    assert out.read_text().startswith(",".join(SAMPLE_COLUMNS))
 
 
 def test_a_period_of_zero_is_refused(tmp_path, capsys):

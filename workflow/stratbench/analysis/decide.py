@@ -164,7 +164,9 @@ def reason_for(ranking: Ranking, noun: str) -> str:
             paid = describe_amount(found.rival)
             text += f"; {other} takes {describe_ratio(found)} times {price} ({paid})"
         if found.ratio < 1:
-            text += ", which counts as equal, and of equals fewer GPUs and less memory come first"
+            text += (
+                ", which counts as equal, and of equals fewer workers and less memory come first"
+            )
         different = (c for c in ranking.compared if c.rival.strategy != first.strategy)
         other = next(different, found)
         if other is not found:

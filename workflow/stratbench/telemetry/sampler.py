@@ -228,18 +228,22 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, _WAKE):
         signal.signal(number, on_signal)
     _lowest_priority()
-    # One write a sample: a kill leaves whole rows.
-    with options.out.open("w", newline="", encoding="utf-8") as file:
-        sample_until(
-            stop,
-            wake,
-            file,
-            known_gpus(options.gpus, Nvml()),
-            CellProcesses(options.pids_file),
-            parent_pid=options.parent_pid,
-            period_s=options.period_s,
-            origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
-        )
+    try:
+        # One write a sample: a kill leaves whole rows.
+        with options.out.open("w", newline="", encoding="utf-8") as file:
+            sample_until(
+                stop,
+                wake,
+                file,
+                known_gpus(options.gpus, Nvml()),
+                CellProcesses(options.pids_file),
+                parent_pid=options.parent_pid,
+                period_s=options.period_s,
+                origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
+            )
+    except OSError as error:  # a full disk
+        print(f"sampler: {error.strerror}: {options.out}; the timeline ends", file=sys.stderr)
+        return 1
     return 0
 
 
