@@ -26,11 +26,13 @@ FULL_AT_BYTES = 64
 def full_disk() -> Iterator[None]:
     """Every file ends at FULL_AT_BYTES: the write that would go on fails. Python ignores SIGXFSZ."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # it would be cut off
     resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = writes
 
 
 def stages(study: Path, out: Path) -> dict[str, tuple]:

@@ -802,7 +802,9 @@ def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path,
 def test_without_room_on_the_disk_the_reason_names_the_file(start_cell):
     """No file may have more than 6000 bytes, which ends the write of a record as a full disk does."""
     launched = start_cell(
-        settings(), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+        settings(),
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would be cut off
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)),
     )
     code, output = launched.finish()
     assert code == 1

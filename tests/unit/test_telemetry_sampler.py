@@ -202,7 +202,11 @@ def test_a_full_disk_ends_the_timeline_in_one_line(tmp_path):
     out = tmp_path / "samples.csv"
     done = subprocess.run(
         [sys.executable, sampler_module.__file__, "--out", out, "--period-s", "0.01"],
-        env=os.environ | {"PYTHONPATH": str(Path(sampler_module.__file__).parents[2])},
+        env=os.environ
+        | {
+            "PYTHONPATH": str(Path(sampler_module.__file__).parents[2]),
+            "PYTHONDONTWRITEBYTECODE": "1",  # it would be cut off
+        },
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500)),
         capture_output=True,
         text=True,
