@@ -79,7 +79,7 @@ def a_set(folder: Path, name: str, slower=lambda cell: 1.0, change=None, **cells
 
 def on_another_machine(cell, record):
     for worker in record["workers"]:
-        worker["provenance"]["gpu"]["name"] = "<script>alert(1)</script>"
+        worker["provenance"]["gpu"]["name"] = "<script>alert(1)</script>\u202eUPG"
         worker["provenance"]["software"]["torch"] = "=cmd|' /C calc'!A0"
     record["settings"]["threads"] = 4
     if cell.model == "resnet50":
@@ -285,6 +285,10 @@ def test_the_page_and_its_tables_hold_foreign_texts_as_texts(folder, tmp_path, c
     for name in ("differences", "strategies", "main/time_ratio"):
         assert all((out / f"fast/{name}.{kind}").stat().st_size for kind in ("csv", "md", "tex"))
     assert "<script>" not in (out / "fast/differences.md").read_text()
+    turned = [p for p in out.rglob("*") if p.is_file() and b"\xe2\x80\xae" in p.read_bytes()]
+    assert not turned, "U+202E turns round what follows it"
+    assert "\\u202e" not in explored
+    assert "alert(1)&lt;/script&gt;?UPG" in page
     for path in out.rglob("*.csv"):
         with open(path, newline="") as file:
             for cell in (cell for row in csv.reader(file) for cell in row):

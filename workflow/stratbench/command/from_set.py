@@ -13,9 +13,10 @@ import yaml
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import write_decisions
 from stratbench.cell.files import own_folder
+from stratbench.cell.words import printable
 from stratbench.command import CommandError
 from stratbench.sets.archive import SetError, extract
-from stratbench.sets.check import INVALID, describe_set, exit_code, printable
+from stratbench.sets.check import INVALID, describe_set, exit_code
 from stratbench.sets.export import export_set
 from stratbench.sets.reading import ResultSet, read_set
 from stratbench.sets.shared import faults_of_bundle

@@ -11,10 +11,10 @@ from pathlib import Path
 from stratbench.analysis import collect
 from stratbench.analysis.constraints import Constraints
 from stratbench.cell.files import reason_of
-from stratbench.cell.words import counted
+from stratbench.cell.words import counted, printable
 from stratbench.sets.archive import SetError
 from stratbench.sets.bundle import write_bundle
-from stratbench.sets.check import INVALID, describe_set, exit_code, printable
+from stratbench.sets.check import INVALID, describe_set, exit_code
 from stratbench.sets.export import EXPORTS, export_set
 from stratbench.sets.reading import read_set
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import describe_decisions
 from stratbench.cell.files import own_folder, write_atomic
+from stratbench.cell.words import printable
 from stratbench.sets import figures, page, regression, tables
 from stratbench.sets.archive import NAME, SetError, shown_name
-from stratbench.sets.check import printable
 from stratbench.sets.comparison import Comparison, compare, headline_of
 from stratbench.sets.exploring import write_explore
 from stratbench.sets.reading import ResultSet, read_set

@@ -12,7 +12,7 @@ import pandas as pd
 from stratbench.analysis.measures import NO_CELL
 from stratbench.analysis.tables import latex, markdown
 from stratbench.cell.files import write_atomic
-from stratbench.cell.words import counted
+from stratbench.cell.words import counted, printable
 from stratbench.sets.comparison import ComparedCell, Comparison, StrategyMean
 from stratbench.sets.unpaired import Estimate, geometric_mean
 
@@ -124,7 +124,8 @@ def difference_table(found: Comparison) -> pd.DataFrame:
 
 
 def shortened(text: str) -> str:
-    """A text from others, short enough for a table."""
+    """A text from others, short enough for a table, without what would turn its order round."""
+    text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
