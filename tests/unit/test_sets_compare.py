@@ -310,7 +310,8 @@ def watched_pair(chance, repeats: int, slower: float, where: str) -> SimpleNames
         group = Group("main", f"s{at[0]}", f"m{at[1]}", at[2] + 1)
         sides = (tuple(old), tuple(new), (), (), None, None, "", "")
         cells.append(ComparedCell(Match("d", group, group), *sides, Score(), "", ""))
-    return SimpleNamespace(other=SimpleNamespace(name="new"), cells=cells, with_ratio=cells)
+    other = SimpleNamespace(name="new")
+    return SimpleNamespace(other=other, cells=cells, with_ratio=cells, gone=())
 
 
 @pytest.mark.parametrize(
@@ -415,8 +416,48 @@ def test_one_repeat_cannot_tell(tmp_path):
     assert "no two repeats in both sets" in watched[0].sentence
     told = list(regression.describe_watch(watched, 0.05))
     assert (
-        told[0] == "Regression watch (5.0% allowed): nothing slower; of 2 the repeats cannot tell."
+        told[0] == "Regression watch (5.0% allowed): it cannot tell whether anything is slower; "
+        "of 2 the repeats cannot tell."
     )
+
+
+def contradictory(cell, record):
+    """What the audit calls unusable: other times of the workers than the cell's."""
+    if cell.strategy == "ddp":
+        for worker in record["workers"]:
+            worker["train_time_s"] *= 0.5
+
+
+def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys):
+    new = read_set(str(a_set(tmp_path, "new", change=contradictory)), "new")
+    watched = regression.watch([compare(sets["old"], new)], 0.05)
+    assert [w.sentence for w in watched if w.fails] == [
+        "new: ddp, 4 kinds of cells rejected by the audit: vgg16 on 1 (main), vgg16 on 2 (main), "
+        "resnet50 on 1 (main), resnet50 on 2 (main): no longer judged"
+    ]
+    assert regression.is_slower(watched)
+    told = list(regression.describe_watch(watched, 0.05))
+    assert told[0].endswith("nothing slower, 4 kinds of cells no longer judged.")
+    assert told[1] == f"  {watched[0].sentence}"
+    fewer = read_set(str(a_set(tmp_path, "fewer", strategies=("ddp",), gpus=(1,))), "fewer")
+    watched = regression.watch([compare(sets["old"], fewer)], 0.05)
+    assert [w.what.partition(":")[0] for w in watched if w.fails] == [
+        "ddp, 2 kinds of cells without a record",
+        "fsdp, 4 kinds of cells without a record",
+    ]
+    # What the first set cannot be held against either was never judged.
+    for first in (new, fewer):
+        assert not regression.is_slower(regression.watch([compare(first, sets["old"])], 0.5))
+
+
+def test_other_work_is_named_and_fails_nothing(sets):
+    """A rate of learning was changed on purpose."""
+    watched = regression.watch([compare(sets["old"], sets["fast"])], 0.0)
+    assert not regression.is_slower(watched)
+    assert [w.sentence for w in watched if w.verdict == "not judged"] == [
+        f"fast: {s}, 2 kinds of cells other work: resnet50 on 1 (main), resnet50 on 2 (main): not judged"
+        for s in ("ddp", "fsdp")
+    ]
 
 
 def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
@@ -449,7 +490,8 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
     folder = fixture.write_study(tmp_path, cells, {lost: "oom"}, change=change)
     found = compare(sets["old"], read_set(str(folder), "new"))
     assert [w.sentence for w in regression.watch([found], 1.0) if w.fails] == [
-        "new: fsdp on 2, vgg16 (main), OOM: no longer finishes"
+        "new: fsdp on 2, vgg16 (main), OOM: no longer finishes",
+        "new: ddp, 1 kind of cells rejected by the audit: vgg16 on 2 (main): no longer judged",
     ]
     [cell] = [c for c in found.cells if c.group == Group("main", *rejected)]
     assert cell.why_not == "measured against rejected by the audit"
