@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,10 @@ MATRIX_COLUMNS = (
     *("repeats", "time_s", "cost", "memory_mib", "score", "score_name", "score_unit"),
     *("ratio_to_first", "low", "high", "may_lose", "doubts"),
 )
+
+
+#: Characters of a reason that a headline quotes.
+MOST_OF_A_REASON = 120
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def decide(
         return Decision(
             **common,
             choice=None,
-            headline="No strategy can be recommended from these records.",
+            headline=f"No strategy can be recommended from these records: {why_none(found)}.",
             reason="Every strategy is excluded; see why below.",
             confidence="none",
             confidence_why="Nothing is left to rank.",
@@ -121,6 +126,18 @@ def decide(
         confidence=level,
         confidence_why=why,
         changes=tuple(sentences_on_changes(found, ranking, given)),
+    )
+
+
+def why_none(found: list[Candidate]) -> str:
+    """Why all candidates are excluded: by kind of reason the strategies, and the reason of the first."""
+    by_kind: dict[str, list[Candidate]] = {}
+    for candidate in found:
+        by_kind.setdefault(candidate.kind, []).append(candidate)
+    return "; ".join(
+        f"{', '.join(dict.fromkeys(c.strategy for c in held))}: {kind} "
+        f"({textwrap.shorten(held[0].why, MOST_OF_A_REASON, placeholder=' ...')})"
+        for kind, held in by_kind.items()
     )
 
 
