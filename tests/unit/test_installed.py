@@ -284,6 +284,22 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, argu
     assert error.count("\n") == 1
 
 
+def test_help_says_what_is_written_and_where_other_options_go(capsys):
+    def told(*command):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--help"])
+        assert ended.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    for command in ("run", "verdict", "plan", "decide", "check", "compare", "export", "bundle"):
+        assert "all other options go to Snakemake" in told(command)
+    assert "Snakemake" not in told("init")
+    assert "STUDY.decision" in told("decide")  # as from_set.decide writes it
+    assert "paper:v2" in told("decide")
+    assert "STUDY.plan" in told("plan")
+    assert "paper" not in told("plan")  # it has no config
+
+
 @pytest.mark.parametrize("kept", ["out/decision.csv", "out"])
 def test_what_is_decided_from_a_set_overwrites_nothing_of_others(tmp_path, capsys, kept):
     theirs = tmp_path / kept
