@@ -20,6 +20,7 @@ MOST_JSON_BYTES = 64 << 20
 MARK = ".stratbench"
 #: Whole numbers from here on do not fit in a column of a table.
 _MOST_WHOLE = 1 << 63
+_MOST_DIGITS = len(f"-{_MOST_WHOLE}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
@@ -103,8 +104,9 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file. Only strict and ordinary JSON is accepted.
 
-    Raises ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, lone
-    surrogates, hundreds of levels. Raises OSError if the file cannot be read or is not a regular file.
+    Raises ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, a key that is
+    there twice, lone surrogates, hundreds of levels. Raises OSError if the file cannot be read or is no
+    regular file.
     """
     return parse_json(read_regular(path, MOST_JSON_BYTES).decode("utf-8"))
 
@@ -112,7 +114,9 @@ def read_json(path: str | Path) -> Any:
 def parse_json(text: str) -> Any:
     """The value of a JSON text; ValueError for what `read_json` refuses."""
     try:
-        value = json.loads(text, parse_constant=_refused)
+        value = json.loads(
+            text, parse_constant=_refused, parse_int=_whole, object_pairs_hook=_without_repeats
+        )
         _check_ordinary([value])
     except RecursionError:
         raise ValueError("too many levels") from None
@@ -121,6 +125,21 @@ def parse_json(text: str) -> Any:
 
 def _refused(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:  # Python's own refusal of thousands advises to allow them
+        raise ValueError("a whole number is too large")
+    return int(digits)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated[:80]!a} is there twice")
+    return found
 
 
 def _check_ordinary(values: Iterable[Any]) -> None:
