@@ -117,6 +117,27 @@ def test_a_cells_ratio_has_welchs_interval():
     assert unpaired.ratio_of_times([2.0, 2.0], [1.0, 1.0]).low is None
 
 
+@pytest.mark.filterwarnings("error")
+def test_times_that_are_all_but_equal_have_an_interval_and_print_no_warning():
+    found = unpaired.ratio_of_times([3.0, 3.0 + 4e-15], [3.0, 3.0])
+    assert found.value == pytest.approx(1)
+    assert found.low < found.value < found.high
+    assert unpaired.mean_over_models([0.1, 0.1 + 2e-16, 0.1]).value == pytest.approx(math.exp(0.1))
+    lost = unpaired.slowdown_over_cells([((3.0, 3.0 + 4e-15), (3.0, 3.0))], 0.025)
+    assert lost.at_least == pytest.approx(0, abs=1e-12)
+
+
+def test_the_intervals_are_those_of_scipy():
+    from scipy import stats
+
+    chance = np.random.default_rng(3)
+    new, old = chance.normal(1, 0.1, 4), chance.normal(1.2, 0.3, 7)
+    low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
+    assert unpaired.difference_of_scores(new, old)[1:] == pytest.approx((low, high))
+    ends = stats.ttest_1samp(new, 0.0).confidence_interval(0.95)
+    assert unpaired.mean_over_models(new)[1:] == pytest.approx(tuple(np.exp(ends)))
+
+
 def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
     found = compare(sets["old"], sets["same"])
     assert len(found.with_ratio) == 8
