@@ -254,6 +254,8 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     # Their fields are the same here; whoever shares a row is named.
     assert "ddp and 2 alike" in told
     assert "     alike: ddp, zero1, fsdp" in told
+    assert "All 50,000 of the data set would fit." in told
+    assert "The most that fit: " in plan_text(plan_of())  # with a MiB for each sample
 
 
 def test_amounts_have_units_in_which_they_are_at_least_one():
