@@ -364,10 +364,11 @@ def test_other_data_of_the_same_name_are_refused(tiny_data, changes, told):
 
 def job_for(s: Settings, data: Path) -> AbstractContextManager[Job]:
     cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
-    args = launch.parse_arguments(
-        ["--cell", "", "--settings", "", "--record", "", "--timeline", "", "--data", str(data)]
-        + ["--logs", str(data.parent / "logs")]
-    )
+    unused = [
+        part for name in ("cell", "settings", "record", "timeline") for part in (f"--{name}", "")
+    ]
+    logs = str(data.parent / "logs")
+    args = launch.parse_arguments([*unused, "--data", str(data), "--logs", logs])
     return launch.job_of(cell, s, False, args)
 
 
