@@ -2,7 +2,7 @@
 # make test    sets itself up, runs all tests: about 9 minutes on 2 cores; make test-quick without the slow ones
 # make lint    formatting and style                    make docs         regenerates generated pages
 # make gpu-check   checks the engine on a GPU, at most 10 minutes; uses $(PYTHON) where it has PyTorch
-# make clean   removes the environment and everything in results/
+# make clean   removes the environment and keeps results/; make clean-results deletes all records, too
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ RUN_STAMP := $(VENV)/.requirements
 DEV_STAMP := $(VENV)/.requirements-dev
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: demo test test-quick lint docs clean setup gpu-check
+.PHONY: demo test test-quick lint docs clean clean-results setup gpu-check
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -67,4 +67,13 @@ gpu-check:
 	else $(MAKE) --no-print-directory setup && $(BIN)/python benchmarks/gpu/check.py $(ARGS); fi
 
 clean:
-	rm -rf $(VENV) results .snakemake
+	rm -rf $(VENV)
+	@[ ! -e results ] || echo "results is kept: make clean-results deletes it"
+
+# With results goes .snakemake, which knows what they were made from.
+clean-results:
+	@if [ -d results ]; then \
+	  echo "deleting .snakemake and $$(readlink -f results): $$(du -shL results | cut -f1), with these records of cells:"; \
+	  for study in results/*/cells; do [ ! -d "$$study" ] || \
+	    echo "  $$study: $$(find "$$study" -name record.json | wc -l)"; done; fi
+	rm -rf results .snakemake

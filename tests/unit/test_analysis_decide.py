@@ -486,3 +486,19 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     assert set(matrix.loc[matrix["gpus"] == 4, "verdict"]) >= {"needs more GPUs"}
     told = json.loads((tmp_path / "answers.json").read_text())
     assert all(answer["headline"] in said for answer in told["answers"])
+
+
+def test_where_nothing_can_be_recommended_the_headline_says_why():
+    """It is all that a run's last lines show."""
+    rows = [*repeats("ddp", [9.0]), *repeats("fsdp", [8.0]), failed("ps-sync", "oom")]
+    doubts = [
+        finding("learns-nothing", strategy=name, model="vgg16", affects="all")
+        for name in ("ddp", "fsdp")
+    ]
+    found = decided(rows, doubts)
+    assert found.headline.startswith(
+        "No strategy can be recommended from these records: ddp, fsdp: unusable record "
+    )
+    assert (
+        "(the audit: learns-nothing (f)); ps-sync: does not fit (out of memory)." in found.headline
+    )

@@ -892,6 +892,13 @@ FAULTS = [
     ),
     Fault("a smaller test set", DDP, put("data.test_samples", 5000), "mixed-data", "test_samples"),
     Fault("other data", FSDP, put("data.sha256", "0" * 64), "mixed-data", "sha256"),
+    Fault(
+        "other data of one name",
+        FSDP,
+        put("settings.data_spec", {"source": "synthetic", "train_samples": 128}),
+        "mixed-data",
+        "settings.data_spec.train_samples",
+    ),
     Fault("generated data", FSDP, put("data.synthetic", True), "mixed-data", "synthetic"),
     Fault("another learning rate", DDP, put("settings.lr", 0.1), "mixed-settings", "settings.lr"),
     Fault(

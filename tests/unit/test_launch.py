@@ -17,6 +17,7 @@ import multiprocessing.connection
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -25,8 +26,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +39,7 @@ import pytest
 from launching import (
     FOREVER,
     LIMIT_S,
+    TINY,
     WORKFLOW,
     LaunchedCell,
     assert_gone,
@@ -46,14 +50,19 @@ from launching import (
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
 from stratbench.telemetry import pulse as pulse_module
 from stratbench.telemetry.pulse import Pulse, read_pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import agent, assemble, ending, forkserver, launch, loop, standing
 from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
+from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.standing import Standing
+from stratbench.workload.prepare import prepare
+from stratbench.workload.prepared import verified_meta
+from stratbench.workload.sources import DataError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -274,9 +283,8 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     monkeypatch.setattr(agent, "wait", wait_and_look)
     monkeypatch.setattr(forkserver, "FOLDER_VARIABLE", "NO_SHARED_SERVER")
     s = settings(strategy, epochs=100, lr=1e-6)  # a server's worker draws them all at first
-    cell = Cell("tests", "tiny", strategy, s.model, s.dataset, s.gpus, 0)
     RunFolder.of_logs(tmp_path / "logs").create()
-    with launch.job_of(cell, s, False, tiny_data, tmp_path / "logs", 1, 9_000) as job:
+    with job_for(s, tiny_data, tmp_path / "logs", 9_000) as job:
         exits, ended = launch.launch(job, 1)
     assert exits.timed_out
     assert ended.status == "error", ended
@@ -286,7 +294,7 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     )
     waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
     assert re.search(waits, ended.reason), ended.reason
-    assert launch.fail(tmp_path / "logs", cell, ended.reason, []) == 1
+    assert launch.fail(tmp_path / "logs", job.cell, ended.reason, []) == 1
     evidence = json.loads((tmp_path / "logs/failure.json").read_text())
     assert "sitecustomize.py" in evidence["stacks"]["rank1.stack"][0]
 
@@ -378,7 +386,7 @@ def test_missing_gpus(start_cell):
     code, output = launched.finish()
     assert code == 1
     assert "no GPU is visible" in output
-    assert "device: auto or cpu" in output
+    assert "device: cpu" in output
     assert "Traceback" not in output
     assert not launched.record.exists()
     assert "no GPU" in json.loads((launched.logs / "failure.json").read_text())["reason"]
@@ -408,6 +416,73 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
     assert "train_inputs changed after it was prepared" in output
     assert "Traceback" not in output
     assert not launched.record.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"data_spec": TINY | {"train_samples": 32}}, "'train_samples': 64"),
+        ({"data_spec": TINY | {"seed": 1}}, "'seed': 1"),
+        ({"data_spec": None}, "in place of None"),
+        ({"dataset": "digits", "data_spec": None}, "name 'tiny' in place of 'digits'"),
+    ],
+)
+def test_other_data_of_the_same_name_are_refused(tiny_data, tmp_path, changes, told):
+    """Another config with the same results, or an earlier state of this one, has prepared them."""
+    s = settings(**changes)
+    for check in (
+        partial(launch.check_inputs, tiny_data, s),
+        partial(enter, job_for(s, tiny_data, tmp_path)),
+    ):
+        with pytest.raises(DataError, match="holds other data than the cell is to be trained") as e:
+            check()
+        assert told in str(e.value)
+        assert "\n" not in str(e.value)
+
+
+def job_for(s: Settings, data: Path, logs: Path, limit_s: float = 0) -> AbstractContextManager[Job]:
+    cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
+    unused = [
+        part for name in ("cell", "settings", "record", "timeline") for part in (f"--{name}", "")
+    ]
+    given = ["--data", str(data), "--logs", str(logs), "--time-limit-s", str(limit_s)]
+    args = launch.parse_arguments([*unused, *given])
+    return launch.job_of(cell, s, False, args)
+
+
+def enter(job: AbstractContextManager[Job]) -> None:
+    with job:
+        pass
+
+
+def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data, tmp_path):
+    """Another config's preparation comes between the launcher's look and the worker's."""
+    folder, other = tmp_path / "tiny", tmp_path / "other"
+    shutil.copytree(tiny_data, folder)
+    prepare("tiny", other, spec=TINY | {"seed": 1})
+    code = (
+        "import shutil\nfrom stratbench.train import launch\nlater = launch.launch\n"
+        "def replaced(*args):\n"
+        f"    shutil.rmtree({str(folder)!r})\n    shutil.move({str(other)!r}, {str(folder)!r})\n"
+        "    return later(*args)\n"
+        "launch.launch = replaced\nraise SystemExit(launch.main())\n"
+    )
+    launched = start_cell(
+        settings("single", gpus=1, per_worker_batch=16), data_dir=folder, program=("-c", code)
+    )
+    returned, output = launched.finish()
+    assert returned == 1
+    assert f"{folder} was prepared anew as the cell started" in output
+    assert not launched.record.exists()
+
+
+def test_data_that_are_replaced_while_a_cell_trains_make_no_record(tmp_path, tiny_data):
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny_data, folder)
+    with job_for(settings(), folder) as job:
+        prepare("tiny", folder, spec=TINY | {"seed": 1})
+        with pytest.raises(DataError, match="was prepared anew while the cell trained"):
+            assemble.make_record(job, Ending("timeout", "the cell's limit was reached"))
 
 
 def test_broken_meta_data_are_one_message(start_cell, tmp_path):
@@ -503,7 +578,7 @@ def test_a_launcher_ends_without_its_parent(start_cell, warm):
     parent.kill()
     parent.wait()
     assert code == 128 + signal.SIGTERM
-    assert f"process {parent.pid}, which had started this cell, has ended" in output
+    assert f"process {parent.pid}, which had started this one, has ended" in output
     assert not launched.record.exists()
 
 
@@ -565,6 +640,37 @@ def test_a_killed_launcher_takes_everything_with_it(start_cell):
     assert not launched.record.exists()
 
 
+def test_a_launcher_that_waits_leaves_the_log_of_the_one_that_trains(start_cell):
+    """Two folders with the same results: each launcher's shell appends to the cell's one log."""
+    first = start_cell(settings("single", gpus=1, per_worker_batch=16, epochs=FOREVER))
+    first.process.kill()  # for its command alone
+    first.process.communicate()
+    log = first.logs.with_name(f"{first.logs.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("an earlier training's\n")
+    command = shlex.join(first.process.args)
+    shell = f"exec {command} >> {shlex.quote(str(log))} 2>&1"
+    started = []
+    try:
+        for _ in range(2):
+            environment = os.environ | {"PYTHONPATH": str(WORKFLOW)}
+            started.append(subprocess.Popen(["bash", "-c", shell], env=environment))
+            train_one_epoch(replace(first, process=started[0]))
+        until(lambda: "waiting: another launcher trains this cell" in log.read_text())
+        said = log.read_text()
+        assert said.startswith(f"cell {first.cell}\n")
+        assert "earlier" not in said
+        assert "\0" not in said
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+    for rules, module in (("train", "launch"), ("verdict", "block")):
+        text = (WORKFLOW / f"rules/{rules}.smk").read_text()
+        command = text.partition(f"exec python -m stratbench.train.{module} ")[2]
+        assert command.partition("{log:q}")[0].endswith('" >> ')
+
+
 # ---------------------------------------------------------------- classification
 
 
@@ -581,7 +687,7 @@ def job_with(
             RunFolder(folder).write_worker(rank, content)
     cell = Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0)
     return Job(
-        cell=cell, settings=s, data_dir=folder, data_shape=(1, 16, 16), train_samples=64,
+        cell=cell, settings=s, data_dir=folder, data={"shape": [1, 16, 16], "train_samples": 64},
         folder=RunFolder(folder), n_nodes=1, workers_per_node=s.gpus,
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=origin_s,
         time_limit_s=time_limit_s,
@@ -796,7 +902,8 @@ def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
     tmp_path, tiny_data, monkeypatch
 ):
     """git may take seconds on a slow disk: they are in no figure."""
-    job = replace(job_with(tmp_path, [None, None]), data_dir=tiny_data)
+    meta = verified_meta(tiny_data)
+    job = replace(job_with(tmp_path, [None, None]), data_dir=tiny_data, data=meta)
     now_s = 100.0
 
     def slow_git(folder: Path) -> None:
@@ -965,8 +1072,8 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
 def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path, in_image):
     """Three processes as there: a runtime between Snakemake and the launcher, which outlives Snakemake."""
     launcher = (
-        "import os, time; from stratbench.train import agent; agent.PARENT_POLL_S = 0.05;"
-        "agent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
+        "import os, time; from stratbench.cell import parent; parent.POLL_S = 0.05;"
+        "parent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
     )
     starts = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
@@ -996,3 +1103,21 @@ def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path,
         for process in (launched, runtime):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_without_room_on_the_disk_the_reason_names_the_file(start_cell):
+    """No file may have more than 6000 bytes, which ends the write of a record as a full disk does."""
+    launched = start_cell(
+        settings(),
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would be cut off
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)),
+    )
+    code, output = launched.finish()
+    assert code == 1
+    [failed] = [line for line in output.splitlines() if " FAILED: " in line]
+    assert "File too large" in failed
+    assert failed.endswith(("/record.json'", "/timeline.csv'"))  # more samples on a busy machine
+    assert "Traceback" not in output
+    assert not launched.record.exists()

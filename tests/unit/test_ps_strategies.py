@@ -350,11 +350,11 @@ def launch(
         "channels": 1,
         "size": 16,
     }
-    prepare("small", data, spec=spec)
+    meta = prepare("small", data, spec=spec)
     s = replace(
         settings(strategy, gpus), model="vgg-compact", dataset="small", epochs=epochs,
         global_batch=10 * gpus, per_worker_batch=10, lr=0.01, precision="fp32", nesterov=False,
-        **changes,
+        data_spec=meta["spec"], **changes,
     )  # fmt: skip
     cell = Cell("test", "served", strategy, "vgg-compact", "small", gpus, 0)
     record, logs = cell.record_path(folder), cell.log_dir(folder)

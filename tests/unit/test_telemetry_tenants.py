@@ -15,7 +15,7 @@ from fake_nvml import UUIDS, FakeNvml
 
 from stratbench.telemetry import tenants
 from stratbench.telemetry.nvml import Nvml
-from stratbench.telemetry.tenants import StrangerWatch, gpu_named, others_on, place_of
+from stratbench.telemetry.tenants import StrangerWatch, others_on, place_of
 
 GIB = 2**30
 #: Of no process: the kernel gives out less.
@@ -122,6 +122,6 @@ def test_places_by_number_and_uuid():
     nvml = Nvml(FakeNvml(gpus=2))
     here = {"index": 1, "uuid": UUIDS[1]}
     assert place_of(nvml, "1") == place_of(nvml, UUIDS[1]) == here
-    assert gpu_named(nvml, "7") is None
+    assert nvml.gpu_named("7") is None
     assert place_of(nvml, "7") == {"name": "7"}
     assert place_of(Nvml(SimpleNamespace()), "0") == {"name": "0"}

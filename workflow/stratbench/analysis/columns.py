@@ -75,8 +75,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Number of workers, each a GPU or a CPU process; servers are not counted."),
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
-           "How the cell ended: ok, oom, timeout or diverged; without a usable record missing, error "
-           "or infeasible."),
+           "How the cell ended: ok, oom, timeout, diverged or refused; without a usable record missing, "
+           "error or infeasible."),
     Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
     Column("strategy_base", "text", "", "strategy.name"),
     Column("strategy_kind", "text", "", "strategy.kind"),

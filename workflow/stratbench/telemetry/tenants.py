@@ -23,16 +23,9 @@ OTHERS_BYTES = 1 * GIB
 _BROKERS = ("nvidia-cuda-mps-server",)
 
 
-def gpu_named(nvml: Nvml, name: str) -> Gpu | None:
-    """The GPU that CUDA_VISIBLE_DEVICES names so, by its number or UUID; None where NVML knows none."""
-    if name.isdigit():
-        return next((gpu for gpu in nvml.gpus() if gpu.index == int(name)), None)
-    return nvml.gpu_of(name)
-
-
 def place_of(nvml: Nvml, name: str) -> dict[str, Any]:
     """`index` and `uuid` of a GPU, or the `name` alone by which CUDA knows it."""
-    gpu = gpu_named(nvml, name)
+    gpu = nvml.gpu_named(name)
     known = {} if gpu is None else gpu.static()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 

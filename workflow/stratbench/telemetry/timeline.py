@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stratbench.cell.files import replacing
 from stratbench.cell.run_folder import rank_of
 
 # Columns of a sample file. `kind` is host, process or gpu; `id` is the node's name, the label
@@ -131,15 +132,16 @@ def merge_timeline(
     rows = sorted(
         (row for path in sample_csvs for row in read_samples(path)), key=lambda row: row["t_s"]
     )
-    temporary = Path(f"{os.fspath(out)}.tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
+    with (
+        replacing(out) as unfinished,
+        unfinished.open("x", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), extrasaction="ignore", restval="")
         writer.writeheader()
         for row in rows:
             rank = _rank_of(row)
             mine = by_rank.get(lowest if rank is None else rank, [])
             writer.writerow(row | {"phase": _phase_at(mine, row["t_s"])})
-    os.replace(temporary, out)
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

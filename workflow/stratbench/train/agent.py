@@ -13,15 +13,12 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
@@ -37,10 +34,6 @@ from stratbench.train.job import Job
 GRACE_S = 3.0
 #: How often an agent looks whether its workers get on, in seconds.
 LOOK_S = 60.0
-#: How often a launcher looks whether its parent lives, in seconds.
-PARENT_POLL_S = 0.5
-#: Variables that a runtime sets in its image.
-IN_IMAGE = {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}
 
 
 class Stopped(BaseException):
@@ -242,42 +235,16 @@ def end_all(processes: list[Process]) -> None:
 
 
 def on_signals(action: Callable[[int], None]) -> None:
-    """Call `action` when the process is asked to stop."""
+    """Call `action` when the process is asked to stop; what `nohup` has it ignore stays ignored."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, frame: action(number))
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda number, frame: action(number))
 
 
 def raise_stopped(signum: int) -> None:
     """Signal action: raise Stopped, once. Later signals must not interrupt the clean-up."""
     on_signals(lambda _: None)
     raise Stopped(signum)
-
-
-def parent_of(pid: int) -> int | None:
-    """The parent of a process; None where there is no such process."""
-    try:
-        return psutil.Process(pid).ppid()
-    except psutil.NoSuchProcess:
-        return None
-
-
-def end_with(parent: int) -> None:
-    """Send this process SIGTERM as soon as its parent process `parent` has ended.
-
-    In an image the parent is the image's runtime, which stays when what has started it ends: there
-    the end of the runtime's own parent counts, too.
-    """
-    above = parent_of(parent) if IN_IMAGE & os.environ.keys() else None
-
-    def watch() -> None:
-        while os.getppid() == parent and (above is None or parent_of(parent) == above):
-            time.sleep(PARENT_POLL_S)
-        try:
-            print(f"process {parent}, which had started this cell, has ended", flush=True)
-        finally:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:

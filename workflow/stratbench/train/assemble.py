@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,21 @@ from stratbench.train import efficiency
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
 from stratbench.workload import models, own, prepared, tasks
+from stratbench.workload.own_data import is_own
 from stratbench.workload.placement import BUFFERED_BATCHES
+from stratbench.workload.sources import DataError
 
 
 def make_record(job: Job, ending: Ending) -> Record:
     """The record of a cell that ended with a result."""
-    total_s, finished_at = (
-        job.elapsed_s,
-        datetime.now(UTC),
-    )  # one end: what follows may take seconds
+    total_s, finished_at = job.elapsed_s, datetime.now(UTC)  # what follows may take seconds
     s = job.settings
     whole = [w for w in job.folder.read_workers(job.world_size).values() if "phases_s" in w]
     servers = job.folder.read_servers(job.n_servers)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
+    if meta != job.data:
+        raise DataError(f"{job.data_dir} was prepared anew while the cell trained; start it again")
     finished = ending.status in ("ok", "diverged") and whole
     cls = strategy_class(s.strategy)
     samples_per_step = cls.samples_per_step(s)
@@ -47,6 +48,9 @@ def make_record(job: Job, ending: Ending) -> Record:
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     reported = first.get("strategy", {})
+    traits = traits_of(s.strategy, s.options, s.gpus)
+    if reported.get("details", {}).get("moved_by_zeros"):
+        traits = replace(traits, synchronous_alone=False, equals_ddp=False)
     communication = efficiency.communication_figures(job, whole, servers, run)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -58,7 +62,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "name": s.strategy,
             "kind": cls.kind,
             "options": option_defaults(s.strategy) | s.options,
-            "traits": asdict(traits_of(s.strategy, s.options, s.gpus)),
+            "traits": asdict(traits),
             "wrap_groups": first.get("wrap_groups", []),
             "details": reported.get("details", {}),
         },
@@ -250,8 +254,8 @@ def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
 
 def own_data_entry(job: Job) -> dict[str, Any]:
     """The record's `data.own` where the data set is a user's: its files, or the code that made it."""
-    spec = job.settings.own_data
-    if spec is None:
+    spec = job.settings.data_spec
+    if not is_own(spec):
         return {}
     if "call" in spec:
         return {"own": {"kind": spec["kind"], "kwargs": spec["kwargs"]} | code_entry(spec)}

@@ -1,4 +1,4 @@
-"""How a cell ended: with a result (ok, oom, timeout, diverged), or with an error, and why."""
+"""How a cell ended: with a result (ok, oom, timeout, diverged, refused), or with an error, and why."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     workers = job.folder.read_workers(job.world_size)
     by_status = {
         status: [w for w in workers.values() if w["status"] == status]
-        for status in ("oom", "error", "diverged")
+        for status in ("refused", "oom", "error", "diverged")
     }
+    if by_status["refused"]:
+        return Ending("refused", by_status["refused"][0]["reason"])
     if by_status["oom"]:
         return out_of_memory(job, workers)
     if host_out_of_memory(exits, kills_before):
@@ -70,7 +72,7 @@ def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
     """The same for a cell with parameter servers: they decide whether a lost worker matters."""
     workers = job.folder.read_workers(job.world_size)
     servers = job.folder.read_servers(job.n_servers)
-    for status in ("oom", "diverged"):
+    for status in ("refused", "oom", "diverged"):
         found = next((w for w in workers.values() if w["status"] == status), None)
         if status == "oom" and found is None and host_out_of_memory(exits, kills_before):
             return Ending("oom", "the kernel killed a process because the host had no memory left")

@@ -91,6 +91,7 @@ def train(
         parts = ByClass(data.train_targets, worker.world_size, s.seed)
     for epoch in range(s.passes(data.train_samples)):
         losses = train_epoch(strategy, data, worker, clock, log, epoch, in_all - steps, parts)
+        strategy.check_alike()
         if epoch == 0:  # before an evaluation, whose batches may need more than training's
             used = memory.read()
         steps += len(losses)
@@ -104,6 +105,7 @@ def train(
                     strategy, data, worker.task, worker.rank, worker.world_size, worker.pulse
                 )
             entry = epoch_entry(epoch, clock.train_time_s, loss, evaluated)
+            strategy.check_alike()
             progress.add(entry)
             report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
             found["test"] = evaluated[0]

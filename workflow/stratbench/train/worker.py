@@ -37,14 +37,16 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 from stratbench.telemetry.pulse import STACK_SIGNAL, Pulse
-from stratbench.telemetry.tenants import gpu_named, others_on
+from stratbench.telemetry.tenants import others_on
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.workload import models, tasks
 from stratbench.workload.data import DeviceData
+from stratbench.workload.own import Refused
 from stratbench.workload.precision import batch_format, weights_dtype
+from stratbench.workload.sources import DataError
 
 models.import_torchvision()
 import torchvision.models  # noqa: E402, F401
@@ -66,8 +68,9 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
-        status = "oom" if is_out_of_memory(e) else "error"
-        told = {"status": status, "reason": first_line(e)}
+        refused = isinstance(e, Refused)
+        status = "oom" if is_out_of_memory(e) else "refused" if refused else "error"
+        told = {"status": status, "reason": str(e) if refused else first_line(e)}
         if status == "oom" and job.use_cuda and not of_the_host(e):
             told["others"] = others_on_gpu(job, rank)
         job.folder.write_worker(rank, told)
@@ -144,6 +147,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             memory_format=batch_format(s.precision, device.type),
             placement=s.placement,
         )
+        if data.meta != job.data:
+            raise DataError(f"{job.data_dir} was prepared anew as the cell started; start it again")
     with phases("build"):
         model = models.for_training(
             network,
@@ -155,10 +160,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             checkpointing=s.activation_checkpointing,
         )
         initial = sha256_of_state(model.state_dict())
-        task = tasks.task_of(s, shape)
-        if s.own_task:
-            y = data.test_batch(0, 2)[1]
-            tasks.check_task(task, tasks.OwnTask(s.own_task["call"]), data.meta["classes"], y.shape)
+        task = tasks.tried_task(s, shape, data.meta["classes"])
         facts = {
             "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "initial_weights_sha256": initial,
@@ -229,6 +231,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     measured["provenance"] = worker_provenance(device)
     if slowdown.factors:
         measured["strategy"]["details"]["slowdown"] = slowdown.summary()
+    if trial is not None and acceptance.moves_by_zeros(strategy, trial, s):
+        measured["strategy"]["details"]["moved_by_zeros"] = list(trial.skipped)
     strategy.close()
     return measured
 
@@ -250,14 +254,23 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
     store = dist.FileStore(str(job.folder.store), job.world_size) if alone else tcp_store(job, rank)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=job.world_size,
-        device_id=device if device.type == "cuda" else None,
-        timeout=timedelta(seconds=COLLECTIVE_S),
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=job.world_size,
+            device_id=device if device.type == "cuda" else None,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+        )
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        raise RuntimeError(
+            f"this machine's network interface {name} is missing or down, and gloo connects workers "
+            f"through it; bring it up (ip link set {name} up), or name another one in GLOO_SOCKET_IFNAME"
+        ) from error
     # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
     dist.all_reduce(torch.zeros(1, device=device))
 
@@ -328,7 +341,7 @@ def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
     """Who else uses this worker's GPU (`telemetry.tenants.others_on`); None: nobody, or it is not known."""
     place = job.folder.read_places().get(worker_name(rank), {}).get("gpu", {})
     nvml = Nvml()
-    gpu = gpu_named(nvml, str(place.get("uuid", place.get("index", ""))))
+    gpu = nvml.gpu_named(str(place.get("uuid", place.get("index", ""))))
     if gpu is None:
         return None
     taken_bytes = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0

@@ -52,7 +52,7 @@ def contradictory_status(facts: Facts) -> Iterator[str]:
         if not facts("reason"):
             yield f"no reason is given, although the cell ended as {status}"
         yield from unless_absent("score.final", facts("score.final"), "although it did not finish")
-    if status in ("oom", "timeout"):
+    if status in ("oom", "timeout", "refused"):
         why = f"although the cell ended as {status}"
         for path in RESULTS[1:]:
             yield from unless_absent(path, facts(path), why)
