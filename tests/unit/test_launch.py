@@ -479,7 +479,7 @@ def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data
 def test_data_that_are_replaced_while_a_cell_trains_make_no_record(tmp_path, tiny_data):
     folder = tmp_path / "tiny"
     shutil.copytree(tiny_data, folder)
-    with job_for(settings(), folder) as job:
+    with job_for(settings(), folder, tmp_path / "logs") as job:
         prepare("tiny", folder, spec=TINY | {"seed": 1})
         with pytest.raises(DataError, match="was prepared anew while the cell trained"):
             assemble.make_record(job, Ending("timeout", "the cell's limit was reached"))
