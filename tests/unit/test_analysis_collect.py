@@ -277,3 +277,12 @@ def test_time_to_the_target_of_an_experiment(tmp_path, cells):
     expected = next(e["train_time_s"] for e in epochs if e["score"] >= 0.7)
     assert float(row["time_to_target_s"]) == expected
     assert float(row["target_score"]) == 0.7
+
+
+@pytest.mark.parametrize(
+    ("kind", "servers", "counted"),
+    [("collective", None, 4), ("server", [{}, {}], 6), ("server", None, None)],
+)
+def test_servers_are_processes_beside_the_workers(kind, servers, counted):
+    record = {"cell": {"gpus": 4}, "strategy": {"kind": kind}, "server": {"servers": servers}}
+    assert derived.processes(record) == counted

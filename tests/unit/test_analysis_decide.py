@@ -304,6 +304,20 @@ def test_a_price_ranks_by_cost():
     assert decided(rows, price_per_gpu_hour=3.6, deadline_s=12).choice.gpus == 4
 
 
+@pytest.mark.parametrize(
+    ("leader", "given", "says"),
+    [
+        ("ps-async", {"price_per_gpu_hour": 3.6}, True),
+        ("ps-async", {}, False),
+        ("ddp", {"price_per_gpu_hour": 3.6}, False),
+    ],
+)
+def test_a_cost_without_the_servers_says_so(leader, given, says):
+    found = decided([cell(leader, 10.0, gpus=4), cell("zero1", 18.0, gpus=4)], **given)
+    assert found.choice.strategy == leader
+    assert ("leaves out the processes of its servers" in found.reason) is says
+
+
 def test_accuracy_may_be_traded_for_time():
     rows = [cell("ddp", 30.0), cell("ps-async", 10.0, score_final=0.87)]
     found = decided(rows)

@@ -213,6 +213,9 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Pushes by staleness, which is the index: updates between a push and the weights that it "
            "was computed from."),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
+    Column("processes", "number", "", derived.processes,
+           "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "
+           "alone."),
     Column("server_bytes", "number", "bytes", derived.server_bytes,
            "Bytes in and out of all servers."),
     Column("server_wait_s", "number", "s", derived.server_wait_s,

@@ -189,6 +189,8 @@ def reason_for(ranking: Ranking, noun: str) -> str:
         if other is not found:
             on, paid = counted(other.rival.gpus, noun), describe_amount(other.rival)
             text += f", {other.rival.strategy} on {on} {describe_ratio(other)} times ({paid})"
+    if first.served and first.cost is not None:
+        text += "; its cost leaves out the processes of its servers (`processes` in cells.csv)"
     if first.mean_score is not None:
         text += f"; it reaches {first.score.name} {first.score.text(first.mean_score)}"
     if first.memory_bytes is not None:
