@@ -4,7 +4,7 @@
 # make gpu-check   checks the engine on a GPU, at most 10 minutes; uses $(PYTHON) where it has PyTorch
 # make test-gpu-path   tests what runs on GPUs without one: PyTorch's CUDA build (a download of some GB) on a GPU in
 #              software (tests/software_gpu); no part of make test
-# make clean   removes the environment and everything in results/
+# make clean   removes the environments and keeps results/; make clean-results deletes all records, too
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,7 @@ GPU_PATH_VENV := .venv-gpu-path
 GPU_PATH_STAMP := $(GPU_PATH_VENV)/.requirements
 PIP := -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: demo test test-quick lint docs clean setup gpu-check test-gpu-path
+.PHONY: demo test test-quick lint docs clean clean-results setup gpu-check test-gpu-path
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -81,4 +81,13 @@ gpu-check:
 	else $(MAKE) --no-print-directory setup && $(BIN)/python benchmarks/gpu/check.py $(ARGS); fi
 
 clean:
-	rm -rf $(VENV) $(GPU_PATH_VENV) results .snakemake
+	rm -rf $(VENV) $(GPU_PATH_VENV)
+	@[ ! -e results ] || echo "results is kept: make clean-results deletes it"
+
+# With results goes .snakemake, which knows what they were made from.
+clean-results:
+	@if [ -d results ]; then \
+	  echo "deleting .snakemake and $$(readlink -f results): $$(du -shL results | cut -f1), with these records of cells:"; \
+	  for study in results/*/cells; do [ ! -d "$$study" ] || \
+	    echo "  $$study: $$(find "$$study" -name record.json | wc -l)"; done; fi
+	rm -rf results .snakemake

@@ -159,13 +159,14 @@ def start_cell(tmp_path: Path, tiny_data: Path) -> Iterator[Callable[..., Launch
         workflow: Path = WORKFLOW,
         data_dir: Path = tiny_data,
         parent: int | None = None,
+        program: tuple[str, str] = ("-m", "stratbench.train.launch"),
         **popen: Any,
     ) -> LaunchedCell:
         cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
         record, logs = cell.record_path(tmp_path), cell.log_dir(tmp_path)
         timeline = record.with_name("timeline.csv")
         command = [
-            sys.executable, "-m", "stratbench.train.launch", "--cell", json.dumps(asdict(cell)),
+            sys.executable, *program, "--cell", json.dumps(asdict(cell)),
             "--settings", s.as_json(), "--data", str(data_dir), "--record", str(record),
             "--timeline", str(timeline), "--logs", str(logs), "--time-limit-s", str(time_limit_s),
             *(["--parent", str(parent)] if parent else []),

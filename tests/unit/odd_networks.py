@@ -118,6 +118,22 @@ class Branches(Plain):
         return self.head(x * 2 if x.abs().sum() > 0 else x)
 
 
+class Chooses(Plain):
+    """Which of its blocks it calls depends on the data."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))
+        return self.blocks[int(x.mean().item() > 0)](x)
+
+
+class Orders(Plain):
+    """The data decide in which order it calls its blocks, of equal size."""
+
+    def body(self, x: Tensor) -> Tensor:
+        first, second = self.blocks if x.mean().item() > 0 else reversed(self.blocks)
+        return second(first(self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))))
+
+
 class Dice(Plain):
     """Skips blocks by chance."""
 

@@ -200,6 +200,8 @@ def exclude_by_records(
                 candidate.exclude("worse score", f"{share}training diverged")
             case "unusable":
                 candidate.exclude("unusable record", f"{share}{reason}")
+            case "refused":
+                candidate.exclude("refused", f"{share}{reason}")
             case "error":
                 candidate.exclude("failed", f"{share}{reason}")
     if candidate.time_s is None:

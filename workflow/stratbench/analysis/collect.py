@@ -27,6 +27,7 @@ from stratbench.analysis.columns import (
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import in_one_sentence, replacing
 from stratbench.cell.record import Record
 from stratbench.cell.settings import LATER, Settings
 from stratbench.cell.words import counted
@@ -175,10 +176,11 @@ def collect(
 ) -> list[Row]:
     """Write both files; returns the rows of cells that should have a usable record and have none."""
     without: list[Row] = []
-    out.parent.mkdir(parents=True, exist_ok=True)
     with (
-        open(out, "w", newline="", encoding="utf-8") as cells_file,
-        open(epochs_out, "w", newline="", encoding="utf-8") as epochs_file,
+        replacing(out) as cells_path,
+        replacing(epochs_out) as epochs_path,
+        open(cells_path, "x", newline="", encoding="utf-8") as cells_file,
+        open(epochs_path, "x", newline="", encoding="utf-8") as epochs_file,
     ):
         cells_csv = csv.DictWriter(cells_file, COLUMNS)
         epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
@@ -226,4 +228,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

@@ -76,8 +76,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Number of workers, each a GPU or a CPU process; servers are not counted."),
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
-           "How the cell ended: ok, oom, timeout or diverged; without a usable record missing, error "
-           "or infeasible; unusable, if the record is no measurement."),
+           "How the cell ended: ok, oom, timeout, diverged or refused; without a usable record missing, "
+           "error or infeasible; unusable, if the record is no measurement."),
     Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
     Column("strategy_base", "text", "", "strategy.name"),
     Column("strategy_kind", "text", "", "strategy.kind"),
@@ -214,6 +214,9 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Pushes by staleness, which is the index: updates between a push and the weights that it "
            "was computed from."),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
+    Column("processes", "number", "", derived.processes,
+           "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "
+           "alone."),
     Column("server_bytes", "number", "bytes", derived.server_bytes,
            "Bytes in and out of all servers."),
     Column("server_wait_s", "number", "s", derived.server_wait_s,

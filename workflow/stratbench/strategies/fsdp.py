@@ -135,6 +135,12 @@ class FSDP(Sharded):
             )
         if worker.world_size > 1 and trial.by_chance:
             yield base.by_chance(trial.by_chance)
+        elif worker.world_size > 1 and trial.reads_values and trial.unopened:
+            yield (
+                f"forward reads values of tensors and did not call {listed(trial.unopened)}: it seems to "
+                "choose by its data what it calls, and workers, whose data differ, would gather different "
+                "groups; call all of them, and choose with torch.where or a factor of 0 or 1"
+            )
 
     def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, set[str]]]:
         """The dtypes of each group's parameters, and of what is in none."""

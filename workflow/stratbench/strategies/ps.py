@@ -135,6 +135,7 @@ class ParameterServer(base.Strategy):
 
     kind = "server"
     needs_group = False
+    updates_by_zeros = True
     buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
     alike_on_any_count = True
     breakdown_note: ClassVar[str] = (

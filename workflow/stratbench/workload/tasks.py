@@ -135,6 +135,18 @@ def task_of(s: Settings, shape: Sequence[int]) -> Task:
     return own_task(s.own_task["call"]) if s.own_task else TASKS[natural_task(shape)]()
 
 
+def tried_task(s: Settings, shape: Sequence[int], classes: int) -> Task:
+    """A cell's task, a user's after `check_task` has tried it on two samples of this shape.
+
+    What a cell does before it trains, and the check before any does. ModelError as of both.
+    """
+    task = task_of(s, shape)
+    if s.own_task:
+        targets = (2, *shape) if natural_task(shape) == "next-token" else (2,)
+        check_task(task, OwnTask(s.own_task["call"]), classes, targets)
+    return task
+
+
 def own_task(call: str) -> Task:
     """The task that a user's class makes; ModelError for what lacks something of the protocol."""
     what = OwnTask(call)

@@ -25,6 +25,11 @@ from stratbench.workload.tasks import Classification
 
 #: Samples of the step; BatchNorm cannot normalise one.
 SAMPLES = 2
+#: What of a tensor gives Python a value that forward may branch on.
+READS_VALUES = frozenset(
+    {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
+    | {Tensor.__index__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
+)
 #: What fake tensors raise where they would need values that they do not have.
 NO_VALUES = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException,
@@ -43,7 +48,9 @@ class Trial:
     `uncalled`: parameters of a shard group that were read before a module of that group was called;
     `late`: after all of them had been. `written`: buffers that forward changed in place; `replaced`:
     buffers in whose place it put another tensor; `overwritten`: parameters that it changed.
-    `by_chance`: modules that not every forward calls, where that was looked for (`modules_by_chance`).
+    `by_chance`: modules that not every forward calls (`modules_by_chance`). `unopened`: labels of shard
+    groups of which forward called no module; `reads_values`: whether it read values of tensors, so that
+    other data may make it call others.
     """
 
     unused: tuple[str, ...] = ()
@@ -54,6 +61,13 @@ class Trial:
     replaced: tuple[str, ...] = ()
     overwritten: tuple[str, ...] = ()
     by_chance: tuple[str, ...] = ()
+    unopened: tuple[str, ...] = ()
+    reads_values: bool = False
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """What is known to get no gradient in some steps: parameters, and modules that may not be called."""
+        return self.unused + self.by_chance
 
 
 def take_trial(
@@ -94,6 +108,9 @@ def take_trial(
         written=tuple(changed["written"]),
         replaced=tuple(changed["replaced"]),
         overwritten=tuple(overwritten),
+        by_chance=modules_by_chance(model, x),
+        unopened=gathering.unopened,
+        reads_values=gathering.reads_values,
     )
 
 
@@ -209,9 +226,11 @@ class _Gathering(TorchFunctionMode):
         super().__init__()
         self.uncalled: dict[nn.Parameter, None] = {}
         self.late: dict[nn.Parameter, None] = {}
+        self.reads_values = False
         self._group_of = {
             p: i for i, (_, modules) in enumerate(groups) for m in modules for p in m.parameters()
         }
+        self._labels = [label for label, _ in groups]
         self._groups = [modules for _, modules in groups]
         self._waiting: list[set[nn.Module]] = [set() for _ in groups]
         self._opened: set[int] = set()
@@ -230,6 +249,11 @@ class _Gathering(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def unopened(self) -> tuple[str, ...]:
+        """The labels of the groups of which no module has been called."""
+        return tuple(name for i, name in enumerate(self._labels) if i not in self._opened)
+
     def _open(self, i: int, _module: nn.Module, _inputs: Any) -> None:
         self._opened.add(i)
         if not self._waiting[i]:
@@ -245,6 +269,7 @@ class _Gathering(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self.reads_values = self.reads_values or func in READS_VALUES
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor | tuple | list):  # others ask for a shape or a dtype
             for p in _parameters_in([*args, *(kwargs or {}).values()]):
