@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         # Once, for all stages: they are forked, as the workers of a cell are.
         import stratbench.workload.with_torch  # noqa: I001
         import stratbench.train.worker  # noqa: F401
+        from stratbench.cell import software_gpu
         from stratbench.telemetry.git import git_state
         from stratbench.train import agent
     except ImportError as e:
@@ -93,6 +94,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gpu-check: {evidence['reason']} ({args.out})")
         return 1
     evidence["git"] = git_state(REPOSITORY)
+    if software_gpu.is_here():
+        evidence["unproven"].insert(
+            0, "all figures and times: this is the software GPU of the tests"
+        )
     device = args.device
     agent.on_signals(agent.raise_stopped)
     with tempfile.TemporaryDirectory(prefix="stratbench-gpu-check-") as scratch:

@@ -281,6 +281,105 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
         assert line in text, text
 
 
+TASKS = """
+from torch.nn import functional as F
+
+class Good:
+    score_name, unit, better, counts, tolerance = "top-1", "share", "higher", "images", 1.0
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets)
+    def score(self, outputs, targets):
+        return (outputs.argmax(-1) == targets).double()
+
+class Nameless(Good):
+    score_name = None
+
+class OneScore(Good):
+    def score(self, outputs, targets):
+        return super().score(outputs, targets).mean()
+
+class Losses(Good):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none")
+"""
+#: A task that none can train by, and what the check and a cell say of it.
+BAD_TASKS = {
+    "Nameless": "its score_name is None; it must be a short text, the score's name",
+    "OneScore": "score of outputs [2, 10] in float32 and targets [2] returned a tensor []; return the score "
+    "of each answer, [2] or [2, ...]",
+    "Losses": "loss of outputs [2, 10] in float32 and targets [2] returned a tensor [2]; return the mean, a "
+    "scalar that has a gradient",
+}
+
+
+def check_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch, **blocks: dict) -> check.Checked:
+    """The check of a study with an experiment for each of `blocks`, all of the network Plain."""
+    name = f"my_tasks_{abs(hash(folder))}"
+    (folder / f"{name}.py").write_text(TASKS)
+    code = [str(Path(odd_networks.__file__).parent), str(folder)]
+    monkeypatch.setenv(own.CODE_VARIABLE, os.pathsep.join(code))
+    monkeypatch.setattr(sys, "path", [*code, *sys.path])
+    monkeypatch.setattr(
+        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
+    )
+    base = {
+        "dataset": "digits", "models": ["Plain"], "strategies": ["ddp"], "gpus": [2], "epochs": 1,
+        "global_batch": 16, "lr": 0.02, "device": "cpu",
+    }  # fmt: skip
+    for block in blocks.values():
+        if "task" in block:
+            block["task"] = f"{name}:{block['task']}"
+    config, study = load_config(
+        {
+            "study": "s",
+            "results": str(folder / "results"),
+            "code": code,
+            "models": {"Plain": {"call": "odd_networks.Plain"}},
+            "studies": {"s": {"experiments": {x: base | block for x, block in blocks.items()}}},
+        }
+    )
+    return check.check_study(config, study)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("bad", BAD_TASKS)
+def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypatch, bad, first):
+    blocks = {"x": {}, "y": {"task": bad}, "z": {"task": "Good"}}
+    blocks = dict(sorted(blocks.items(), reverse=first))
+    checked = check_tasks(tmp_path, monkeypatch, **blocks)
+    [(cell, why)] = checked.refused.items()
+    assert cell.experiment == "y"
+    assert why.startswith("task 'my_tasks_")
+    assert why.endswith(BAD_TASKS[bad])
+    text = check_text(checked)
+    assert text.count("ddp: works with 2 workers\n") == 2
+    assert f"Plain on digits, task '{blocks['y']['task']}'\n   cannot be trained: task '" in text
+
+
+@pytest.mark.parametrize("bad", ["OneScore", "Losses"])
+def test_a_cell_and_the_check_say_the_same_of_a_task(start_cell, shared_server, tmp_path, bad):
+    name = f"my_tasks_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(TASKS)
+    call = f"{name}:{bad}"
+    s = settings(own_task={"call": call} | own.fingerprint(call, [tmp_path]))
+    launched = start_cell(s, env=os.environ | {own.CODE_VARIABLE: str(tmp_path)})
+    assert launched.finish()[0] == 1
+    failure = json.loads((launched.logs / "failure.json").read_text())
+    # The tests' data have three classes.
+    assert BAD_TASKS[bad].replace("[2, 10]", "[2, 3]") in failure["reason"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_one_experiment_asks_of_a_network_refuses_no_other(tmp_path, monkeypatch, first):
+    """Activation checkpointing of a network without blocks; the lines name the experiment."""
+    blocks = {"x": {}, "y": {"activation_checkpointing": True}}
+    checked = check_tasks(tmp_path, monkeypatch, **dict(sorted(blocks.items(), reverse=first)))
+    [(cell, why)] = checked.refused.items()
+    assert (cell.experiment, "activation_checkpointing" in why) == ("y", True), why
+    text = check_text(checked)
+    assert "   ddp: works with 2 workers in x\n   ddp: refused with 2 workers in y: " in text
+
+
 def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}

@@ -14,7 +14,10 @@ import pytest
 from fake_nvml import INSTANCES, UUIDS, FakeNvml
 
 from launching import settings
+from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.study.resources import job_request
 from stratbench.telemetry import nvml
 from stratbench.train import agent, devices
 from stratbench.train.launch import hold_devices
@@ -275,14 +278,14 @@ def test_the_sampler_is_told_the_gpus_of_the_cells_own_workers(
 ):
     told = []
 
-    def sampler(*args, gpus):
+    def sampler(*args, gpus, strangers):
         told.append(gpus)
         raise InterruptedError
 
     machine(variable)
     monkeypatch.setattr(agent, "Sampler", sampler)
     monkeypatch.setattr(agent, "fork_server", lambda may_share: nullcontext("socket"))
-    monkeypatch.setattr(agent, "Process", lambda *args: args)
+    monkeypatch.setattr(agent, "Process", lambda _, name, *args: SimpleNamespace(name=name))
     monkeypatch.setattr(agent, "servers_of", lambda job, node: [])
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"):
         monkeypatch.setenv(name, "1")  # what is set for the workers is taken back
@@ -310,6 +313,37 @@ def test_what_nohup_ignores_stays_ignored():
 def test_threads_are_shared_out():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shared = settings(threads=None)
-    assert devices.threads_of(shared, 1) == cores
-    assert devices.threads_of(shared, 10 * cores) == 1
-    assert devices.threads_of(settings(threads=3), 10 * cores) == 3
+    assert devices.threads_of(shared, 1, 1, 0) == cores
+    assert devices.threads_of(shared, 10 * cores, 1, 0) == 1
+    assert devices.threads_of(settings(threads=3), 10 * cores, 1, 0) == 3
+
+
+@pytest.mark.parametrize("request_gpus", [True, False])
+@pytest.mark.parametrize("in_job", [True, False])
+def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gpus, in_job):
+    """Whatever is asked for in addition for servers, in a job of one's own and on a whole machine."""
+    cluster = {
+        "gpus_per_node": 4, "cpus_per_gpu": 8, "server_cpus": 4, "mem_mib_per_gpu": 1,
+        "server_mem_mib": 1, "mem_mib_per_cpu_worker": 1, "memory_margin": 0.0,
+        "startup_allowance_s": 60, "request_gpus": request_gpus,
+    }  # fmt: skip
+    if in_job:
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+    else:
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    asked, threads = set(), set()
+    for name in REGISTRY:
+        cls = strategy_class(name)
+        if cls.max_workers == 1:
+            continue
+        for given in ({}, {"placement": "colocated"}) if cls.kind == "server" else ({},):
+            options = cls.resolve(option_defaults(name) | given, 4)
+            s = settings(name, threads=None, gpus=4, options=options, device="auto")
+            cell = Cell("s", "e", name, "m", "d", 4, 0)
+            request = job_request(cell, s, cluster, None)
+            cores = request.cpus if in_job else 64
+            monkeypatch.setattr(devices, "usable_cores", lambda cores=cores: set(range(cores)))
+            asked.add(request.cpus)
+            threads.add(devices.threads_of(s, 4, request.cpus, request.server_cpus))
+    assert len(asked) > 1
+    assert threads == {(8 if request_gpus else 1) if in_job else 16}

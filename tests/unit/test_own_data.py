@@ -426,8 +426,8 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     [cell] = study.cells
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
         subject_of(config, study, cell)
-    identity = study.settings(cell).own_data
-    assert identity == study.own_data()["mine"]
+    identity = study.settings(cell).data_spec
+    assert identity == study.data_specs()["mine"]
     prepare("mine", tmp_path / "results/data/mine", spec=identity)
     # A run that had begun before is told by its launcher.
     with pytest.raises(DataError, match="would take 64 samples, but mine has 12 to train on"):
@@ -440,5 +440,5 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     (tmp_path / f"{my_data}.py").write_text(CODE + "\n# changed\n")
     _, changed = study_of(tmp_path, spec)
     assert not changed.dataset("mine").is_read
-    with pytest.raises(DataError, match="as it was before its files, code or keys were changed"):
+    with pytest.raises(DataError, match="holds other data than the cell is to be trained on: spec"):
         check_data(tmp_path / "results/data/mine", changed.settings(cell))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -195,6 +196,28 @@ def test_a_sampler_that_cannot_start_fails_nothing(tmp_path, monkeypatch, capsys
     assert "no timeline" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_full_disk_ends_the_timeline_in_one_line(tmp_path):
+    """The kernel refuses more bytes, as on a full disk; the rows that were written stay."""
+    out = tmp_path / "samples.csv"
+    done = subprocess.run(
+        [sys.executable, sampler_module.__file__, "--out", out, "--period-s", "0.01"],
+        env=os.environ
+        | {
+            "PYTHONPATH": str(Path(sampler_module.__file__).parents[2]),
+            "PYTHONDONTWRITEBYTECODE": "1",  # it would be cut off
+        },
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"sampler: File too large: {out}; the timeline ends\n"
+    assert out.read_text().startswith(",".join(SAMPLE_COLUMNS))
+
+
 def test_a_period_of_zero_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         sampler_module.main(["--out", str(tmp_path / "s.csv"), "--period-s", "0"])
@@ -207,6 +230,7 @@ def sampled_with(
     sleep=lambda seconds: None,
     period_s: float = 0.001,
     gpus: list[Gpu] | None = None,
+    strangers=None,
 ) -> list[dict]:
     """Rows of `count` samples and the last one, taken in this process."""
     stop, wake = threading.Event(), threading.Event()
@@ -225,12 +249,22 @@ def sampled_with(
         text,
         gpus or Nvml(library).gpus(),
         CellProcesses(None),
+        strangers,
         parent_pid=os.getppid(),
         period_s=period_s,
         origin_s=sampler_module.time.monotonic(),
     )
     text.seek(0)
     return list(csv.DictReader(text))
+
+
+def test_strangers_are_looked_for_once_in_two_samples():
+    looks = []
+    watch = SimpleNamespace(look=looks.append)
+    rows = sampled_with(FakeNvml(gpus=1), 6, strangers=watch)
+    times_s = [float(row["t_s"]) for row in rows if row["kind"] == "host"]
+    assert 2 <= len(looks) < len(times_s)
+    assert set(looks) <= set(times_s)
 
 
 def test_gpu_counters_are_columns_and_those_not_offered_are_empty():

@@ -154,7 +154,7 @@ def test_data_are_trained_on_and_reported(trained):
     assert records["pictures"]["data"]["own"]["kind"] == "images"
     assert records["pictures"]["data"]["buffered_batches"] == 2
     for r in records.values():
-        assert r["data"]["own"]["sha256"] == r["settings"]["own_data"]["sha256"]
+        assert r["data"]["own"]["sha256"] == r["settings"]["data_spec"]["sha256"]
     assert "pictures" in (work.folder / "results/tiny/report.html").read_text()
 
 

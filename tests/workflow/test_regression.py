@@ -32,9 +32,8 @@ def test_a_regression_goes_from_the_page_to_its_report(tmp_path):
     (tmp_path / "my_regression.py").write_text(block("python"))
     check = work.run("check")
     assert check.returncode == 0, check.stdout
-    assert "net on diabetes\n   385 parameters; takes images [batch, 1, 1, 10], gives 1 value" in (
-        check.stdout
-    )
+    assert "net on diabetes, task 'my_regression" in check.stdout
+    assert "   385 parameters; takes images [batch, 1, 1, 10], gives 1 value" in check.stdout
     assert "none of 3 cells would be refused" in check.stdout
     plan = work.run("plan")
     assert plan.returncode == 0, plan.stdout

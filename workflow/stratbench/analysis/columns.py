@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from stratbench.analysis import derived
 from stratbench.analysis.derived import value_at
+from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import SCHEMA_PATH, Record, RecordError
 from stratbench.strategies.base import Traits
@@ -76,7 +77,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
            "How the cell ended: ok, oom, timeout, diverged or refused; without a usable record missing, "
-           "error or infeasible."),
+           "error or infeasible; unusable, if the record is no measurement."),
     Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
     Column("strategy_base", "text", "", "strategy.name"),
     Column("strategy_kind", "text", "", "strategy.kind"),
@@ -215,6 +216,9 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Pushes by staleness, which is the index: updates between a push and the weights that it "
            "was computed from."),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
+    Column("processes", "number", "", derived.processes,
+           "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "
+           "alone."),
     Column("server_bytes", "number", "bytes", derived.server_bytes,
            "Bytes in and out of all servers."),
     Column("server_wait_s", "number", "s", derived.server_wait_s,
@@ -290,8 +294,11 @@ _OF_TIMELINE = [
 def row_of_record(record: Record, timeline: Path) -> Row:
     """The columns that a record and its timeline fill, by name.
 
-    RecordError if a column of numbers or flags would hold a value that is not a finite number.
+    A record of the software GPU fills none of the figures' columns: it is `unusable`. RecordError if a
+    column of numbers or flags would hold a value that is not a finite number.
     """
+    if software_gpu.measured(record):
+        return {"status": "unusable", "reason": software_gpu.WHY}
     row: Row = {name: value_at(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
     figures = derived.timeline_figures(timeline, row["device_kind"])

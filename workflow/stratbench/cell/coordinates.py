@@ -38,7 +38,7 @@ class Cell:
     def __str__(self) -> str:
         return (
             f"{self.study}/{self.experiment}: {self.strategy}, {self.model}, "
-            f"{counted(self.gpus, 'GPU')}, repeat {self.repeat}"
+            f"{counted(self.gpus, 'worker')}, repeat {self.repeat}"
         )
 
     def as_dict(self) -> dict[str, str | int]:

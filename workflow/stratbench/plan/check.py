@@ -29,7 +29,7 @@ from stratbench.plan.subject import Subject, subject_of
 from stratbench.strategies import acceptance
 from stratbench.study.config import Study
 from stratbench.telemetry.cores import usable_cores
-from stratbench.workload import models
+from stratbench.workload import models, tasks
 from stratbench.workload.own import ModelError, told
 
 if TYPE_CHECKING:
@@ -41,20 +41,18 @@ MOST_REAL_PARAMETERS = 50_000_000
 
 @dataclass(frozen=True)
 class Network:
-    """A network as some of the study's cells train it: what it is, and its input."""
+    """A network as some of the study's cells train it: what it is, its input and its task."""
 
     model: str
     own_model: str | None
+    own_task: str | None
     input_shape: tuple[int, ...]
     classes: int
     values: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Network:
-        return cls(
-            *(request.model, request.own_model, request.input_shape, request.classes),
-            request.values,
-        )
+        return cls(**{f.name: getattr(request, f.name) for f in dataclasses.fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -200,20 +198,24 @@ def find(requests: Sequence[Request]) -> CheckResult:
 
 
 def _found_of(requests: Sequence[Request]) -> CheckResult:
+    from stratbench.plan import fake
     from stratbench.workload.trial import NeedsData
 
+    # What only some of the cells ask of a network is judged with each of these.
+    first = min(requests, key=lambda r: r.checkpointing)
+    tasks.tried_task(fake.settings_of(first), first.input_shape, first.classes, first.values)
     try:
-        trial, found = _tried(requests[0], on_fakes=True)
+        trial, found = _tried(first, on_fakes=True)
         on_fakes = True
     except NeedsData as error:
-        parameters = _parameters(requests[0])
+        parameters = _parameters(first)
         if parameters > MOST_REAL_PARAMETERS:
             raise ModelError(
                 f"{error}: it cannot be checked without data, and with {parameters:,} parameters it is too "
                 "large to be tried with real numbers here"
             ) from error
         on_fakes = False
-        trial, found = _tried(requests[0], on_fakes=False)
+        trial, found = _tried(first, on_fakes=False)
         found = replace(found, unseen=f"{error}: it was tried with zeros as its data, on this CPU")
     return replace(found, refusals=[_refusal(r, trial, on_fakes) for r in requests])
 
@@ -258,8 +260,8 @@ def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
 
     with ExitStack() as stack:
         stack.enter_context(fake.surroundings(request, on_fakes))
-        model, strategy, worker = fake.built(request, on_fakes)
         try:
+            model, strategy, worker = fake.built(request, on_fakes)
             acceptance.check_model(strategy, request.network, model, trial, worker)
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:

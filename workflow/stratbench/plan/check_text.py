@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
@@ -10,6 +11,7 @@ from stratbench.plan.check import Checked, CheckResult, Network
 from stratbench.plan.subject import Subject
 from stratbench.strategies import strategy_class
 from stratbench.workload.own import listed
+from stratbench.workload.tasks import OwnTask
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
 MOST_GROUPS = 16
@@ -51,7 +53,8 @@ def _network(
     network: Network, found: CheckResult, subjects: list[Subject], refused: Mapping[Cell, str]
 ) -> Iterator[str]:
     datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
-    yield f"{network.model} on {datasets}"
+    task = f", {OwnTask(json.loads(network.own_task)['call'])}" if network.own_task else ""
+    yield f"{network.model} on {datasets}{task}"
     if found.error is not None:
         yield f"   cannot be trained: {found.error}"
         return
@@ -80,12 +83,11 @@ def _network(
         yield f"   {found.unseen}"
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
         own = [s.cell for s in subjects if s.cell.strategy == strategy]
-        works = {c.gpus for c in own if c not in refused}
-        if works:
-            yield f"   {strategy}: works with {_workers(works)}"
+        if works := [c for c in own if c not in refused]:
+            yield f"   {strategy}: works with {_where(works, own)}"
         for why in dict.fromkeys(refused[c] for c in own if c in refused):
-            of = {c.gpus for c in own if refused.get(c) == why}
-            yield f"   {strategy}: refused with {_workers(of)}: {_without_subject(why)}"
+            of = [c for c in own if refused.get(c) == why]
+            yield f"   {strategy}: refused with {_where(of, own)}: {_without_subject(why)}"
 
 
 def _without_subject(why: str) -> str:
@@ -123,6 +125,13 @@ def _groups(found: CheckResult) -> str:
         sizes = sorted(size for _, size in groups)
         said = f"{len(groups)} of {sizes[0]:,} to {sizes[-1]:,}"
     return f"{said}; in none: {found.root:,}"
+
+
+def _where(cells: list[Cell], of: list[Cell]) -> str:
+    """Their numbers of workers, and their experiments where it is not so in all of them."""
+    names = dict.fromkeys(c.experiment for c in cells)
+    others = {c.experiment for c in of} - names.keys()
+    return _workers({c.gpus for c in cells}) + (f" in {', '.join(names)}" if others else "")
 
 
 def _workers(counts: set[int]) -> str:

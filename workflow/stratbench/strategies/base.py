@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState, Stateful
     from stratbench.telemetry.compiling import CompileWatch
+    from stratbench.telemetry.pulse import Pulse
     from stratbench.workload.trial import Trial
 
 
@@ -92,6 +93,8 @@ class Worker:
     total_steps: int = 1
     #: What counts compilations, where the settings ask for torch.compile.
     watch: CompileWatch | None = None
+    #: What it tells that it gets on; None where nobody looks.
+    pulse: Pulse | None = None
 
 
 class Strategy:

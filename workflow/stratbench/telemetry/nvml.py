@@ -94,6 +94,10 @@ class Nvml:
         fitting = [uuid for uuid in uuids if uuid.startswith(name)]
         return fitting[0] if len(fitting) == 1 else None
 
+    def gpu_named(self, name: str) -> Gpu | None:
+        """The GPU or MIG instance that CUDA_VISIBLE_DEVICES names so, as `gpu_of` has it."""
+        return self.gpu_of(self.uuid_named(name))
+
     def driver(self) -> dict[str, str]:
         """`driver_version`, and `cuda_driver_version` as major.minor."""
         cuda = self.ask("nvmlSystemGetCudaDriverVersion_v2")
@@ -214,6 +218,15 @@ class Gpu:
     def process_ids(self) -> list[int]:
         """Processes with a compute context on the GPU, as the host numbers them."""
         return [p.pid for p in self._ask("nvmlDeviceGetComputeRunningProcesses") or ()]
+
+    def computing(self) -> dict[int, int | None]:
+        """Bytes that each process with a compute context holds, by its number; without displays.
+
+        A program that draws, too, as a desktop does, is none of them. None: the driver does not say.
+        """
+        found = self._ask("nvmlDeviceGetComputeRunningProcesses") or ()
+        drawing = {p.pid for p in self._ask("nvmlDeviceGetGraphicsRunningProcesses") or ()}
+        return {p.pid: p.usedGpuMemory for p in found if p.pid not in drawing}
 
     def _ask(self, function: str, *arguments: Any) -> Any | None:
         return self._nvml.ask(function, self.handle, *arguments)

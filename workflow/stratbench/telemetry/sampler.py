@@ -26,12 +26,15 @@ import psutil
 
 from stratbench.telemetry.cores import usable_cores
 from stratbench.telemetry.nvml import Gpu, Nvml
+from stratbench.telemetry.tenants import StrangerWatch
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 #: How long the sampler may take to end, in seconds.
 LONGEST_STOP_S = 5.0
 # Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
+# Who computes on the cell's GPUs is asked once in so many samples.
+_SAMPLES_PER_LOOK = 2
 # The sampler looks so often at least, in seconds, whether its parent still lives.
 _LONGEST_WAIT_S = 1.0
 # Has the sampler take a sample before its time; one that is still starting is not disturbed by it.
@@ -53,12 +56,13 @@ class Sampler:
         pids: str | os.PathLike[str],
         origin_s: float,
         period_s: float = 0.5,
+        strangers: str | os.PathLike[str] | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
         """Start sampling into `out`; `origin_s` is the `time.monotonic()` that t_s counts from.
 
         `pids`: a file to list the watched processes in, until `stop`. `gpus`: the GPUs to sample, as
-        CUDA_VISIBLE_DEVICES names them.
+        CUDA_VISIBLE_DEVICES names them. `strangers`: a file for those who computed on these.
         """
         self._pids_file = Path(pids)
         self._pids_file.write_text("", encoding="utf-8")
@@ -69,6 +73,8 @@ class Sampler:
         command += ["--out", os.fspath(out), "--pids-file", os.fspath(self._pids_file)]
         command += ["--period-s", str(period_s), "--origin-s", repr(origin_s)]
         command += ["--parent-pid", str(os.getpid()), "--gpus", *gpus]
+        if strangers is not None:
+            command += ["--strangers", os.fspath(strangers)]
         # A session of its own: a signal to the cell's process group must not reach it, or the
         # end of the timeline would be lost.
         try:
@@ -215,6 +221,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--gpus", nargs="*", default=[], help="to sample, as CUDA_VISIBLE_DEVICES names them"
     )
+    parser.add_argument(
+        "--strangers", type=Path, default=None, help="file for who else used --gpus"
+    )
     options = parser.parse_args(arguments)
     if not options.period_s > 0:
         parser.error(f"--period-s {options.period_s}, expected more than 0")
@@ -228,18 +237,27 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, _WAKE):
         signal.signal(number, on_signal)
     _lowest_priority()
-    # One write a sample: a kill leaves whole rows.
-    with options.out.open("w", newline="", encoding="utf-8") as file:
-        sample_until(
-            stop,
-            wake,
-            file,
-            known_gpus(options.gpus, Nvml()),
-            CellProcesses(options.pids_file),
-            parent_pid=options.parent_pid,
-            period_s=options.period_s,
-            origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
-        )
+    gpus = known_gpus(options.gpus, Nvml())
+    watch = (
+        StrangerWatch(options.strangers, gpus, options.parent_pid) if options.strangers else None
+    )
+    try:
+        # One write a sample: a kill leaves whole rows.
+        with options.out.open("w", newline="", encoding="utf-8") as file:
+            sample_until(
+                stop,
+                wake,
+                file,
+                gpus,
+                CellProcesses(options.pids_file),
+                watch,
+                parent_pid=options.parent_pid,
+                period_s=options.period_s,
+                origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
+            )
+    except OSError as error:  # a full disk
+        print(f"sampler: {error.strerror}: {options.out}; the timeline ends", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -249,6 +267,7 @@ def sample_until(
     file: TextIO,
     gpus: Sequence[Gpu],
     watched: CellProcesses,
+    strangers: StrangerWatch | None = None,
     *,
     parent_pid: int,
     period_s: float,
@@ -274,6 +293,8 @@ def sample_until(
         rows += gpu_rows(gpus, origin_s, pcie_snapshots)
         file.write(_as_csv({"node": node} | row for row in rows))
         file.flush()
+        if strangers is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
+            strangers.look(t_s)
         if ending:
             return
         count += in_time
@@ -285,7 +306,7 @@ def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
     """The GPUs with these names in CUDA_VISIBLE_DEVICES; of one that NVML cannot sample it is said why."""
     found = []
     for name in names:
-        if (gpu := nvml.gpu_of(nvml.uuid_named(name))) is not None:
+        if (gpu := nvml.gpu_named(name)) is not None:
             found.append(gpu)
             continue
         why = nvml.reason or "it is unknown, or divided into MIG instances"

@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager
 from glob import glob
 from typing import TYPE_CHECKING
 
+from stratbench.cell.locks import try_lock
 from stratbench.telemetry import nvml
 from stratbench.telemetry.cores import usable_cores
-from stratbench.train.locks import own_folder, try_lock
+from stratbench.train.locks import own_folder
 
 if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
@@ -171,6 +172,14 @@ def show_only(gpus: list[str]) -> None:
     os.environ[VARIABLE] = ",".join(gpus)
 
 
-def threads_of(settings: Settings, workers: int) -> int:
-    """CPU threads of each of `workers` on this node: as configured, or else their share of its cores."""
-    return settings.threads or max(1, len(usable_cores()) // workers)
+def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
+    """CPU threads of each of `workers` on this node: as configured, or else their share of its cores.
+
+    The same for all strategies of a cell. `cpus`: the cores that the cell has asked for on the node,
+    `server_cpus` of them for parameter servers. Where a SLURM job has just these, those of the servers are
+    not lent to the workers; on a whole machine nobody has cores that others lack.
+    """
+    cores = len(usable_cores())
+    if "SLURM_JOB_ID" in os.environ and cores == cpus:
+        cores -= server_cpus
+    return settings.threads or max(1, cores // workers)

@@ -98,6 +98,20 @@ def describe(
     return _MAKERS[source](values)
 
 
+def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """What decides the samples of one of our data sets, as settings hold it; None: its name says all.
+
+    That is its source and the values of its spec, with the defaults. Where files lie is no part of it:
+    no byte of one is read before its MD5 is the published one. DataError for a name or spec that is none.
+    """
+    describe(name, spec)
+    spec = {"source": name} if spec is None else spec
+    if spec["source"] not in SPECS:
+        return None
+    source, values = _spec_values(name, spec)
+    return {"source": source} | values
+
+
 def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
     said = own_data(name, spec)
     values, shape = said.values, None

@@ -187,6 +187,20 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
     return found
 
 
+def tried_task(s: Settings, shape: Sequence[int], classes: int, values: bool) -> Task:
+    """A cell's task, a user's after `check_task` has tried it on two samples of this shape.
+
+    What a cell does before it trains, and the check before any does. `values`: whether the targets are
+    values, `classes` for each sample, and no class numbers. ModelError as of both.
+    """
+    task = task_of(s, shape, values)
+    if s.own_task:
+        each = shape if natural_task(shape) == "next-token" else (classes,) if values else ()
+        targets = (2, *each)
+        check_task(task, OwnTask(s.own_task["call"]), classes, targets)
+    return task
+
+
 def own_task(call: str) -> Task:
     """The task that a user's class makes; ModelError for what lacks something of the protocol."""
     what = OwnTask(call)

@@ -18,6 +18,7 @@ from stratbench.analysis.audit.checks import (
     unless_same,
 )
 from stratbench.analysis.audit.rule import record_rule
+from stratbench.analysis.derived import value_at
 from stratbench.strategies import REGISTRY, strategy_class, traits_of
 
 #: Settings that also stand in the cell's coordinates.
@@ -401,7 +402,10 @@ def lost_workers(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
         return
     if facts.lost:
-        yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers"
+        entries = (w for server in facts.servers for w in server.get("lost") or ())
+        said = {value_at(w, "own_reason") for w in entries} - {None}
+        why = f": {'; '.join(sorted(said))}" if said else ""
+        yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{why}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
     if missing:
         yield f"of {facts.gpus} workers, ranks {', '.join(map(str, missing))} left no result"

@@ -69,7 +69,7 @@ TABLE = (
         "unusable",
         "all",
         "Cells of a comparison were trained or tested on different data.",
-        ("data",),
+        ("data", "settings.data_spec"),
     ),
     Compared(
         "mixed-models",
