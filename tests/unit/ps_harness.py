@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -190,7 +192,12 @@ def single_run(plan_config: ServerConfig, dtype: torch.dtype = torch.float64) ->
 # --- real processes ------------------------------------------------------------------------------
 
 #: A file: where it is, the servers count as silent for long; with a number behind, that worker does.
+#: For as many seconds as stand in it, DEADLINE_S where it is empty.
 LATE = "late"
+#: A file with a worker's number behind: for how many seconds the server counts it as silent.
+SILENT = "silent"
+#: A file with a worker's number behind: a pipe from which a worker with `holds_lock` reads.
+GATE = "gate"
 
 
 @dataclass(frozen=True)
@@ -206,6 +213,8 @@ class Habits:
     lets_begin: tuple[int, int] | None = None
     beats: int = 0  # it stays at a ticket until so many more heartbeats have left
     spin: bool = False  # it stays there in Python code, which holds the interpreter lock
+    #: It stays at its first ticket in C code that keeps the interpreter lock, until its GATE is written to.
+    holds_lock: bool = False
 
 
 def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folder: Path) -> None:
@@ -238,6 +247,9 @@ def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folde
                 F.cross_entropy(model(x), y).backward()
                 time.sleep(habits.step_s)
                 stay(habits, begun, channel, beats, folder)
+                if habits.holds_lock and begun == 0:
+                    gate = os.open(folder / f"{GATE}{worker}", os.O_RDWR)
+                    ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)
                 if begun == habits.dies_at:
                     channel._expect()
                     channel._push_shards(0, len(channel._bounds) // 2)
@@ -292,9 +304,16 @@ def notes_in(folder: Path, worker: int) -> list[dict[str, Any]]:
 def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:
     """A server process; its statistics go to `config.stats_path`."""
     silent_s = Member.silent_s
-    Member.silent_s = lambda member, now, awake_since: silent_s(
-        member, now + DEADLINE_S * (folder / f"{LATE}{member.worker}").exists(), awake_since
-    )
+
+    def silent_for_longer(member: Member, now: float, awake_since: float) -> float:
+        more_s = 0.0
+        with contextlib.suppress(FileNotFoundError):
+            more_s = float((folder / f"{LATE}{member.worker}").read_text() or DEADLINE_S)
+        found = silent_s(member, now + more_s, awake_since)
+        (folder / f"{SILENT}{member.worker}").write_text(str(found))
+        return found
+
+    Member.silent_s = silent_for_longer
     serve(config, secret)
 
 

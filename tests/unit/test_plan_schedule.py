@@ -12,11 +12,12 @@ import pytest
 
 from stratbench.cell.coordinates import Cell
 from stratbench.plan import __main__ as command
-from stratbench.plan import cache, devices, projection, rows, schedule, servers, traffic
+from stratbench.plan import cache, devices, figures, projection, rows, schedule, servers, traffic
 from stratbench.plan.answers import answered_questions
+from stratbench.plan.figures import hours_text
 from stratbench.plan.footprint import Affine, Footprint, MemoryPeak, Moment
+from stratbench.plan.projection import Span
 from stratbench.plan.text import plan_text
-from stratbench.plan.verdict_cost import hours_text
 from stratbench.ps.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policy import Hyper
 from stratbench.ps.preview import CHUNK
@@ -58,6 +59,7 @@ def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
         "evaluation": MemoryPeak(GIB, "evaluation", {"activations": GIB}),
         "collectives": [("all_reduce", 400), ("broadcast", 100)],
         "flops_per_sample": 1e9,
+        "training_flops_per_sample": 3e9,
         "operations_per_step": 1000,
         "touched_bytes": Affine(0, 1e6),
         "flat_bytes": {"weights": 1000, "buffers": 10},
@@ -174,7 +176,8 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     told = [line for line in plan_text(plan).splitlines() if "no node can hold: " in line]
     assert told
     assert (
-        "s/e: ddp, resnet50, 2 GPUs, repeat 0 asks for a node with 2 GPUs, 16 CPU cores" in told[1]
+        "s/e: ddp, resnet50, 2 workers, repeat 0 asks for a node with 2 GPUs, 16 CPU cores"
+        in told[1]
     )
     assert "the largest node of partition gpu has 4 GPUs, 16 CPU cores, 24,000 MiB" in told[1]
     assert "lower cluster.mem_mib_per_gpu" in told[1]
@@ -231,6 +234,40 @@ def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of, monkey
     assert answers["How does the number of workers change the peak?"] == [
         "No strategy of the study is on two numbers of workers."
     ]
+
+
+def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
+    small = made_up(
+        moments=[Moment("backward", Affine(3 << 20, 0), {"parameters": Affine(3 << 20, 0)})],
+        between_steps_bytes={"parameters": 1 << 20},
+        evaluation=MemoryPeak(1 << 20, "evaluation", {"activations": 1 << 20}),
+        operations_per_step=1,
+    )
+    plan = plan_of(
+        small, strategies=["ddp", "zero1", "ps-sync", "fsdp"], gpus=[2], steps=1, epochs=None
+    )
+    told = plan_text(plan)
+    assert "GiB a worker" not in told
+    assert "MiB a worker that a cell needs" in told
+    assert "KiB that a worker sends in a step" in told
+    assert "0-0 s" not in told
+    assert "under 1 s" in told
+    assert "0.0 to 0.0" not in told
+    # Their fields are the same here; whoever shares a row is named.
+    assert "ddp and 2 alike" in told
+    assert "     alike: ddp, zero1, fsdp" in told
+    assert "All 50,000 of the data set would fit." in told
+    assert "The most that fit: " in plan_text(plan_of())  # with a MiB for each sample
+
+
+def test_amounts_have_units_in_which_they_are_at_least_one():
+    assert figures.bytes_text(3 * GIB / 2) == "1.50 GiB"
+    assert figures.bytes_text(5 << 20) == "5 MiB"
+    assert figures.bytes_text(-(2 << 10)) == "-2 KiB"
+    assert figures.bytes_text(0) == "0"
+    assert figures.in_unit(1023 << 20, 1 << 20) == "1023"
+    assert figures.in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
+    assert figures.span_text(Span(0.01, 0.4, "")) == "under 1 s"
 
 
 def test_the_five_questions_are_answered(plan_of):

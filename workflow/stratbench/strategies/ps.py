@@ -135,6 +135,7 @@ class ParameterServer(base.Strategy):
 
     kind = "server"
     needs_group = False
+    updates_by_zeros = True
     buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
     alike_on_any_count = True
     breakdown_note: ClassVar[str] = (
@@ -339,10 +340,13 @@ class ParameterServer(base.Strategy):
         drop_snapshot(self.channel.snapshot_dir, epoch)
 
     def model_states(self) -> dict[str, int]:
-        weights_bytes = sum(p.numel() * p.element_size() for p in self.flat.parameters)
+        whole, trained = (
+            sum(p.numel() * p.element_size() for p in parameters)
+            for parameters in (self.model.parameters(), self.flat.parameters)
+        )
         return {
-            "parameters_bytes": weights_bytes,
-            "gradients_bytes": weights_bytes,
+            "parameters_bytes": whole,
+            "gradients_bytes": trained,
             "optimizer_bytes": 0,  # on the servers
             "buffers_bytes": sum(b.numel() * b.element_size() for b in self.model.buffers()),
         }
