@@ -651,7 +651,11 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(("mutant", "given_options", "how"), MUTANTS, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("mutant", "given_options", "how"),
+    MUTANTS,
+    ids=lambda x: getattr(x, "__name__", "+".join(x) if isinstance(x, dict) else str(x)),
+)
 def test_a_wrong_policy_is_found_out(mutant, given_options, how):
     right = mutant.__base__
     name = next(n for n in NAMES if policy_class(n) is right)
