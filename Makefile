@@ -2,38 +2,42 @@
 # make test    sets itself up, runs all tests: about 9 minutes on 2 cores; make test-quick without the slow ones
 # make lint    formatting and style                    make docs         regenerates generated pages
 # make gpu-check   checks the engine on a GPU, at most 10 minutes; uses $(PYTHON) where it has PyTorch
-# make clean   removes the environment and everything in results/
+# make test-gpu-path   tests what runs on GPUs without one: PyTorch's CUDA build (a download of some GB) on a GPU in
+#              software (tests/software_gpu); no part of make test
+# make clean   removes the environments and keeps results/; make clean-results deletes all records, too
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.requirements
 DEV_STAMP := $(VENV)/.requirements-dev
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
+GPU_PATH_VENV := .venv-gpu-path
+GPU_PATH_STAMP := $(GPU_PATH_VENV)/.requirements
+PIP := -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: demo test test-quick lint docs clean setup gpu-check
+.PHONY: demo test test-quick lint docs clean clean-results setup gpu-check test-gpu-path
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -7
 
 setup: $(RUN_STAMP)
 
-$(BIN)/python:
+%/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"stratbench needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}. Name another one: make PYTHON=python3.12")'
-	@echo "making $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) || \
-	  { echo "cannot make a virtual environment: install your system's python3-venv package" >&2; rm -rf $(VENV); exit 1; }
+	@echo "making $* with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $* || $(PYTHON) -m virtualenv $* || \
+	  { echo "cannot make a virtual environment: install your system's python3-venv package" >&2; rm -rf $*; exit 1; }
 
 $(RUN_STAMP): envs/requirements.txt envs/constraints.txt | $(BIN)/python
 	@echo "installing envs/requirements.txt into $(VENV) (PyTorch is large: a minute or more)"
-	@$(PIP) -r envs/requirements.txt
+	@$(BIN)/python $(PIP) -r envs/requirements.txt
 	@touch $@
 
 $(DEV_STAMP): envs/requirements-dev.txt envs/constraints.txt $(RUN_STAMP)
 	@echo "installing envs/requirements-dev.txt into $(VENV)"
-	@$(PIP) -r envs/requirements-dev.txt
+	@$(BIN)/python $(PIP) -r envs/requirements-dev.txt
 	@touch $@
 
 demo: $(RUN_STAMP)
@@ -60,6 +64,16 @@ docs: $(DEV_STAMP)
 	PYTHONPATH=workflow $(BIN)/python docs/architecture.py > ARCHITECTURE.md
 	PYTHONPATH=workflow $(BIN)/python docs/config_tables.py docs/configuration.md
 
+$(GPU_PATH_STAMP): envs/requirements-gpu-path.txt envs/requirements.txt envs/requirements-dev.txt envs/constraints.txt | $(GPU_PATH_VENV)/bin/python
+	@echo "installing envs/requirements-gpu-path.txt into $(GPU_PATH_VENV) (PyTorch and its CUDA libraries: some GB)"
+	@$(GPU_PATH_VENV)/bin/python $(PIP) -r envs/requirements-gpu-path.txt
+	@touch $@
+
+# Side by side: cells wait for each other's processes and for clocks. ARGS: pytest's, such as -k memory.
+test-gpu-path: $(GPU_PATH_STAMP)
+	$(GPU_PATH_VENV)/bin/python tests/software_gpu/build.py $(GPU_PATH_VENV)
+	$(GPU_PATH_VENV)/bin/python -m pytest -n 3 --dist worksteal tests/software_gpu $(ARGS)
+
 # A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.
 gpu-check:
 	@if $(PYTHON) -c 'import sys, torch, torchvision; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
@@ -67,4 +81,13 @@ gpu-check:
 	else $(MAKE) --no-print-directory setup && $(BIN)/python benchmarks/gpu/check.py $(ARGS); fi
 
 clean:
-	rm -rf $(VENV) results .snakemake
+	rm -rf $(VENV) $(GPU_PATH_VENV)
+	@[ ! -e results ] || echo "results is kept: make clean-results deletes it"
+
+# With results goes .snakemake, which knows what they were made from.
+clean-results:
+	@if [ -d results ]; then \
+	  echo "deleting .snakemake and $$(readlink -f results): $$(du -shL results | cut -f1), with these records of cells:"; \
+	  for study in results/*/cells; do [ ! -d "$$study" ] || \
+	    echo "  $$study: $$(find "$$study" -name record.json | wc -l)"; done; fi
+	rm -rf results .snakemake

@@ -42,7 +42,8 @@ def two_sets(
         group = Group("main", f"s{at[0]}", f"m{at[1]}", at[2] + 1)
         sides = (tuple(old), tuple(new), (), (), None, None, "", "")
         cells.append(ComparedCell(Match("d", group, group), *sides, Score(), "", ""))
-    return SimpleNamespace(other=SimpleNamespace(name="new"), cells=cells, with_ratio=cells)
+    other = SimpleNamespace(name="new")
+    return SimpleNamespace(other=other, cells=cells, with_ratio=cells, gone=())
 
 
 def share_of_alarms(

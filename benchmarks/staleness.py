@@ -119,8 +119,9 @@ def variants(name: str) -> Iterator[str]:
 
 
 def keys() -> list[Key]:
-    """All that is trained."""
-    few = [(name, options, WORKERS) for name in POLICIES for options in variants(name)]
+    """All that is trained: by SGD, so without those that refuse it."""
+    names = [name for name in POLICIES if not parse_options(name).refusal("sgd")]
+    few = [(name, options, WORKERS) for name in names for options in variants(name)]
     more = [(*variant, n) for n in MORE_WORKERS for variant in ON_MORE_WORKERS]
     return [
         Key(name, options, lr, straggler, workers)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.options import limits, spell
+from stratbench.ps.policies import POLICIES, policy_class
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.schema import TYPE_NAMES, resolved, schema
 
@@ -33,7 +34,15 @@ def key_tables() -> str:
         parts.append(f"### {title}\n\n" + _table(("key", "value", "default", "meaning"), rows))
     header = ("strategy", "option", "value", "default", "meaning")
     parts.append("### Options of strategies\n\n" + _table(header, _option_rows()))
+    parts.append("\n".join(_refused_optimizers()))
     return "\n".join(parts)
+
+
+def _refused_optimizers() -> Iterator[str]:
+    """A sentence for each optimizer that some servers refuse."""
+    for optimizer in schema()["$defs"]["experiment"]["properties"]["optimizer"]["enum"]:
+        names = [f"`{n}`" for n in POLICIES if policy_class(n).Options.refusal(optimizer)]
+        yield f"Servers that refuse `optimizer: {optimizer}`: {', '.join(names)}.\n"
 
 
 def _option_rows() -> Iterator[tuple[str, ...]]:

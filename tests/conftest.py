@@ -36,6 +36,8 @@ from stratbench.telemetry.cores import usable_cores
 from stratbench.train import forkserver
 from stratbench.workload.prepare import prepare
 
+#: What runs on PyTorch's CUDA build alone; `make test-gpu-path` names the folder, and so collects it.
+collect_ignore = ["software_gpu"]
 #: Where the process that hands out the tests keeps the folder of the fork server that `warm` names.
 WARM = pytest.StashKey[str]()
 
@@ -157,13 +159,14 @@ def start_cell(tmp_path: Path, tiny_data: Path) -> Iterator[Callable[..., Launch
         workflow: Path = WORKFLOW,
         data_dir: Path = tiny_data,
         parent: int | None = None,
+        program: tuple[str, str] = ("-m", "stratbench.train.launch"),
         **popen: Any,
     ) -> LaunchedCell:
         cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
         record, logs = cell.record_path(tmp_path), cell.log_dir(tmp_path)
         timeline = record.with_name("timeline.csv")
         command = [
-            sys.executable, "-m", "stratbench.train.launch", "--cell", json.dumps(asdict(cell)),
+            sys.executable, *program, "--cell", json.dumps(asdict(cell)),
             "--settings", s.as_json(), "--data", str(data_dir), "--record", str(record),
             "--timeline", str(timeline), "--logs", str(logs), "--time-limit-s", str(time_limit_s),
             *(["--parent", str(parent)] if parent else []),

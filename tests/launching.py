@@ -26,7 +26,7 @@ FOREVER = 1_000_000  # epochs
 LIMIT_S = 60.0  # for all processes of a cell to be gone: a second, but on a busy machine
 TINY = {
     "source": "synthetic", "train_samples": 64, "test_samples": 40, "classes": 3, "channels": 1,
-    "size": 16,
+    "size": 16, "seed": 0,
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def settings(strategy: str = "ddp", **changes: Any) -> Settings:
         strategy=strategy, options={}, model="vgg-compact", dataset="tiny", gpus=2, seed=7,
         epochs=1, global_batch=16, per_worker_batch=8, lr=0.05, momentum=0.9, weight_decay=0.0,
         nesterov=False, precision="fp32", augment=False, warmup_steps=2, device="cpu", threads=1,
-        slowdown=None,
+        slowdown=None, data_spec=TINY,
     )  # fmt: skip
     if "options" not in changes:
         changes["options"] = option_defaults(strategy)

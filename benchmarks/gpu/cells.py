@@ -120,7 +120,9 @@ def of_the_gpu(
     )
     gpu = rec["workers"][0]["provenance"].get("gpu", {})
     joules = (rec["energy"] or {}).get("train_joules")
-    if "uuid" in gpu:
+    if str(gpu.get("uuid")).startswith("MIG-"):
+        stage.skip(f"{name}: energy of the training", "a MIG instance has no counter of its own")
+    elif "uuid" in gpu:
         stage.check(f"{name}: the GPU's UUID", str(gpu["uuid"]).startswith("GPU-"), gpu["uuid"])
         stage.check(f"{name}: energy of the training", bool(joules), f"{joules} J")
     else:

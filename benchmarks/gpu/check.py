@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +32,8 @@ WORKFLOW = REPOSITORY / "workflow"
 OUT = REPOSITORY / "results" / "gpu-check.json"
 #: Without a GPU there is no promise of ten minutes, and other work may be on the same cores.
 CPU_PATIENCE = 4
+#: What ends the check, and the stage at work with it.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -82,19 +85,36 @@ def main(argv: list[str] | None = None) -> int:
         # Once, for all stages: they are forked, as the workers of a cell are.
         import stratbench.workload.with_torch  # noqa: I001
         import stratbench.train.worker  # noqa: F401
+        from stratbench.cell import software_gpu
         from stratbench.telemetry.git import git_state
+        from stratbench.train import agent
     except ImportError as e:
         evidence |= {"verdict": "failed", "reason": f"the worker cannot be imported: {e}"}
         write(args.out, evidence)
         print(f"gpu-check: {evidence['reason']} ({args.out})")
         return 1
     evidence["git"] = git_state(REPOSITORY)
+    if software_gpu.is_here():
+        evidence["unproven"].insert(
+            0, "all figures and times: this is the software GPU of the tests"
+        )
     device = args.device
+    agent.on_signals(agent.raise_stopped)
     with tempfile.TemporaryDirectory(prefix="stratbench-gpu-check-") as scratch:
         for listed in (s for s in STAGES if s.name in args.stages):
             if device == "auto" and listed.name != "preflight":
                 device = "cpu"
-            found = run_stage(listed, device, args.small, Path(scratch))
+            try:
+                found = run_stage(listed, device, args.small, Path(scratch))
+            except agent.Stopped as stopped:
+                reason = f"stopped by {stopped}"
+                kept = noted(listed, Path(scratch)) | {"verdict": "failed", "reason": reason}
+                evidence["stages"][listed.name] = kept
+                write(args.out, evidence)
+                print(
+                    f"gpu-check: {reason}; the evidence holds what was found until then: {args.out}"
+                )
+                return 128 + stopped.signum
             if listed.name == "preflight":
                 device = found["figures"].get("device", "cpu" if device == "auto" else device)
                 evidence |= {"device": device, "hardware": found["figures"].get("hardware")}
@@ -158,17 +178,17 @@ def run_stage(listed: Listed, device: str, small: bool, scratch: Path) -> dict[s
     limit_s = listed.limit_s * (1 if device == "cuda" else CPU_PATIENCE)
     out, log = scratch / f"{listed.name}.json", scratch / f"{listed.name}.log"
     began = time.monotonic()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until it is known what is to be ended
     pid = os.fork()
     if pid == 0:
         in_stage(listed, device, small, scratch, out, log, limit_s)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         code = wait(pid, began + limit_s)
     finally:
         end_tree(pid)
     seconds = time.monotonic() - began
-    found = {"checks": [], "skipped": [], "figures": {}}
-    if out.exists():
-        found = json.loads(out.read_text(encoding="utf-8"))
+    found = noted(listed, scratch)
     failed = [c for c in found["checks"] if not c["holds"]]
     if code is None:
         reason = f"not done after {limit_s:.0f} s"
@@ -181,6 +201,14 @@ def run_stage(listed: Listed, device: str, small: bool, scratch: Path) -> dict[s
     if reason:
         found["log"] = log.read_text(encoding="utf-8", errors="replace")[-6000:]
     return found
+
+
+def noted(listed: Listed, scratch: Path) -> dict[str, Any]:
+    """What the stage has found, as far as it came."""
+    out = scratch / f"{listed.name}.json"
+    if not out.exists():
+        return {"checks": [], "skipped": [], "figures": {}}
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def in_stage(
@@ -197,6 +225,10 @@ def in_stage(
 
     code = 1
     try:
+        for signum in ENDING:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
@@ -279,7 +311,4 @@ def write(out: Path, evidence: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # the stage at work was ended on the way here
-        sys.exit("gpu-check: stopped; the evidence holds the stages that were done")
+    sys.exit(main())

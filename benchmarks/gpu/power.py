@@ -48,8 +48,8 @@ def run(stage: Stage) -> None:
         found = in_child(stage, loaded)
         stage.figures(loaded={k: v for k, v in found.items() if k != "samples"})
         if found["uuid"] is None:
-            stage.skip(names[0], f"NVML does not answer: {found['reason']}")
-            stage.skip(names[1], "NVML does not answer")
+            for name in names[:2]:
+                stage.skip(name, f"NVML cannot tell: {found['reason']}")
         else:
             stage.check(names[0], found["uuid"] == found["uuid_by_index"], found["uuid"])
             energy_and_power(stage, names[1], found["samples"])
@@ -85,9 +85,10 @@ def loaded() -> dict[str, Any]:
     device = torch.device("cuda", 0)
     name, uuid = torch.cuda.get_device_name(device), cuda_uuid(device)
     nvml = Nvml()
-    gpu = nvml.gpu_of(uuid)
-    by_index = None
-    if gpu is not None and gpu.index is not None:
+    gpu, reason, by_index = nvml.gpu_of(uuid), nvml.reason, None
+    if gpu is not None and gpu.index is None:
+        gpu, reason = None, "a MIG instance has no index and no power of its own"
+    if gpu is not None:
         by_index = nvml.gpus()[gpu.index].static().get("uuid")
     a, b = (
         torch.randn(PRODUCT, PRODUCT, device=device, dtype=torch.bfloat16) for _ in range(2)
@@ -115,7 +116,7 @@ def loaded() -> dict[str, Any]:
         "gpu": name,
         "uuid": uuid if gpu is not None else None,
         "uuid_by_index": by_index,
-        "reason": nvml.reason,
+        "reason": reason,
         "tflops": tflops,
         "share": tflops / datasheet if datasheet else None,
         "samples": samples,
@@ -124,10 +125,10 @@ def loaded() -> dict[str, Any]:
 
 def sample(gpu: Gpu | None, done: threading.Event, samples: list[dict[str, float]]) -> None:
     while gpu is not None and not done.wait(SAMPLED_S):
-        found = gpu.counters(pcie_snapshot=False)
+        t_s = time.perf_counter()
+        found = gpu.counters()
         if "energy_j" in found and "power_w" in found:
-            told = {"t_s": time.perf_counter(), "energy_j": found["energy_j"]}
-            samples.append(told | {"power_w": found["power_w"]})
+            samples.append({"t_s": t_s, "energy_j": found["energy_j"], "power_w": found["power_w"]})
 
 
 def energy_and_power(stage: Stage, what: str, samples: list[dict[str, float]]) -> None:

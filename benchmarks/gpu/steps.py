@@ -63,6 +63,7 @@ def compare(
     once = cache(models.build)
     build = lambda *args: deepcopy(once(*args))  # noqa: E731
     trainees, setup = prepare(stage, name, model, precision, data_dir, sizes, build)
+    stage.figures(**{name: setup})
     clocks = {variant: StepClock(t.worker.device) for variant, t in trainees.items()}
     for block in range(sizes["blocks"]):
         turn = block % len(VARIANTS)
@@ -70,7 +71,9 @@ def compare(
             t = trainees[variant]
             # An epoch of the data set is one block.
             loop.train_epoch(t.strategy, t.data, t.worker, clocks[variant], t.log, block)
-    judge(stage, name, {v: block_medians(clock, sizes) for v, clock in clocks.items()}, setup)
+        medians = {v: block_medians(clock, sizes, block + 1) for v, clock in clocks.items()}
+        stage.figures(**{name: {v: setup[v] | {"blocks_ms": medians[v]} for v in VARIANTS}})
+    judge(stage, name, medians, setup)
     for t in trainees.values():
         t.strategy.close()
 
@@ -113,7 +116,9 @@ def judge(
     setup: dict[str, dict[str, float]],
 ) -> None:
     """Ratios of the blocks' medians, with their range, against the aim."""
-    found: dict[str, Any] = {v: {"step_ms": median(medians[v])} | setup[v] for v in VARIANTS}
+    found: dict[str, Any] = {
+        v: setup[v] | {"step_ms": median(medians[v]), "blocks_ms": medians[v]} for v in VARIANTS
+    }
     for one, other in (("ddp", "single"), ("fsdp", "ddp"), ("fsdp-never", "ddp")):
         ratios = [a / b for a, b in zip(medians[one], medians[other], strict=True)]
         found[f"{one} / {other}"] = {"median": median(ratios), "range": [min(ratios), max(ratios)]}
@@ -130,8 +135,8 @@ def judge(
     stage.check(f"{name}: {what}", holds, told)
 
 
-def block_medians(clock: StepClock, sizes: dict[str, int]) -> list[float]:
-    """The median step of each block, in ms."""
+def block_medians(clock: StepClock, sizes: dict[str, int], blocks: int) -> list[float]:
+    """The median step of each of the first `blocks` blocks, in ms."""
     steps = clock.step_ms
     n = sizes["steps"]
-    return [median(steps[k * n : (k + 1) * n]) for k in range(sizes["blocks"])]
+    return [median(steps[k * n : (k + 1) * n]) for k in range(blocks)]

@@ -33,6 +33,7 @@ from stratbench.workload import models
 from stratbench.workload.data import DeviceData
 from stratbench.workload.precision import batch_format, weights_dtype
 from stratbench.workload.prepare import prepare
+from stratbench.workload.prepared import read_meta
 
 #: The variants that are looked at, by name: a strategy and its options.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,15 +78,13 @@ def prepared(stage: Stage, train_samples: int) -> Path:
 
 def job_of(s: Settings, data_dir: Path, path: Path) -> Job:
     """The job of a cell with `s`, as the launcher would make it; its secret is in the run folder, `path`."""
-    meta = json.loads((data_dir / "meta.json").read_text(encoding="utf-8"))
     folder = RunFolder(path)
     write_secret(folder.secret, new_secret())
     return Job(
         cell=Cell("gpu-check", "check", s.strategy, s.model, s.dataset, s.gpus, 0),
         settings=s,
         data_dir=data_dir,
-        data_shape=tuple(meta["shape"]),
-        train_samples=meta["train_samples"],
+        data=read_meta(data_dir),
         folder=folder,
         n_nodes=1,
         workers_per_node=s.gpus,
@@ -201,6 +200,7 @@ def launch_command(
 ) -> list[str]:
     """The launcher's command line for a cell; record, timeline and logs go into `folder`."""
     cell = Cell("gpu-check", "check", s.strategy, s.model, s.dataset, s.gpus, 0)
+    s = replace(s, data_spec=read_meta(data_dir)["spec"])
     return [
         sys.executable, "-m", "stratbench.train.launch",
         "--cell", json.dumps(asdict(cell)), "--settings", s.as_json(),

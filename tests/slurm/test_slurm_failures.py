@@ -30,7 +30,7 @@ ONE_OF_EACH = {
     "cancelled": ENDLESS,
     "hungry": {"dataset": "big-batch", "global_batch": 8192},
     "full": {},  # its disk
-    "late-two": TWO_NODES | ENDLESS | {"time_limit_s": 40},
+    "late-two": TWO_NODES | ENDLESS | {"time_limit_s": 80},  # with a step before it
     "killed-two": TWO_NODES | ENDLESS,
 }
 FAILING = ("broken", "hung", "cancelled", "hungry", "full", "killed-two")

@@ -91,7 +91,7 @@ def test_a_request_that_no_node_can_hold_is_told_before_anything_is_submitted(
     told = [line for line in output.splitlines() if "asks for" in line]
     assert len(told) == 2, output
     assert told[0] == (
-        "tiny/long: single, vgg-compact, 1 GPU, repeat 0 asks for a node with 1 CPU core, 12,000 MiB "
+        "tiny/long: single, vgg-compact, 1 worker, repeat 0 asks for a node with 1 CPU core, 12,000 MiB "
         "and 130 minutes, but the largest node of partition gpu has 16 CPU cores, 24,000 MiB and 60 "
         "minutes: set a lower studies.tiny.experiments.long.time_limit_s, or cluster.startup_allowance_s"
     )
@@ -111,7 +111,8 @@ def test_a_refused_sbatch_says_why_and_not_its_command_line(
     assert run.returncode != 0
     assert (
         "SLURM refuses it: Batch job submission failed: Invalid feature specification. "
-        "tiny/one: single, vgg-compact, 1 GPU, repeat 0 asks for a node with 1 CPU core" in output
+        "tiny/one: single, vgg-compact, 1 worker, repeat 0 asks for a node with 1 CPU core"
+        in output
     )
     assert "--wrap" not in output
     assert "stratbench.train.launch" not in output

@@ -19,6 +19,8 @@ class GpuIsLost(NVMLError):
 
 
 UUIDS = ("GPU-11111111-2222-3333-4444-555555555555", "GPU-66666666-7777-8888-9999-000000000000")
+#: The MIG instance of each GPU, where there are instances; its handle is 10 more than its GPU's.
+INSTANCES = ("MIG-aaaaaaaa-2222-3333-4444-555555555555", "MIG-aaaabbbb-7777-8888-9999-000000000000")
 
 # What two A100s on one board answer, in NVML's own units (mW, mJ, KiB/s, bit masks).
 ANSWERS: dict[str, Any] = {
@@ -39,7 +41,10 @@ ANSWERS: dict[str, Any] = {
 
 
 class FakeNvml:
-    """`failures` maps a function's name to what it raises; `missing` names what it lacks."""
+    """`failures` maps a function's name to what it raises; `missing` names what it lacks.
+
+    `mig`: each GPU is divided into MIG instances, of which there is one.
+    """
 
     def __init__(
         self,
@@ -47,8 +52,9 @@ class FakeNvml:
         failures: dict[str, Exception] | None = None,
         missing: tuple[str, ...] = (),
         answers: dict[str, Any] | None = None,
+        mig: bool = False,
     ) -> None:
-        self._gpus = gpus
+        self._gpus, self._mig = gpus, mig
         self._failures = failures or {}
         self._missing = missing
         self._answers = ANSWERS | (answers or {})
@@ -74,18 +80,33 @@ class FakeNvml:
         return self._gpus
 
     def _nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= self._gpus:
+            raise NVMLError("Invalid Argument")
         return index
 
     def _nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        if uuid not in UUIDS[: self._gpus]:
-            raise NVMLError("Not Found")
-        return UUIDS.index(uuid)
+        if uuid in UUIDS[: self._gpus]:
+            return UUIDS.index(uuid)
+        if self._mig and uuid in INSTANCES[: self._gpus]:
+            return 10 + INSTANCES.index(uuid)
+        raise NVMLError("Not Found")
 
     def _nvmlDeviceGetIndex(self, handle: int) -> int:
-        return handle
+        return handle if handle < 10 else 0  # of an instance, its number within its GPU
 
     def _nvmlDeviceGetUUID(self, handle: int) -> str:
-        return UUIDS[handle]
+        return UUIDS[handle] if handle < 10 else INSTANCES[handle - 10]
+
+    def _nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        return [int(self._mig)] * 2  # now, and after the next reset
+
+    def _nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 7 if self._mig else 0
+
+    def _nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, index: int) -> int:
+        if index:
+            raise NVMLError("Not Found")
+        return 10 + handle
 
     def _nvmlSystemGetDriverVersion(self) -> str:
         return "550.54.15"

@@ -350,6 +350,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         },
         "model": {
             "parameters": parameters if finished else None,
+            "trainable_parameters": parameters if finished else None,
             "initial_weights_sha256": sha(cell.model, cell.repeat) if finished else None,
             "input_shape": [3, 32, 32],
             "classes": 10,
@@ -461,6 +462,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
     achieved = 6e6 * millions * samples / train_time_s
     record["compute"] = {
         "forward_flops_per_sample": int(2e6 * millions),
+        "training_flops_per_sample": 3 * int(2e6 * millions),
         "achieved_flops_per_s": achieved,
     }
     if device == "cuda":

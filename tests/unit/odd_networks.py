@@ -33,6 +33,22 @@ class Plain(nn.Module):
         return self.head(self.body(x))
 
 
+class Adapted(Plain):
+    """Frozen but for the head, the norm and a factor of low rank beside the second block: like LoRA."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.stem = nn.Sequential(nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 8))
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.head.requires_grad_(True)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1)))
+        return self.norm(self.blocks[1](x + self.up(self.down(x))))
+
+
 class Unused(Plain):
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
@@ -116,6 +132,22 @@ class Branches(Plain):
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x)
         return self.head(x * 2 if x.abs().sum() > 0 else x)
+
+
+class Chooses(Plain):
+    """Which of its blocks it calls depends on the data."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))
+        return self.blocks[int(x.mean().item() > 0)](x)
+
+
+class Orders(Plain):
+    """The data decide in which order it calls its blocks, of equal size."""
+
+    def body(self, x: Tensor) -> Tensor:
+        first, second = self.blocks if x.mean().item() > 0 else reversed(self.blocks)
+        return second(first(self.stem(F.adaptive_avg_pool2d(x, 8).flatten(1))))
 
 
 class Dice(Plain):

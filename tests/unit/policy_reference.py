@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from stratbench.ps.policies import parse_options
+from stratbench.ps.policy import Hyper
+
 
 class Reference:
     """What every reference has: the start weights, the hyperparameters, the list of steps."""
@@ -18,24 +21,28 @@ class Reference:
         self.nesterov, self.n = hyper.nesterov, hyper.workers
         self.eta = hyper.lr * hyper.lr_scale
         self.options = options
-        self.steps = []  # (gradient, its weight), one for each update
+        self.share = 1.0  # of the learning rate, by the schedule, now
+        self.steps = []  # (gradient, its weight, the share then), one for each update
         self.replayed = None
         self.step_lr = self.eta
         self.live = set(range(self.n))
 
+    def step(self, g, weight=1):
+        self.steps.append((g, weight, self.share))
+
     def replay(self):
         """Weights after every update, the first being w0; and the directions stepped along."""
-        if self.replayed is None or len(self.replayed[1]) != len(self.steps):
+        if self.replayed is None or len(self.replayed[0]) - 1 != len(self.steps):
             self.replayed = self.replay_from_the_start()
         return self.replayed
 
     def replay_from_the_start(self):
         w, v, weights, directions = self.w0, None, [self.w0], []
-        for g, weight in self.steps:
+        for g, weight, share in self.steps:
             d = weight * (g + self.wd * w)
             v = d if v is None else self.mu * v + d
             direction = d + self.mu * v if self.nesterov else v
-            w = w - self.step_lr * direction
+            w = w - self.step_lr * share * direction
             weights.append(w)
             directions.append(direction)
         return weights, directions
@@ -69,14 +76,14 @@ class Reference:
 
 class Async(Reference):
     def push(self, worker, g, read_version):
-        self.steps.append((g, 1))
+        self.step(g)
         return "applied"
 
 
 class StalenessLr(Reference):
     def push(self, worker, g, read_version):
         updates_missed = len(self.steps) - read_version
-        self.steps.append((g, 1 / (1 + updates_missed)))
+        self.step(g, 1 / (1 + updates_missed))
         return "applied"
 
 
@@ -110,7 +117,7 @@ class AsyncModified(Ssp):
     def push(self, worker, g, read_version):
         self.done[worker] += 1
         age = len(self.steps) - read_version
-        self.steps.append((g, 1 / (1 + age)))
+        self.step(g, 1 / (1 + age))
         return "applied"
 
 
@@ -130,7 +137,7 @@ class Sync(Reference):
             return False
         gradients = [g for g in entries if g is not None]
         if gradients:
-            self.steps.append((np.mean(gradients, axis=0), 1))
+            self.step(np.mean(gradients, axis=0))
         self.round, self.legacy = {}, []
         return True
 
@@ -195,14 +202,14 @@ class KBatch(Reference):
 
     def push(self, worker, g, read_version):
         self.batch.append(g)
-        if len(self.batch) < (self.options.k or self.n):
+        if len(self.batch) < (getattr(self.options, "k", 0) or self.n):
             return "held"
         self.finish()
         return "applied"
 
     def finish(self):
         if self.batch:
-            self.steps.append((sum(self.batch) / len(self.batch), 1))
+            self.step(sum(self.batch) / len(self.batch))
         self.batch = []
 
 
@@ -219,7 +226,7 @@ class DcAsgd(Reference):
             mean_square = m * mean_square + (1 - m) * old**2
         weights = self.replay()[0]
         lam = self.options.dc_lambda / np.sqrt(mean_square + 1e-7)
-        self.steps.append((g + lam * g * g * (weights[-1] - weights[read_version]), 1))
+        self.step(g + lam * g * g * (weights[-1] - weights[read_version]))
         return "applied"
 
 
@@ -231,21 +238,21 @@ class GapAware(Reference):
             mean_square = sum(
                 (1 - beta) * beta ** (t - 1 - k) * d**2 for k, d in enumerate(directions)
             )
-            typical_step = self.eta * np.sqrt(mean_square / (1 - beta**t)) + 1e-8
+            typical_step = self.eta * self.share * np.sqrt(mean_square / (1 - beta**t)) + 1e-8
             g = g / (1 + np.abs(weights[-1] - weights[read_version]) / typical_step)
-        self.steps.append((g, 1))
+        self.step(g)
         return "applied"
 
 
 class Dana(Reference):
-    """Steps here are (gradient, worker); a worker that leaves starts over with a new momentum."""
+    """Steps here are (gradient, worker, share); a worker that leaves starts over with a new momentum."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.era = [0] * self.n
 
     def push(self, worker, g, read_version):
-        self.steps.append((g, (worker, self.era[worker])))
+        self.step(g, (worker, self.era[worker]))
         return "applied"
 
     def leave(self, worker):
@@ -254,10 +261,10 @@ class Dana(Reference):
 
     def now(self):
         w, v = self.w0, {}
-        for g, who in self.steps:
+        for g, who, share in self.steps:
             d = g + self.wd * w
             v[who] = self.mu * v[who] + d if who in v else d
-            w = w - self.eta * (d + self.mu * v[who] if self.nesterov else v[who])
+            w = w - self.eta * share * (d + self.mu * v[who] if self.nesterov else v[who])
         return w, v
 
     @property
@@ -270,41 +277,92 @@ class Dana(Reference):
         for j in range(self.n):
             if j != worker and (j, self.era[j]) in v:
                 next_v = self.mu * v[j, self.era[j]]
-                w = w - self.eta * (self.mu * next_v if self.nesterov else next_v)
+                ahead = self.mu * next_v if self.nesterov else next_v
+                w = w - self.eta * self.share * ahead
         return w
 
 
 class OrMo(Reference):
-    """Every gradient as if in time: in its bucket's step of SGD with momentum, up to the last bucket.
+    """Every gradient by itself: what its push moves W by, and what each later bucket's roll does.
 
-    `steps` are (gradient with decay, bucket it was read in). Whatever the order in which they came,
-    W is SGD's after the buckets of summed gradients.
+    `steps` are (gradient with decay, bucket it was read in, share at its push).
     """
 
-    def buckets(self):
-        """SGD over all buckets that have begun: weights and momentum after the last."""
+    def weights_and_momentum(self):
+        """W, and V as the last bucket's roll left it and its pushes made it."""
+        ahead = int(self.nesterov)
+        rolls = [self.steps[first][2] for first in range(0, len(self.steps), self.n)]  # shares
         w, v = self.w0, np.zeros_like(self.w0)
-        for bucket in range((len(self.steps) - 1) // self.n + 1):
-            total = sum((g for g, read in self.steps if read == bucket), np.zeros_like(w))
-            v = self.mu * v + total
-            w = w - self.eta * (total + self.mu * v if self.nesterov else v)
+        for number, (g, read, share) in enumerate(self.steps):
+            own = number // self.n
+            moves = share * sum(self.mu**k for k in range(own - read + 1 + ahead))
+            for bucket in range(own + 1, len(rolls)):
+                moves += rolls[bucket] * self.mu ** (bucket - read + ahead)
+            w = w - self.eta * moves * g
+            v = v + self.mu ** (len(rolls) - 1 - read) * g
         return w, v
 
     def push(self, worker, g, read_version):
-        self.steps.append((g + self.wd * self.weights, read_version // self.n))
+        self.step(g + self.wd * self.weights, read_version // self.n)
         return "applied"
 
     @property
     def weights(self):
-        return self.buckets()[0]
+        return self.weights_and_momentum()[0]
 
     def view(self, worker):
         """Where an empty bucket would carry W, as far as the others' share of it goes."""
-        w, v = self.buckets()
+        w, v = self.weights_and_momentum()
         if not self.options.look_ahead:
             return w
-        roll = self.eta * (self.mu * self.mu * v if self.nesterov else self.mu * v)
+        roll = self.eta * self.share * (self.mu * self.mu * v if self.nesterov else self.mu * v)
         return w - len(self.live - {worker}) / self.n * roll
+
+
+class Preview(KBatch):
+    """AdamW's moments as sums over all gradients so far; `batch` is the bucket that is not full."""
+
+    def __init__(self, w0, hyper, options):
+        super().__init__(w0, hyper, options)
+        self.betas, self.eps = hyper.betas, hyper.eps
+
+    def unbiased(self, gradients, beta):
+        """The running mean of what is in `gradients`, the last one counting most, without its bias."""
+        weights = beta ** np.arange(len(gradients))[::-1]
+        return weights @ np.array(gradients) / weights.sum()
+
+    def direction(self, gradients):
+        mean = self.unbiased(gradients, self.betas[0])
+        square = self.unbiased([g**2 for g in gradients], self.betas[1])
+        return mean / (np.sqrt(square) + self.eps)
+
+    def moved(self, w, lr, gradients):
+        return w - lr * self.wd * w - lr * self.direction(gradients)
+
+    def replay_from_the_start(self):
+        weights, seen = [self.w0], []
+        for g, _, share in self.steps:
+            seen.append(g)
+            weights.append(self.moved(weights[-1], self.lr * share, seen))
+        return weights, None
+
+    def view(self, worker):
+        others, ahead = len(self.live - {worker}), self.options.look_ahead * self.lr * self.share
+        missing = self.n - len(self.batch)
+        if not self.batch or others < missing or not ahead:
+            return self.weights
+        seen = [g for g, _, _ in self.steps]
+        likely = self.unbiased(seen, self.betas[0]) if seen else 0.0
+        mean = (sum(self.batch) + missing * likely) / self.n
+        return self.moved(self.weights, ahead, [*seen, mean])
+
+
+def hyper_of(name, **given):
+    """`given` for SGD with momentum, or for AdamW where the policy refuses SGD."""
+    if parse_options(name).refusal("sgd"):
+        given = {k: v for k, v in given.items() if k not in ("momentum", "nesterov")}
+        return Hyper(**{"betas": (0.9, 0.99), "eps": 1e-8} | given, optimizer="adamw")
+    return Hyper(**{"momentum": 0.9} | given)
 
 
 REFERENCES = {
@@ -319,4 +377,5 @@ REFERENCES = {
     "ps-staleness-lr": StalenessLr,
     "ps-dana": Dana,
     "ps-ormo": OrMo,
+    "ps-preview": Preview,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -22,6 +24,7 @@ from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.frames import Frame
 from stratbench.ps.member import Member
+from stratbench.ps.policies import parse_options
 from stratbench.ps.scale import LossScale
 from stratbench.ps.server import ServerConfig, serve
 from stratbench.ps.tickets import Ticket
@@ -34,6 +37,7 @@ PATIENCE_S = 60.0
 #: Of the servers and workers of these tests: they give nobody up before a test does.
 DEADLINE_S = 2 * PATIENCE_S
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+ADAMW = {"optimizer": "adamw", "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -53,7 +57,8 @@ def batch(ticket: Ticket, dtype: torch.dtype = torch.float64) -> tuple[torch.Ten
 
 
 def config(folder: Path, **changed: Any) -> ServerConfig:
-    """A small run of one worker, one epoch of four steps."""
+    """A small run of one worker, one epoch of four steps; AdamW where the policy refuses SGD."""
+    refuses_sgd = parse_options(changed.get("policy", "ps-async")).refusal("sgd")
     base = ServerConfig(
         rendezvous=str(folder / "rendezvous"),
         workers=1,
@@ -61,7 +66,7 @@ def config(folder: Path, **changed: Any) -> ServerConfig:
         steps_per_epoch=4,
         slices=1,
         policy="ps-async",
-        hyper=HYPER,
+        hyper=ADAMW if refuses_sgd else HYPER,
         shard_bytes=256,
         heartbeat_deadline_s=DEADLINE_S,
         handshake_deadline_s=DEADLINE_S,
@@ -124,6 +129,7 @@ class Worked:
                 wire,
                 DEADLINE_S,
                 self.scale,
+                config.n_servers,
             )
             send_initial = self.channel._send_initial
             self.channel._send_initial = lambda link: (self.asked.set(), send_initial(link))
@@ -169,9 +175,11 @@ def run_all(
 
 
 def single_run(plan_config: ServerConfig, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The same training without a server: one process, torch.optim.SGD."""
+    """The same training without a server: one process, torch's own optimizer."""
     model = small_model(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), **plan_config.hyper)
+    hyper = dict(plan_config.hyper)
+    kind = torch.optim.AdamW if hyper.pop("optimizer", "sgd") == "adamw" else torch.optim.SGD
+    optimizer = kind(model.parameters(), **hyper)
     c = plan_config
     for number in range(c.epochs * c.steps_per_epoch * c.slices):
         x, y = batch(Ticket(number, 0, 0, 0), dtype)
@@ -184,7 +192,12 @@ def single_run(plan_config: ServerConfig, dtype: torch.dtype = torch.float64) ->
 # --- real processes ------------------------------------------------------------------------------
 
 #: A file: where it is, the servers count as silent for long; with a number behind, that worker does.
+#: For as many seconds as stand in it, DEADLINE_S where it is empty.
 LATE = "late"
+#: A file with a worker's number behind: for how many seconds the server counts it as silent.
+SILENT = "silent"
+#: A file with a worker's number behind: a pipe from which a worker with `holds_lock` reads.
+GATE = "gate"
 
 
 @dataclass(frozen=True)
@@ -200,6 +213,8 @@ class Habits:
     lets_begin: tuple[int, int] | None = None
     beats: int = 0  # it stays at a ticket until so many more heartbeats have left
     spin: bool = False  # it stays there in Python code, which holds the interpreter lock
+    #: It stays at its first ticket in C code that keeps the interpreter lock, until its GATE is written to.
+    holds_lock: bool = False
 
 
 def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folder: Path) -> None:
@@ -220,6 +235,7 @@ def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folde
                 secret,
                 habits.transport,
                 deadline_s=DEADLINE_S,
+                n_servers=config.n_servers,
             )
             beats = note_heartbeats(channel)
             ticket = channel.first()
@@ -231,6 +247,9 @@ def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folde
                 F.cross_entropy(model(x), y).backward()
                 time.sleep(habits.step_s)
                 stay(habits, begun, channel, beats, folder)
+                if habits.holds_lock and begun == 0:
+                    gate = os.open(folder / f"{GATE}{worker}", os.O_RDWR)
+                    ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)
                 if begun == habits.dies_at:
                     channel._expect()
                     channel._push_shards(0, len(channel._bounds) // 2)
@@ -285,9 +304,16 @@ def notes_in(folder: Path, worker: int) -> list[dict[str, Any]]:
 def serve_process(config: ServerConfig, secret: bytes, folder: Path) -> None:
     """A server process; its statistics go to `config.stats_path`."""
     silent_s = Member.silent_s
-    Member.silent_s = lambda member, now, awake_since: silent_s(
-        member, now + DEADLINE_S * (folder / f"{LATE}{member.worker}").exists(), awake_since
-    )
+
+    def silent_for_longer(member: Member, now: float, awake_since: float) -> float:
+        more_s = 0.0
+        with contextlib.suppress(FileNotFoundError):
+            more_s = float((folder / f"{LATE}{member.worker}").read_text() or DEADLINE_S)
+        found = silent_s(member, now + more_s, awake_since)
+        (folder / f"{SILENT}{member.worker}").write_text(str(found))
+        return found
+
+    Member.silent_s = silent_for_longer
     serve(config, secret)
 
 

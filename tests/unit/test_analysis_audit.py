@@ -102,6 +102,12 @@ PLANTED = {
         only(put("provenance", "busy_at_start", value={"0": {"other_cpu_cores": 1.5}})),
         "ddp",
     ),
+    "stranger-on-gpu": (
+        only(
+            put("provenance", "busy_at_start", value={"0": {"other_gpu_processes": {"0": [4711]}}})
+        ),
+        "ddp",
+    ),
     "steps-uneven": (only(put("time", "step_ms", value={"p50": 10.0, "p99": 40.0})), "ddp"),
     "late-start": (only(put("time", "start_skew_ms", value=[90_000.0, 0.4]), "ddp", 4), "ddp"),
     "recompiled": (only(put("time", "recompilations", value=2), "ddp", 4), "ddp"),
@@ -116,6 +122,7 @@ ELSEWHERE = {
     "throttled",
     "workers-are-processes",
     "processes-share-cores",
+    "memory-held-by-others",  # tests/unit/test_audit_faults.py
     "full-run-against-steps",  # tests/unit/test_verdict_files.py
 }
 
@@ -158,6 +165,7 @@ def test_implied_traffic_is_that_of_the_algorithm(
         servers=servers,
         precision=precision,
         model_parameters=1_000_000,
+        trainable_parameters=1_000_000,
         samples_seen=6400,
         global_batch=64,
         train_time_s=10.0,

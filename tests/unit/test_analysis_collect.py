@@ -83,7 +83,7 @@ def test_missing_and_failed_cells_have_rows_too(tmp_path, cells, capsys):
 def test_without_partial_a_missing_record_fails_and_is_named(tmp_path, cells, capsys):
     study_dir = fixture.write_study(tmp_path, cells, {("ddp", "vgg16", 4): "missing"})
     assert run(study_dir) == 1
-    assert "ddp, vgg16, 4 GPUs, repeat 1" in capsys.readouterr().err
+    assert "ddp, vgg16, 4 workers, repeat 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -204,14 +204,14 @@ def test_time_to_a_score():
     assert collect.time_to_score_s(losses, 0.05, "lower") is None
 
 
-def study_of(lr: float) -> config.Study:
+def study_of(lr: float, dataset: str = "cifar10", **more) -> config.Study:
     block = {
-        "dataset": "cifar10", "strategies": ["single", "ddp"], "models": ["vgg16"],
+        "dataset": dataset, "strategies": ["single", "ddp"], "models": ["vgg16"],
         "gpus": [1, 2, 4], "epochs": 6, "global_batch": 64, "lr": lr, "time_limit_s": 9,
     }  # fmt: skip
     experiments = {"main": block}
     raw = {"study": "constructed", "studies": {"constructed": {"experiments": experiments}}}
-    return config.load_config(raw)[1]
+    return config.load_config(raw | more)[1]
 
 
 def test_a_record_trained_with_other_settings_is_refused_and_told(tmp_path):
@@ -227,6 +227,25 @@ def test_a_record_trained_with_other_settings_is_refused_and_told(tmp_path):
     rows = read(study_dir / "cells.csv")
     assert [r["status"] for r in rows] == ["ok", "ok", "ok", "error"]
     assert "was trained with lr 0.5 (config: 0.01); delete it" in rows[-1]["reason"]
+
+
+def test_a_record_of_other_data_of_the_same_name_is_refused_and_told(tmp_path):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), dataset="made")
+    made = {n: {"source": "synthetic", "train_samples": n, "size": 32} for n in (1024, 2048)}
+    trained, asked = (study_of(0.01, "made", datasets={"made": spec}) for spec in made.values())
+
+    def train(cell, record):
+        study = asked if cell.gpus == 4 else trained
+        return record | {"settings": json.loads(study.settings(cell).as_json())}
+
+    study_dir = fixture.write_study(tmp_path, cells, change=train)
+    config = trained.as_trained() | {"data_specs": trained.data_specs()}
+    assert run(study_dir, "--study", json.dumps(config)) == 1
+    rows = read(study_dir / "cells.csv")
+    assert [r["status"] for r in rows] == ["ok", "ok", "error"]
+    trained_with, _, wanted = rows[-1]["reason"].partition("(config: ")
+    assert "was trained with data_spec {" in trained_with
+    assert ("'train_samples': 2048" in trained_with, "'train_samples': 1024" in wanted) == (1, 1)
 
 
 def test_what_trains_nothing_is_no_part_of_how_cells_are_trained():
@@ -258,3 +277,12 @@ def test_time_to_the_target_of_an_experiment(tmp_path, cells):
     expected = next(e["train_time_s"] for e in epochs if e["score"] >= 0.7)
     assert float(row["time_to_target_s"]) == expected
     assert float(row["target_score"]) == 0.7
+
+
+@pytest.mark.parametrize(
+    ("kind", "servers", "counted"),
+    [("collective", None, 4), ("server", [{}, {}], 6), ("server", None, None)],
+)
+def test_servers_are_processes_beside_the_workers(kind, servers, counted):
+    record = {"cell": {"gpus": 4}, "strategy": {"kind": kind}, "server": {"servers": servers}}
+    assert derived.processes(record) == counted

@@ -304,6 +304,20 @@ def test_a_price_ranks_by_cost():
     assert decided(rows, price_per_gpu_hour=3.6, deadline_s=12).choice.gpus == 4
 
 
+@pytest.mark.parametrize(
+    ("leader", "given", "says"),
+    [
+        ("ps-async", {"price_per_gpu_hour": 3.6}, True),
+        ("ps-async", {}, False),
+        ("ddp", {"price_per_gpu_hour": 3.6}, False),
+    ],
+)
+def test_a_cost_without_the_servers_says_so(leader, given, says):
+    found = decided([cell(leader, 10.0, gpus=4), cell("zero1", 18.0, gpus=4)], **given)
+    assert found.choice.strategy == leader
+    assert ("leaves out the processes of its servers" in found.reason) is says
+
+
 def test_accuracy_may_be_traded_for_time():
     rows = [cell("ddp", 30.0), cell("ps-async", 10.0, score_final=0.87)]
     found = decided(rows)
@@ -435,9 +449,7 @@ def test_rules_from_theory():
     assert choice(gpu_memory_gib=2.9, memory_margin=0.0) == "ddp"
     assert choice(gpu_memory_gib=2.9, memory_margin=0.0, optimizer="adamw") == "fsdp"
     assert choice(gpu_memory_gib=3.0, memory_margin=0.0, optimizer="adamw") == "ddp"
-    assert choice(homogeneous=False, optimizer="adamw") is None  # ps-ormo refuses it
-    reasons = theory.choice_by_theory("resnet50", Constraints(homogeneous=False), "adamw")[1]
-    assert "(its rule weighs or corrects SGD's velocity, and AdamW has none)" in reasons[-1]
+    assert choice(homogeneous=False, optimizer="adamw") == "ps-preview"
     assert choice(gpu_memory_gib=80, homogeneous=False) == "ps-ormo"
     assert choice(gpu_memory_gib=80, gang_scheduled=False) == "ps-ormo"
     assert choice("unheard-of") == "ddp"
@@ -486,3 +498,19 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     assert set(matrix.loc[matrix["gpus"] == 4, "verdict"]) >= {"needs more GPUs"}
     told = json.loads((tmp_path / "answers.json").read_text())
     assert all(answer["headline"] in said for answer in told["answers"])
+
+
+def test_where_nothing_can_be_recommended_the_headline_says_why():
+    """It is all that a run's last lines show."""
+    rows = [*repeats("ddp", [9.0]), *repeats("fsdp", [8.0]), failed("ps-sync", "oom")]
+    doubts = [
+        finding("learns-nothing", strategy=name, model="vgg16", affects="all")
+        for name in ("ddp", "fsdp")
+    ]
+    found = decided(rows, doubts)
+    assert found.headline.startswith(
+        "No strategy can be recommended from these records: ddp, fsdp: unusable record "
+    )
+    assert (
+        "(the audit: learns-nothing (f)); ps-sync: does not fit (out of memory)." in found.headline
+    )

@@ -33,6 +33,8 @@ SINGLE, ASYNC, SYNC = (
 )
 ALONE, MODIFIED = ("main", "ps-async", 1, 0), ("main", "ps-async-modified", 2, 0)
 OOM, TIMEOUT = ("ends", "ddp", 1, 0), ("ends", "ddp", 2, 0)
+#: As telemetry/tenants.py notes one.
+STRANGER = {"gpu": 1, "pid": 4711, "bytes": int(79.5 * 2**30), "first_s": 30.2, "last_s": 95.1}
 DIVERGED, SERVED_DIVERGED = ("ends", "fsdp", 2, 0), ("ends", "ps-async", 2, 0)
 SERVER = "server.servers.0"
 
@@ -48,7 +50,9 @@ def without_worker(record: dict[str, Any]) -> None:
 
 
 def lost_to_the_server(record: dict[str, Any]) -> None:
-    record["server"]["servers"][0]["lost"] = [{"worker": 1, "step": 40, "reason": "killed"}]
+    record["server"]["servers"][0]["lost"] = [
+        {"worker": 1, "step": 40, "reason": "closed", "own_reason": "uncorrectable ECC error"}
+    ]
 
 
 def stale(record: dict[str, Any]) -> None:
@@ -499,13 +503,26 @@ FAULTS = [
     # Workers.
     Fault("a worker left no result", DDP, without_worker, "lost-workers", "ranks 1"),
     Fault("a server's worker left no result", ASYNC, without_worker, "lost-workers", "ranks 1"),
-    Fault("a worker was lost", ASYNC, lost_to_the_server, "lost-workers", "1 of 2"),
+    Fault(
+        "a worker was lost",
+        ASYNC,
+        lost_to_the_server,
+        "lost-workers",
+        "1 of 2 workers were lost to the servers: uncorrectable ECC error",
+    ),
     Fault(
         "a worker without samples",
         ASYNC,
         both(put("workers.1.samples", 0), put("workers.1.steps", 0)),
         "lost-workers",
         "rank 1",
+    ),
+    Fault(
+        "the software GPU",
+        DDP,
+        put("provenance.software_gpu", True),
+        "software-gpu",
+        "runs no kernel",
     ),
     Fault(
         "two ranks on one GPU",
@@ -896,6 +913,13 @@ FAULTS = [
     ),
     Fault("a smaller test set", DDP, put("data.test_samples", 5000), "mixed-data", "test_samples"),
     Fault("other data", FSDP, put("data.sha256", "0" * 64), "mixed-data", "sha256"),
+    Fault(
+        "other data of one name",
+        FSDP,
+        put("settings.data_spec", {"source": "synthetic", "train_samples": 128}),
+        "mixed-data",
+        "settings.data_spec.train_samples",
+    ),
     Fault("generated data", FSDP, put("data.synthetic", True), "mixed-data", "synthetic"),
     Fault("another learning rate", DDP, put("settings.lr", 0.1), "mixed-settings", "settings.lr"),
     Fault(
@@ -961,6 +985,7 @@ FAULTS = [
         FSDP,
         both(
             times("compute.forward_flops_per_sample", 2),
+            times("compute.training_flops_per_sample", 2),
             times("compute.achieved_flops_per_s", 2),
             times("compute.mfu", 2),
         ),
@@ -1031,6 +1056,31 @@ FAULTS = [
     Fault(
         "a shorter limit", TIMEOUT, put("time.time_limit_s", 600.0), "mixed-limits", "others 3000"
     ),
+    Fault(
+        "a stranger at the start",
+        DDP,
+        put("provenance.busy_at_start", {"0": {"other_gpu_processes": {"1": [4711]}}}),
+        "stranger-on-gpu",
+        "process 4711 on GPU 1 when the cell began",
+    ),
+    Fault(
+        "a stranger who came later",
+        ASYNC,
+        put("provenance.gpu_strangers", {"0": [STRANGER]}),
+        "stranger-on-gpu",
+        "process 4711 on GPU 1 with up to 79.5 GiB, seen from 30 to 95 s",
+    ),
+    Fault(
+        "out of memory beside a stranger",
+        OOM,
+        both(
+            put("workers", []),  # as of a worker that could tell nothing
+            put("provenance.gpus", {"rank0": {"node": 0, "index": 1, "uuid": "GPU-1"}}),
+            put("provenance.busy_at_start", {"0": {"other_gpu_processes": {"1": [4711]}}}),
+        ),
+        "memory-held-by-others",
+        "process 4711 on GPU 1",
+    ),
     Fault("two cells on one GPU", FSDP, beside(DDP), "shared-devices", "together with ddp on 2"),
     Fault(
         "never stale without waiting", ASYNC, aged(lambda n: [n]), "contradictory-server", "no push"
@@ -1091,6 +1141,7 @@ FAULTS = [
         DDP,
         both(
             times("compute.forward_flops_per_sample", 300),
+            times("compute.training_flops_per_sample", 300),
             times("compute.achieved_flops_per_s", 300),
         ),
         "contradictory-efficiency",
@@ -1147,6 +1198,20 @@ def test_sound_records_of_every_end_trip_no_rule_that_is_not_about_cpus(device):
     assert rules == ({"workers-are-processes"} if device == "cpu" else set())
     ends = {record["status"] for record in sound(device).values()}
     assert ends == {"ok", *ENDS.values()}
+
+
+def test_strangers_on_gpus_of_other_cells_are_none():
+    """A cell on GPUs 0 and 1 beside another one on 2 and 3, which its check of the node saw."""
+    records = dict(sound("cuda"))
+    for place in (DDP, OOM):
+        records[place] = copy.deepcopy(records[place])
+        records[place]["provenance"] |= {
+            "busy_at_start": {"0": {"other_gpu_processes": {"2": [4711], "3": [4712]}}},
+            "gpus": {f"rank{i}": {"node": 0, "index": i, "uuid": f"GPU-{i}"} for i in (0, 1)},
+            "gpu_strangers": {},
+        }
+    evidence = planted.study(records, "cuda")
+    assert {rule.id for rule in RULES if any(rule.check(evidence))} == set()
 
 
 def test_sound_records_of_adamw_and_older_records_trip_no_rule():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,54 @@ def test_the_training_loops_overhead_can_be_measured(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "overhead-1-process.md").read_text()
     assert page.count("| ours | ") == page.count("## ") == 3
+
+
+#: One condition of a few steps; with an argument, what must not be trained again.
+FEW = f"""
+import sys
+from dataclasses import replace
+sys.path.insert(0, {str(FOLDER)!r})
+import staleness_adamw as benchmark
+kept = sys.argv.pop() == "kept"
+few = replace(benchmark.digits(), steps=4, seeds=2)
+benchmark.recipes = lambda root: {{"digits": lambda: few}}
+benchmark.CONDITIONS = [benchmark.Condition("digits", 2, 3.0)]
+if kept:
+    benchmark.train = None
+benchmark.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_servers_that_take_adamw_are_compared_and_a_stopped_run_goes_on(tmp_path):
+    (tmp_path / "few.py").write_text(FEW)
+    pages = []
+    for what in ("new", "kept"):
+        command = [sys.executable, "few.py", "--out", ".", what]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=140)
+        assert done.returncode == 0, done.stdout + done.stderr
+        pages.append((tmp_path / "staleness-adamw.md").read_text())
+    assert pages[0] == pages[1]
+    [row] = [line for line in pages[0].splitlines() if line.startswith("| 2 | 3x |")]
+    assert row.count("±") == 4 * 3  # policies x learning rates
+    lines = (tmp_path / "staleness-adamw.csv").read_text().splitlines()
+    assert len(lines) == 1 + (1 + 4) * 3 * 2
+    # Two seeds of a few steps: at the same learning rate and seed all begin with the same weights.
+    assert len({line.split(",")[6] for line in lines[1:]}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_policies_side_by_side_train_as_each_does_alone():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import staleness_adamw as benchmark
+    finally:
+        sys.path.pop(0)
+    few = replace(benchmark.digits(), steps=3, seeds=2, rates=(0.01,))
+    condition = benchmark.Condition("digits", 4, 3.0)
+    together = list(benchmark.train("", condition, few, few.variants))
+    for variant in few.variants:
+        alone = list(benchmark.train("", condition, few, [variant]))
+        assert alone == [r for r in together if (r["strategy"], r["options"]) == variant]

@@ -292,13 +292,13 @@ def test_a_killed_worker_fails_the_block_and_its_evidence_stays(start_block):
 
 @pytest.mark.slow
 def test_a_segment_that_reaches_its_limit_is_a_result(start_block):
-    block = start_block(plan_of("ddp", steps=100_000), limit_s=4)
+    block = start_block(plan_of("ddp", steps=100_000), limit_s=20)  # with a step before it
     output = block.finish()
     assert block.process.returncode == 0, output
     (segment,) = block.result["segments"]  # the only strategy is out
     assert (segment["status"], segment["mean_step_s"]) == ("timeout", None)
     (found,) = block.records()
-    assert found["reason"] == "the cell's limit of 4 s was reached"
+    assert found["reason"] == "the cell's limit of 20 s was reached"
     assert (found["block"]["pass"], "steps" in found) == ("burn-in", False)
 
 

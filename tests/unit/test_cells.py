@@ -42,8 +42,8 @@ def test_paths_have_the_coordinates_and_differ():
 
 
 def test_a_cell_names_itself():
-    assert str(Cell("s", "e", "ddp", "m", "digits", 1, 0)) == "s/e: ddp, m, 1 GPU, repeat 0"
-    assert "4 GPUs" in str(Cell("s", "e", "ddp", "m", "digits", 4, 0))
+    assert str(Cell("s", "e", "ddp", "m", "digits", 1, 0)) == "s/e: ddp, m, 1 worker, repeat 0"
+    assert "4 workers" in str(Cell("s", "e", "ddp", "m", "digits", 4, 0))
 
 
 def test_a_cell_survives_json():

@@ -102,6 +102,24 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         return own.told(e), float("nan")
 
 
+def groups_agree(rank: int, sign: int) -> str | None:
+    """What FSDP says after two steps with `Orders`, the second on data of `sign`; None: nothing."""
+    torch.manual_seed(0)
+    model = odd_networks.Orders(CLASSES)
+    groups = sharding.groups_by_class(model, ["Block"], "Orders")
+    s = settings("fsdp", options=option_defaults("fsdp"), own_model={"call": "x"}, model="orders")
+    strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**s.options))
+    strategy.setup(model, Worker(s, rank, 2, 2, torch.device("cpu"), RunFolder(Path()), groups))
+    x = torch.rand(4, *SHAPE, generator=torch.Generator().manual_seed(1))
+    for factor in (1, sign):
+        strategy.step(x * factor, torch.arange(4) % CLASSES)
+    try:
+        strategy.check_alike()
+    except own.Refused as e:
+        return str(e)
+    return None
+
+
 def work(rank: int, folder: str) -> None:
     """One of two workers, which try all networks in all ways; rank 0 writes what came of it."""
     torch.set_num_threads(1)
@@ -111,6 +129,7 @@ def work(rank: int, folder: str) -> None:
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     found = {f"{name} {way}": train(name, way, rank, 2) for name in REFUSED for way in WAYS}
+    found["agreement"] = [groups_agree(rank, sign) for sign in (1, 1 - 2 * rank)]
     if rank == 0:
         found |= {f"{name} alone": train(name, None, 0, 1) for name in REFUSED}
         (Path(folder) / "found.json").write_text(json.dumps(found))
@@ -210,6 +229,36 @@ def test_what_is_skipped_by_chance_is_refused_where_workers_would_wait_for_one_a
         assert "not every forward calls blocks.0, blocks.1" in said[way]
 
 
+def test_what_chooses_its_groups_by_its_data_is_refused_where_they_are_gathered():
+    """In reality it trains something else, or hangs. DDP refuses what got no gradient."""
+    said = found_of("Chooses", ["Block"])
+    assert said["ps-sync"] is None
+    assert said["zero1"] is None
+    for way in ("fsdp", "kept"):
+        assert "reads values of tensors and did not call blocks." in said[way]
+    assert "got no gradient in a step" in said["ddp"]
+    assert found_of("Chooses", ["Block"], strategies=["fsdp"], gpus=[1])["fsdp"] is None
+
+
+def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
+    """Their collectives are of equal size, so that nothing fails."""
+    alike, different = outcomes["agreement"]
+    assert alike is None
+    assert "in step 2 the workers called different shard groups, or in another order" in different
+
+
+def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
+    )
+    config, study = study_of({"Unused": ["Block"]}, strategies=["local-sgd", "fsdp", "ps-sync"])
+    text = check_text(check.check_study(config | {"results": str(tmp_path)}, study))
+    assert (
+        "without a gradient in some steps, spare.weight, spare.bias: left as it is (local-sgd, fsdp); "
+        "updated by zeros, so that momentum and decay go on (ps-sync)" in text
+    ), text
+
+
 def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
     monkeypatch.setattr(
         check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
@@ -230,6 +279,105 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
         "2 of 16 cells would be refused:\n  e, ddp, Unused, 1, 2 workers (2 cells): model 'Unused' (odd_",
     ):
         assert line in text, text
+
+
+TASKS = """
+from torch.nn import functional as F
+
+class Good:
+    score_name, unit, better, counts, tolerance = "top-1", "share", "higher", "images", 1.0
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets)
+    def score(self, outputs, targets):
+        return (outputs.argmax(-1) == targets).double()
+
+class Nameless(Good):
+    score_name = None
+
+class OneScore(Good):
+    def score(self, outputs, targets):
+        return super().score(outputs, targets).mean()
+
+class Losses(Good):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none")
+"""
+#: A task that none can train by, and what the check and a cell say of it.
+BAD_TASKS = {
+    "Nameless": "its score_name is None; it must be a short text, the score's name",
+    "OneScore": "score of outputs [2, 10] in float32 and targets [2] returned a tensor []; return the score "
+    "of each answer, [2] or [2, ...]",
+    "Losses": "loss of outputs [2, 10] in float32 and targets [2] returned a tensor [2]; return the mean, a "
+    "scalar that has a gradient",
+}
+
+
+def check_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch, **blocks: dict) -> check.Checked:
+    """The check of a study with an experiment for each of `blocks`, all of the network Plain."""
+    name = f"my_tasks_{abs(hash(folder))}"
+    (folder / f"{name}.py").write_text(TASKS)
+    code = [str(Path(odd_networks.__file__).parent), str(folder)]
+    monkeypatch.setenv(own.CODE_VARIABLE, os.pathsep.join(code))
+    monkeypatch.setattr(sys, "path", [*code, *sys.path])
+    monkeypatch.setattr(
+        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
+    )
+    base = {
+        "dataset": "digits", "models": ["Plain"], "strategies": ["ddp"], "gpus": [2], "epochs": 1,
+        "global_batch": 16, "lr": 0.02, "device": "cpu",
+    }  # fmt: skip
+    for block in blocks.values():
+        if "task" in block:
+            block["task"] = f"{name}:{block['task']}"
+    config, study = load_config(
+        {
+            "study": "s",
+            "results": str(folder / "results"),
+            "code": code,
+            "models": {"Plain": {"call": "odd_networks.Plain"}},
+            "studies": {"s": {"experiments": {x: base | block for x, block in blocks.items()}}},
+        }
+    )
+    return check.check_study(config, study)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("bad", BAD_TASKS)
+def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypatch, bad, first):
+    blocks = {"x": {}, "y": {"task": bad}, "z": {"task": "Good"}}
+    blocks = dict(sorted(blocks.items(), reverse=first))
+    checked = check_tasks(tmp_path, monkeypatch, **blocks)
+    [(cell, why)] = checked.refused.items()
+    assert cell.experiment == "y"
+    assert why.startswith("task 'my_tasks_")
+    assert why.endswith(BAD_TASKS[bad])
+    text = check_text(checked)
+    assert text.count("ddp: works with 2 workers\n") == 2
+    assert f"Plain on digits, task '{blocks['y']['task']}'\n   cannot be trained: task '" in text
+
+
+@pytest.mark.parametrize("bad", ["OneScore", "Losses"])
+def test_a_cell_and_the_check_say_the_same_of_a_task(start_cell, shared_server, tmp_path, bad):
+    name = f"my_tasks_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(TASKS)
+    call = f"{name}:{bad}"
+    s = settings(own_task={"call": call} | own.fingerprint(call, [tmp_path]))
+    launched = start_cell(s, env=os.environ | {own.CODE_VARIABLE: str(tmp_path)})
+    assert launched.finish()[0] == 1
+    failure = json.loads((launched.logs / "failure.json").read_text())
+    # The tests' data have three classes.
+    assert BAD_TASKS[bad].replace("[2, 10]", "[2, 3]") in failure["reason"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_one_experiment_asks_of_a_network_refuses_no_other(tmp_path, monkeypatch, first):
+    """Activation checkpointing of a network without blocks; the lines name the experiment."""
+    blocks = {"x": {}, "y": {"activation_checkpointing": True}}
+    checked = check_tasks(tmp_path, monkeypatch, **dict(sorted(blocks.items(), reverse=first)))
+    [(cell, why)] = checked.refused.items()
+    assert (cell.experiment, "activation_checkpointing" in why) == ("y", True), why
+    text = check_text(checked)
+    assert "   ddp: works with 2 workers in x\n   ddp: refused with 2 workers in y: " in text
 
 
 def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monkeypatch):
@@ -279,11 +427,25 @@ def shared_server() -> Iterator[None]:
     ("name", "strategy", "batch", "sentence"),
     [
         ("Unused", "ddp", 8, "ddp cannot train it: spare.weight, spare.bias got no gradient"),
-        ("Dice", "ddp", 8, "got no gradient in a step, and DDP waits for one"),
+        (
+            "Dice",
+            "ddp",
+            8,
+            "not every forward calls blocks.0, blocks.1: each worker throws its own dice",
+        ),
+        (
+            "Dice",
+            "fsdp",
+            8,
+            "not every forward calls blocks.0, blocks.1: each worker throws its own dice",
+        ),
+        ("Chooses", "fsdp", 8, "forward reads values of tensors and did not call blocks."),
+        ("Orders", "fsdp", 8, "the workers called different shard groups, or in another order"),
         ("Parts", "fsdp", 8, "fsdp cannot train it: forward reads blocks.0.inner.weight"),
         ("Normalises", "ddp", 1, "a worker's batch is one sample; use a larger batch"),
         ("Unused", "ps-sync", 8, None),
         ("Sparse", "ps-sync", 8, None),
+        ("Dice", "ps-sync", 8, None),
     ],
 )
 def test_a_job_ends_with_the_checks_sentence(
@@ -303,11 +465,12 @@ def test_a_job_ends_with_the_checks_sentence(
     )
     launched = start_cell(s, data_dir=tiny_data, env=os.environ.copy())
     exit_code, output = launched.finish()
+    assert exit_code == 0, output
+    made = launched.read_record()
     if sentence is None:
-        assert exit_code == 0, output
-        assert launched.read_record()["status"] == "ok"
+        assert made["status"] == "ok"
+        assert made["strategy"]["traits"]["equals_ddp"] == (name != "Dice")
     else:
-        assert exit_code == 1
-        failure = json.loads((launched.logs / "failure.json").read_text())
-        assert sentence in failure["reason"]
-        assert "Traceback" not in failure["reason"]
+        assert made["status"] == "refused"
+        assert sentence in made["reason"]
+        assert "Traceback" not in made["reason"]

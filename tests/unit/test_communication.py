@@ -54,6 +54,8 @@ def set_up(
     precision: str = "fp32",
     clip_norm=None,
     accumulate=1,
+    frozen=(),
+    depth=0,
     **options,
 ) -> Collective:
     name = NAMES[cls]
@@ -67,7 +69,11 @@ def set_up(
         accumulate=accumulate,
     )
     model = network()
+    model = model[:5].extend([nn.Linear(13, 13) for _ in range(depth)]).extend(model[5:])
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(tuple(frozen)))
     groups = [("convolution", [model[0]]), ("linear", [model[4]])]
+    groups += [(f"linear {i}", [model[i]]) for i in range(5, 5 + depth)]
     strategy = cls(cls.Options(**given))
     strategy.setup(
         model, Worker(s, 0, world, world, torch.device("cpu"), RunFolder(Path()), groups)
@@ -126,6 +132,28 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
             for modules in (network(), [network()[i] for i in (0, 4)])
         )
         assert said["sent_bytes_per_step"] > 2 * every + again * (reshard == "always")  # padding
+
+
+@pytest.mark.parametrize("group", [3], indirect=True)
+@pytest.mark.parametrize("reshard", ["always", "never"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("frozen", "depth"),
+    [
+        *((("0.",), 0), (("0.", "1."), 0), (("0.bias", "4.weight"), 0), (("4.",), 0)),
+        *((("4.", "5."), 0), (("5.",), 0), (("0.", "1.", "4.", "5.", "6."), 3)),
+        (("0.", "1.", "4.", "5.", "6.", "7."), 3),
+    ],
+)
+def test_fsdp_gathers_what_is_frozen_and_reduces_only_the_rest(
+    group, reshard, parts, frozen, depth
+):
+    strategy = set_up(FSDP, group, "fp32", 1.0, parts, frozen, depth, reshard_after_forward=reshard)
+    strategy.step(*batch())
+    with Collectives(group) as seen:
+        strategy.step(*batch())
+    sent = strategy.communication()["sent_bytes_per_step"]
+    assert sent == pytest.approx(seen.sent_bytes, abs=1e-6)
 
 
 @pytest.mark.parametrize("group", [4], indirect=True)

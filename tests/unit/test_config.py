@@ -17,6 +17,7 @@ import yaml
 from stratbench.cell.settings import LATER, Settings
 from stratbench.study import config, schema, validation, yaml_traps
 from stratbench.study.messages import ConfigError
+from stratbench.workload.datasets import SPECS
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = "studies.demo.experiments.first"
@@ -129,6 +130,14 @@ def refusal(config_: Any) -> str:
         ({"weight_decay": math.inf}, ["weight_decay = inf: must be a finite number"]),
         # one key against another
         ({"optimizer": "adam"}, ["optimizer = 'adam'", "adamw"]),
+        (
+            {"strategies": ["ddp", "ps-preview"]},
+            [
+                "optimizer = 'sgd': it looks ahead by AdamW's step",
+                "(ps-ormo takes it)",
+                "remove ps-preview from strategies",
+            ],
+        ),
         ({"optimizer": "adamw", "momentum": 0.9}, ["momentum = 0.9: AdamW has betas", "remove"]),
         ({"optimizer": "adamw", "nesterov": True}, ["nesterov = true: AdamW has betas"]),
         ({"betas": [0.9, 0.99]}, ["betas = [0.9, 0.99]: only AdamW", "optimizer: adamw"]),
@@ -137,7 +146,11 @@ def refusal(config_: Any) -> str:
         ({"optimizer": "adamw", "betas": [0.9, 1.0]}, ["betas", "less than 1"]),
         (
             {"optimizer": "adamw", "strategies": ["ddp", "ps-dana"]},
-            ["optimizer = 'adamw': its rule", "remove ps-dana from strategies"],
+            [
+                "optimizer = 'adamw': its rule",
+                "(ps-preview takes it)",
+                "remove ps-dana from strategies",
+            ],
         ),
         ({"schedule": "step"}, ["schedule = 'step'", "cosine"]),
         ({"final_lr": 0.001}, ["final_lr = 0.001: a constant schedule", "remove"]),
@@ -562,7 +575,7 @@ def test_a_later_setting_at_its_default_is_no_parameter():
         models=["resnet-compact"],
     )
     for s, stated in ((study(), False), (other, True)):
-        for key in LATER.keys() - {"own_model", "own_data", "own_task", "steps"}:
+        for key in LATER.keys() - {"own_model", "data_spec", "own_task", "steps"}:
             text = s.settings(s.cells[0]).as_parameter(key)
             assert isinstance(text, str) == stated, key
     for given in ({"task": "my_tasks:MyTask"}, {"steps": 7, "epochs": None}):
@@ -650,3 +663,28 @@ def test_constraints_from_the_command_line_are_numbers_again():
     decide = validation.validate(raw)["decide"]
     assert (decide["gpus"], decide["homogeneous"], decide["deadline_s"]) == (2, False, None)
     assert (decide["model"], decide["score_tolerance"]) == ("vgg16", {})
+
+
+def test_settings_say_what_decides_the_samples_and_nothing_else(tmp_path):
+    """Other data of the same name are other settings; where files lie and what is only said are none."""
+
+    def spec_of(dataset: str, **keys: Any) -> dict[str, Any] | None:
+        model = "vgg-compact" if dataset in ("mnist", "made", "synthetic") else "gpt-compact"
+        _, study = config.load_config(raw(dataset=dataset, models=[model]) | keys)
+        [spec] = {json.dumps(study.settings(cell).data_spec) for cell in study.cells}
+        assert study.data_specs() == ({} if spec == "null" else {dataset: json.loads(spec)})
+        return json.loads(spec)
+
+    made = {"source": "synthetic", "train_samples": 256, "seed": 0}
+    full = spec_of("made", datasets={"made": made})
+    assert full == SPECS["synthetic"] | made
+    assert spec_of("made", datasets={"made": full}) == full
+    assert spec_of("made", datasets={"made": made | {"seed": 1}}) == full | {"seed": 1}
+    assert spec_of("synthetic") == {"source": "synthetic"} | SPECS["synthetic"]
+    # The bytes of a file are known by their MD5, wherever it lies.
+    for root in (None, str(tmp_path)):
+        assert spec_of("mnist", data={"root": root}) is None
+        assert spec_of("tinyshakespeare", data={"root": root}) == {
+            "source": "tinyshakespeare",
+            "sequence": 64,
+        }

@@ -338,13 +338,37 @@ def run_prepare(out: Path, *program: str) -> subprocess.Popen:
 def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, how: int) -> None:
     out = tmp_path / "out"
     process = run_prepare(out, "-c", STAYS)
-    until(lambda: list(tmp_path.glob(".out.*.partial/built/meta.json")))
+    until(lambda: list(tmp_path.glob(".out.*.partial/built/meta*.json")))
     process.send_signal(how)
     assert process.wait() != 0
     assert not out.exists()
     if how == signal.SIGTERM:
         assert not list(tmp_path.iterdir())
     assert prepare("mine", out, spec=SPEC)["train_samples"] == 300
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.timeout(120)
+def test_what_killed_preparations_have_left_goes_and_what_others_still_build_stays(
+    tmp_path: Path,
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "out2"
+    living, killed = run_prepare(out, "-c", STAYS), run_prepare(out, "-c", STAYS)
+    until(lambda: len(list(tmp_path.glob(".out.*.partial/built/meta*.json"))) == 2)
+    killed.kill()
+    killed.wait()
+    try:
+        prepare("other", other, spec=SPEC)
+        assert len(list(tmp_path.glob(".out.*.partial"))) == 2  # of another data set
+        prepare("mine", out, spec=SPEC)
+        [left] = tmp_path.glob(".out.*.partial")
+        assert list(left.glob("built/meta*.json"))
+        assert living.poll() is None
+    finally:
+        living.kill()
+        living.wait()
+    prepare("mine", out, spec=SPEC | {"seed": 1})
+    assert {*tmp_path.iterdir()} == {out, other}
 
 
 @pytest.mark.slow
@@ -393,7 +417,7 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
 def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str) -> None:
     out = tmp_path / "out"
     meta = prepare("mine", out, spec=SPEC)
-    array = out / ("meta.json" if odd == "no JSON" else "train_inputs.npy")
+    array = out / (prepared.meta_name(meta["spec"]) if odd == "no JSON" else "train_inputs.npy")
     array.unlink()
     if odd == "fifo":
         os.mkfifo(array)

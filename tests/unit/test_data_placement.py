@@ -156,7 +156,8 @@ def test_servers_train_the_same_bit_for_bit(folders, start_cell, warm):
     records = []
     for where in ("device", "host"):
         s = settings("ps-sync", augment=True, placement=where, model="vgg-compact", epochs=2,
-                     global_batch=128, per_worker_batch=64, dataset="digits")  # fmt: skip
+                     global_batch=128, per_worker_batch=64, dataset="digits",
+                     data_spec=None)  # fmt: skip
         cell = start_cell(s, data_dir=folders["images"], env=warm)
         code, output = cell.finish()
         assert code == 0, output

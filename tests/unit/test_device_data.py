@@ -30,8 +30,9 @@ def coloured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as if of CIFAR-10: three channels, cropped with 4 pixels of padding, flipped."""
     folder = tmp_path_factory.mktemp("data") / "coloured"
     prepare("mine", folder, spec=SPEC)
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps(meta | {"crop_padding": 4, "flip": True}))
+    [path] = folder.glob("meta*.json")
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps(meta | {"crop_padding": 4, "flip": True}))
     return folder
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fake_nvml import UUIDS, FakeNvml
+from fake_nvml import INSTANCES, UUIDS, FakeNvml
 
 from launching import settings
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.run_folder import RunFolder
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.study.resources import job_request
 from stratbench.telemetry import nvml
-from stratbench.train import devices
+from stratbench.train import agent, devices
+from stratbench.train.launch import hold_devices
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -87,21 +95,110 @@ def test_names_with_a_slash():
         assert mine == ["MIG-GPU-1/2/0"]
 
 
-def test_a_number_is_locked_by_the_gpu_it_stands_for(monkeypatch):
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that gives this machine GPUs, and CUDA_VISIBLE_DEVICES a value (None: unset)."""
     real = nvml.Nvml
-    monkeypatch.setattr(nvml, "Nvml", lambda: real(FakeNvml(gpus=2)))
-    assert devices.lock_names(["0", "1", UUIDS[0], "7"]) == {
-        "0": UUIDS[0], "1": UUIDS[1], UUIDS[0]: UUIDS[0], "7": "7"
+
+    def give(variable: str | None = None, gpus: int = 2, **faults) -> None:
+        monkeypatch.setattr(nvml, "Nvml", lambda: real(FakeNvml(gpus=gpus, **faults)))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+
+    return give
+
+
+NO_NVML = {"failures": {"nvmlInit": OSError("driver/library version mismatch")}}
+
+
+def test_whatever_a_gpu_is_called_its_lock_is_one(machine):
+    machine()
+    assert devices.lock_names(["0", "1", UUIDS[0], "GPU-666", "7"]) == {
+        "0": UUIDS[0], "1": UUIDS[1], UUIDS[0]: UUIDS[0], "GPU-666": UUIDS[1], "7": "7"
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("", []), ("-1", []), ("0", ["0"]), ("0, 2", ["0", "2"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])],
+    [
+        (None, ["0", "1"]),
+        ("", []),
+        ("-1", []),
+        ("0", ["0"]),
+        ("1, 0", ["1", "0"]),
+        ("1,", ["1"]),
+        ("0,-1,1", ["0"]),
+        ("0,,1", ["0"]),
+        ("NoDevFiles", []),
+        ("1,9,0", ["1"]),
+        ("1,gpu,0", ["1"]),
+        (f"{UUIDS[1]},{UUIDS[0]}", [UUIDS[1], UUIDS[0]]),
+        (f"GPU-666,{UUIDS[0]}", ["GPU-666", UUIDS[0]]),
+        ("GPU-1,GPU-2,GPU-6", ["GPU-1"]),
+        ("MIG-GPU-1/2/0", ["MIG-GPU-1/2/0"]),
+        (f"{INSTANCES[1]},MIG-aaaaaaaa", []),
+    ],
 )
-def test_visible_gpus(monkeypatch, given, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+def test_visible_gpus_are_those_that_cuda_shows(machine, given, expected):
+    machine(given)
     assert devices.visible_gpus() == expected
+
+
+def test_instances_are_visible_by_their_names(machine):
+    machine(f"{INSTANCES[1]},MIG-aaaaaaaa", mig=True)
+    assert devices.visible_gpus() == [INSTANCES[1], "MIG-aaaaaaaa"]
+
+
+def test_names_are_believed_where_nvml_cannot_be_asked(machine):
+    machine("3,GPU-1,cuda", **NO_NVML)
+    assert devices.visible_gpus() == ["3", "GPU-1"]
+
+
+@pytest.mark.parametrize("given", ["1,1", "0,1,01", f"1,{UUIDS[1]}", "GPU-6,GPU-666"])
+def test_a_gpu_that_is_named_twice_is_an_error_and_not_waited_for(machine, given):
+    machine(given)
+    with pytest.raises(devices.DeviceError, match=r"names one GPU twice \(.*name each GPU once"):
+        devices.visible_gpus()
+    machine("1,1", **NO_NVML)
+    with pytest.raises(devices.DeviceError, match="twice"):
+        devices.visible_gpus()
+
+
+def test_a_name_that_is_no_gpu_is_told(machine):
+    machine("0,9,1")
+    with (
+        pytest.raises(
+            devices.DeviceError, match=r"1 are visible \(0; '9' in CUDA_VISIBLE_DEVICES ="
+        ),
+        devices.reserve(devices.visible_gpus(), 2),
+    ):
+        pass
+    machine("GPU-7")  # a GPU is asked for: it is not trained on the CPU instead
+    for device in ("auto", "cuda"):
+        with pytest.raises(devices.DeviceError, match="'GPU-7' in CUDA_VISIBLE_DEVICES"):
+            devices.wants_cuda(device, devices.visible_gpus())
+    machine("NoDevFiles")  # as SLURM says that a job has none
+    assert not devices.wants_cuda("auto", devices.visible_gpus())
+    with pytest.raises(devices.DeviceError, match="'NoDevFiles' in CUDA_VISIBLE_DEVICES"):
+        devices.wants_cuda("cuda", devices.visible_gpus())
+    for given in (None, "1", "0,-1,5", ""):
+        machine(given)
+        assert devices.unknown_gpu() is None
+
+
+def test_cells_on_cpus_read_no_names_of_gpus(machine):
+    machine("1,1")
+    with hold_devices(settings(device="cpu"), 1) as cuda:
+        assert not cuda
+
+
+def test_the_log_says_which_name_hides_others(machine, capsys):
+    machine("1,9,0")
+    with hold_devices(settings(device="cuda", gpus=1), 1) as cuda:
+        assert cuda
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "'9' in CUDA_VISIBLE_DEVICES = '1,9,0' is no GPU" in capsys.readouterr().out
 
 
 def test_device_setting():
@@ -111,6 +208,26 @@ def test_device_setting():
     assert not devices.wants_cuda("auto", [])
     with pytest.raises(devices.DeviceError, match="no GPU is visible"):
         devices.wants_cuda("cuda", [])
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_the_reason_of_nvml_is_told_in_the_same_words(tmp_path, monkeypatch, machine, device):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    machine(**NO_NVML)
+    with pytest.raises(
+        devices.DeviceError,
+        match=r"nvidia0 is there and NVML does not answer .*version mismatch.*; see",
+    ):
+        devices.wants_cuda(device, devices.visible_gpus())
+
+
+def test_the_reason_of_nvml_is_told_without_a_device_file(monkeypatch, tmp_path, machine):
+    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    machine(**NO_NVML)
+    with pytest.raises(devices.DeviceError, match=r"NVML does not answer .*version mismatch"):
+        devices.wants_cuda("cuda", devices.visible_gpus())
+    assert not devices.wants_cuda("auto", devices.visible_gpus())
 
 
 @pytest.mark.parametrize(
@@ -148,9 +265,85 @@ def test_children_see_only_the_given_gpus(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
+@pytest.mark.parametrize(
+    ("variable", "ranks", "cuda", "expected"),
+    [
+        (f"1,{UUIDS[0]}", [0, 1], True, ["1", UUIDS[0]]),
+        ("1,0", [0], True, ["1"]),  # a segment of fewer workers than its block has GPUs
+        ("1,0", [0, 1], False, []),
+    ],
+)
+def test_the_sampler_is_told_the_gpus_of_the_cells_own_workers(
+    monkeypatch, tmp_path, machine, variable, ranks, cuda, expected
+):
+    told = []
+
+    def sampler(*args, gpus, strangers):
+        told.append(gpus)
+        raise InterruptedError
+
+    machine(variable)
+    monkeypatch.setattr(agent, "Sampler", sampler)
+    monkeypatch.setattr(agent, "fork_server", lambda may_share: nullcontext("socket"))
+    monkeypatch.setattr(agent, "Process", lambda _, name, *args: SimpleNamespace(name=name))
+    monkeypatch.setattr(agent, "servers_of", lambda job, node: [])
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "1")  # what is set for the workers is taken back
+    job = SimpleNamespace(
+        threads=1, n_nodes=1, use_cuda=cuda, in_block=False, origin_s=0.0, folder=RunFolder(tmp_path),
+        to_json=lambda: "{}", ranks_of=lambda node: ranks,
+    )  # fmt: skip
+    with pytest.raises(InterruptedError):
+        agent.run_node(job, 0)
+    assert told == [expected]
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        agent.on_signals(agent.raise_stopped)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def test_threads_are_shared_out():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shared = settings(threads=None)
-    assert devices.threads_of(shared, 1) == cores
-    assert devices.threads_of(shared, 10 * cores) == 1
-    assert devices.threads_of(settings(threads=3), 10 * cores) == 3
+    assert devices.threads_of(shared, 1, 1, 0) == cores
+    assert devices.threads_of(shared, 10 * cores, 1, 0) == 1
+    assert devices.threads_of(settings(threads=3), 10 * cores, 1, 0) == 3
+
+
+@pytest.mark.parametrize("request_gpus", [True, False])
+@pytest.mark.parametrize("in_job", [True, False])
+def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gpus, in_job):
+    """Whatever is asked for in addition for servers, in a job of one's own and on a whole machine."""
+    cluster = {
+        "gpus_per_node": 4, "cpus_per_gpu": 8, "server_cpus": 4, "mem_mib_per_gpu": 1,
+        "server_mem_mib": 1, "mem_mib_per_cpu_worker": 1, "memory_margin": 0.0,
+        "startup_allowance_s": 60, "request_gpus": request_gpus,
+    }  # fmt: skip
+    if in_job:
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+    else:
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    asked, threads = set(), set()
+    for name in REGISTRY:
+        cls = strategy_class(name)
+        if cls.max_workers == 1:
+            continue
+        for given in ({}, {"placement": "colocated"}) if cls.kind == "server" else ({},):
+            options = cls.resolve(option_defaults(name) | given, 4)
+            s = settings(name, threads=None, gpus=4, options=options, device="auto")
+            cell = Cell("s", "e", name, "m", "d", 4, 0)
+            request = job_request(cell, s, cluster, None)
+            cores = request.cpus if in_job else 64
+            monkeypatch.setattr(devices, "usable_cores", lambda cores=cores: set(range(cores)))
+            asked.add(request.cpus)
+            threads.add(devices.threads_of(s, 4, request.cpus, request.server_cpus))
+    assert len(asked) > 1
+    assert threads == {(8 if request_gpus else 1) if in_job else 16}

@@ -17,6 +17,7 @@ from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 from stratbench.train import assemble, efficiency
 from stratbench.train.job import Job
 
+FLOPS = {"forward_flops_per_sample": 10**9, "training_flops_per_sample": 3 * 10**9}
 RUN = {"samples_seen": 1000, "samples_applied": 1000, "train_time_s": 2.0}
 
 
@@ -24,7 +25,7 @@ def job(folder: Path, workers: int = 2, **changes: Any) -> Job:
     s = settings(gpus=workers, **changes)
     return Job(
         cell=Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0), settings=s,
-        data_dir=folder, data_shape=(1, 16, 16), train_samples=64, folder=RunFolder(folder),
+        data_dir=folder, data={"shape": [1, 16, 16], "train_samples": 64}, folder=RunFolder(folder),
         n_nodes=1, workers_per_node=workers, use_cuda=False, threads=1,
         origin_unix_s=0.0, origin_s=0.0, time_limit_s=None,
     )  # fmt: skip
@@ -42,10 +43,10 @@ def worker(rank: int, gpu: str | None = "NVIDIA A100-SXM4-80GB", **more: Any) ->
 
 @pytest.mark.parametrize(("precision", "peak"), [("fp16", 312e12), ("fp32", 19.5e12)])
 def test_share_of_the_peak(tmp_path, precision, peak):
-    workers = [worker(0, forward_flops_per_sample=10**9), worker(1)]
+    workers = [worker(0, **FLOPS), worker(1)]
     found = efficiency.compute_figures(job(tmp_path, precision=precision), workers, RUN)
     assert found == {
-        "forward_flops_per_sample": 10**9,
+        **FLOPS,
         "achieved_flops_per_s": 3 * 10**9 * 500,
         "peak_flops_per_s": 2 * peak,
         "mfu": pytest.approx(1.5e12 / (2 * peak)),
@@ -63,15 +64,14 @@ def test_share_of_the_peak(tmp_path, precision, peak):
 )
 def test_no_share_of_an_unknown_peak(tmp_path, second, precision):
     """An unlisted GPU, a CPU, a precision without a figure, a worker that was lost."""
-    workers = [w for w in (worker(0, forward_flops_per_sample=10**9), second) if w]
+    workers = [w for w in (worker(0, **FLOPS), second) if w]
     found = efficiency.compute_figures(job(tmp_path, precision=precision), workers, RUN)
-    assert set(found) == {"forward_flops_per_sample", "achieved_flops_per_s"}
+    assert set(found) == {*FLOPS, "achieved_flops_per_s"}
 
 
 def test_operations_of_a_run_that_did_not_finish(tmp_path):
     assert efficiency.compute_figures(job(tmp_path), [], {}) is None
-    workers = [worker(0, forward_flops_per_sample=7)]
-    assert efficiency.compute_figures(job(tmp_path), workers, {}) == {"forward_flops_per_sample": 7}
+    assert efficiency.compute_figures(job(tmp_path), [worker(0, **FLOPS)], {}) == FLOPS
 
 
 # ---------------------------------------------------------------- communication and breakdown

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +51,9 @@ class Noted:
     def figures(self, **figures):
         pass
 
+    def needs_gpu(self, *names):
+        return True
+
 
 def run_check(*arguments, code=None, path=""):
     """Exit code, output and evidence of the check, or of `code` that calls it; imports from `path`, too."""
@@ -84,11 +91,65 @@ def test_what_needs_no_gpu_holds(tmp_path):
 
 
 STAGES = {
-    "hangs": "import time\ndef run(stage):\n    stage.check('first', True)\n    time.sleep(600)\n",
+    "hangs": textwrap.dedent("""
+        import time
+        def run(stage):
+            stage.check('first', True)
+            stage.skip('another', 'why')
+            stage.figures(blocks_ms=[1, 2])
+            time.sleep(600)
+    """),
     "dies": "import os\ndef run(stage):\n    stage.check('first', True)\n    os.kill(os.getpid(), 9)\n",
     "raises": "def run(stage):\n    with stage.attempt('second'):\n        raise ValueError('why')\n",
     "works": "def run(stage):\n    stage.check('last', True, 'figures')\n",
 }
+
+
+ASLEEP = """
+    import os, subprocess, sys
+    def run(stage):
+        stage.check('first', True)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(os.getpid(), child.pid, file=open({pids!r} + ".new", "w"), flush=True)
+        os.replace({pids!r} + ".new", {pids!r})
+        child.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_the_stage_at_work_is_ended_with_the_check(tmp_path, signum):
+    pids, out = tmp_path / "pids", tmp_path / "evidence.json"
+    text = textwrap.dedent(ASLEEP).format(pids=str(pids))
+    (tmp_path / "asleep.py").write_text(text, encoding="utf-8")
+    code = textwrap.dedent(f"""
+        import sys
+        sys.path[:0] = [{str(FOLDER)!r}, {str(tmp_path)!r}]
+        import check
+        check.STAGES = (check.Listed("asleep", 600, "test"),)
+        sys.exit(check.main(["--device", "cpu", "--out", {str(out)!r}]))
+    """)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    family = []
+    try:
+        while not pids.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        process.send_signal(signum)
+        output, _ = process.communicate(timeout=120)
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert alive == []
+    finally:
+        process.kill()
+        for left in family:
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
+    assert process.returncode == 128 + signum
+    assert f"stopped by {signum.name}" in output
+    found = json.loads(out.read_text(encoding="utf-8"))["stages"]["asleep"]
+    assert found["reason"] == f"stopped by {signum.name}"
+    assert [check["what"] for check in found["checks"]] == ["first"]
 
 
 @pytest.mark.slow
@@ -111,6 +172,8 @@ def test_a_stage_that_hangs_dies_or_raises_does_not_stop_the_next(tmp_path):
         "hangs": "failed", "dies": "failed", "raises": "failed", "works": "passed",
     }  # fmt: skip
     assert found["hangs"]["reason"] == "not done after 2 s"
+    assert found["hangs"]["skipped"] == [{"what": "another", "why": "why"}]  # what it had is kept
+    assert found["hangs"]["figures"] == {"blocks_ms": [1, 2]}
     assert found["dies"]["reason"] == "ended with code -9"
     assert [c["what"] for c in found["dies"]["checks"]] == ["first"]  # what it had is kept
     assert found["raises"]["checks"][0]["said"] == "ValueError: why"
@@ -135,6 +198,44 @@ def test_a_training_that_is_not_singles_is_found(part, after, layouts, holds):
     single = trained(1.0, 3)
     matrix.compare(stage, "vgg-compact fp32 ddp", single, trained(after, layouts), "fp32")
     assert list(stage.verdicts.values()) == [holds]
+
+
+@pytest.mark.parametrize(
+    ("losses", "holds"),
+    [
+        ([2.3, 2.0, 1.9], True),
+        ([6.8, 0.0], True),
+        ([0.0, 0.0], False),
+        ([-0.18, 2.0], False),
+        ([7.0, 2.0], False),
+        ([math.nan, 2.0], False),
+    ],
+)
+def test_a_first_loss_that_cannot_be_is_found(part, losses, holds):
+    matrix, stage = part("matrix"), Noted()
+    weights = [torch.zeros(4)], [torch.ones(4)]
+    single = matrix.Trained(losses, *weights, {}, None)
+    matrix.compare(stage, "vgg-compact fp16 single", single, single, "fp16")
+    assert stage.verdicts == {"vgg-compact fp16 single trains": holds}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "holds"),
+    [
+        ([1.004, 1.005, 1.006, 1.005, 1.004, 1.005, 1.006, 1.2], True),
+        ([1.05, 1.05, 1.051, 1.05, 1.05, 1.051, 1.05, 0.8], False),  # one lucky block
+        ([1.02, 1.3, 1.1, 1.2, 1.4, 1.5, 1.2, 1.3], False),  # however much, more than the aim
+        ([0.98, 1.0, 1.02, 1.0, 0.97, 1.01, 1.03, 1.0], None),
+        ([0.7979, 245.1323, 18.0, 18.5, 1.1, 120.0, 3.0, 30.0], False),
+        ([0.7979, 245.1323, 18.0, 18.5, 0.9, 120.0, 3.0, 30.0], None),
+    ],
+)
+def test_the_cost_of_marks_is_the_median_of_blocks_that_agree(part, ratios, holds):
+    clock, stage = part("clock"), Noted()
+    clock.judge(stage, ratios)
+    what = "phase marks cost less than 1 % of a step"
+    assert stage.verdicts == ({} if holds is None else {what: holds})
+    assert stage.skipped == ([what] if holds is None else [])
 
 
 def test_overlap_is_the_share_of_copies_beside_kernels(part, tmp_path):
@@ -193,6 +294,30 @@ def test_step_ratios_fail_only_where_every_block_says_so(part):
     steps.judge(stage, "noisy", medians | {"fsdp": [10.2, 12.0]}, setup)
     steps.judge(stage, "slow", medians | {"fsdp": [11.0, 12.0]}, setup)
     assert [what.split(":")[0] for what, holds in stage.verdicts.items() if not holds] == ["slow"]
+
+
+def test_blocks_that_were_measured_are_kept_when_a_later_one_is_not(part, monkeypatch, tmp_path):
+    """A stage that is killed at its limit leaves what it has noted: so it notes every block."""
+    steps, stage = part("steps"), part("stage")
+    worker = SimpleNamespace(device=torch.device("cpu"))
+    trainee = SimpleNamespace(strategy=None, data=None, worker=worker, log=None)
+    trainees = dict.fromkeys(steps.VARIANTS, trainee)
+    setup = {variant: {"setup_s": 1.0} for variant in steps.VARIANTS}
+    monkeypatch.setattr(steps, "prepare", lambda *args: (trainees, setup))
+    monkeypatch.setattr(steps, "StepClock", lambda device: SimpleNamespace(step_ms=[]))
+
+    def train_epoch(strategy, data, worker, clock, log, block):
+        if block == 2:
+            raise KeyboardInterrupt
+        clock.step_ms += [1.0 + block, 2.0 + block, 3.0 + block]
+
+    monkeypatch.setattr(steps.loop, "train_epoch", train_epoch)
+    out = tmp_path / "steps.json"
+    kept = stage.Stage("steps", "cpu", True, out, tmp_path, time.monotonic() + 60)
+    with pytest.raises(KeyboardInterrupt):
+        steps.compare(kept, "net fp32", "net", "fp32", tmp_path, {"blocks": 3, "steps": 3})
+    figures = json.loads(out.read_text(encoding="utf-8"))["figures"]["net fp32"]
+    assert figures == {v: {"setup_s": 1.0, "blocks_ms": [2.0, 3.0]} for v in steps.VARIANTS}
 
 
 def test_a_batch_too_large_is_so_for_want_of_memory(part):

@@ -284,6 +284,38 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, argu
     assert error.count("\n") == 1
 
 
+def test_help_says_what_is_written_and_where_other_options_go(capsys):
+    def told(*command):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--help"])
+        assert ended.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    for command in ("run", "verdict", "plan", "decide", "check", "compare", "export", "bundle"):
+        assert "all other options go to Snakemake" in told(command)
+    assert "Snakemake" not in told("init")
+    assert "STUDY.decision" in told("decide")  # as from_set.decide writes it
+    assert "paper:v2" in told("decide")
+    assert "STUDY.plan" in told("plan")
+    assert "paper" not in told("plan")  # it has no config
+
+
+@pytest.mark.parametrize("kept", ["out/decision.csv", "out"])
+def test_what_is_decided_from_a_set_overwrites_nothing_of_others(tmp_path, capsys, kept):
+    theirs = tmp_path / kept
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("mine")
+    out = str(tmp_path / "out")
+    assert main(["decide", "paper:v2", "--out", out]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"stratbench decide: {out} was not written by stratbench; name a folder that does not exist yet\n"
+    )
+    assert theirs.read_text() == "mine"
+    for _ in range(2):  # its own it may write again
+        assert main(["decide", "paper:v2", "--out", str(tmp_path / "ours")]) == 0
+
+
 @pytest.mark.slow
 def test_a_mistake_in_the_config_is_told_by_a_command_that_is_quiet_otherwise(tmp_path):
     (tmp_path / "config.yaml").write_text("study: mine\nstudies: {mine: {repeats: many}}\n")

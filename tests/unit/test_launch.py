@@ -12,16 +12,24 @@ import errno
 import gzip
 import itertools
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
+import re
 import resource
+import shlex
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +39,7 @@ import pytest
 from launching import (
     FOREVER,
     LIMIT_S,
+    TINY,
     WORKFLOW,
     LaunchedCell,
     assert_gone,
@@ -41,11 +50,19 @@ from launching import (
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
+from stratbench.telemetry import pulse as pulse_module
+from stratbench.telemetry.pulse import Pulse, read_pulse
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train import agent, ending, launch, loop
+from stratbench.train import agent, assemble, ending, forkserver, launch, loop, standing
 from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, ProcessExit
+from stratbench.train.ending import Ending
 from stratbench.train.job import Job
+from stratbench.train.standing import Standing
+from stratbench.workload.prepare import prepare
+from stratbench.workload.prepared import verified_meta
+from stratbench.workload.sources import DataError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -202,15 +219,84 @@ def test_time_limit(start_cell, warm):
 
 
 @pytest.mark.slow
-def test_time_limit_before_training_has_begun(start_cell):
-    launched = start_cell(settings("ddp"), time_limit_s=0.5)
+@pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
+def test_a_time_limit_before_the_first_step_is_an_error(start_cell, strategy):
+    launched = start_cell(settings(strategy), time_limit_s=0.5)
     code, output = launched.finish()
-    assert code == 0, output
-    found = record.read(launched.record)
-    assert found["status"] == "timeout"
-    assert found["score"]["per_epoch"] == []
-    assert found["model"]["parameters"] is None
-    assert found["model"]["input_shape"] == [1, 16, 16]
+    assert code == 1
+    assert not launched.record.exists()
+    evidence = json.loads((launched.logs / "failure.json").read_text())
+    assert evidence["reason"] == (
+        "no step within the cell's limit of 0.5 s; ranks 0, 1: 0 steps, in phase start"
+    )
+    assert evidence["places"]["rank1"] == {"host": socket.gethostname()}
+    assert f"rank1 ran on {socket.gethostname()}" in output
+
+
+#: Imported by every Python that finds it: worker 1 trains three steps, then waits for something else.
+SLEEPS = """
+import time
+from pathlib import Path
+from stratbench.telemetry.pulse import Pulse
+
+init, step = Pulse.__init__, Pulse.step
+
+def keep(self, path):
+    self.path = path
+    init(self, path)
+
+def step_and_sleep(self):
+    step(self)
+    if self._steps == 3 and self.path.name == "rank1.pulse":
+        Path({file!r}).touch()
+        time.sleep(600)
+
+Pulse.__init__, Pulse.step = keep, step_and_sleep
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync"])
+def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
+    tmp_path, tiny_data, monkeypatch, strategy
+):
+    """Once worker 1 sleeps, the agent's clock jumps beyond the limit: no worker got on for so long."""
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS.format(file=str(tmp_path / "sleeps")))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{WORKFLOW}")
+    ahead_s = 0.0
+
+    def now_s() -> float:
+        return time.monotonic() + ahead_s
+
+    def wait_and_look(sentinels, timeout):
+        nonlocal ahead_s
+        found = multiprocessing.connection.wait(sentinels, min(timeout, 0.05))
+        pulses = [read_pulse(job.folder.pulse(rank), now_s()) for rank in (0, 1)]
+        # Worker 0 is in the step that needs worker 1.
+        if (tmp_path / "sleeps").exists() and pulses[0] and pulses[0].quiet_s > 0.5:
+            ahead_s = 10_000.0
+        return found
+
+    clock = SimpleNamespace(monotonic=now_s, sleep=time.sleep)
+    monkeypatch.setattr(agent, "time", clock)
+    monkeypatch.setattr(standing, "time", clock)
+    monkeypatch.setattr(agent, "wait", wait_and_look)
+    monkeypatch.setattr(forkserver, "FOLDER_VARIABLE", "NO_SHARED_SERVER")
+    s = settings(strategy, epochs=100, lr=1e-6)  # a server's worker draws them all at first
+    RunFolder.of_logs(tmp_path / "logs").create()
+    with job_for(s, tiny_data, tmp_path / "logs", 9_000) as job:
+        exits, ended = launch.launch(job, 1)
+    assert exits.timed_out
+    assert ended.status == "error", ended
+    assert "it hangs: no worker got on for" in ended.reason
+    assert (
+        "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:16)" in ended.reason
+    )
+    waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
+    assert re.search(waits, ended.reason), ended.reason
+    assert launch.fail(tmp_path / "logs", job.cell, ended.reason, []) == 1
+    evidence = json.loads((tmp_path / "logs/failure.json").read_text())
+    assert "sitecustomize.py" in evidence["stacks"]["rank1.stack"][0]
 
 
 @pytest.mark.slow
@@ -300,7 +386,7 @@ def test_missing_gpus(start_cell):
     code, output = launched.finish()
     assert code == 1
     assert "no GPU is visible" in output
-    assert "device: auto or cpu" in output
+    assert "device: cpu" in output
     assert "Traceback" not in output
     assert not launched.record.exists()
     assert "no GPU" in json.loads((launched.logs / "failure.json").read_text())["reason"]
@@ -330,6 +416,73 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
     assert "train_inputs changed after it was prepared" in output
     assert "Traceback" not in output
     assert not launched.record.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"data_spec": TINY | {"train_samples": 32}}, "'train_samples': 64"),
+        ({"data_spec": TINY | {"seed": 1}}, "'seed': 1"),
+        ({"data_spec": None}, "in place of None"),
+        ({"dataset": "digits", "data_spec": None}, "name 'tiny' in place of 'digits'"),
+    ],
+)
+def test_other_data_of_the_same_name_are_refused(tiny_data, tmp_path, changes, told):
+    """Another config with the same results, or an earlier state of this one, has prepared them."""
+    s = settings(**changes)
+    for check in (
+        partial(launch.check_inputs, tiny_data, s),
+        partial(enter, job_for(s, tiny_data, tmp_path)),
+    ):
+        with pytest.raises(DataError, match="holds other data than the cell is to be trained") as e:
+            check()
+        assert told in str(e.value)
+        assert "\n" not in str(e.value)
+
+
+def job_for(s: Settings, data: Path, logs: Path, limit_s: float = 0) -> AbstractContextManager[Job]:
+    cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
+    unused = [
+        part for name in ("cell", "settings", "record", "timeline") for part in (f"--{name}", "")
+    ]
+    given = ["--data", str(data), "--logs", str(logs), "--time-limit-s", str(limit_s)]
+    args = launch.parse_arguments([*unused, *given])
+    return launch.job_of(cell, s, False, args)
+
+
+def enter(job: AbstractContextManager[Job]) -> None:
+    with job:
+        pass
+
+
+def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data, tmp_path):
+    """Another config's preparation comes between the launcher's look and the worker's."""
+    folder, other = tmp_path / "tiny", tmp_path / "other"
+    shutil.copytree(tiny_data, folder)
+    prepare("tiny", other, spec=TINY | {"seed": 1})
+    code = (
+        "import shutil\nfrom stratbench.train import launch\nlater = launch.launch\n"
+        "def replaced(*args):\n"
+        f"    shutil.rmtree({str(folder)!r})\n    shutil.move({str(other)!r}, {str(folder)!r})\n"
+        "    return later(*args)\n"
+        "launch.launch = replaced\nraise SystemExit(launch.main())\n"
+    )
+    launched = start_cell(
+        settings("single", gpus=1, per_worker_batch=16), data_dir=folder, program=("-c", code)
+    )
+    returned, output = launched.finish()
+    assert returned == 1
+    assert f"{folder} was prepared anew as the cell started" in output
+    assert not launched.record.exists()
+
+
+def test_data_that_are_replaced_while_a_cell_trains_make_no_record(tmp_path, tiny_data):
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny_data, folder)
+    with job_for(settings(), folder, tmp_path / "logs") as job:
+        prepare("tiny", folder, spec=TINY | {"seed": 1})
+        with pytest.raises(DataError, match="was prepared anew while the cell trained"):
+            assemble.make_record(job, Ending("timeout", "the cell's limit was reached"))
 
 
 def test_broken_meta_data_are_one_message(start_cell, tmp_path):
@@ -425,7 +578,7 @@ def test_a_launcher_ends_without_its_parent(start_cell, warm):
     parent.kill()
     parent.wait()
     assert code == 128 + signal.SIGTERM
-    assert f"process {parent.pid}, which had started this cell, has ended" in output
+    assert f"process {parent.pid}, which had started this one, has ended" in output
     assert not launched.record.exists()
 
 
@@ -487,6 +640,37 @@ def test_a_killed_launcher_takes_everything_with_it(start_cell):
     assert not launched.record.exists()
 
 
+def test_a_launcher_that_waits_leaves_the_log_of_the_one_that_trains(start_cell):
+    """Two folders with the same results: each launcher's shell appends to the cell's one log."""
+    first = start_cell(settings("single", gpus=1, per_worker_batch=16, epochs=FOREVER))
+    first.process.kill()  # for its command alone
+    first.process.communicate()
+    log = first.logs.with_name(f"{first.logs.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("an earlier training's\n")
+    command = shlex.join(first.process.args)
+    shell = f"exec {command} >> {shlex.quote(str(log))} 2>&1"
+    started = []
+    try:
+        for _ in range(2):
+            environment = os.environ | {"PYTHONPATH": str(WORKFLOW)}
+            started.append(subprocess.Popen(["bash", "-c", shell], env=environment))
+            train_one_epoch(replace(first, process=started[0]))
+        until(lambda: "waiting: another launcher trains this cell" in log.read_text())
+        said = log.read_text()
+        assert said.startswith(f"cell {first.cell}\n")
+        assert "earlier" not in said
+        assert "\0" not in said
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+    for rules, module in (("train", "launch"), ("verdict", "block")):
+        text = (WORKFLOW / f"rules/{rules}.smk").read_text()
+        command = text.partition(f"exec python -m stratbench.train.{module} ")[2]
+        assert command.partition("{log:q}")[0].endswith('" >> ')
+
+
 # ---------------------------------------------------------------- classification
 
 
@@ -503,7 +687,7 @@ def job_with(
             RunFolder(folder).write_worker(rank, content)
     cell = Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0)
     return Job(
-        cell=cell, settings=s, data_dir=folder, data_shape=(1, 16, 16), train_samples=64,
+        cell=cell, settings=s, data_dir=folder, data={"shape": [1, 16, 16], "train_samples": 64},
         folder=RunFolder(folder), n_nodes=1, workers_per_node=s.gpus,
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=origin_s,
         time_limit_s=time_limit_s,
@@ -543,6 +727,118 @@ def test_classification(tmp_path, workers, codes, timed_out, expected):
     assert (found.reason is None) == (expected == "ok")
     if codes[0] == -9:
         assert found.reason.startswith("rank0: killed by SIGKILL")
+
+
+def stood(steps: int, hangs: bool, exit_code: int | None = None) -> dict:
+    """As an agent notes a worker at the time limit."""
+    return asdict(Standing(steps, "train", exit_code, 50.0 if hangs else 0.1, 0.2, hangs))
+
+
+@pytest.mark.parametrize(
+    ("standings", "status"),
+    [
+        ([stood(40, True), stood(41, True)], "error"),
+        ([stood(40, False), stood(41, False)], "timeout"),  # slow
+        ([stood(40, True), stood(41, False)], "timeout"),  # a server's worker is stuck, one goes on
+        ([stood(40, True), stood(80, False, exit_code=0)], "error"),  # through, it does not go on
+        ([stood(40, True)], "timeout"),  # nobody knows of the other node
+        ([stood(0, False), stood(0, False)], "error"),  # no step
+        ([stood(0, False), stood(1, False)], "timeout"),
+        ([stood(3, False, exit_code=0), stood(3, False, exit_code=0)], "timeout"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
+def test_a_slow_cell_is_told_from_one_that_hangs(tmp_path, strategy, standings, status):
+    job = replace(job_with(tmp_path, [None, None]), settings=settings(strategy), n_nodes=2)
+    job = replace(job, workers_per_node=1)
+    for rank, standing_of in enumerate(standings):
+        job.folder.write_standing(rank, {f"rank{rank}": standing_of})
+    exits = Exits([ProcessExit(f"rank{rank}", None) for rank in (0, 1)], timed_out=True)
+    found = ending.classify(job, exits)
+    assert found.status == status
+    assert found.reason.startswith(
+        {
+            "timeout": "the cell's limit",
+            "error": ("it hangs", "no step")[not standings[0]["steps"]],
+        }[status]
+    )
+
+
+#: What PyTorch 2.11 wrote, on the software GPU, as a communicator reported an error.
+WATCHDOG = """\
+[rank1]:[E1123 19:13:38.525298755 ProcessGroupNCCL.cpp:612] [Rank 1] Collective WorkNCCL(SeqNum=11, \
+OpType=ALLREDUCE, NumelIn=389187, NumelOut=389187, Timeout(ms)=600000) raised the following async \
+exception: NCCL error: remote process exited or there was a network error, NCCL version 2.28.9
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)
+[rank1]:[E1123 19:14:38.527562455 ProcessGroupNCCL.cpp:2119] [PG ID 0 PG GUID 0(default_pg) Rank 1] \
+Process group watchdog thread terminated with exception: NCCL error: remote process exited or there \
+was a network error, NCCL version 2.28.9
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with \
+exception: NCCL error: remote process exited or there was a network error, NCCL version 2.28.9
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            WATCHDOG,
+            "rank1: Collective WorkNCCL(SeqNum=11, OpType=ALLREDUCE, NumelIn=389187, NumelOut=389187, "
+            "Timeout(ms)=600000) raised the following async exception: NCCL error: remote process exited "
+            "or there was a network error, NCCL version 2.28.9",
+        ),
+        (
+            WATCHDOG[WATCHDOG.index("[rank1]:[E1123 19:14") :],
+            "rank1: Process group watchdog thread terminated with exception: NCCL error: remote process "
+            "exited or there was a network error, NCCL version 2.28.9",
+        ),
+        ("free(): invalid pointer\n", "rank1: killed by SIGABRT"),
+        (None, "rank1: killed by SIGABRT"),
+    ],
+)
+def test_what_nccls_watchdog_says_is_the_reason(tmp_path, log, reason):
+    job = job_with(tmp_path, [None, None])
+    if log is not None:
+        job.folder.log("rank1").write_text(log)
+    exits = Exits([ProcessExit("rank0", None), ProcessExit("rank1", -6)], timed_out=False)
+    assert ending.classify(job, exits) == ending.Ending("error", reason)
+
+
+def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", raising=False)
+    seen = []
+
+    def fork_server(may_share: bool):
+        seen.append(os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"])
+        raise OSError("enough is seen")
+
+    monkeypatch.setattr(agent, "fork_server", fork_server)
+    for given in (None, "90000"):
+        if given:
+            monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", given)
+        with pytest.raises(OSError, match="enough"):
+            agent.run_node(job_with(tmp_path, [None]), 0)
+    assert seen == ["1000", "90000"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ps-sync"])
+def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
+    others = {"processes": [{"pid": 4711, "bytes": int(79.5 * 2**30)}], "others_bytes": 1}
+    crowded = OOM | {"others": others}
+    job = replace(job_with(tmp_path, [LOST, crowded]), settings=settings(strategy))
+    gpu = {"index": 3, "uuid": "GPU-d8c5e28f"}
+    job.folder.write_places(0, {"rank1": {"host": "node7", "gpu": gpu}})
+    exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", 3)], timed_out=False)
+    found = ending.classify(job, exits)
+    assert found.status == "error"
+    assert found.reason.startswith(
+        "rank1 had no memory left on GPU 3 (GPU-d8c5e28f) of node7, of which others used a part: "
+        "process 4711 79.50 GiB (85,362,475,008 bytes). "
+    )
+    # One that has its GPU to itself says as much of the strategy as alone.
+    job.folder.write_worker(0, OOM | {"others": None})
+    assert ending.classify(job, exits) == ending.Ending("oom", OOM["reason"])
 
 
 def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
@@ -593,21 +889,57 @@ def test_what_a_worker_that_servers_lost_says_itself_is_told(tmp_path, said, rea
     assert ending.classify(job, exits) == ending.Ending("error", reason)
 
 
+def test_the_record_has_what_a_lost_worker_says_itself(tmp_path):
+    """An asynchronous cell that went on without one is ok."""
+    lost = {"status": "error", "reason": "AcceleratorError: CUDA error: uncorrectable ECC error"}
+    job = replace(job_with(tmp_path, [None, lost]), settings=settings("ps-async"))
+    told = [{"worker": 1, "reason": "the connection was closed"}]
+    found = assemble.servers_entry(job, [{"server": 0, "lost": told, "step_ends_s": [1.0]}])
+    assert found == [{"server": 0, "lost": [told[0] | {"own_reason": lost["reason"]}]}]
+
+
+def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
+    tmp_path, tiny_data, monkeypatch
+):
+    """git may take seconds on a slow disk: they are in no figure."""
+    meta = verified_meta(tiny_data)
+    job = replace(job_with(tmp_path, [None, None]), data_dir=tiny_data, data=meta)
+    now_s = 100.0
+
+    def slow_git(folder: Path) -> None:
+        nonlocal now_s
+        now_s += 60.0
+
+    date = SimpleNamespace(
+        now=lambda zone: datetime.fromtimestamp(now_s, zone), fromtimestamp=datetime.fromtimestamp
+    )
+    monkeypatch.setattr(job_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(assemble, "datetime", date)
+    monkeypatch.setattr(assemble, "git_state", slow_git)
+    monkeypatch.setattr(assemble, "INSTALLED", False)
+    found = assemble.make_record(job, ending.Ending("timeout", "slow"))
+    started, finished = (found["provenance"][end] for end in ("started", "finished"))
+    span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
+    assert now_s == 160
+    assert found["time"]["total_s"] == span.total_seconds() == 100
+
+
 class FakeProcess:
     """A process that never ends, for the deadline."""
 
-    def __init__(self, name: str) -> None:
-        import multiprocessing
+    exitcode = None
 
+    def __init__(self, name: str) -> None:
         self.name = name
         self.sentinel, self._other_end = multiprocessing.Pipe()
 
 
 def joined(folder: Path, rank: int) -> None:
-    """Worker `rank` has connected to its servers."""
+    """Worker `rank` has connected to its servers, and trains."""
     log = PhaseLog(RunFolder(folder).phases(rank), rank, time.monotonic())
     for event in ("start", "end"):
         log.write("build", event)
+    log.write("train", "start")
 
 
 @pytest.mark.parametrize(
@@ -644,6 +976,87 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
     assert exits.processes == [ProcessExit("rank0", None)]
 
 
+@pytest.mark.parametrize(
+    ("steps", "alive", "hung"), [((3, 4), (), True), ((3, 4), (1,), False), ((3, 0), (), False)]
+)
+def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
+    tmp_path, monkeypatch, steps, alive, hung
+):
+    """Half an hour later all are quiet, or one has just got on, or has never trained: it may compile."""
+    job = job_with(tmp_path, [None, None], time.monotonic(), time_limit_s=None)
+    pulses = [Pulse(job.folder.pulse(rank)) for rank in (0, 1)]
+    for pulse, taken in zip(pulses, steps, strict=True):
+        for _ in range(taken):
+            pulse.step()
+    later_s = time.monotonic() + 1800
+    monkeypatch.setattr(pulse_module, "monotonic_ns", lambda: round(later_s * 1e9))
+    for rank in alive:
+        pulses[rank].step()
+    monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
+    monkeypatch.setattr(agent, "LOOK_S", 0.01)
+    workers = [FakeProcess("rank0"), FakeProcess("rank1")]
+    assert standing.hung_for_good(job, workers) is hung
+    if hung:
+        exits = agent.supervise(job, [], workers)
+        assert exits == Exits([ProcessExit(w.name, None) for w in workers], False, hung=True)
+
+
+def test_a_cell_that_was_ended_because_it_hung_is_an_error(tmp_path):
+    job = job_with(tmp_path, [None, None], time_limit_s=None)
+    exits = Exits([ProcessExit(f"rank{r}", None) for r in (0, 1)], timed_out=False, hung=True)
+    assert ending.classify(job, exits) == ending.Ending("error", "it hangs: no worker got on")
+    job.folder.write_standing(0, {"rank0": stood(3, True), "rank1": stood(2, True)})
+    assert ending.classify(job, exits).reason == (
+        "it hangs: no worker got on for 50.0 s, and no step before had taken longer than 0.2 s; "
+        "rank 1: 2 steps, in phase train; rank 0: 3 steps, in phase train"
+    )
+
+
+def test_who_did_not_come_to_a_collective_is_named(tmp_path):
+    """gloo's error, as it was on two processes of which one slept."""
+    reason = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
+    job = job_with(tmp_path, [{"status": "error", "reason": reason}, None])
+    exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", None)], timed_out=False)
+    assert ending.classify(job, exits).reason == reason
+    job.folder.write_standing(0, {"rank0": stood(4, True, exit_code=1), "rank1": stood(3, True)})
+    found = ending.classify(job, exits)
+    assert found.status == "error"
+    assert found.reason.startswith(f"{reason}; it hangs: no worker got on for 50.0 s")
+    assert found.reason.endswith("; rank 1: 3 steps, in phase train")
+
+
+#: Two threads as faulthandler wrote them, in a backward that FSDP's collective stopped.
+STACKS = """\
+Thread 0x00007f3497fff6c0 (most recent call first):
+  File "/venv/torch/distributed/distributed_c10d.py", line 4652 in reduce_scatter_tensor
+  File "/venv/torch/autograd/function.py", line 317 in apply
+
+Thread 0x00007f34a4ef76c0 (most recent call first):
+  <no Python frame>
+
+Current thread 0x00007f352f3d4b80 (most recent call first):
+  File "/venv/torch/autograd/graph.py", line 869 in _engine_run_backward
+  File "/code/strategies/base.py", line 396 in step
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "call", "length"),
+    [
+        (STACKS, "reduce_scatter_tensor (distributed_c10d.py:4652)", 4),
+        (STACKS.replace("_engine_run_backward", "join"), "join (graph.py:869)", 2),
+        ("", None, 0),
+        ("Thread 0x1 (most rec", None, 0),  # cut short
+        (None, None, 0),
+    ],
+)
+def test_where_a_process_is_by_its_stacks(tmp_path, text, call, length):
+    if text is not None:
+        (tmp_path / "stack").write_text(text)
+    assert standing.innermost_call(tmp_path / "stack") == call
+    assert len(standing.calls_in(tmp_path / "stack")) == length
+
+
 @pytest.mark.parametrize("ahead_s", [0, 7200, -7200])
 def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
     """15 s of the cell had passed when the node was called; its date is right, or hours off."""
@@ -659,8 +1072,8 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
 def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path, in_image):
     """Three processes as there: a runtime between Snakemake and the launcher, which outlives Snakemake."""
     launcher = (
-        "import os, time; from stratbench.train import agent; agent.PARENT_POLL_S = 0.05;"
-        "agent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
+        "import os, time; from stratbench.cell import parent; parent.POLL_S = 0.05;"
+        "parent.end_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
     )
     starts = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], *sys.argv[2:]])"
@@ -690,3 +1103,21 @@ def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path,
         for process in (launched, runtime):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_without_room_on_the_disk_the_reason_names_the_file(start_cell):
+    """No file may have more than 6000 bytes, which ends the write of a record as a full disk does."""
+    launched = start_cell(
+        settings(),
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would be cut off
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)),
+    )
+    code, output = launched.finish()
+    assert code == 1
+    [failed] = [line for line in output.splitlines() if " FAILED: " in line]
+    assert "File too large" in failed
+    assert failed.endswith(("/record.json'", "/timeline.csv'"))  # more samples on a busy machine
+    assert "Traceback" not in output
+    assert not launched.record.exists()

@@ -110,6 +110,68 @@ def test_a_lock_follows_no_link_and_empties_no_file(tmp_path):
     assert (tmp_path / "file").read_text() == "content"
 
 
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o002, 0])
+@pytest.mark.parametrize(("folder", "lock"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
+def test_a_lock_is_open_to_those_alone_who_may_write_its_folder(tmp_path, umask, folder, lock):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    logs.chmod(folder)
+    (logs / "workers.lock").touch(0o644)  # as it was made once
+    before = os.umask(umask)
+    try:
+        with locks.hold_cell(logs):
+            assert mode_of(logs / "launcher.lock") == lock
+            assert mode_of(logs / "workers.lock") == lock
+    finally:
+        os.umask(before)
+
+
+def test_who_can_only_read_results_stops_no_cell(shared_tmp):
+    """Who can open a file for reading can hold it locked."""
+    logs = shared_tmp / "logs"
+    with locks.hold_cell(logs):
+        pass
+
+    def hold() -> None:
+        assert os.listdir(logs)
+        for name in ("launcher.lock", "workers.lock"):
+            for how in (os.O_RDONLY, os.O_RDWR):
+                with pytest.raises(PermissionError):
+                    os.open(logs / name, how)
+
+    as_stranger(hold)
+
+
+def test_a_group_that_shares_results_trains_in_turn(shared_tmp):
+    """Each waits for the other's cell, whatever the umask says; a folder that is closed is told."""
+    logs = shared_tmp / "logs"
+
+    def hold() -> None:
+        with locks.hold_cell(logs) as waited:
+            assert not waited
+
+    logs.mkdir()
+    if os.geteuid() == 0:
+        os.chown(logs, 0, STRANGER)
+    logs.chmod(0o2770)
+    with locks.hold_cell(logs):
+        as_stranger(lambda: locks.try_lock(logs / "launcher.lock") is None or os.abort())
+    as_stranger(hold)
+    with locks.hold_cell(logs) as waited:
+        assert not waited
+    (logs / "launcher.lock").chmod(0o600)
+
+    def told() -> None:
+        with pytest.raises(PermissionError, match=r"chmod -R g\+rwX.*launcher\.lock"):
+            locks.try_lock(logs / "launcher.lock")
+
+    as_stranger(told)
+
+
 # ---------------------------------------------------------------- what is held by whom
 
 

@@ -154,6 +154,18 @@ def test_nothing_stands_between_the_barrier_and_the_clock(data, tmp_path, monkey
     assert text.count("barrier") == text.count("begin") == 2
 
 
+@pytest.mark.parametrize("most", [1, 4, 5, 11])
+def test_a_cell_of_so_many_steps_trains_no_other(data, tmp_path, most):
+    """Also where they end within an epoch of 4."""
+    s = settings("single", gpus=1, global_batch=16, per_worker_batch=16, steps=most, epochs=0)
+    worker = Worker(s, 0, 1, 1, torch.device("cpu"), None, [])
+    strategy = Noted(Noted.Options())
+    strategy.setup(network(), worker)
+    result = train(strategy, worker, data, tmp_path)
+    assert strategy.steps == result.steps == most
+    assert result.samples == 16 * most
+
+
 def late_worker(rank: int, folder: str, tiny_data: str) -> None:
     """One of two processes; the second takes half a second longer before each epoch."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

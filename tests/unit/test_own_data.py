@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from stratbench.plan.subject import subject_of
@@ -17,6 +18,8 @@ from stratbench.study.config import Study, load_config
 from stratbench.study.messages import ConfigError
 from stratbench.train.launch import check_data
 from stratbench.workload import own, own_arrays, own_data, prepared
+from stratbench.workload.own import ModelError
+from stratbench.workload.partition import ByClass
 from stratbench.workload.prepare import prepare
 from stratbench.workload.sources import DataError
 
@@ -88,6 +91,26 @@ def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
     assert images.numpy() == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(6,), (6, 3)])
+def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkeypatch, shape):
+    from stratbench.workload.data import DeviceData
+
+    y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    given = images(train_y=y, test_y=y)
+    monkeypatch.setattr(own_data.OwnData, "_called", lambda _self: given)
+    monkeypatch.setattr(own_data.OwnData, "identity", lambda *_: {"kind": "call"})
+    meta, arrays = prepared_from(tmp_path, {"call": "my_data.values"})
+    each = 3 if len(shape) == 2 else 1
+    assert (meta["values"], meta["classes"]) == (True, each)
+    assert (arrays["train_targets"] == y.reshape(6, each)).all()
+    for dtype in (torch.float32, torch.float64):
+        data = DeviceData.load(tmp_path / "out", dtype=dtype)
+        _, targets = data.batch(torch.arange(4))
+        assert (targets.dtype, list(targets.shape)) == (dtype, [4, each])
+    with pytest.raises(ModelError, match="no classes to divide the samples by"):
+        ByClass(data.train_targets, 2, 0)
+
+
 def test_tokens_of_a_call_become_a_text(tmp_path, my_data):
     meta, arrays = prepared_from(tmp_path, {"call": f"{my_data}.tokens", "sequence": 10})
     assert (meta["shape"], meta["classes"]) == ([10], 300)
@@ -111,6 +134,7 @@ def holding(value: float) -> np.ndarray:
     return x
 
 
+VALUES = images() | dict.fromkeys(("train_y", "test_y"), np.zeros(6, np.float32))
 TOKENS = np.arange(20)
 MISTAKES = {
     "nothing": (None, None, "returned a NoneType; return (train_x, train_y, test_x, test_y) or"),
@@ -129,6 +153,9 @@ MISTAKES = {
     "one class": (images(train_y=np.zeros(6, int)), None, "train_y has one class"),
     "unknown": (images(test_y=np.arange(6)), None, "test_y has a label 5, and train_y none above 1"),
     "nan": (images(train_x=holding(np.nan), test_x=holding(1)), None, "train_x[3] holds NaN or infinity"),
+    "no value": (VALUES | {"train_y": holding(np.nan)[:, 0, 0]}, None, "train_y[3] holds NaN or infi"),
+    "other values": (VALUES | {"test_y": np.zeros((6, 3), np.float32)}, None, "one of test_y float32 [3]"),
+    "values and labels": (VALUES | {"test_y": np.arange(6)}, None, "and one of test_y int64 []; they must"),
     "sequence": (images(), 8, "returned images, which have no `sequence`; remove the key"),
     "no sequence": ((TOKENS, TOKENS), None, "returned tokens; give `sequence`"),
     "no tokens": ((TOKENS / 2, TOKENS), 8, "train is float64 [20]; tokens must be integers [N]"),
@@ -399,8 +426,8 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     [cell] = study.cells
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
         subject_of(config, study, cell)
-    identity = study.settings(cell).own_data
-    assert identity == study.own_data()["mine"]
+    identity = study.settings(cell).data_spec
+    assert identity == study.data_specs()["mine"]
     prepare("mine", tmp_path / "results/data/mine", spec=identity)
     # A run that had begun before is told by its launcher.
     with pytest.raises(DataError, match="would take 64 samples, but mine has 12 to train on"):
@@ -413,5 +440,5 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     (tmp_path / f"{my_data}.py").write_text(CODE + "\n# changed\n")
     _, changed = study_of(tmp_path, spec)
     assert not changed.dataset("mine").is_read
-    with pytest.raises(DataError, match="as it was before its files, code or keys were changed"):
+    with pytest.raises(DataError, match="holds other data than the cell is to be trained on: spec"):
         check_data(tmp_path / "results/data/mine", changed.settings(cell))

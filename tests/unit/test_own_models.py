@@ -17,7 +17,7 @@ from stratbench.plan.cache import try_footprint
 from stratbench.plan.subject import subject_of
 from stratbench.study.config import Study, load_config
 from stratbench.study.messages import ConfigError
-from stratbench.telemetry.flops import forward_flops
+from stratbench.telemetry.flops import counted_flops
 from stratbench.workload import models, own, sharding
 from stratbench.workload.own import ModelError, OwnModel
 
@@ -336,7 +336,7 @@ def test_a_network_that_reads_values_while_it_is_built_is_planned_all_the_same(n
     assert footprint.model_states_bytes["parameters_bytes"] == 4 * 650
     model = models.model_of(study.settings(study.cells[0]))
     build = lambda: models.build_without_memory(model, 10, (1, 8, 8))  # noqa: E731
-    assert forward_flops(build, (1, 8, 8)) == 2 * 64 * 10
+    assert counted_flops(build, (1, 8, 8))["forward_flops_per_sample"] == 2 * 64 * 10
 
 
 def test_trying_a_network_leaves_no_trace_in_it(nets):

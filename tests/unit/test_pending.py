@@ -113,7 +113,7 @@ def test_the_demo_fits_on_small_nodes():
     ("strategy", "gpus", "given", "parts"),
     [
         ("ddp", 4, {"threads": 8},
-         ["4 GPUs, repeat 0 asks for a node with 32 CPU cores, 8,192 MiB and 60 minutes",
+         ["4 workers, repeat 0 asks for a node with 32 CPU cores, 8,192 MiB and 60 minutes",
           "the largest node of partition gpu has 16 CPU cores, 24,000 MiB and no time limit",
           "lower studies.s.experiments.e.threads"]),
         ("ddp", 4, {"cluster": {"mem_mib_per_cpu_worker": 9000}},

@@ -11,13 +11,14 @@ import pytest
 
 from launching import WORKFLOW
 
-#: Two pools; of a process of each: its parent, and whether a fresh one has what takes long to import.
+#: Two pools; of a process of each: its parent, whether a fresh one has what takes long to import, its GPUs.
 PROGRAM = """
 import json, os, sys
 from stratbench.plan.processes import pool_of
 
 def found():
-    return os.getppid(), [m in sys.modules for m in ("torch._dynamo", "stratbench.plan.fake")]
+    imported = [m in sys.modules for m in ("torch._dynamo", "stratbench.plan.fake")]
+    return os.getppid(), imported, os.environ["CUDA_VISIBLE_DEVICES"]
 
 if __name__ == "__main__":
     import program
@@ -30,18 +31,19 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_two_pools_share_one_import(tmp_path) -> None:
+def test_two_pools_share_one_import_and_see_no_gpu(tmp_path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     path = os.pathsep.join((str(WORKFLOW), str(tmp_path)))
     printed = subprocess.run(
         [sys.executable, str(program)],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert printed.returncode == 0, printed.stderr
-    (parent, imported), (other_parent, other_imported) = json.loads(printed.stdout)
+    (parent, imported, gpus), (other_parent, other_imported, _) = json.loads(printed.stdout)
     assert parent == other_parent
     assert imported == other_imported == [True, True]
+    assert gpus == "", "on fake tensors, PyTorch would wait for a real GPU here and there"

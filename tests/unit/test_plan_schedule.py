@@ -12,13 +12,15 @@ import pytest
 
 from stratbench.cell.coordinates import Cell
 from stratbench.plan import __main__ as command
-from stratbench.plan import cache, devices, projection, rows, schedule, servers, traffic
+from stratbench.plan import cache, devices, figures, projection, rows, schedule, servers, traffic
 from stratbench.plan.answers import answered_questions
+from stratbench.plan.figures import hours_text
 from stratbench.plan.footprint import Affine, Footprint, MemoryPeak, Moment
+from stratbench.plan.projection import Span
 from stratbench.plan.text import plan_text
-from stratbench.plan.verdict_cost import hours_text
 from stratbench.ps.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policy import Hyper
+from stratbench.ps.preview import CHUNK
 from stratbench.strategies import option_defaults
 from stratbench.study import config as configuration
 from stratbench.study import plan_file, resources
@@ -57,6 +59,7 @@ def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
         "evaluation": MemoryPeak(GIB, "evaluation", {"activations": GIB}),
         "collectives": [("all_reduce", 400), ("broadcast", 100)],
         "flops_per_sample": 1e9,
+        "training_flops_per_sample": 3e9,
         "operations_per_step": 1000,
         "touched_bytes": Affine(0, 1e6),
         "flat_bytes": {"weights": 1000, "buffers": 10},
@@ -173,7 +176,8 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     told = [line for line in plan_text(plan).splitlines() if "no node can hold: " in line]
     assert told
     assert (
-        "s/e: ddp, resnet50, 2 GPUs, repeat 0 asks for a node with 2 GPUs, 16 CPU cores" in told[1]
+        "s/e: ddp, resnet50, 2 workers, repeat 0 asks for a node with 2 GPUs, 16 CPU cores"
+        in told[1]
     )
     assert "the largest node of partition gpu has 4 GPUs, 16 CPU cores, 24,000 MiB" in told[1]
     assert "lower cluster.mem_mib_per_gpu" in told[1]
@@ -230,6 +234,40 @@ def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of, monkey
     assert answers["How does the number of workers change the peak?"] == [
         "No strategy of the study is on two numbers of workers."
     ]
+
+
+def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
+    small = made_up(
+        moments=[Moment("backward", Affine(3 << 20, 0), {"parameters": Affine(3 << 20, 0)})],
+        between_steps_bytes={"parameters": 1 << 20},
+        evaluation=MemoryPeak(1 << 20, "evaluation", {"activations": 1 << 20}),
+        operations_per_step=1,
+    )
+    plan = plan_of(
+        small, strategies=["ddp", "zero1", "ps-sync", "fsdp"], gpus=[2], steps=1, epochs=None
+    )
+    told = plan_text(plan)
+    assert "GiB a worker" not in told
+    assert "MiB a worker that a cell needs" in told
+    assert "KiB that a worker sends in a step" in told
+    assert "0-0 s" not in told
+    assert "under 1 s" in told
+    assert "0.0 to 0.0" not in told
+    # Their fields are the same here; whoever shares a row is named.
+    assert "ddp and 2 alike" in told
+    assert "     alike: ddp, zero1, fsdp" in told
+    assert "All 50,000 of the data set would fit." in told
+    assert "The most that fit: " in plan_text(plan_of())  # with a MiB for each sample
+
+
+def test_amounts_have_units_in_which_they_are_at_least_one():
+    assert figures.bytes_text(3 * GIB / 2) == "1.50 GiB"
+    assert figures.bytes_text(5 << 20) == "5 MiB"
+    assert figures.bytes_text(-(2 << 10)) == "-2 KiB"
+    assert figures.bytes_text(0) == "0"
+    assert figures.in_unit(1023 << 20, 1 << 20) == "1023"
+    assert figures.in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
+    assert figures.span_text(Span(0.01, 0.4, "")) == "under 1 s"
 
 
 def test_the_five_questions_are_answered(plan_of):
@@ -363,16 +401,17 @@ def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, moments:
 
     adamw = {"optimizer": "adamw", "betas": (0.9, 0.999), "eps": 1e-8}
     hyper = Hyper(lr=0.1, workers=3, **({"momentum": 0.9 * moments} if moments < 2 else adamw))
-    if moments == 2 and parse_options(policy).refuses_adamw:
-        pytest.skip("its servers refuse AdamW")
+    if parse_options(policy).refusal(hyper.optimizer):
+        pytest.skip(f"its servers refuse {hyper.optimizer}")
 
-    workers, n = 3, 64
+    workers, n = 3, 2 * CHUNK
     weights = torch.zeros(n)
     kept = make_policy(policy, weights, hyper)
     options = option_defaults(policy)
     flat = {"weights": 4 * n, "buffers": 0}
     needs = servers.server_needs(policy, options, workers, flat, moments, shared_memory=True)
-    assert needs.weights + needs.optimizer == 4 * tensors_in(kept, set())
+    chunk = CHUNK if policy == "ps-preview" else 0  # of a shard, a view is made in
+    assert needs.weights + needs.optimizer == 4 * (tensors_in(kept, set()) - chunk)
 
 
 def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():

@@ -8,13 +8,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ps_harness import DEADLINE_S, Served, batch, config, single_run, small_model
 
+from launching import until
 from stratbench.ps import device
 from stratbench.ps.client import Channel, ServerLost
 from stratbench.ps.device import Staging
@@ -27,6 +27,16 @@ from stratbench.ps.transport import Closed
 
 pytestmark = pytest.mark.timeout(180)
 SECRET = b"s" * 32
+
+
+class Stream:
+    """What is given to it is done at once; it notes what it would wait for."""
+
+    def __init__(self, device=None):
+        self.waited_for = []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
 
 
 class Event:
@@ -51,9 +61,9 @@ def place_apart(flat):
 def pretend_cuda(monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    current = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -74,7 +84,15 @@ def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: 
     for number, parameter in enumerate(flat.parameters):
         parameter.register_hook(lambda g, number=number: g / 0 if number == hit else g)
     channel = Channel.connect(
-        plan.rendezvous, worker, flat, SECRET, transport, deadline_s=DEADLINE_S, scale=scale
+        plan.rendezvous,
+        worker,
+        flat,
+        SECRET,
+        transport,
+        "native",
+        DEADLINE_S,
+        scale,
+        plan.n_servers,
     )
     before = flat.weights.clone()
     if armed:
@@ -121,6 +139,71 @@ def test_a_worker_with_mirrors_trains_bit_for_bit(tmp_path, transport, armed, n_
     for name, tensor in single_run(plan).state_dict().items():
         assert name not in ours or torch.equal(ours[name], tensor), name
     assert (early > 6) is armed  # more than one bucket a step was on its way during backward
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_weights_are_on_the_device_before_another_server_has_sent_its(
+    tmp_path, monkeypatch, transport
+):
+    plan = config(tmp_path, steps_per_epoch=6, n_servers=2)
+    servers = [Served(replace(plan, server=s), SECRET) for s in range(2)]
+    take, arrived = Channel._take_weights, []
+
+    def take_later(channel, link, frame):
+        """Of server 1, only once all that server 0 sends in the step is here."""
+        first, flat = channel._links[0], channel.flat
+        if link is not first and channel._ticket in range(5):  # to the last push nothing comes back
+            until(first.replied.is_set)
+            part = slice(0, channel._bounds[first.shards.stop - 1][1])
+            arrived.append(torch.equal(flat.weights[part], flat.host.weights[part]))
+        take(channel, link, frame)
+
+    monkeypatch.setattr(Channel, "_take_weights", take_later)
+    train(plan, transport, armed=True)
+    for server in servers:
+        server.result()
+    assert len(arrived) >= 5
+    assert all(arrived)
+
+
+def test_weights_wait_for_the_end_of_the_backward_and_the_stream_for_the_weights():
+    flat = FlatSpace(small_model())
+    numel, host = flat.layout.numel, flat.host.weights
+    staging = Staging(flat, [(0, numel)], lambda: None, lambda *a: None, lambda _: None, None)
+    back, current = staging._back, torch.cuda.current_stream(flat.device)
+    old, half = flat.weights.clone(), numel // 2
+    host.fill_(7)
+    staging.take_weights(0, half)
+    assert torch.equal(flat.weights, old), "a backward may read them"
+    assert back.waited_for == []
+    staging.accept_weights()
+    assert back.waited_for == [current]
+    assert torch.equal(flat.weights[:half], host[:half])
+    assert torch.equal(flat.weights[half:], old[half:])
+    staging.take_weights(half, numel)
+    assert torch.equal(flat.weights, host)
+    assert back not in current.waited_for
+    staging.deliver_weights()
+    assert current.waited_for[-1] is back
+    host.fill_(8)
+    staging.take_weights(0, numel)  # of a run that is over: snapshots are loaded now
+    assert not (flat.weights == 8).any()
+
+
+def test_a_device_that_refuses_a_copy_ends_the_run(tmp_path, monkeypatch):
+    """The copies are enqueued by a receiving thread; its error must not be lost."""
+
+    def refuse(staging, start, stop):
+        raise RuntimeError("CUDA error: out of order")
+
+    monkeypatch.setattr(Staging, "take_weights", refuse)
+    plan = config(tmp_path)
+    server = Served(plan, SECRET)
+    channel = Channel.connect(plan.rendezvous, 0, FlatSpace(small_model()), SECRET, "tcp")
+    with pytest.raises(RuntimeError, match="out of order"):
+        channel.first()
+    channel.close()
+    assert server.result()["status"] == "lost"
 
 
 def overflowed_run(folder, transport, n_servers, parameter):

@@ -90,7 +90,8 @@ def test_one_worker_trains_bit_for_bit_as_without_a_server(tmp_path, policy, tra
     )
     _, (worker,) = run_all(plan, transport=transport)
     trained, served = floats(worker.model), floats(from_snapshot(tmp_path, 0))
-    apart = 1e-12 if policy == "ps-ormo" else 0  # it forms the same sums in another order
+    # ps-ormo forms the same sums in another order; AdamW's kernels round a shard not as its tensors.
+    apart = {"ps-ormo": 1e-12, "ps-preview": 1e-9}.get(policy, 0)
     for name, tensor in floats(single_run(plan)).items():  # BatchNorm's statistics too
         assert float((served[name] - tensor).abs().max()) <= apart, name
         assert float((trained[name] - tensor).abs().max()) <= apart, name
@@ -105,6 +106,31 @@ def test_shards_may_lie_with_several_servers(tmp_path, n_servers, transport):
     assert equal_parameters(from_snapshot(tmp_path, 1), worker.model)
     assert stats["tickets_settled"] == 8
     assert len(worker.channel.transports) == n_servers
+
+
+def test_workers_begin_to_join_at_different_servers_and_go_round(tmp_path, monkeypatch):
+    doors: dict[int, list[int]] = {0: [], 1: [], 2: [], 3: []}
+    join = Channel._join
+
+    def noted(channel, rendezvous, server, *rest):
+        doors[channel.worker].append(server)
+        return join(channel, rendezvous, server, *rest)
+
+    monkeypatch.setattr(Channel, "_join", noted)
+    plan = config(tmp_path, workers=4, slices=4, n_servers=3)
+    _, workers = run_all(plan)
+    assert doors == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1], 3: [0, 1, 2]}
+    for worker in workers:  # whatever the order, the rest of the code finds server k in place k
+        assert [link.server for link in worker.channel._links] == [0, 1, 2]
+
+
+def test_a_worker_told_of_another_number_of_servers_does_not_join(tmp_path):
+    plan = config(tmp_path, n_servers=2)
+    servers = [Served(replace(plan, server=s, start_deadline_s=1.0), SECRET) for s in range(2)]
+    flat = FlatSpace(small_model())
+    with pytest.raises(Refused, match="the run has 2 servers, not 1"):
+        Channel.connect(plan.rendezvous, 0, flat, SECRET)
+    assert servers[0].result()["status"] == "lost"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -7,9 +7,11 @@ import signal
 import time
 
 import pytest
-from ps_harness import DEADLINE_S, LATE, Habits, Processes, config
+from ps_harness import DEADLINE_S, GATE, LATE, SILENT, Habits, Processes, config
 
 from launching import until
+from stratbench.cell.files import write_atomic
+from stratbench.ps.config import HEARTBEAT_DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -121,6 +123,22 @@ def test_a_stopped_worker_is_given_up_at_its_deadline_and_cannot_come_back(tmp_p
 def test_a_worker_that_computes_for_long_still_sends_heartbeats(tmp_path, spin):
     slow = Habits(beats=3, spin=spin)
     with Processes(tmp_path, config(tmp_path, steps_per_epoch=1, slices=2), [SLOWLY, slow]) as run:
+        assert [run.end(w)["end"] for w in (0, 1)] == ["done", "done"]
+        assert run.statistics()["lost"] == []
+
+
+def test_a_worker_whose_interpreter_lock_is_held_for_half_a_minute_is_not_given_up(tmp_path):
+    """No heartbeat leaves it meanwhile. The deadline is the product's; the server's clock is put on."""
+    plan = config(tmp_path, steps_per_epoch=4, slices=1, heartbeat_deadline_s=HEARTBEAT_DEADLINE_S)
+    gate, silent = tmp_path / f"{GATE}1", tmp_path / f"{SILENT}1"
+    os.mkfifo(gate)
+    with Processes(tmp_path, plan, [Habits(lets_begin=(1, 1)), Habits(holds_lock=True)]) as run:
+        run.wait_for_tickets(1, 1)
+        write_atomic(tmp_path / f"{LATE}1", "30")
+        several_periods_s = 3.0  # a heartbeat is due every second
+        until(lambda: silent.exists() and float(silent.read_text() or 0) > 30 + several_periods_s)
+        (tmp_path / f"{LATE}1").unlink()
+        gate.write_bytes(b"!")
         assert [run.end(w)["end"] for w in (0, 1)] == ["done", "done"]
         assert run.statistics()["lost"] == []
 

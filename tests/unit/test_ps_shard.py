@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from policy_reference import hyper_of
 
 from stratbench.ps.buffers import BufferMean
 from stratbench.ps.config import ServerConfig
@@ -20,7 +21,7 @@ ALIVE, DEAD = (lambda: True), (lambda: False)
 def make_shard(policy="ps-async", workers=2, weights=None, **options):
     released = []
     weights = torch.zeros(4) if weights is None else weights
-    hyper = Hyper(lr=1.0, workers=workers)
+    hyper = hyper_of(policy, lr=1.0, momentum=0.0, workers=workers)
     shard = Shard(
         5, make_policy(policy, weights, hyper, options), lambda *release: released.append(release)
     )
@@ -88,6 +89,33 @@ def test_what_was_lent_stays_while_others_push():
         pass
     shard.push(0, 2, torch.ones(4), ALIVE)
     assert shard.policy.weights.data_ptr() == now  # nobody was reading: changed in place
+
+
+def test_pushes_beside_a_read_take_turns_with_two_tensors():
+    """So that none of them touches new memory."""
+    shard, _, _ = make_shard()
+    places = set()
+    for ticket in range(20):
+        with shard.lend(0, torch.empty(4)) as (lent, _):
+            shard.push(1, ticket, torch.ones(4), ALIVE)
+            assert lent.tolist() == [-float(ticket)] * 4
+        places.add(shard.policy.weights.data_ptr())
+    assert len(places) == 2
+    assert shard.policy.weights.tolist() == [-20.0] * 4
+
+
+def test_what_two_have_borrowed_is_free_when_both_have_read_it():
+    shard, _, _ = make_shard(workers=3)
+    first, second = (shard.lend(worker, torch.empty(4)) for worker in (0, 1))
+    lent, _ = first.__enter__()
+    assert second.__enter__()[0] is lent
+    shard.push(2, 0, torch.ones(4), ALIVE)
+    first.__exit__(None, None, None)
+    with shard.lend(0, torch.empty(4)):
+        shard.push(2, 1, torch.ones(4), ALIVE)  # must not go where the second still reads
+        assert lent.tolist() == [0.0] * 4
+    second.__exit__(None, None, None)
+    assert shard.policy.weights.tolist() == [-2.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -172,6 +200,18 @@ def test_a_snapshot_keeps_what_was_there_when_it_was_taken():
     assert early.tolist() == [0.0] * 4
     assert late.tolist() == [-1.0] * 4
     assert weights.tolist() == [-2.0] * 4
+
+
+def test_a_snapshot_is_of_the_weights_where_workers_read_ahead_of_them():
+    shard, weights, _ = make_shard("ps-preview", workers=3)
+    read, kept = torch.empty(4), torch.empty(4)
+    for ticket in range(4):  # a bucket, and one more
+        shard.push(ticket % 3, ticket, torch.ones(4), ALIVE)
+    shard.snapshot(kept)
+    shard.view(1, read)
+    shard.save_snapshots()
+    assert torch.equal(kept, weights)
+    assert not torch.equal(read, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

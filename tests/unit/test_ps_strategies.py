@@ -113,7 +113,7 @@ def settings(strategy: str, world: int, name: str = "") -> Settings:
                     eps=1e-8)  # fmt: skip
     if name.startswith("colocated"):
         s = replace(s, options=stated_options(strategy, {"placement": "colocated"}, world))
-    if name.startswith("cosine"):
+    if "cosine" in name:
         s = replace(s, schedule="cosine", lr_warmup_steps=3, final_lr=0.01)
     return s
 
@@ -318,7 +318,22 @@ def test_one_worker_is_single_bit_for_bit(tmp_path):
     scheduled = ["ps-async", "ps-kbatch", "ps-ormo"]
     allowed = {"ps-ormo": TOLERANCE}  # it forms the same sums in another order
     runs += [(f"cosine-{name}", name, True) for name in ("single", *scheduled)]
+    previewing = [
+        ("adamw-ps-preview", "adamw-single"),
+        ("adamw-cosine-ps-preview", "adamw-cosine-single"),
+    ]
+    runs += [
+        (name, name.split("-", 1 + name.count("cosine"))[-1], True)
+        for p in previewing
+        for name in p
+    ]
     results = run(runs, 1, tmp_path)
+    for (
+        name,
+        plain,
+    ) in previewing:  # a shard is one tensor, torch's are many: rounding, as in AdamW above
+        for what, apart in (("losses", TOLERANCE), ("weights", 1e-9), ("buffers", TOLERANCE)):
+            assert distance(results[name, True], results[plain, True], what) <= apart, (name, what)
     for name in scheduled:
         for what in ("losses", "weights"):
             pair = (results[f"cosine-{n}", True] for n in (name, "single"))
@@ -336,7 +351,13 @@ def test_one_worker_is_single_bit_for_bit(tmp_path):
 
 
 def launch(
-    folder: Path, strategy: str, gpus: int, epochs: int, warm: dict[str, str], **changes: Any
+    folder: Path,
+    strategy: str,
+    gpus: int,
+    epochs: int,
+    warm: dict[str, str],
+    program: tuple[str, ...] = ("-m", "stratbench.train.launch"),
+    **changes: Any,
 ):
     """Start a real cell on synthetic data; returns the launcher's process and its paths.
 
@@ -350,16 +371,16 @@ def launch(
         "channels": 1,
         "size": 16,
     }
-    prepare("small", data, spec=spec)
+    meta = prepare("small", data, spec=spec)
     s = replace(
         settings(strategy, gpus), model="vgg-compact", dataset="small", epochs=epochs,
         global_batch=10 * gpus, per_worker_batch=10, lr=0.01, precision="fp32", nesterov=False,
-        **changes,
+        data_spec=meta["spec"], **changes,
     )  # fmt: skip
     cell = Cell("test", "served", strategy, "vgg-compact", "small", gpus, 0)
     record, logs = cell.record_path(folder), cell.log_dir(folder)
     command = [
-        sys.executable, "-m", "stratbench.train.launch", "--cell", json.dumps(cell.as_dict()),
+        sys.executable, *program, "--cell", json.dumps(cell.as_dict()),
         "--settings", s.as_json(), "--data", str(data), "--record", str(record),
         "--timeline", str(record.with_name("timeline.csv")), "--logs", str(logs),
         "--time-limit-s", "250",
@@ -471,8 +492,22 @@ def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, wa
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+#: The launcher, but its servers give a silent worker up sooner.
+IMPATIENT = """
+from dataclasses import replace
+from stratbench.strategies import ps
+from stratbench.train import launch
+
+told = ps.server_configs
+ps.server_configs = lambda *a: [replace(c, heartbeat_deadline_s=10.0) for c in told(*a)]
+raise SystemExit(launch.main())
+"""
+
+
 def test_a_stopped_worker_is_given_up_and_ended(tmp_path, warm):
-    process, record, folder = launch(tmp_path, "ps-async", 2, epochs=20, warm=warm, **ASLEEP)
+    process, record, folder = launch(
+        tmp_path, "ps-async", 2, epochs=20, warm=warm, program=("-c", IMPATIENT), **ASLEEP
+    )
     stopped = pid_of(folder, "rank1")
     os.kill(stopped, signal.SIGSTOP)
     output, _ = process.communicate(timeout=200)
@@ -482,7 +517,7 @@ def test_a_stopped_worker_is_given_up_and_ended(tmp_path, warm):
     ends = [e["train_time_s"] for e in found["score"]["per_epoch"]]
     assert ends == sorted(ends)
     [server] = found["server"]["servers"]
-    assert "no heartbeat" in server["lost"][0]["reason"]
+    assert server["lost"][0]["reason"] == "no heartbeat for 10 s"
     until(lambda: not psutil.pid_exists(stopped))
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+import snakemake
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -140,6 +144,40 @@ def test_every_requirement_is_pinned_exactly_and_constrained_alike():
         for pin in pins(path):
             assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+", pin), f"{path}: {pin}"
             assert pin.replace("_", "-") in {c.replace("_", "-") for c in constraints}, pin
+
+
+def test_the_gpu_path_is_tested_with_the_same_versions():
+    """With ===, so that pip takes no local build of PyTorch for the CPU."""
+    lines = pins("envs/requirements-gpu-path.txt")
+    assert {line for line in lines if line.startswith("-r")} == {
+        "-r requirements.txt",
+        "-r requirements-dev.txt",
+    }
+    exactly = {line.replace("===", "==") for line in lines if "===" in line}
+    assert {line.partition("==")[0] for line in exactly} == {"torch", "torchvision"}
+    assert exactly <= pins("envs/requirements.txt")
+
+
+def test_snakemakes_report_finds_its_packages_among_the_requirements():
+    """`snakemake --report` imports some that Snakemake itself does not ask for."""
+    found, left = set(), [pin.partition("==")[0] for pin in pins("envs/requirements.txt")]
+    while left:
+        name = canonicalize_name(left.pop())
+        if name not in found:
+            found.add(name)
+            asked = map(Requirement, requires(name) or ())
+            left += [r.name for r in asked if r.marker is None or r.marker.evaluate({"extra": ""})]
+    imported = set()
+    for path in Path(snakemake.__file__).parent.glob("report/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.partition(".")[0])
+    owners = packages_distributions()
+    needed = {canonicalize_name(owners[name][0]) for name in imported if name in owners}
+    assert {"pygments", "jinja2"} <= needed
+    assert needed <= found, "pin them in envs/"
 
 
 def test_every_rule_names_its_environment():

@@ -23,7 +23,7 @@ from stratbench.sets import archive
 from stratbench.sets.__main__ import main
 from stratbench.sets.archive import SetError
 from stratbench.sets.bundle import replaced_timeline, write_bundle
-from stratbench.sets.private import Replacements, expanded_nodes
+from stratbench.sets.private import LEFT_OUT, Replacements, expanded_nodes, without_secrets
 from stratbench.sets.reading import read_set
 
 SECRET = "hf_abcdefghijklmnopqrstuv"
@@ -125,6 +125,67 @@ def test_an_experiment_called_as_a_part_of_a_record_keeps_its_config(study_dir, 
     config = {"experiments": {"slurm": {"epochs": 3}, "environment": {"lr": 0.1}}}
     path, _ = write_bundle(study_dir, config, "replaced", tmp_path / "x.stratbench.zip")
     assert read_set(str(path)).config == config
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        {"tokens": ["abcdefgh"]},
+        {"token": ["abc"]},
+        {"password": {"value": "x"}},
+        {"api_keys": {"a": "k1"}},
+        {"secret": 123456},
+        {"credentials": {"user": "me", "pin": [1, 2]}},
+        {"hubAuth": {"a": {"b": "c"}}},
+        {"key": {"mine": ["abc"]}},
+        {"PASSPHRASE": 1.5},
+        {"url": "https://store.example.org/x?X-Amz-Expires=9&X-Amz-Signature=0a1b2c"},
+        {"url": "https://d1.example.org/x?Expires=1&Signature=a~b&Key-Pair-Id=APK"},
+        {"url": "https://blob.example.org/x?sv=2022&sig=a%2Fb"},
+        {"url": "see https://example.org/x?access_token=abc for more"},
+        {"url": "https://example.org/x?size=3&api-key=abc"},
+    ],
+)
+def test_a_secret_of_any_shape_is_left_out(secret):
+    """In a user's arguments, which configs and records carry alike."""
+    for is_record in (False, True):
+        found = without_secrets({"kwargs": {"size": 3, "deep": [secret]}}, is_record)
+        assert found["kwargs"]["size"] == 3
+        [left] = found["kwargs"]["deep"]
+        assert set(leaves(left)) == {LEFT_OUT}
+
+
+def leaves(value):
+    """The values in nested lists and dicts."""
+    if not isinstance(value, list | dict):
+        yield value
+        return
+    for inner in value.values() if isinstance(value, dict) else value:
+        yield from leaves(inner)
+
+
+def test_honest_values_stay_in_a_bundle():
+    """Settings that are named as a secret might be, and what only looks like one."""
+    config = {
+        "models": {"token-mixer": {"call": "my.net", "kwargs": {
+            "token_dim": 64, "max_tokens": 512, "tokens": 1024, "vocab": 38, "bos_token_id": 50256,
+            "num_key_value_heads": 4, "key_dim": 32, "key": 64, "monkey": "see", "author": "Ada",
+            "class_token": True, "auth": None, "tokens_by_layer": [8, 16],
+        }}},
+        "datasets": {"secret": {"text": "letters.txt", "tokenizer": "tokenizer.json"}},
+        "studies": {"auth": {
+            "description": "Three tokens of 64, keys and values; https://example.org/x?design=3&signal=9",
+            "variants": {"token": {"strategy": "fsdp"}},
+            "experiments": {"passwords": {"lr": 0.1, "models": ["token-mixer"], "dataset": "secret"}},
+        }},
+        "decide": {"score_tolerance": {"token_loss": 0.05}},
+    }  # fmt: skip
+    assert without_secrets(config) == config
+    plan = {"cells": {"main/ps-token/m/2gpu/rep0": {"settings": "0f3a", "infeasible": "no room"}}}
+    assert without_secrets(plan) == plan
+    record = fixture.make_record(fixture.expand()[0])
+    record["data"]["own"] = {"text": "a.txt", "tokenizer": "tokenizer.json", "sequence": 64}
+    assert without_secrets(record, is_record=True) == record
 
 
 def test_names_are_replaced_everywhere_and_alike(study_dir, tmp_path):
@@ -262,7 +323,9 @@ def put(name: str, content: bytes = b"{}"):
         (put("cells.json", b'[{"study": 1}]'), "seven coordinates"),
         (put("config.json", b"[" * 100_000), "too many levels"),
         (put("config.json", b'{"a": NaN}'), "NaN is no JSON number"),
-        (put("config.json", b'{"a": ' + b"9" * 5000 + b"}"), "not JSON"),
+        (put("config.json", b'{"a": ' + b"9" * 5000 + b"}"), "not JSON: a whole number is too large"),
+        (put("config.json", b'{"a": 1, "b": 2, "a": 3}'), "the key 'a' is there twice"),
+        (in_record(b'"status": "ok"', b'"status": "oom", "status": "ok"'), "the key 'status' is there twice"),
         (put("config.json", b'"text"'), "no JSON object"),
         (put("plan.json", b"\xff\xfe"), "not JSON"),
         (put("cells/main/ddp/vgg16/2gpu/rep0/timeline.csv", b"\xff"), "is no text"),

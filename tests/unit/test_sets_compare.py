@@ -79,7 +79,7 @@ def a_set(folder: Path, name: str, slower=lambda cell: 1.0, change=None, **cells
 
 def on_another_machine(cell, record):
     for worker in record["workers"]:
-        worker["provenance"]["gpu"]["name"] = "<script>alert(1)</script>"
+        worker["provenance"]["gpu"]["name"] = "<script>alert(1)</script>\u202eUPG"
         worker["provenance"]["software"]["torch"] = "=cmd|' /C calc'!A0"
     record["settings"]["threads"] = 4
     if cell.model == "resnet50":
@@ -115,6 +115,27 @@ def test_a_cells_ratio_has_welchs_interval():
     assert math.log(found.high / found.low) == pytest.approx(2 * half)
     assert unpaired.ratio_of_times([2.0], [1.0, 1.1]) == (pytest.approx(2 / 1.1**0.5), None, None)
     assert unpaired.ratio_of_times([2.0, 2.0], [1.0, 1.0]).low is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_times_that_are_all_but_equal_have_an_interval_and_print_no_warning():
+    found = unpaired.ratio_of_times([3.0, 3.0 + 4e-15], [3.0, 3.0])
+    assert found.value == pytest.approx(1)
+    assert found.low < found.value < found.high
+    assert unpaired.mean_over_models([0.1, 0.1 + 2e-16, 0.1]).value == pytest.approx(math.exp(0.1))
+    lost = unpaired.slowdown_over_cells([((3.0, 3.0 + 4e-15), (3.0, 3.0))], 0.025)
+    assert lost.at_least == pytest.approx(0, abs=1e-12)
+
+
+def test_the_intervals_are_those_of_scipy():
+    from scipy import stats
+
+    chance = np.random.default_rng(3)
+    new, old = chance.normal(1, 0.1, 4), chance.normal(1.2, 0.3, 7)
+    low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
+    assert unpaired.difference_of_scores(new, old)[1:] == pytest.approx((low, high))
+    ends = stats.ttest_1samp(new, 0.0).confidence_interval(0.95)
+    assert unpaired.mean_over_models(new)[1:] == pytest.approx(tuple(np.exp(ends)))
 
 
 def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
@@ -285,6 +306,10 @@ def test_the_page_and_its_tables_hold_foreign_texts_as_texts(folder, tmp_path, c
     for name in ("differences", "strategies", "main/time_ratio"):
         assert all((out / f"fast/{name}.{kind}").stat().st_size for kind in ("csv", "md", "tex"))
     assert "<script>" not in (out / "fast/differences.md").read_text()
+    turned = [p for p in out.rglob("*") if p.is_file() and b"\xe2\x80\xae" in p.read_bytes()]
+    assert not turned, "U+202E turns round what follows it"
+    assert "\\u202e" not in explored
+    assert "alert(1)&lt;/script&gt;?UPG" in page
     for path in out.rglob("*.csv"):
         with open(path, newline="") as file:
             for cell in (cell for row in csv.reader(file) for cell in row):
@@ -306,7 +331,8 @@ def watched_pair(chance, repeats: int, slower: float, where: str) -> SimpleNames
         group = Group("main", f"s{at[0]}", f"m{at[1]}", at[2] + 1)
         sides = (tuple(old), tuple(new), (), (), None, None, "", "")
         cells.append(ComparedCell(Match("d", group, group), *sides, Score(), "", ""))
-    return SimpleNamespace(other=SimpleNamespace(name="new"), cells=cells, with_ratio=cells)
+    other = SimpleNamespace(name="new")
+    return SimpleNamespace(other=other, cells=cells, with_ratio=cells, gone=())
 
 
 @pytest.mark.parametrize(
@@ -360,6 +386,41 @@ def test_no_two_comparisons_share_a_folder():
     assert max(map(len, folders)) < 120
 
 
+def test_a_comparison_of_other_sets_in_the_same_folder_is_told(tmp_path, capsys):
+    def compared(*sources):
+        named = json.dumps(dict(zip("ab", sources, strict=True)))
+        assert main(["compare", "--sets", named, "--out", str(tmp_path)]) == 0
+        return [
+            line for line in capsys.readouterr().err.splitlines() if "which is replaced" in line
+        ]
+
+    assert compared("paper:v1", "paper:v2") == []
+    (tmp_path / "a+b" / "notes.txt").write_text("mine")
+    assert compared("paper:v1", "paper:v2") == [], "the same sets, made again"
+    [line] = compared("paper:v2", "paper:v1")
+    assert (
+        line == f"{tmp_path}/a+b held the comparison of a=paper:v1, b=paper:v2, which is replaced"
+    )
+    assert (tmp_path / "a+b" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("there", ["a file", "a folder"])
+def test_a_comparison_overwrites_nothing_of_others(tmp_path, capsys, there):
+    out = tmp_path / "out"
+    if there == "a file":
+        out.write_text("mine")
+    else:
+        (out / "a+b").mkdir(parents=True)
+        (out / "a+b" / "index.html").write_text("mine")
+    sets = json.dumps({"a": "paper:v1", "b": "paper:v2"})
+    assert main(["compare", "--sets", sets, "--out", str(out)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert str(out) in error
+    assert "mine" in {path.read_text() for path in (out, out / "a+b/index.html") if path.is_file()}
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 1
+
+
 def test_a_set_called_as_a_page_is_refused(capsys):
     named = {"a": "paper:v1", "index.html": "paper:v2"}
     assert main(["compare", "--sets", json.dumps(named), "--out", "none"]) == 2
@@ -376,8 +437,48 @@ def test_one_repeat_cannot_tell(tmp_path):
     assert "no two repeats in both sets" in watched[0].sentence
     told = list(regression.describe_watch(watched, 0.05))
     assert (
-        told[0] == "Regression watch (5.0% allowed): nothing slower; of 2 the repeats cannot tell."
+        told[0] == "Regression watch (5.0% allowed): it cannot tell whether anything is slower; "
+        "of 2 the repeats cannot tell."
     )
+
+
+def contradictory(cell, record):
+    """What the audit calls unusable: other times of the workers than the cell's."""
+    if cell.strategy == "ddp":
+        for worker in record["workers"]:
+            worker["train_time_s"] *= 0.5
+
+
+def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys):
+    new = read_set(str(a_set(tmp_path, "new", change=contradictory)), "new")
+    watched = regression.watch([compare(sets["old"], new)], 0.05)
+    assert [w.sentence for w in watched if w.fails] == [
+        "new: ddp, 4 kinds of cells rejected by the audit: vgg16 on 1 (main), vgg16 on 2 (main), "
+        "resnet50 on 1 (main), resnet50 on 2 (main): no longer judged"
+    ]
+    assert regression.is_slower(watched)
+    told = list(regression.describe_watch(watched, 0.05))
+    assert told[0].endswith("nothing slower, 4 kinds of cells no longer judged.")
+    assert told[1] == f"  {watched[0].sentence}"
+    fewer = read_set(str(a_set(tmp_path, "fewer", strategies=("ddp",), gpus=(1,))), "fewer")
+    watched = regression.watch([compare(sets["old"], fewer)], 0.05)
+    assert [w.what.partition(":")[0] for w in watched if w.fails] == [
+        "ddp, 2 kinds of cells without a record",
+        "fsdp, 4 kinds of cells without a record",
+    ]
+    # What the first set cannot be held against either was never judged.
+    for first in (new, fewer):
+        assert not regression.is_slower(regression.watch([compare(first, sets["old"])], 0.5))
+
+
+def test_other_work_is_named_and_fails_nothing(sets):
+    """A rate of learning was changed on purpose."""
+    watched = regression.watch([compare(sets["old"], sets["fast"])], 0.0)
+    assert not regression.is_slower(watched)
+    assert [w.sentence for w in watched if w.verdict == "not judged"] == [
+        f"fast: {s}, 2 kinds of cells other work: resnet50 on 1 (main), resnet50 on 2 (main): not judged"
+        for s in ("ddp", "fsdp")
+    ]
 
 
 def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
@@ -410,11 +511,36 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
     folder = fixture.write_study(tmp_path, cells, {lost: "oom"}, change=change)
     found = compare(sets["old"], read_set(str(folder), "new"))
     assert [w.sentence for w in regression.watch([found], 1.0) if w.fails] == [
-        "new: fsdp on 2, vgg16 (main), OOM: no longer finishes"
+        "new: fsdp on 2, vgg16 (main), OOM: no longer finishes",
+        "new: ddp, 1 kind of cells rejected by the audit: vgg16 on 2 (main): no longer judged",
     ]
     [cell] = [c for c in found.cells if c.group == Group("main", *rejected)]
     assert cell.why_not == "measured against rejected by the audit"
     assert cell.other_outcome == ""
+
+
+def test_other_data_of_the_same_name_are_no_match(tmp_path):
+    """Told by what decides the samples, too, where the bytes alone would not show what differs."""
+    one = {"strategies": ("ddp",), "models": ("vgg16",), "gpus": (1,), "dataset": "made"}
+
+    def of(samples: int, sha256: str):
+        def change(cell, record):
+            record["settings"]["data_spec"] = {"source": "synthetic", "train_samples": samples}
+            record["data"]["sha256"] = sha256
+
+        return change
+
+    first, same, other = (
+        read_set(str(a_set(tmp_path, name, change=of(*made), **one)), name)
+        for name, made in {"a": (64, "1" * 64), "b": (64, "1" * 64), "c": (32, "2" * 64)}.items()
+    )
+    assert [c.why_not for c in compare(first, same).cells] == [""]
+    found = compare(first, other)
+    [cell] = found.without_ratio
+    assert cell.why_not.startswith("data_spec.train_samples 64 against 32; ")
+    told = {d.path: (d.kind, d.first, d.other) for d in found.work}
+    assert told["settings.data_spec.train_samples"] == ("data", "64", "32")
+    assert told["data.sha256"][0] == "data"
 
 
 # ---------------------------------------------------------------- the config

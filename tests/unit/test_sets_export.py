@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from stratbench.analysis.columns import BY_NAME, EPOCH_BY_NAME
+from stratbench.cell.files import MARK
 from stratbench.sets.__main__ import main
-from stratbench.sets.export import EXPORTS, MARK, REQUIREMENTS, export_set
+from stratbench.sets.export import EXPORTS, REQUIREMENTS, export_set
 from stratbench.sets.export.runs import runs_of
 from stratbench.sets.reading import read_set
 
@@ -75,7 +76,7 @@ def test_an_export_replaces_its_own_folders_and_nobody_elses(study, tmp_path, mo
     kept.parent.mkdir(parents=True)
     kept.touch()
     assert main(["export", study.source, "--to", "parquet", "--out", str(theirs)]) == 2
-    assert "was not written by an export" in capsys.readouterr().err
+    assert "was not written by stratbench" in capsys.readouterr().err
     assert [*theirs.rglob("*")] == [kept.parent, kept]
     for _ in range(2):
         assert main(["export", study.source, "--to", "parquet", "--out", str(ours)]) == 0

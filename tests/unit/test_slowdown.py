@@ -119,6 +119,33 @@ def test_a_slowed_worker_is_as_slow_as_the_study_says(
     assert len(first.batches) - len(slept_s) < 10
 
 
+def test_no_garbage_is_left_for_a_served_workers_clock(tmp_path, tiny_data, monkeypatch):
+    """Orders are drawn and garbage is collected before the first ticket is timed."""
+    did: list[str] = []
+    for owner, name in ((DeviceData, "tables"), (loop.gc, "freeze"), (loop.StepClock, "begin")):
+        real = getattr(owner, name)
+
+        def noted(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            did.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+    s = settings("ps-async", gpus=1, per_worker_batch=16)
+    train(s, network(nn.Identity(), 8), DeviceData.load(tiny_data), tmp_path)
+    assert did[: did.index("begin") + 1][-3:] == ["tables", "freeze", "begin"]
+
+
+def test_a_step_in_parts_is_slowed_by_the_whole_of_it(monkeypatch):
+    """By the same clock: 16 samples in 4 parts take 16 ms."""
+    first = Counted()
+    now = SimpleNamespace(perf_counter=lambda: PER_SAMPLE_S * sum(first.batches))
+    monkeypatch.setattr(slowdown, "time", now)
+    s = settings("single", gpus=1, per_worker_batch=16, accumulate=4)
+    step_s = slowdown.measure_step_s(s, network(first, 8), SHAPE, 3, CPU)
+    assert set(first.batches) == {4}
+    assert step_s == pytest.approx(16 * PER_SAMPLE_S)
+
+
 # ---------------------------------------------------------------- by hand
 
 

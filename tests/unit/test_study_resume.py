@@ -11,7 +11,7 @@ import pytest
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.settings import LATER
+from stratbench.cell.settings import LATER, Settings
 from stratbench.study import resume
 
 CELL = Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
@@ -95,3 +95,43 @@ def test_what_is_no_record_of_the_cell_is_trained(snakemake, tmp_path, spoil):
     spoil(cell)
     resume.keep_finished(snakemake, [cell])
     assert snakemake.log == []
+
+
+MADE = {"source": "synthetic", "train_samples": 256}
+
+
+@pytest.mark.parametrize(
+    ("stated", "wanted", "again"),
+    [
+        (MADE, MADE, False),
+        (MADE, MADE | {"train_samples": 128}, True),
+        (None, MADE, True),  # of an older version, which did not say
+        (None, None, False),
+    ],
+)
+@pytest.mark.parametrize("what", ["record", "block"])
+def test_what_was_trained_on_other_data_is_made_anew(tmp_path, capsys, what, stated, wanted, again):
+    trained = fixture.make_record(CELL)["settings"] | ({"data_spec": stated} if stated else {})
+    path = tmp_path / f"{what}.json"
+    content = {"settings": trained}
+    if what == "block":  # its own settings are of other things
+        content = {"settings": {"steps": 60}, "trained": {"ddp": trained, "fsdp": trained}}
+    path.write_text(json.dumps(content))
+    resume._told.clear()
+    workflow = SimpleNamespace(dag=SimpleNamespace(forcefiles=set()))
+    asked = Settings(**LATER | trained | {"data_spec": wanted})
+    for _ in range(2):
+        resume.forget_other_data(workflow, path, asked)
+    assert workflow.dag.forcefiles == ({str(path)} if again else set())
+    assert capsys.readouterr().err.count("is made anew") == again
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"settings": 3}', '{"trained": 3}'])
+def test_what_cannot_be_read_is_left_to_who_reads_it(tmp_path, content):
+    path = tmp_path / "record.json"
+    if content is not None:
+        path.write_text(content)
+    workflow = SimpleNamespace(dag=SimpleNamespace(forcefiles=set()))
+    made = fixture.make_record(CELL)["settings"]
+    resume.forget_other_data(workflow, path, Settings(**LATER | made | {"data_spec": MADE}))
+    assert not workflow.dag.forcefiles

@@ -126,6 +126,37 @@ class Python(Top3):
 class Half(Top3):
     def loss(self, outputs, targets):
         return F.mse_loss(outputs, targets)
+
+class Odd(Top3):
+    targets = "floats"
+
+class Regression:
+    score_name, unit, better, counts, tolerance = "error", "m", "lower", "images", 2.0
+    targets = "values"
+
+    def loss(self, outputs, targets):
+        return F.mse_loss(outputs, targets)
+
+    def score(self, outputs, targets):
+        return (outputs - targets).abs()
+
+class Spread(Regression):  # a mean and a logarithm of a variance for each value
+    def outputs(self, targets, classes):
+        return (*targets, 2)
+
+    def loss(self, outputs, targets):
+        return F.gaussian_nll_loss(outputs[..., 0], targets, outputs[..., 1].exp())
+
+    def score(self, outputs, targets):
+        return (outputs[..., 0] - targets).abs()
+
+class Empty(Regression):
+    def outputs(self, targets, classes):
+        return ()
+
+class Raises(Regression):
+    def outputs(self, targets, classes):
+        return targets[7]
 """
 
 
@@ -162,6 +193,7 @@ def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
         ("Sideways", "its better is 'bigger'; it must be higher or lower"),
         ("Free", "its tolerance is -1; it must be a number"),
         ("Scoreless", "no method score"),
+        ("Odd", "its targets is 'floats'; it must be classes or values"),
         ("Needs", "called without arguments, it raised TypeError"),
         ("Vector", r"a tensor \[2\]; return the mean"),
         ("Detached", "without a gradient; return the mean"),
@@ -174,6 +206,35 @@ def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
     with pytest.raises(ModelError, match=says) as e:
         checked(f"{own_tasks}:{name}")
     assert str(e.value).startswith(f"task '{own_tasks}:{name}'")
+    assert "\n" not in str(e.value)
+
+
+def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
+    for name, shape in (("Regression", [2, 3]), ("Spread", [2, 3, 2])):
+        call = f"{own_tasks}:{name}"
+        task = tasks.own_task(call)
+        assert tasks.outputs_of(task, [2, 3], 3) == shape
+        tasks.check_task(task, tasks.OwnTask(call), 3, [2, 3])
+        loss, score, _ = tasks.loss_and_score(
+            tasks.sums_of_batch(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3)).tolist(), 2
+        )
+        assert score == 1.0
+        assert loss > 0
+    with pytest.raises(ModelError, match=r"outputs of targets \[2, 3\] are \[\]; return the shape"):
+        tasks.outputs_of(tasks.own_task(f"{own_tasks}:Empty"), [2, 3], 3)
+    with pytest.raises(ModelError, match=r":Raises': its outputs of \[2, 3\] raised IndexError"):
+        tasks.outputs_of(tasks.own_task(f"{own_tasks}:Raises"), [2, 3], 3)
+
+
+@pytest.mark.parametrize("name", [None, "Top3", "Regression"])
+def test_data_and_a_task_that_do_not_go_together_are_told_in_one_sentence(own_tasks, name):
+    s = settings("ddp", own_task=name and {"call": f"{own_tasks}:{name}"})
+    fits = name == "Regression"
+    tasks.task_of(s, (1, 8, 8), fits)
+    with pytest.raises(
+        ModelError, match="it learns values" if fits else "it learns class numbers"
+    ) as e:
+        tasks.task_of(s, (1, 8, 8), not fits)
     assert "\n" not in str(e.value)
 
 

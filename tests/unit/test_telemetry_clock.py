@@ -180,6 +180,9 @@ class FakeEvent:
     def query(self) -> bool:
         return self.ms <= self._gpu.done_ms
 
+    def synchronize(self) -> None:
+        self._gpu.done_ms = max(self._gpu.done_ms, self.ms)
+
     def elapsed_time(self, other: FakeEvent) -> float:
         return other.ms - self.ms
 
@@ -191,6 +194,21 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     return fake
+
+
+def test_the_pulse_goes_on_while_a_device_catches_up_with_its_steps(gpu):
+    """Queued in a moment, two of them through: an epoch's end waits for each of the others."""
+    alive = []
+    pulse = SimpleNamespace(step=lambda: None, alive=lambda: alive.append(gpu.done_ms))
+    clock = StepClock("cuda:1", pulse)
+    clock.begin()
+    gpu.done_ms = 2.0
+    for _ in range(5):
+        gpu.ms += 1.0
+        clock.tick()
+    clock.end()
+    assert alive == [3.0, 4.0, 5.0]
+    assert clock.step_ms == [1.0] * 5
 
 
 def test_cuda_steps_come_from_events_and_only_the_ends_synchronise(gpu):

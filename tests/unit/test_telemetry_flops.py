@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stratbench.telemetry.flops import forward_flops
+from stratbench.telemetry.flops import counted_flops
 from stratbench.workload import models
 
 #: torchvision's own figures: billions of multiply-adds, and the image size they are for.
@@ -32,7 +32,9 @@ def test_published_networks(name):
 
     weights, size = PUBLISHED[name]
     multiply_adds = 1e9 * getattr(torchvision.models, weights).DEFAULT.meta["_ops"]
-    counted = forward_flops(lambda: models.build(name, 1000), (3, size, size))
+    counted = counted_flops(lambda: models.build(name, 1000), (3, size, size))[
+        "forward_flops_per_sample"
+    ]
     assert counted == pytest.approx(2 * multiply_adds, rel=0.01)
 
 
@@ -45,10 +47,44 @@ def test_a_sum_by_hand():
             nn.Linear(100, 3),
         )
 
-    assert forward_flops(build, (2, 5, 5)) == 2 * (4 * 25 * 9 * 1 + 100 * 3)
+    forward = 2 * (4 * 25 * 9 * 1 + 100 * 3)
+    assert counted_flops(build, (2, 5, 5)) == {
+        "forward_flops_per_sample": forward,
+        "training_flops_per_sample": 3 * forward,
+    }
+
+
+def test_frozen_parameters_have_no_gradients_to_count():
+    def build() -> nn.Module:
+        frozen, after = nn.Linear(10, 20).requires_grad_(False), nn.Linear(20, 20)
+        between = nn.Linear(20, 5).requires_grad_(False)
+        return nn.Sequential(frozen, after, between)
+
+    first, second, third = 2 * 10 * 20, 2 * 20 * 20, 2 * 20 * 5
+    # Of `between` only the gradient of its input; of `after` only its weight's, since nothing before
+    # it is trained.
+    assert counted_flops(build, (1, 10))["training_flops_per_sample"] == (
+        first + second + third + third + second
+    )
+
+
+def test_a_grouped_convolution_before_something_frozen_counts_its_two_gradients():
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1).requires_grad_(False),
+            nn.Conv2d(4, 4, 3, padding=1, groups=2),
+            nn.ConvTranspose2d(4, 6, 3, padding=1, groups=2),
+            nn.Conv2d(6, 4, 1).requires_grad_(False),
+        )
+
+    first, second, third, last = (2 * 25 * n for n in (4 * 9 * 2, 4 * 9 * 2, 4 * 9 * 3, 4 * 6))
+    assert counted_flops(build, (2, 5, 5)) == {
+        "forward_flops_per_sample": first + second + third + last,
+        "training_flops_per_sample": first + 2 * second + 3 * third + 2 * last,
+    }
 
 
 def test_counting_draws_no_random_number():
     before = torch.get_rng_state()
-    forward_flops(lambda: models.build("vgg-compact", 10, (1, 32, 32)), (1, 28, 28))
+    counted_flops(lambda: models.build("vgg-compact", 10, (1, 32, 32)), (1, 28, 28))
     assert torch.equal(before, torch.get_rng_state())

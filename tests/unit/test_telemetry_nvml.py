@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fake_nvml import UUIDS, FakeNvml, GpuIsLost, NotSupported, NVMLError
+from fake_nvml import INSTANCES, UUIDS, FakeNvml, GpuIsLost, NotSupported, NVMLError
 
 from stratbench.telemetry.nvml import Nvml
 
@@ -25,9 +25,9 @@ def test_counters_are_in_the_units_of_their_names():
         "throttle": "sw_power_cap;hw_thermal_slowdown",
         "nvlink_tx_bytes": 102400,
         "nvlink_rx_bytes": 204800,
-        "pcie_tx_bytes_per_s": 1_500_000,
-        "pcie_rx_bytes_per_s": 2_500_000,
     }
+    snapshot = Nvml(FakeNvml()).gpus()[0].pcie_snapshot()
+    assert snapshot == {"pcie_tx_bytes_per_s": 1_500_000, "pcie_rx_bytes_per_s": 2_500_000}
 
 
 def test_what_a_gpu_does_not_offer_is_absent_and_the_rest_stays():
@@ -79,22 +79,15 @@ def test_older_drivers_throttle_reasons_are_read_by_their_older_name():
     assert Nvml(library).gpus()[0].counters()["throttle"] == "sw_thermal_slowdown"
 
 
-def test_pcie_snapshot_is_not_asked_where_there_is_a_counter_or_none_is_wanted():
+def test_a_counter_of_pcie_that_wraps_between_two_samples_is_none():
     def field(value: int, kind: int) -> SimpleNamespace:
         return SimpleNamespace(nvmlReturn=0, valueType=kind, value=SimpleNamespace(ullVal=value))
 
-    cumulative = FakeNvml(answers={"nvmlDeviceGetFieldValues": [field(9, 3)] * 4})
-    counters = Nvml(cumulative).gpus()[0].counters()
-    assert counters["pcie_tx_bytes"] == 9
-    assert "nvmlDeviceGetPcieThroughput" not in cumulative.calls
-    # 32-bit counters wrap between two samples: the snapshot is the better figure.
-    wrapping = FakeNvml(answers={"nvmlDeviceGetFieldValues": [field(9, 1)] * 4})
-    counters = Nvml(wrapping).gpus()[0].counters()
-    assert "pcie_tx_bytes" not in counters
-    assert counters["pcie_tx_bytes_per_s"] == 1_500_000
-    unwanted = FakeNvml()
-    Nvml(unwanted).gpus()[0].counters(pcie_snapshot=False)
-    assert "nvmlDeviceGetPcieThroughput" not in unwanted.calls
+    for kind, known in ((3, True), (1, False)):  # of 64 bits, and of 32
+        library = FakeNvml(answers={"nvmlDeviceGetFieldValues": [field(9, kind)] * 4})
+        counters = Nvml(library).gpus()[0].counters()
+        assert counters.get("pcie_tx_bytes") == (9 if known else None)
+        assert "nvmlDeviceGetPcieThroughput" not in library.calls  # it blocks
 
 
 def test_static_facts_identify_the_gpu():
@@ -122,6 +115,37 @@ def test_gpu_of_finds_by_uuid_and_only_by_it():
     assert nvml.gpu_of(UUIDS[1]).index == 1
     assert nvml.gpu_of("GPU-unknown") is None
     assert nvml.gpu_of(None) is None
+
+
+def test_an_instance_is_found_by_the_uuid_that_cuda_tells_and_has_no_power_of_its_gpu():
+    nvml = Nvml(FakeNvml(gpus=2, mig=True))
+    for told in (INSTANCES[1], INSTANCES[1].replace("MIG", "GPU")):  # CUDA tells no prefix
+        instance = nvml.gpu_of(told)
+        assert instance.index is None  # NVML's would be that of the first GPU
+        assert instance.static()["uuid"] == INSTANCES[1]
+        assert instance.memory_used_bytes() == 12884901888
+        assert instance.counters().keys().isdisjoint({"power_w", "energy_j"})
+    assert nvml.gpu_of(UUIDS[0]) is None  # CUDA may tell the GPU's for an instance
+
+
+@pytest.mark.parametrize(
+    ("name", "mig", "expected"),
+    [
+        ("1", False, UUIDS[1]),
+        ("01", False, UUIDS[1]),
+        ("2", False, None),
+        (UUIDS[0], False, UUIDS[0]),
+        ("GPU-666", False, UUIDS[1]),
+        ("GPU-", False, None),  # of both
+        ("GPU-7", False, None),
+        (INSTANCES[0], False, None),
+        (INSTANCES[0], True, INSTANCES[0]),
+        ("MIG-aaaab", True, INSTANCES[1]),
+        ("MIG-aaaa", True, None),
+    ],
+)
+def test_what_a_name_in_cuda_visible_devices_stands_for(name, mig, expected):
+    assert Nvml(FakeNvml(gpus=2, mig=mig)).uuid_named(name) == expected
 
 
 def test_memory_of_this_process(monkeypatch):

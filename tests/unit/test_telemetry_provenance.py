@@ -122,6 +122,7 @@ def test_gpu_facts_join_torchs_and_nvmls(monkeypatch):
     facts = worker_provenance("cuda:0", nvml=without)
     assert facts["gpu"]["name"] == "NVIDIA A100-SXM4-80GB"
     assert "driver" not in facts
+    assert facts["nvml_reason"] == "OSError: no driver"
 
 
 @pytest.mark.slow

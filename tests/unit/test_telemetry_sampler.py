@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,11 +17,17 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from fake_nvml import FakeNvml, GpuIsLost
+from fake_nvml import INSTANCES, UUIDS, FakeNvml, GpuIsLost
 
 from stratbench.telemetry import sampler as sampler_module
-from stratbench.telemetry.nvml import Nvml
-from stratbench.telemetry.sampler import CellProcesses, Sampler, busy_check, sample_until
+from stratbench.telemetry.nvml import Gpu, Nvml
+from stratbench.telemetry.sampler import (
+    CellProcesses,
+    Sampler,
+    busy_check,
+    known_gpus,
+    sample_until,
+)
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS, read_samples
 
 pytestmark = pytest.mark.timeout(120)
@@ -189,6 +196,28 @@ def test_a_sampler_that_cannot_start_fails_nothing(tmp_path, monkeypatch, capsys
     assert "no timeline" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_full_disk_ends_the_timeline_in_one_line(tmp_path):
+    """The kernel refuses more bytes, as on a full disk; the rows that were written stay."""
+    out = tmp_path / "samples.csv"
+    done = subprocess.run(
+        [sys.executable, sampler_module.__file__, "--out", out, "--period-s", "0.01"],
+        env=os.environ
+        | {
+            "PYTHONPATH": str(Path(sampler_module.__file__).parents[2]),
+            "PYTHONDONTWRITEBYTECODE": "1",  # it would be cut off
+        },
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"sampler: File too large: {out}; the timeline ends\n"
+    assert out.read_text().startswith(",".join(SAMPLE_COLUMNS))
+
+
 def test_a_period_of_zero_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         sampler_module.main(["--out", str(tmp_path / "s.csv"), "--period-s", "0"])
@@ -196,7 +225,12 @@ def test_a_period_of_zero_is_refused(tmp_path, capsys):
 
 
 def sampled_with(
-    library: FakeNvml, count: int, sleep=lambda seconds: None, period_s: float = 0.001
+    library: FakeNvml,
+    count: int,
+    sleep=lambda seconds: None,
+    period_s: float = 0.001,
+    gpus: list[Gpu] | None = None,
+    strangers=None,
 ) -> list[dict]:
     """Rows of `count` samples and the last one, taken in this process."""
     stop, wake = threading.Event(), threading.Event()
@@ -213,14 +247,24 @@ def sampled_with(
         stop,
         wake,
         text,
-        Nvml(library),
+        gpus or Nvml(library).gpus(),
         CellProcesses(None),
+        strangers,
         parent_pid=os.getppid(),
         period_s=period_s,
         origin_s=sampler_module.time.monotonic(),
     )
     text.seek(0)
     return list(csv.DictReader(text))
+
+
+def test_strangers_are_looked_for_once_in_two_samples():
+    looks = []
+    watch = SimpleNamespace(look=looks.append)
+    rows = sampled_with(FakeNvml(gpus=1), 6, strangers=watch)
+    times_s = [float(row["t_s"]) for row in rows if row["kind"] == "host"]
+    assert 2 <= len(looks) < len(times_s)
+    assert set(looks) <= set(times_s)
 
 
 def test_gpu_counters_are_columns_and_those_not_offered_are_empty():
@@ -237,6 +281,57 @@ def test_pcie_snapshots_which_block_are_taken_now_and_then():
     gpus = [row for row in sampled_with(FakeNvml(), 20) if row["kind"] == "gpu"]
     taken = [i for i, row in enumerate(gpus) if row["pcie_tx_bytes_per_s"]]
     assert taken == [0, 10, 20]
+
+
+def test_a_sample_has_the_time_of_its_energy_whatever_other_gpus_take(monkeypatch):
+    """The counters are clocks at 60 W; a snapshot of PCIe takes 20 ms, any other answer 1 ms."""
+    now = SimpleNamespace(s=100.0)
+    clock = SimpleNamespace(monotonic=lambda: now.s)
+    monkeypatch.setattr(sampler_module, "time", clock)
+
+    class Slow(FakeNvml):
+        def __getattr__(self, name):
+            ask = super().__getattr__(name)
+
+            def asked(*arguments):
+                energy_mj = 60e3 * now.s
+                now.s += 0.02 if "PcieThroughput" in name else 0.001
+                return energy_mj if "Energy" in name else ask(*arguments)
+
+            return asked
+
+    library = Slow(gpus=8)
+    known = Nvml(library).gpus()
+    origin_s = now.s
+    rows = [row for row in sampled_with(library, 11, gpus=known) if row["kind"] == "gpu"]
+    assert len(rows) == 8 * 12
+    assert sum(bool(row["pcie_tx_bytes_per_s"]) for row in rows) == 8 * 2
+    late_s = [float(row["energy_j"]) / 60 - origin_s - float(row["t_s"]) for row in rows]
+    assert late_s == pytest.approx([0] * len(rows), abs=0.001)  # t_s is written to the ms
+
+
+def test_a_cells_own_gpus_are_sampled_and_no_others(capsys):
+    library = FakeNvml(gpus=2)
+    rows = sampled_with(library, 1, gpus=known_gpus(["GPU-666"], Nvml(library)))
+    assert [row["id"] for row in rows if row["kind"] == "gpu"] == ["1", "1"]
+    assert capsys.readouterr().err == ""
+
+
+def test_an_instance_has_rows_without_the_power_of_its_gpu():
+    library = FakeNvml(gpus=2, mig=True)
+    rows = sampled_with(library, 1, gpus=known_gpus([INSTANCES[1]], Nvml(library)))
+    gpus = [row for row in rows if row["kind"] == "gpu"]
+    assert {row["id"] for row in gpus} == {INSTANCES[1]}
+    assert {(row["mem_used_bytes"], row["power_w"], row["energy_j"]) for row in gpus} == {
+        ("12884901888", "", "")
+    }
+
+
+def test_why_a_gpu_cannot_be_sampled_is_said(capsys):
+    assert known_gpus(["0"], Nvml(FakeNvml(failures={"nvmlInit": OSError("mismatch")}))) == []
+    assert "cannot sample GPU 0 (OSError: mismatch)" in capsys.readouterr().err
+    assert known_gpus([UUIDS[0]], Nvml(FakeNvml(mig=True))) == []  # all instances' power is in its
+    assert "divided into MIG instances" in capsys.readouterr().err
 
 
 def test_its_period_is_kept_however_long_a_sample_takes(monkeypatch):
@@ -300,7 +395,16 @@ def test_busy_check_tells_our_processes_from_others():
     with burning() as child:
         ours = busy_check(window_s=0.6, nvml=Nvml(FakeNvml()))
         assert child.pid not in {p["pid"] for p in ours["other_processes"]}
-    assert ours["other_gpu_processes"] == {0: [4242]}
+
+
+def test_every_process_on_a_gpu_before_the_cell_starts_is_another():
+    """In a container NVML's numbers are the host's: one that equals ours says nothing."""
+    running = [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=4242)]
+    library = FakeNvml(answers={"nvmlDeviceGetComputeRunningProcesses": running})
+    facts = busy_check(window_s=0.001, nvml=Nvml(library))
+    assert facts["other_gpu_processes"] == {0: [os.getpid(), 4242]}
+    idle = FakeNvml(answers={"nvmlDeviceGetComputeRunningProcesses": []})
+    assert "other_gpu_processes" not in busy_check(window_s=0.001, nvml=Nvml(idle))
 
 
 def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 from launching import LaunchedCell, settings
 from stratbench.analysis.audit.scores import contradictory_score, loss_below_least
 from stratbench.cell import record
+from stratbench.workload import prepared
 from stratbench.workload.prepare import prepare
 
 VOCABULARY, LENGTH = 8, 16
@@ -36,7 +37,7 @@ def test_a_transformer_learns_a_text(
 ) -> None:
     s = settings(
         strategy, model="gpt-compact", dataset="text", gpus=workers, epochs=1, global_batch=16,
-        per_worker_batch=16 // workers, lr=0.02,
+        per_worker_batch=16 // workers, lr=0.02, data_spec=prepared.read_meta(text)["spec"],
     )  # fmt: skip
     cell = start_cell(s, data_dir=text, env=warm)
     output, _ = cell.process.communicate(timeout=110)

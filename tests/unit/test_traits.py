@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from fixture_records import make_record
+from policy_reference import hyper_of
 
 from launching import settings
 from stratbench import strategies
@@ -22,7 +23,6 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import servers
 from stratbench.plan.request import Request
 from stratbench.ps.policies import POLICIES, make_policy, parse_options
-from stratbench.ps.policy import Hyper
 from stratbench.ps.tickets import TicketPlan
 from stratbench.ps.virtual import Timing, WorkerLost, simulate
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
@@ -112,9 +112,7 @@ def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
     workers, plan = 4, TicketPlan(1, 12, 4 * parse_options(name).pushes_per_ticket)
 
     def run(**how):
-        policies = [
-            make_policy(name, torch.zeros(2), Hyper(lr=0.01, momentum=0.9, workers=workers))
-        ]
+        policies = [make_policy(name, torch.zeros(2), hyper_of(name, lr=0.01, workers=workers))]
         timing = Timing(1.0, slowdown=(1.0, 1.0, 1.0, 20.0))
         return simulate(policies, plan, lambda t, p, w: torch.ones_like(w), timing, **how)
 
@@ -133,7 +131,7 @@ def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_policy_makes_as_many_updates_as_it_says(name, workers):
     plan = TicketPlan(1, 12, workers)
-    policy = make_policy(name, torch.zeros(2), Hyper(lr=0.01, workers=workers))
+    policy = make_policy(name, torch.zeros(2), hyper_of(name, lr=0.01, workers=workers))
     simulate([policy], plan, lambda t, p, w: torch.ones_like(w), Timing(1.0, compute_spread=0.3))
     said = traits_of(name, option_defaults(name), workers).updates_per_step
     # A ticket of the plan is a batch of a worker, in as many pushes as the policy makes of it.

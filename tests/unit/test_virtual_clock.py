@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_reference import hyper_of
 
 from stratbench.ps import asynchronous, averaging
 from stratbench.ps.policies import POLICIES, make_policy, parse_options, policy_class
@@ -23,7 +24,7 @@ def ones(ticket, part, weights):
 
 
 def policies_of(name, workers, shards=1, options=None, hyper=None):
-    hyper = hyper or Hyper(lr=0.01, momentum=0.9, workers=workers)
+    hyper = hyper or hyper_of(name, lr=0.01, workers=workers)
     return [make_policy(name, torch.zeros(2), hyper, options) for _ in range(shards)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import signal
 import time
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from tiny_study import Workflow, tiny_config
 
-from launching import assert_gone
+from launching import assert_gone, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -89,6 +90,17 @@ def write(path, record):
     _write(path, record)
     witness.finished(Path(path))
 """
+
+
+#: The next who imports the module says so, and waits.
+AT_IMPORT = f'''
+import time as _time
+from pathlib import Path as _Path
+_root = _Path(__file__).parents[3]
+while (_root / "{HOLD}").exists():
+    (_root / "reached").touch()
+    _time.sleep(0.1)
+'''
 
 
 @pytest.fixture
@@ -188,3 +200,62 @@ def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
     assert len(list(folder.glob("results/tiny/cells/**/record.json"))) == 10
     assert ten_cells.jobs(*target) == {}
     assert_gone([process for _, process in processes(folder)])
+
+
+@pytest.mark.parametrize(
+    ("target", "module"),
+    [
+        ("results/data/tiny-images/meta.json", "workload/prepare.py"),
+        ("check", "plan/fake.py"),  # in the process that all others are forked from
+        ("plan", "plan/footprint.py"),
+        ("decide", "analysis/candidates.py"),
+        ("results/tiny/cells.json", "study/listing.py"),
+    ],
+)
+def test_what_trains_nothing_ends_with_its_snakemake(workflow, target, module):
+    path = workflow.folder / "workflow/stratbench" / module
+    path.write_text(path.read_text() + AT_IMPORT)
+    hold = workflow.folder / HOLD
+    hold.touch()
+    run = workflow.start(target)
+    try:
+        until((workflow.folder / "reached").exists)
+        family = psutil.Process(run.pid).children(recursive=True)
+        assert family
+        run.kill()
+        run.wait()
+        assert_gone(family)
+    finally:
+        hold.unlink()
+
+
+def test_two_reports_of_what_is_there_are_not_written_at_once(workflow):
+    path = workflow.folder / "workflow/stratbench/analysis/collect.py"
+    path.write_text(path.read_text().replace("\ndef main", f"{AT_IMPORT}\ndef main"))
+    hold = workflow.folder / HOLD
+    hold.touch()
+    first = workflow.start("partial")
+    try:
+        until((workflow.folder / "reached").exists)
+        second = workflow.run("--nolock", "partial")
+        assert second.returncode != 0
+        sentence = "another run writes results/tiny/partial at this moment"
+        assert second.stdout.count(sentence) == 1, second.stdout
+        family = psutil.Process(first.pid).children(recursive=True)
+        first.kill()
+        first.wait()
+        assert_gone(family)
+    finally:
+        hold.unlink()
+    assert workflow.run("--unlock").returncode == 0
+    third = workflow.run("partial")
+    assert third.returncode == 0, third.stdout
+
+
+def test_a_snakemake_that_is_told_to_stop_as_it_chooses_jobs_ends(workflow):
+    run = workflow.start("--until", "list_cells")
+    printed = b""
+    while b"Select jobs" not in printed:
+        printed += run.stdout.read(1)
+    os.kill(run.pid, signal.SIGTERM)
+    run.communicate(timeout=120)

@@ -67,7 +67,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     assert check.returncode != 0, check.stdout
     plan = work.run("plan")
     assert plan.returncode == 0, plan.stdout
-    work.write_config(config_with(MINE))
     done = work.run()
     assert done.returncode == 0, done.stdout
     return Trained(work, check.stdout, plan.stdout, done.stdout)
@@ -120,6 +119,25 @@ def test_a_network_is_trained_reported_and_decided_on(trained):
     assert "mine (first, tiny-images)" in answer.stdout
 
 
+def test_a_cell_that_is_refused_stands_in_the_tables_with_its_reason(trained):
+    """The run ends well, and does not try it again."""
+    work = trained.work
+    record = json.loads(work.record("first", "ddp", "spared", "2gpu").read_text())
+    assert (record["status"], record["reason"]) == (
+        "refused",
+        f"model 'spared' (my_net:Spared): {DDP}",
+    )
+    tables = [p.read_text() for p in (work.folder / "results/tiny/tables").rglob("*.csv")]
+    assert any("refused" in text for text in tables)
+    report = (work.folder / "results/tiny/report.html").read_text()
+    assert "refused: the strategy cannot train the network" in report
+    assert "DDP waits for one from every parameter" in report
+    with open(work.folder / "results/tiny/decision.csv", newline="") as file:
+        verdicts = {(r["strategy"], r["model"]): r["verdict"] for r in csv.DictReader(file)}
+    assert verdicts["ddp", "spared"] == "refused"
+    assert "train tiny/" not in work.run("-n").stdout
+
+
 def test_data_are_trained_on_and_reported(trained):
     work = trained.work
     records = {
@@ -136,7 +154,7 @@ def test_data_are_trained_on_and_reported(trained):
     assert records["pictures"]["data"]["own"]["kind"] == "images"
     assert records["pictures"]["data"]["buffered_batches"] == 2
     for r in records.values():
-        assert r["data"]["own"]["sha256"] == r["settings"]["own_data"]["sha256"]
+        assert r["data"]["own"]["sha256"] == r["settings"]["data_spec"]["sha256"]
     assert "pictures" in (work.folder / "results/tiny/report.html").read_text()
 
 
@@ -168,7 +186,7 @@ def test_what_was_changed_trains_its_own_cells_again_and_no_other(trained):
     assert trained_again() == {"pictures": 1, "stripes": 1}
 
 
-def test_what_gives_no_scores_or_was_refused_says_so_at_once_when_it_is_trained(trained):
+def test_what_gives_no_scores_says_so_at_once_when_it_is_trained(trained):
     """Takes the study as the test before left it."""
     work = trained.work
     two = {"two": {"call": "my_net:TwoAnswers"}} | SPARED
@@ -177,4 +195,4 @@ def test_what_gives_no_scores_or_was_refused_says_so_at_once_when_it_is_trained(
     failed = work.run("--keep-going", *map(str, records))
     assert failed.returncode != 0
     assert SENTENCE in failed.stdout
-    assert f"FAILED: ModelError: model 'spared' (my_net:Spared): {DDP}" in failed.stdout
+    assert "train tiny/first: ddp, spared" not in failed.stdout

@@ -7,7 +7,7 @@ import os
 import sys
 
 import pytest
-from tiny_study import skipping_config
+from tiny_study import Workflow, skipping_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,7 +56,7 @@ def test_stages_but_no_cells_are_benchmarked(finished):
     """A cell's processes live under the fork server, where Snakemake does not look."""
     found = {p.stem for p in (finished.folder / "results/tiny/benchmarks").iterdir()}
     assert {"merge_records", "make_plots", "write_report"} <= found
-    assert (finished.folder / "results/data/tiny-images.benchmark.tsv").exists()
+    assert len(list((finished.folder / "results/data").glob("tiny-images-*.benchmark.tsv"))) == 1
     assert not list((finished.folder / "results/tiny/cells").rglob("*.tsv"))
 
 
@@ -191,3 +191,22 @@ def test_a_run_trains_a_deleted_record_again_and_no_other(finished):
     for cell, mtime in others.items():
         assert finished.record(*cell).stat().st_mtime_ns == mtime, cell
     assert finished.jobs(*targets) == {}
+
+
+def test_other_data_of_the_same_name_are_made_anew_and_trained_on(finished, tmp_path):
+    """Told by what is there: Snakemake remembers nothing, or another folder has the same results."""
+    config = skipping_config()
+    config["studies"]["tiny"]["experiments"]["second"]["models"] = [
+        "vgg-compact"
+    ]  # vgg16 is not planned
+    config["results"] = str(finished.folder / "results")
+    elsewhere = Workflow(tmp_path, config)
+    assert not {"prepare_data", "train_cell"} & elsewhere.jobs().keys()
+    config["datasets"]["tiny-images"]["train_samples"] = 96
+    elsewhere.write_config(config)
+    assert elsewhere.jobs().items() >= {"prepare_data": 1, "train_cell": len(CELLS)}.items()
+    assert "train_cell" not in elsewhere.jobs("check")
+    # What decides nothing is no reason: a default that is stated.
+    config["datasets"]["tiny-images"] |= {"train_samples": 128, "seed": 0}
+    elsewhere.write_config(config)
+    assert not {"prepare_data", "train_cell"} & elsewhere.jobs().keys()

@@ -20,27 +20,27 @@ onsuccess:
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
 # the stages make of its records, itself or one below it.
 STAGES = {
-    "collect": "python -m stratbench.analysis.collect --expected {params.study:q}/cells.json"
+    "collect": "-m stratbench.analysis.collect --expected {params.study:q}/cells.json"
     " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
     " --records-root {params.study:q}/cells"
     " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv",
-    "audit": "python -m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
+    "audit": "-m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
     " --study-dir {params.study:q} --out {params.out:q}/audit.csv",
-    "tables": "python -m stratbench.analysis.tables --cells {params.out:q}/cells.csv"
+    "tables": "-m stratbench.analysis.tables --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
     " --out-dir {params.out:q}/tables",
-    "plots": "python -m stratbench.analysis.plots --cells {params.out:q}/cells.csv"
+    "plots": "-m stratbench.analysis.plots --cells {params.out:q}/cells.csv"
     " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
-    "decide": "python -m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
+    "decide": "-m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
     " --verdict={params.verdict:q}"
     " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
-    "against": "python -m stratbench.analysis.against --cells {params.out:q}/cells.csv"
+    "against": "-m stratbench.analysis.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
     " --claims-out {params.out:q}/against_claims.csv"
     " --paper-audit-out {params.out:q}/paper_audit.csv",
-    "report": "python -m stratbench.analysis.report --folder {params.out:q}"
+    "report": "-m stratbench.analysis.report --folder {params.out:q}"
     " --study-dir {params.study:q} --verdict={params.verdict:q}"
     " --description={params.description:q}",
 }
@@ -69,7 +69,7 @@ rule merge_records:
     message:
         "merge the records of {wildcards.study}"
     shell:
-        FIND_PACKAGE + STAGES["collect"] + " > {log:q} 2>&1"
+        PROGRAM + STAGES["collect"] + " > {log:q} 2>&1"
 
 
 rule audit_records:
@@ -92,7 +92,7 @@ rule audit_records:
     message:
         "audit the records of {wildcards.study}"
     shell:
-        FIND_PACKAGE + STAGES["audit"] + " > {log:q} 2>&1"
+        PROGRAM + STAGES["audit"] + " > {log:q} 2>&1"
 
 
 rule make_tables:
@@ -116,7 +116,7 @@ rule make_tables:
     message:
         "make the tables of {wildcards.study}"
     shell:
-        FIND_PACKAGE + STAGES["tables"] + " > {log:q} 2>&1"
+        PROGRAM + STAGES["tables"] + " > {log:q} 2>&1"
 
 
 rule make_plots:
@@ -147,7 +147,7 @@ rule make_plots:
     message:
         "draw the figures of {wildcards.study}"
     shell:
-        FIND_PACKAGE + STAGES["plots"] + " > {log:q} 2>&1"
+        PROGRAM + STAGES["plots"] + " > {log:q} 2>&1"
 
 
 rule make_decision:
@@ -173,7 +173,7 @@ rule make_decision:
     message:
         "rank the strategies of {wildcards.study}"
     shell:
-        FIND_PACKAGE + STAGES["decide"] + " > {log:q} 2>&1"
+        PROGRAM + STAGES["decide"] + " > {log:q} 2>&1"
 
 
 rule compare_with_paper:
@@ -197,7 +197,7 @@ rule compare_with_paper:
     message:
         "compare {wildcards.study} with the paper"
     shell:
-        FIND_PACKAGE + STAGES["against"] + " > {log:q} 2>&1"
+        PROGRAM + STAGES["against"] + " > {log:q} 2>&1"
 
 
 rule write_report:
@@ -241,7 +241,7 @@ rule write_report:
     message:
         "write the report of {wildcards.study}"
     shell:
-        FIND_PACKAGE + STAGES["report"] + " > {log:q} 2>&1"
+        PROGRAM + STAGES["report"] + " > {log:q} 2>&1"
 
 
 # Merges what is there and lists what is missing: `snakemake partial`. The records are no inputs, so that
@@ -266,13 +266,13 @@ rule partial:
     message:
         f"merge the records of {STUDY.name} that are there"
     shell:
-        FIND_PACKAGE
-        + "("
-        + " && ".join(
+        PROGRAM
+        + "--hold {params.out:q} "
+        + " ".join(
             STAGES[stage] + (" --partial" if stage in ("collect", "report") else "")
             for stage in STAGES
         )
-        + ") 2>&1 | tee {log:q}"
+        + " 2>&1 | tee {log:q}"
 
 
 # Ranks the strategies from the records that are there, under the constraints `decide` of the config:
@@ -296,7 +296,8 @@ rule decide:
     message:
         f"rank the strategies of {STUDY.name} from the records that are there"
     shell:
-        f"{FIND_PACKAGE}(mkdir -p {{params.out:q}}"
-        f" && {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
-        f" && {STAGES['audit']} && {STAGES['decide']}"
+        f"set -o pipefail; {FIND_PACKAGE}("
+        f"mkdir -p {{params.out:q}}"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['audit']} {STAGES['decide']}"
         ") 2>&1 | tee {log:q}"

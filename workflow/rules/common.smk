@@ -8,17 +8,19 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
 
-from stratbench.cell.blocks import BLOCK_PATTERN
+from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
 from stratbench.plan.devices import named_gpus
 from stratbench.study import resume
 from stratbench.study.config import load_config
+from stratbench.study.failed_jobs import speak_of_failed_jobs
 from stratbench.study.job_environment import image_of_jobs, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.messages import ConfigError
 from stratbench.study.result_sets import existing_sets
 from stratbench.study.rounds import Round
+from stratbench.workload.prepared import meta_name
 
 try:
     CONFIG, STUDY = load_config(config, workflow.configfiles)
@@ -31,10 +33,15 @@ except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
 JOBS = Jobs(CONFIG, STUDY)
+speak_of_failed_jobs()
 set_job_environment(CONFIG, PACKAGE_ROOT)
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.
 FIND_PACKAGE = 'export PYTHONPATH="$STRATBENCH_PACKAGE${{PYTHONPATH:+:$PYTHONPATH}}"; '
+# Runs programs (-m), one after the other, that end with the Snakemake that has started them; a launcher sees
+# to that itself.
+RUN = "python -m stratbench.study.program $PPID "
+PROGRAM = f"set -o pipefail; {FIND_PACKAGE}{RUN}"
 
 RESULTS = CONFIG["results"]
 if workflow.modifier.path_modifier.replace_prefix(RESULTS) != RESULTS:
@@ -63,6 +70,7 @@ wildcard_constraints:
     strategy=r"[A-Za-z0-9][A-Za-z0-9._-]*",
     model=r"[A-Za-z0-9][A-Za-z0-9._-]*",
     dataset=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+    spec=r"(-[0-9a-f]{12})?",
     gpus=r"\d+",
     repeat=r"\d+",
     block=r"\d+",
@@ -98,7 +106,7 @@ def targets(wildcards):
 
 def as_trained(wildcards, input):
     """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
-    resolved = {"own_code": STUDY.own_code(), "own_data": STUDY.own_data()}
+    resolved = {"own_code": STUDY.own_code(), "data_specs": STUDY.data_specs()}
     return json.dumps(
         STUDY.as_trained() | {key: own for key, own in resolved.items() if own},
         sort_keys=True,
@@ -141,12 +149,29 @@ def study_dir(wildcards):
 
 
 def data_spec(dataset):
-    """What a data set is prepared from; of a user's own what counts of it, and not where its files lie."""
-    return STUDY.own_data().get(dataset) or CONFIG["datasets"].get(dataset)
+    """What decides a data set's samples; None where its name does."""
+    return STUDY.data_specs().get(dataset)
 
 
-def data_dir(dataset):
-    return f"{RESULTS}/data/{dataset}"
+def prepared_data(dataset):
+    """The file that is there once the data set, as the config has it, is prepared."""
+    return f"{RESULTS}/data/{dataset}/{meta_name(data_spec(dataset))}"
+
+
+def data_of_cell(wildcards):
+    """The data that a cell is trained on. A record of other data is made anew."""
+    cell = cell_of(wildcards)
+    settings = JOBS.settings_of(cell)
+    resume.forget_other_data(workflow, cell.record_path(RESULTS), settings)
+    return prepared_data(cell.dataset)
+
+
+def data_of_block(wildcards):
+    """The same of a block: all its cells have one data set."""
+    plan = block_of(wildcards)
+    settings = JOBS.settings_of(plan.cell(plan.order[0]))
+    resume.forget_other_data(workflow, plan.folder(RESULTS) / BLOCK_FILE, settings)
+    return prepared_data(plan.dataset)
 
 
 def told(question, *of):

@@ -1,16 +1,17 @@
 # Data sets: verified, and converted once to arrays that training processes map into memory.
 rule prepare_data:
     output:
-        meta=f"{RESULTS}/data/{{dataset}}/meta.json",
+        # A folder with other data of the same name lacks the file.
+        meta=f"{RESULTS}/data/{{dataset}}/meta{{spec}}.json",
     log:
-        f"{RESULTS}/data/{{dataset}}.log",
+        f"{RESULTS}/data/{{dataset}}{{spec}}.log",
     benchmark:
-        f"{RESULTS}/data/{{dataset}}.benchmark.tsv"
+        f"{RESULTS}/data/{{dataset}}{{spec}}.benchmark.tsv"
     localrule: True  # compute nodes often cannot download
     conda:
         ENV
     params:
-        out=lambda w: data_dir(w.dataset),
+        out=lambda w, output: str(Path(output.meta).parent),
         source=lambda w: (
             ["--spec", json.dumps(spec, sort_keys=True)]
             if (spec := data_spec(w.dataset)) is not None
@@ -19,6 +20,6 @@ rule prepare_data:
     message:
         "prepare the data set {wildcards.dataset}"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.workload.prepare {wildcards.dataset:q} --out {params.out:q}"
+        f"{PROGRAM}"
+        "-m stratbench.workload.prepare {wildcards.dataset:q} --out {params.out:q}"
         " {params.source:q} ${{STRATBENCH_NO_DOWNLOAD:+--no-download}} > {log:q} 2>&1"

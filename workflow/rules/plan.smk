@@ -3,7 +3,7 @@
 rule plan:
     input:
         # Nothing is known of these before they were read.
-        [f"{data_dir(name)}/meta.json" for name in STUDY.own_data()],
+        [prepared_data(name) for name in STUDY.own_data()],
     log:
         f"{RESULTS}/{STUDY.name}/logs/plan.log",
     localrule: True
@@ -16,8 +16,8 @@ rule plan:
     message:
         f"plan the study {STUDY.name}"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.plan --config {params.config:q} --partition {params.partition:q}"
+        f"{PROGRAM}"
+        "-m stratbench.plan --config {params.config:q} --partition {params.partition:q}"
         " 2>&1 | tee {log:q}"
 
 
@@ -36,9 +36,8 @@ rule check:
     message:
         f"check the networks of the study {STUDY.name}"
     shell:
-        "set -o pipefail; "
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.plan --check --config {params.config:q} 2>&1 | tee {log:q}"
+        f"{PROGRAM}"
+        "-m stratbench.plan --check --config {params.config:q} 2>&1 | tee {log:q}"
 
 
 # What the plan predicts of every finished cell beside what was measured.
@@ -66,6 +65,6 @@ rule compare_with_prediction:
     message:
         "compare what the plan predicts of {wildcards.study} with what was measured"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.plan.compare --config {params.config:q} --out {output:q}"
+        f"{PROGRAM}"
+        "-m stratbench.plan.compare --config {params.config:q} --out {output:q}"
         " > {log:q} 2>&1"

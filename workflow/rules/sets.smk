@@ -25,8 +25,8 @@ rule bundle:
     message:
         f"bundle the records of {STUDY.name}"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.sets bundle --study-dir {params.study:q} --config {params.config:q}"
+        f"{PROGRAM}"
+        "-m stratbench.sets bundle --study-dir {params.study:q} --config {params.config:q}"
         " --hosts {params.hosts:q} 2>&1 | tee {log:q}"
 
 
@@ -46,8 +46,8 @@ rule compare:
     message:
         "compare result sets"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.sets compare --sets {params.sets:q} --compare {params.compare:q}"
+        f"{PROGRAM}"
+        "-m stratbench.sets compare --sets {params.sets:q} --compare {params.compare:q}"
         " --constraints {params.constraints:q} --out {params.out:q} 2>&1 | tee {log:q}"
 
 
@@ -70,7 +70,7 @@ rule export:
     message:
         f"export the records of {STUDY.name}"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.sets export {params.study:q} --to {params.formats:q}"
+        f"{PROGRAM}"
+        "-m stratbench.sets export {params.study:q} --to {params.formats:q}"
         " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
         " --out {params.study:q}/export 2>&1 | tee {log:q}"

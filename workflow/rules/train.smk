@@ -36,7 +36,7 @@ onstart:
 # other nodes; and reading the memory of processes disturbs what is measured in them.
 rule train_cell:
     input:
-        data=lambda w: f"{data_dir(cell_of(w).dataset)}/meta.json",
+        data=data_of_cell,
     output:
         record=f"{RESULTS}/{CELL}/record.json",
         timeline=f"{RESULTS}/{CELL}/timeline.csv",
@@ -54,6 +54,7 @@ rule train_cell:
         tasks_per_gpu=0,
         mpi=lambda w: "srun" if JOBS.request_of(cell_of(w)).nodes > 1 else "",
         cpus_per_task=lambda w: JOBS.request_of(cell_of(w)).cpus,
+        server_cpus=lambda w: JOBS.request_of(cell_of(w)).server_cpus,
         mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
         runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
@@ -70,14 +71,15 @@ rule train_cell:
         " workers: {wildcards.gpus}, repeat {wildcards.repeat}; log: {log}"
     # The launcher takes its shell's place, so that no shell can be killed in front of it, and ends with
     # the Snakemake that runs it here: on SLURM that is the job's own, not the one that has submitted it.
+    # It empties its log once it holds the cell.
     shell:
         f"{FIND_PACKAGE}"
         "exec python -m stratbench.train.launch --parent $PPID"
         " --cell {params.cell:q} --settings {params.settings:q}"
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
         " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --nodes {resources.nodes}"
-        " --cpus-per-node {resources.cpus_per_task}"
-        " > {log:q} 2>&1"
+        " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
+        " >> {log:q} 2>&1"
 
 
 rule list_cells:
@@ -93,5 +95,5 @@ rule list_cells:
     message:
         "list the cells of {wildcards.study}"
     shell:
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.study.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"
+        f"{PROGRAM}"
+        "-m stratbench.study.listing {params.matrices:q} --out {output:q} > {log:q} 2>&1"

@@ -8,7 +8,7 @@
 # anything else fails the job, and the block is repeated whole, in the same order.
 rule run_block:
     input:
-        data=lambda w: f"{data_dir(block_of(w).dataset)}/meta.json",
+        data=data_of_block,
     output:
         block=f"{BLOCK}/block.json",
         segments=directory(f"{BLOCK}/segments"),
@@ -24,6 +24,7 @@ rule run_block:
         tasks_per_gpu=0,
         mpi=lambda w: "srun" if block_request(w).nodes > 1 else "",
         cpus_per_task=lambda w: block_request(w).cpus,
+        server_cpus=lambda w: block_request(w).server_cpus,
         mem_mb=lambda w: block_request(w).mem_mib,
         runtime=lambda w: block_request(w).runtime_min,
         time_limit_s=lambda w: int(ROUND.limit_s(block_of(w)) or 0),
@@ -45,7 +46,8 @@ rule run_block:
         " --block {params.block:q} --settings {params.settings:q} --data {params.data:q}"
         " --out {params.out:q} --logs {params.logs:q} --time-limit-s {resources.time_limit_s}"
         " --nodes {resources.nodes} --cpus-per-node {resources.cpus_per_task}"
-        " > {log:q} 2>&1"
+        " --server-cpus {resources.server_cpus}"
+        " >> {log:q} 2>&1"
 
 
 # One round, and what it decided. It has no output, so that it always runs.
@@ -62,6 +64,5 @@ rule verdict:
     message:
         f"tell what is decided of the study {STUDY.name}"
     shell:
-        "set -o pipefail; "
-        f"{FIND_PACKAGE}"
-        "python -m stratbench.verdict tell --config {params.config:q} 2>&1 | tee {log:q}"
+        f"{PROGRAM}"
+        "-m stratbench.verdict tell --config {params.config:q} 2>&1 | tee {log:q}"

@@ -20,6 +20,7 @@ from stratbench.analysis.audit import read_audit
 from stratbench.analysis.claims import judge_claims
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.usable import UsableGroups
+from stratbench.cell.files import in_one_sentence, write_atomic
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
 COLUMNS_OF = {
@@ -120,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
     beside_ours, judged = published_cells(cells, findings), judge_claims(cells, findings)
-    beside_ours.to_csv(args.cells_out, index=False)
-    judged.to_csv(args.claims_out, index=False)
+    write_atomic(args.cells_out, beside_ours.to_csv(index=False))
+    write_atomic(args.claims_out, judged.to_csv(index=False))
     counts = ", ".join(f"{n} {name}" for name, n in judged["verdict"].value_counts().items())
     print(
         f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"
@@ -132,4 +133,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

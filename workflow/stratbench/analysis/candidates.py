@@ -198,6 +198,10 @@ def exclude_by_records(
                 candidate.exclude("too slow", f"{share}not done after {over}")
             case "diverged":
                 candidate.exclude("worse score", f"{share}training diverged")
+            case "unusable":
+                candidate.exclude("unusable record", f"{share}{reason}")
+            case "refused":
+                candidate.exclude("refused", f"{share}{reason}")
             case "error":
                 candidate.exclude("failed", f"{share}{reason}")
     if candidate.time_s is None:

@@ -1,7 +1,8 @@
 """Collects the records of a study into cells.csv, a row per cell, and epochs.csv, a row per epoch.
 
 Every expected cell gets its row, in the order of the config. A cell without a record is `missing`,
-`error` if a failure left evidence, or `infeasible` if the plan skipped it; no cell is left out.
+`error` if a failure left evidence, or `infeasible` if the plan skipped it; one whose record is no
+measurement is `unusable`, without figures. No cell is left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from stratbench.analysis.columns import (
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import in_one_sentence, replacing
 from stratbench.cell.record import Record
 from stratbench.cell.settings import LATER, Settings
 from stratbench.cell.words import counted
@@ -134,6 +136,8 @@ def rows_of_cell(
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return row | {"status": "error", "reason": on_one_line(reason)}, []
     row |= found
+    if row["status"] == "unusable":
+        return row, []
     row["target_score"] = target = asked.targets.get(cell.experiment)
     row["time_to_target_s"] = time_to_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]
@@ -172,10 +176,11 @@ def collect(
 ) -> list[Row]:
     """Write both files; returns the rows of cells that should have a usable record and have none."""
     without: list[Row] = []
-    out.parent.mkdir(parents=True, exist_ok=True)
     with (
-        open(out, "w", newline="", encoding="utf-8") as cells_file,
-        open(epochs_out, "w", newline="", encoding="utf-8") as epochs_file,
+        replacing(out) as cells_path,
+        replacing(epochs_out) as epochs_path,
+        open(cells_path, "x", newline="", encoding="utf-8") as cells_file,
+        open(epochs_path, "x", newline="", encoding="utf-8") as epochs_file,
     ):
         cells_csv = csv.DictWriter(cells_file, COLUMNS)
         epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
@@ -223,4 +228,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from stratbench.analysis import derived
 from stratbench.analysis.derived import value_at
+from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import SCHEMA_PATH, Record, RecordError
 from stratbench.strategies.base import Traits
@@ -75,8 +76,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Number of workers, each a GPU or a CPU process; servers are not counted."),
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
-           "How the cell ended: ok, oom, timeout or diverged; without a usable record missing, error "
-           "or infeasible."),
+           "How the cell ended: ok, oom, timeout, diverged or refused; without a usable record missing, "
+           "error or infeasible; unusable, if the record is no measurement."),
     Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
     Column("strategy_base", "text", "", "strategy.name"),
     Column("strategy_kind", "text", "", "strategy.kind"),
@@ -167,6 +168,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("activation_checkpointing", "flag", "", "settings.activation_checkpointing"),
     Column("compute_dtype", "text", "", "strategy.details.compute_dtype"),
     Column("model_parameters", "number", "", "model.parameters"),
+    Column("trainable_parameters", "number", "", "model.trainable_parameters",
+           "Those that are trained; the rest is frozen."),
     Column("classes", "number", "", "model.classes"),
     Column("batchnorm", "flag", "", "model.batchnorm"),
     Column("initial_weights_sha256", "text", "", "model.initial_weights_sha256"),
@@ -219,6 +222,9 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "Pushes by staleness, which is the index: updates between a push and the weights that it "
            "was computed from."),
     Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
+    Column("processes", "number", "", derived.processes,
+           "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "
+           "alone."),
     Column("server_bytes", "number", "bytes", derived.server_bytes,
            "Bytes in and out of all servers."),
     Column("server_wait_s", "number", "s", derived.server_wait_s,
@@ -294,8 +300,11 @@ _OF_TIMELINE = [
 def row_of_record(record: Record, timeline: Path) -> Row:
     """The columns that a record and its timeline fill, by name.
 
-    RecordError if a column of numbers or flags would hold a value that is not a finite number.
+    A record of the software GPU fills none of the figures' columns: it is `unusable`. RecordError if a
+    column of numbers or flags would hold a value that is not a finite number.
     """
+    if software_gpu.measured(record):
+        return {"status": "unusable", "reason": software_gpu.WHY}
     row: Row = {name: value_at(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
     figures = derived.timeline_figures(timeline, row["device_kind"])

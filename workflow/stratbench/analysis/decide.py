@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from stratbench.analysis.groups import Group
 from stratbench.analysis.measures import format_number
 from stratbench.analysis.ranking import AgainstRival, Ranking, rankings_of_bouts
 from stratbench.analysis.verdicts import Raced, raced_groups, read_verdict
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import in_one_sentence, write_atomic
 from stratbench.cell.words import MIB, counted, worker_noun
 
 MATRIX_COLUMNS = (
@@ -35,6 +36,10 @@ MATRIX_COLUMNS = (
     *("repeats", "time_s", "cost", "memory_mib", "score", "score_name", "score_unit"),
     *("ratio_to_first", "low", "high", "may_lose", "doubts"),
 )
+
+
+#: Characters of a reason that a headline quotes.
+MOST_OF_A_REASON = 120
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def decide(
         return Decision(
             **common,
             choice=None,
-            headline="No strategy can be recommended from these records.",
+            headline=f"No strategy can be recommended from these records: {why_none(found)}.",
             reason="Every strategy is excluded; see why below.",
             confidence="none",
             confidence_why="Nothing is left to rank.",
@@ -121,6 +126,18 @@ def decide(
         confidence=level,
         confidence_why=why,
         changes=tuple(sentences_on_changes(found, ranking, given)),
+    )
+
+
+def why_none(found: list[Candidate]) -> str:
+    """Why all candidates are excluded: by kind of reason the strategies, and the reason of the first."""
+    by_kind: dict[str, list[Candidate]] = {}
+    for candidate in found:
+        by_kind.setdefault(candidate.kind, []).append(candidate)
+    return "; ".join(
+        f"{', '.join(dict.fromkeys(c.strategy for c in held))}: {kind} "
+        f"({textwrap.shorten(held[0].why, MOST_OF_A_REASON, placeholder=' ...')})"
+        for kind, held in by_kind.items()
     )
 
 
@@ -164,12 +181,16 @@ def reason_for(ranking: Ranking, noun: str) -> str:
             paid = describe_amount(found.rival)
             text += f"; {other} takes {describe_ratio(found)} times {price} ({paid})"
         if found.ratio < 1:
-            text += ", which counts as equal, and of equals fewer GPUs and less memory come first"
+            text += (
+                ", which counts as equal, and of equals fewer workers and less memory come first"
+            )
         different = (c for c in ranking.compared if c.rival.strategy != first.strategy)
         other = next(different, found)
         if other is not found:
             on, paid = counted(other.rival.gpus, noun), describe_amount(other.rival)
             text += f", {other.rival.strategy} on {on} {describe_ratio(other)} times ({paid})"
+    if first.served and first.cost is not None:
+        text += "; its cost leaves out the processes of its servers (`processes` in cells.csv)"
     if first.mean_score is not None:
         text += f"; it reaches {first.score.name} {first.score.text(first.mean_score)}"
     if first.memory_bytes is not None:
@@ -383,8 +404,7 @@ def write_decisions(
     """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
     found = decisions(cells, findings, given, raced)
     rows = [row for decision in found for row in decision.matrix]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(out, index=False)
+    write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = notes_on_the_study(findings)
     write_atomic(answers_out, json.dumps(answers_as_json(found, notes, given), indent=1) + "\n")
     return describe_decisions(found, notes, given)
@@ -409,4 +429,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

@@ -180,6 +180,14 @@ def n_servers(record: Record) -> int | None:
     return len(servers_in(record)) or None
 
 
+def processes(record: Record) -> int | None:
+    """The number of workers and parameter servers; None where servers left no statistics."""
+    servers = servers_in(record)
+    if value_at(record, "strategy.kind") == "server" and not servers:
+        return None
+    return value_at(record, "cell.gpus") + len(servers)
+
+
 def server_bytes(record: Record) -> int | None:
     """Bytes in and out of all servers."""
     if not servers_in(record):

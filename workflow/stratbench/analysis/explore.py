@@ -27,7 +27,7 @@ from stratbench.analysis.style import FURTHER_COLOURS, MARKERS, styles_by_strate
 from stratbench.cell import pages
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
 from stratbench.cell.files import write_atomic
-from stratbench.cell.words import WORKER_NOUNS, plural
+from stratbench.cell.words import WORKER_NOUNS, plural, printable
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: The column with the name of a cell's result set, for a page that shows several.
@@ -212,7 +212,7 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
 
 def as_json(data: Any) -> str:
     """JSON that no HTML parser reads as markup, whatever texts it holds."""
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = printable(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -56,7 +56,7 @@ TABLES = {
         NumberedTable(
             "table_7",
             "Standard, modified and staleness-mitigated asynchronous server",
-            ("ps-async", "ps-async-modified", "ps-dana", "ps-ormo"),
+            ("ps-async", "ps-async-modified", "ps-dana", "ps-ormo", "ps-preview"),
             ("score", "training_time"),
             largest_only=True,
         ),

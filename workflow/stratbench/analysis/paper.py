@@ -92,6 +92,7 @@ def cells_of_version(version: str) -> pd.DataFrame:
                 "epochs": setup["epochs"],
                 "precision": setup["precision"],
                 "model_parameters": PARAMETERS[model],
+                "trainable_parameters": PARAMETERS[model],
                 "device_kind": "cuda",
                 "device_name": setup["device"],
             }

@@ -16,6 +16,7 @@ import pandas as pd
 from stratbench.analysis import paper
 from stratbench.analysis.audit import AUDIT_COLUMNS, RULES, SEVERITIES, audit, read_audit
 from stratbench.analysis.metrics import MEMORY_RATIO, SIZES
+from stratbench.cell.files import write_atomic
 from stratbench.study.result_sets import VERSIONS
 
 PAPER_AUDIT_COLUMNS = ("version", *AUDIT_COLUMNS)
@@ -117,6 +118,6 @@ def read_paper_audit(path: Path) -> pd.DataFrame:
 def write_paper_audit(path: Path) -> None:
     """Writes paper_audit.csv, and prints how much is found."""
     found = findings_on_paper()
-    pd.DataFrame(found, columns=list(PAPER_AUDIT_COLUMNS)).to_csv(path, index=False)
+    write_atomic(path, pd.DataFrame(found, columns=list(PAPER_AUDIT_COLUMNS)).to_csv(index=False))
     rules = {finding["rule"] for finding in found}
     print(f"{len(found)} findings in the paper's tables, by {len(rules)} rules")

@@ -53,6 +53,7 @@ from stratbench.analysis.tradeoffs import (
     staleness_figure,
     tradeoff_figure,
 )
+from stratbench.cell.files import in_one_sentence, replacing
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.telemetry.cores import usable_cores
 
@@ -300,13 +301,13 @@ FORMATS: dict[str, dict[str, None]] = {
 
 def save_figure(figure: Figure, stem: Path) -> None:
     """Write the figure in all FORMATS."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
     layout = figure.get_layout_engine()
     if layout is not None:
         layout.execute(figure)
         figure.set_layout_engine(None)  # layout is done; saving would repeat it for each format
     for suffix, metadata in FORMATS.items():
-        figure.savefig(stem.with_suffix(suffix), metadata=metadata)
+        with replacing(stem.with_suffix(suffix)) as unfinished:
+            figure.savefig(unfinished, metadata=metadata)
     plt.close(figure)
 
 
@@ -337,11 +338,12 @@ def write_figure(name: tuple[str, str], stem: Path) -> None:
         save_figure(draw_figure(plot, _loaded[experiment]), stem)
 
 
-def remove_old_figures(out_dir: Path) -> None:
-    """Remove the figures of an earlier run, because some may have lost their data."""
+def remove_old_figures(out_dir: Path, drawn: Sequence[Path]) -> None:
+    """Remove the figures of an earlier run that are not `drawn` now, because they have lost their data."""
     for plot in PLOTS:
         for path in out_dir.glob(f"*/{plot}.*"):
-            path.unlink()
+            if path.with_suffix("") not in drawn:
+                path.unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -354,7 +356,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the figures")
     args = parser.parse_args(argv)
     tables = (args.cells, args.epochs, args.summary, args.study_dir)
-    remove_old_figures(args.out_dir)
     found = read_figure_data(*tables)
     _loaded.clear()
     _loaded.update(found)
@@ -372,8 +373,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             drawing = stack.enter_context(pool).map
         for stem, _ in zip(stems, drawing(write_figure, names, stems), strict=True):
             print(stem.with_suffix(".svg"), flush=True)
+    remove_old_figures(args.out_dir, stems)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

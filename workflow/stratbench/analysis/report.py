@@ -41,6 +41,7 @@ from stratbench.analysis.tables import (
 )
 from stratbench.analysis.verdicts import read_verdict
 from stratbench.cell import pages
+from stratbench.cell.files import in_one_sentence, write_atomic
 from stratbench.cell.words import MIB, counted, plural, worker_noun
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -54,9 +55,11 @@ STATUS_WORDS = {
     "oom": "out of memory (OOM)",
     "timeout": "stopped at their time limit",
     "diverged": "diverged (div.)",
+    "refused": "refused: the strategy cannot train the network",
     "infeasible": "skipped, since the plan says that they do not fit",
     "error": "failed",
     "missing": "have no record yet",
+    "unusable": "have a record that is no measurement",
 }
 
 
@@ -379,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "description": args.description
     }
     out = args.folder / "report.html"
-    out.write_text(render(values), encoding="utf-8")
+    write_atomic(out, render(values))
     explored = args.folder / "explore.html"
     cells, findings = read_cells(args.folder / "cells.csv"), read_audit(args.folder / "audit.csv")
     findings = findings.to_dict("records")
@@ -390,4 +393,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

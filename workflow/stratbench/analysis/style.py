@@ -42,7 +42,7 @@ FAMILIES = {
 }
 
 #: Muted colours for other things than strategies (phases of a step, workers of a cell).
-TEAL, DEEP_TEAL, PETROL = "#b5d3cf", "#5f9a94", "#2b4a52"
+TEAL, DEEP_TEAL, PETROL = "#a5c0bd", "#5f9a94", "#2b4a52"
 ROSE, WINE, BROWN, SAND, PALE = "#e0a8a0", "#7d2b4b", "#6b4a2b", "#d2bf9b", "#dcdcdc"
 #: Colours for the values of other columns than the strategy, used in turn.
 FURTHER_COLOURS = (BLUE, ORANGE, GREEN, WINE, PURPLE, PETROL, VERMILLION, DEEP_TEAL, BROWN, GREY)

@@ -21,6 +21,7 @@ from stratbench.analysis.numbered import NO_STRATEGIES, TITLES, paper_tables, qu
 from stratbench.analysis.score import score_of
 from stratbench.analysis.stats import QUARTILES_FROM
 from stratbench.analysis.summary import summarise
+from stratbench.cell.files import in_one_sentence, write_atomic
 from stratbench.cell.words import counted, worker_noun
 
 _LATEX = {
@@ -200,6 +201,13 @@ def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bo
     return measure.name == "training_time" or bool(found.notna().any())
 
 
+def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
+    """Write a table as <stem>.csv, .md and .tex."""
+    write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False))
+    write_atomic(stem.with_suffix(".md"), markdown(table, title))
+    write_atomic(stem.with_suffix(".tex"), latex(table, title))
+
+
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
     """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; returns the number of tables.
 
@@ -208,7 +216,6 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
     written = 0
     for experiment, rows in cells.groupby("experiment", sort=False):
         folder = out_dir / str(experiment)
-        folder.mkdir(parents=True, exist_ok=True)
         workers, here = workers_are(rows), summary[summary["experiment"] == experiment]
         for measure in measures_of(rows).values():
             if not has_table(rows, here, measure):
@@ -219,24 +226,19 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
             table = wide_table(rows, counts, lines)
             title = f"{table_heading(rows, measure)} {describe_numbers(rows, measure, workers)}"
             title += doubt_note(lines)
-            table.to_csv(folder / f"{measure.name}.csv", index=False)
-            (folder / f"{measure.name}.md").write_text(markdown(table, title), encoding="utf-8")
-            (folder / f"{measure.name}.tex").write_text(latex(table, title), encoding="utf-8")
+            write_table(table, title, folder / measure.name)
             written += 1
     return written
 
 
 def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
     """Write the paper's tables 3 to 8 from these records, and the sources of the figures in table 8."""
-    out_dir.mkdir(parents=True, exist_ok=True)
     table_8 = qualities(cells, summary)
     for name, table in paper_tables(cells, summary, table_8):
         table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
         caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"
-        table.to_csv(out_dir / f"{name}.csv", index=False)
-        (out_dir / f"{name}.md").write_text(markdown(table, caption), encoding="utf-8")
-        (out_dir / f"{name}.tex").write_text(latex(table, caption), encoding="utf-8")
-    table_8.to_csv(out_dir / "table_8_sources.csv", index=False)
+        write_table(table, caption, out_dir / name)
+    write_atomic(out_dir / "table_8_sources.csv", table_8.to_csv(index=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,11 +251,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
     summary = summarise(cells, read_audit(args.audit))
-    summary.to_csv(args.summary_out, index=False)
+    write_atomic(args.summary_out, summary.to_csv(index=False))
     write_numbered(cells, summary, args.out_dir / "paper")
     print(f"{write_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_sentence(main))

@@ -28,7 +28,9 @@ def choice_by_theory(
     room = limit and limit / (1 + constraints.memory_margin)
     too_large = bool(whole and room and whole > room)
     if not several and not too_large:
-        return first_choice_in("one worker"), ["With one GPU there is nothing to distribute."]
+        return first_choice_in("one worker", optimizer), [
+            "With one GPU there is nothing to distribute."
+        ]
     reasons = list(sentences_on_size(model, optimizer, whole, limit, too_large))
     if too_large:
         shards = -(-whole // room)
@@ -36,7 +38,7 @@ def choice_by_theory(
             given = "a number not given" if gpus is None else str(gpus)
             text = f"Sharded, they need at least {shards:.0f} GPUs, and {given} is at hand."
             return None, [*reasons, text]
-        return first_choice_in("states too large"), [
+        return first_choice_in("states too large", optimizer), [
             *reasons,
             "Only sharding divides the model states among the GPUs.",
         ]
@@ -46,21 +48,13 @@ def choice_by_theory(
             if constraints.gang_scheduled
             else "A collective job stops when a worker leaves."
         )
-        name = first_choice_in("unequal workers")
-        if name and (refusal := next(refusals_of(name, optimizer), None)):
-            return None, [
-                *reasons,
-                why,
-                f"{name} does not, and corrects for staleness, but not with this optimizer "
-                f"({refusal.partition(': ')[2]}). Measure those that take it.",
-            ]
-        return name, [
+        return first_choice_in("unequal workers", optimizer), [
             *reasons,
             why,
             "An asynchronous server does not; of these, one that corrects for staleness loses the "
             "least accuracy. Measure the score before you rely on it.",
         ]
-    return first_choice_in("equal workers"), [
+    return first_choice_in("equal workers", optimizer), [
         *reasons,
         "Among equal GPUs that stay, it moves the fewest bytes a step of those that keep a whole "
         "replica current (2(N-1)/N of the gradients; FSDP 3(N-1)/N), and overlaps them with the "
@@ -68,17 +62,16 @@ def choice_by_theory(
     ]
 
 
-def first_choice_in(situation: str) -> str | None:
-    """The strategy that states it is the first choice in `situation`; None if none does."""
+def first_choice_in(situation: str, optimizer: str) -> str | None:
+    """The strategy that states it is the first choice in `situation` and takes the optimizer; or None."""
     names = (name for name in REGISTRY if strategy_class(name).first_choice == situation)
-    return next(names, None)
+    return next((name for name in names if takes(name, optimizer)), None)
 
 
-def refusals_of(name: str, optimizer: str) -> Iterator[str]:
-    """The reasons why the strategy, with its default options, cannot train with the optimizer."""
-    yield from strategy_class(name).refusals(
-        option_defaults(name), LATER | {"optimizer": optimizer}
-    )
+def takes(name: str, optimizer: str) -> bool:
+    """Whether the strategy, with its default options, can train with the optimizer."""
+    values = LATER | {"optimizer": optimizer, "precision": "fp32"}
+    return not any(strategy_class(name).refusals(option_defaults(name), values))
 
 
 def state_bytes(model: str, optimizer: str) -> int | None:

@@ -99,8 +99,10 @@ def draw_panel(
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
-    """The timeline of a cell; None without one."""
+    """The timeline of a cell; None without one, or where its record is no measurement."""
     if study_dir is None or not isinstance(cell["record_path"], str):
+        return None
+    if cell["status"] == "unusable":
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")
     numbers = {"t_s", *(c for w in (UTILISATION_COLUMNS, MEMORY_COLUMNS) for c, _ in w.values())}

@@ -18,6 +18,7 @@ EXCLUDED = {
     "oom": "does not fit",
     "timeout": "too slow",
     "diverged": "worse score",
+    "refused": "refused",
     "score": "worse score",
 }
 

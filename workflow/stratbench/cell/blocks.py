@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json
 from stratbench.cell.segments import value_of_segments
@@ -223,6 +224,8 @@ def read_block(path: str | Path) -> Block:
         raise BlockError(f"{path} cannot be read as a block's result: {e}") from e
     if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
         raise BlockError(f"{path} is no block's result of version {SCHEMA_VERSION}")
+    if software_gpu.measured(found):
+        raise BlockError(f"{path} was {software_gpu.WHY}")
     if faults := list(_faults(found)):
         raise BlockError(f"{path} is not a block's result: {'; '.join(faults[:3])}")
     return Block(

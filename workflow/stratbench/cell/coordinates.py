@@ -16,7 +16,7 @@ CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
 
 
 #: Ways a cell can end that are results. Anything else is an error and leaves no record.
-STATUSES = ("ok", "oom", "timeout", "diverged")
+STATUSES = ("ok", "oom", "timeout", "diverged", "refused")
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +38,7 @@ class Cell:
     def __str__(self) -> str:
         return (
             f"{self.study}/{self.experiment}: {self.strategy}, {self.model}, "
-            f"{counted(self.gpus, 'GPU')}, repeat {self.repeat}"
+            f"{counted(self.gpus, 'worker')}, repeat {self.repeat}"
         )
 
     def as_dict(self) -> dict[str, str | int]:

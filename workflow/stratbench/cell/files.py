@@ -2,35 +2,85 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 #: A larger file is not one of ours and is not read into memory, in bytes.
 MOST_JSON_BYTES = 64 << 20
+#: The file that marks a folder of ours, where users choose the place.
+MARK = ".stratbench"
 #: Whole numbers from here on do not fit in a column of a table.
 _MOST_WHOLE = 1 << 63
+_MOST_DIGITS = len(f"-{_MOST_WHOLE}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
     """Write `text` to `path` at once: a reader sees the old file, the new one or none, never a part."""
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8", newline="") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield a path to write to, with the suffix of `path`; at the end that file takes the place of `path`.
+
+    If something is raised, the file that was there stays as it was. An OSError names `path`: that of a
+    full disk names nothing.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
     try:
-        with temporary.open("x", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(e, OSError) and e.errno and e.filename in (None, str(temporary)):
+            raise OSError(e.errno, e.strerror, str(path)) from e
         raise
+
+
+def own_folder(folder: Path, about: str = "") -> str:
+    """Make `folder` for files of ours, or take one made so; returns what was then said `about` it.
+
+    FileExistsError if it holds anything and no mark of ours: files of others are never overwritten.
+    """
+    mark = folder / MARK
+    ours = mark.is_file()
+    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(
+            f"{folder} was not written by stratbench; name a folder that does not exist yet"
+        )
+    before = read_regular(mark, MOST_JSON_BYTES).decode(errors="replace") if ours else ""
+    write_atomic(mark, about)
+    return before
+
+
+def in_one_sentence(main: Callable[[], int]) -> int:
+    """The exit code of a command line; 1 and one sentence if a file cannot be read or written."""
+    try:
+        return main()
+    except OSError as e:
+        print(f"error: {reason_of(e)}", file=sys.stderr)
+        return 1
+
+
+def reason_of(error: OSError) -> str:
+    """An error of a file as a sentence without the number: `No space left on device: results/x`."""
+    name = "" if error.filename is None else f": {error.filename}"
+    return f"{error.strerror or error}{name}"
 
 
 def read_regular(path: str | Path, most_bytes: int) -> bytes:
@@ -51,11 +101,20 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
     return content
 
 
+def last_lines(path: str | Path) -> list[str]:
+    """The lines of a log, as far as they lie in the last 64 KiB of it."""
+    with open(path, "rb") as f:
+        f.seek(0, 2)
+        f.seek(max(0, f.tell() - 64 * 1024))
+        return f.read().decode(errors="replace").splitlines()
+
+
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file. Only strict and ordinary JSON is accepted.
 
-    Raises ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, lone
-    surrogates, hundreds of levels. Raises OSError if the file cannot be read or is not a regular file.
+    Raises ValueError for anything else: NaN and infinities, whole numbers beyond 64 bits, a key that is
+    there twice, lone surrogates, hundreds of levels. Raises OSError if the file cannot be read or is no
+    regular file.
     """
     return parse_json(read_regular(path, MOST_JSON_BYTES).decode("utf-8"))
 
@@ -63,7 +122,9 @@ def read_json(path: str | Path) -> Any:
 def parse_json(text: str) -> Any:
     """The value of a JSON text; ValueError for what `read_json` refuses."""
     try:
-        value = json.loads(text, parse_constant=_refused)
+        value = json.loads(
+            text, parse_constant=_refused, parse_int=_whole, object_pairs_hook=_without_repeats
+        )
         _check_ordinary([value])
     except RecursionError:
         raise ValueError("too many levels") from None
@@ -72,6 +133,21 @@ def parse_json(text: str) -> Any:
 
 def _refused(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:  # Python's own refusal of thousands advises to allow them
+        raise ValueError("a whole number is too large")
+    return int(digits)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated[:80]!a} is there twice")
+    return found
 
 
 def _check_ordinary(values: Iterable[Any]) -> None:

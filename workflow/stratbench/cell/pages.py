@@ -1,10 +1,15 @@
-"""Fills in the templates of HTML pages: every value is escaped, and a missing one is an error."""
+"""Fills in the templates of HTML pages: every value is escaped, and a missing one is an error.
+
+Of a text no character is shown that is none: a bundle's could turn round what stands beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from stratbench.cell.words import printable
 
 
 def render(
@@ -20,6 +25,7 @@ def render(
         loader=jinja2.FileSystemLoader(folders),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # not of Markup
         trim_blocks=True,
         lstrip_blocks=True,
     )

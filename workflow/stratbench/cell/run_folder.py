@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -75,6 +76,18 @@ class RunFolder:
     def phase_logs(self) -> list[Path]:
         """The phase logs of all workers that have started."""
         return sorted(self.path.glob("phases*.jsonl"))
+
+    def pulse(self, rank: int) -> Path:
+        """When a worker last got on (`telemetry.pulse`); only its own node reads it."""
+        return self._local / f"{worker_name(rank)}.pulse"
+
+    def stack(self, process: str) -> Path:
+        """Where a process writes the stacks of its threads when its agent asks for them."""
+        return self.path / f"{process}.stack"
+
+    def stacks(self) -> list[Path]:
+        """The stacks of the processes that were asked for them, by name."""
+        return sorted(p for p in self.path.glob("*.stack") if p.stat().st_size)
 
     def samples(self, node: int) -> Path:
         """What the sampler of a node saw, as CSV (`telemetry.timeline.SAMPLE_COLUMNS`)."""
@@ -191,10 +204,40 @@ class RunFolder:
         """Keep what else used a node when the cell began (`telemetry.sampler.busy_check`)."""
         write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
 
+    def strangers(self, node: int) -> Path:
+        """Who else computed on the cell's GPUs of a node (`telemetry.tenants`); none: no file."""
+        return self.path / f"strangers{node}.json"
+
+    def read_strangers(self) -> dict[str, list[dict[str, Any]]]:
+        """The same of all nodes that had any, by the node's number as a text."""
+        paths = sorted(self.path.glob("strangers*.json"))
+        return {path.stem.removeprefix("strangers"): _read(path) for path in paths}
+
     def read_busy(self) -> dict[str, dict[str, Any]]:
         """What else used each node when the cell began, by the node's number as a text."""
         paths = sorted(self.path.glob("busy*.json"))
         return {path.stem.removeprefix("busy"): _read(path) for path in paths}
+
+    def write_standing(self, node: int, standing: dict[str, Any]) -> None:
+        """Keep where each worker of a node was at the time limit, by name (`train.standing`)."""
+        write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
+
+    def read_standing(self) -> dict[str, dict[str, Any]]:
+        """The same of all nodes."""
+        return _joined(self.path.glob("standing*.json"))
+
+    def write_places(self, node: int, places: dict[str, Any]) -> None:
+        """Keep where each process of a node runs, by name: its host, and a worker's GPU."""
+        write_atomic(self.path / f"places{node}.json", json.dumps(places))
+
+    def read_places(self) -> dict[str, dict[str, Any]]:
+        """The same of all nodes."""
+        return _joined(self.path.glob("places*.json"))
+
+
+def _joined(paths: Iterable[Path]) -> dict[str, Any]:
+    """The entries of several JSON files of ours, by the files' names."""
+    return {name: entry for path in sorted(paths) for name, entry in _read(path).items()}
 
 
 def _read(path: Path) -> Any:

@@ -64,8 +64,9 @@ class Settings:
     partition: str = field(default="iid", metadata=_LATER)
     #: device: the data lie there; host: in host memory, from where batches are copied ahead.
     placement: str = field(default="device", metadata=_LATER)
-    #: Of a data set of the user's: its kind and keys, and the sha256 of its files or code, or a version.
-    own_data: dict[str, Any] | None = field(default=None, metadata=_LATER)
+    #: What decides the samples of the data set, defaults resolved: source, sizes and seed; of a user's
+    #: own its kind and keys, and the sha256 of its files or code, or a version. None: its name says all.
+    data_spec: dict[str, Any] | None = field(default=None, metadata=_LATER)
     #: Whether blocks compute their activations again in backward.
     activation_checkpointing: bool = field(default=False, metadata=_LATER)
     #: Whether the training step's forward and backward go through torch.compile.

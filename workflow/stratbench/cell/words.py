@@ -1,4 +1,4 @@
-"""How numbers are written: counts with their nouns (`1 GPU`, `4 CPU processes`), units of memory."""
+"""How things are written: counts with their nouns (`1 GPU`, `4 CPU processes`), memory, foreign texts."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ def worker_noun(device_kinds: Iterable[object]) -> str:
     """What workers on these kinds of device are called: `worker` where kinds differ or none is known."""
     nouns = [WORKER_NOUNS[kind] for kind in WORKER_NOUNS.keys() & set(device_kinds)]
     return nouns[0] if len(nouns) == 1 else "worker"
+
+
+def printable(text: str) -> str:
+    """A text that may be from others, with `?` for what could steer a terminal, or turn its order round."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

@@ -12,11 +12,15 @@ from pathlib import Path
 from types import ModuleType
 
 from stratbench import __version__
+from stratbench.cell.files import reason_of
 from stratbench.command import CommandError
 from stratbench.command.in_folder import QUIET, profile_folder, require, run_rules
 from stratbench.command.init import lay_down
 
 SET = "a bundle, a folder results/STUDY, or paper:v2"
+FOR_SNAKEMAKE = """\
+In a study's folder all other options go to Snakemake, with their values by `=`: -n, --jobs=4.
+"""
 DESCRIPTION = """\
 Measures distributed-training strategies against each other, and says which to choose.
 
@@ -30,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, others = parser().parse_known_args(argv)
     try:
         return given.run(given, others)
-    except CommandError as error:
-        print(f"stratbench {given.command}: {error}", file=sys.stderr)
+    except (CommandError, OSError) as error:
+        said = reason_of(error) if isinstance(error, OSError) else error
+        print(f"stratbench {given.command}: {said}", file=sys.stderr)
         return 2
 
 
@@ -47,7 +52,13 @@ def parser() -> argparse.ArgumentParser:
     subcommands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, run, text: str, study: bool = True) -> argparse.ArgumentParser:
-        added = subcommands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added = subcommands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=FOR_SNAKEMAKE if study else None,
+            allow_abbrev=False,
+        )
         added.set_defaults(run=run)
         if study:
             added.add_argument("--study", help="the study, where it is not the config's")
@@ -71,14 +82,14 @@ def parser() -> argparse.ArgumentParser:
         trains.add_argument(
             "--profile", default="local", help="local (default), slurm, or a folder"
         )
-    for name, function, text in (
-        ("plan", run_plan, "what fits, how long it takes, what it costs"),
-        ("decide", run_decide, "which strategy to choose, and why"),
+    for name, function, text, sets, written in (
+        ("plan", run_plan, "what fits, how long it takes, what it costs", "a bundle", "plan"),
+        ("decide", run_decide, "which strategy to choose, and why", SET, "decision"),
     ):
         added = add(name, function, text)
-        added.add_argument("set", nargs="?", help=f"{SET}; default: the study of this folder")
+        added.add_argument("set", nargs="?", help=f"{sets}; default: the study of this folder")
         added.add_argument(
-            "--out", type=Path, help=f"of a set: the folder to write; default: STUDY.{name}"
+            "--out", type=Path, help=f"of a set: the folder to write; default: STUDY.{written}"
         )
     text = "of a study, whether each strategy can train each network; of a set, whether it is sound"
     check = add("check", run_check, text)
@@ -98,7 +109,8 @@ def parser() -> argparse.ArgumentParser:
         "--fail-above",
         type=float,
         metavar="SHARE",
-        help="exit code 1 where a strategy is slower by more, beyond noise: 0.05 is 5 %%",
+        help="exit code 1 where a strategy is slower by more, beyond noise, or can no longer be judged: "
+        "0.05 is 5 %%",
     )
     export = add("export", run_export, "the records for other tools")
     export.add_argument("set", nargs="?", help=f"{SET}; default: the study of this folder")

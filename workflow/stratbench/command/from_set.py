@@ -12,9 +12,11 @@ import yaml
 
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import write_decisions
+from stratbench.cell.files import own_folder
+from stratbench.cell.words import printable
 from stratbench.command import CommandError
 from stratbench.sets.archive import SetError, extract
-from stratbench.sets.check import INVALID, describe_set, exit_code, printable
+from stratbench.sets.check import INVALID, describe_set, exit_code
 from stratbench.sets.export import export_set
 from stratbench.sets.reading import ResultSet, read_set
 from stratbench.sets.shared import faults_of_bundle
@@ -55,6 +57,7 @@ def check(text: str, to_share: bool = False) -> int:
 def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """Prints the decisions on a set's records, and writes them to a folder."""
     found = read(text)
+    folder = out or Path(f"{found.study}.decision")
     config = changed(found.config or {}, pairs)
     try:
         given = checked_block("decide", config.get("decide", {}))
@@ -64,7 +67,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     except ConfigError as error:
         raise CommandError(str(error)) from None
     given["optimizers"] = other_optimizers(config, found.study)
-    folder = out or Path(f"{found.study}.decision")
+    own_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
     said = write_decisions(found.cells, found.findings, Constraints(**given), *written)
     print(printable(said))
@@ -119,10 +122,11 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
         )
     config = changed(found.config, pairs)
     refuse_foreign_code(text, config)
+    folder = out or Path(f"{found.study}.plan")
+    own_folder(folder)
     with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
         extract(Path(text).expanduser(), Path(results, found.study))
         config |= {"results": results, "code": [], "data": {}}
-        folder = out or Path(f"{found.study}.plan")
         return make_plan(["--config", json.dumps(config), "--out", str(folder)])
 
 

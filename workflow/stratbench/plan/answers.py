@@ -63,9 +63,12 @@ def _batches(plan: Plan) -> Iterator[str]:
         most = {c.cell.strategy: c.verdict.largest_batch for c in there}
         low, high = min(most, key=most.get), max(most, key=most.get)
         several = f"; {high}: {most[high]:,}" if most[high] != most[low] else ""
+        fit = f"The most that fit: {low}: {most[low]:,}{several}."
+        if most[low] >= there[0].subject.data.train_samples:
+            fit = f"All {there[0].subject.data.train_samples:,} of the data set would fit."
         yield (
             f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].verdict.device}: the "
-            f"study uses {used:,} samples a worker. The most that fit: {low}: {most[low]:,}{several}."
+            f"study uses {used:,} samples a worker. {fit}"
         )
 
 

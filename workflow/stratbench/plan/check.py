@@ -29,7 +29,7 @@ from stratbench.plan.subject import Subject, subject_of
 from stratbench.strategies import acceptance
 from stratbench.study.config import Study
 from stratbench.telemetry.cores import usable_cores
-from stratbench.workload import models
+from stratbench.workload import models, tasks
 from stratbench.workload.own import ModelError, told
 
 if TYPE_CHECKING:
@@ -41,16 +41,18 @@ MOST_REAL_PARAMETERS = 50_000_000
 
 @dataclass(frozen=True)
 class Network:
-    """A network as some of the study's cells train it: what it is, and its input."""
+    """A network as some of the study's cells train it: what it is, its input and its task."""
 
     model: str
     own_model: str | None
+    own_task: str | None
     input_shape: tuple[int, ...]
     classes: int
+    values: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Network:
-        return cls(request.model, request.own_model, request.input_shape, request.classes)
+        return cls(**{f.name: getattr(request, f.name) for f in dataclasses.fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,22 @@ class CheckResult:
     """What the check found of a network, as JSON-able values.
 
     `error`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
-    `parameters`, `root`: numbers in all, and of what is in no group. `groups`: (label, parameters).
+    `skipped`: what may get no gradient in a step. `parameters`, `frozen`, `root`: numbers in all, of
+    those that are not trained, and of what is in no group. `groups`: (label, parameters).
     `refusals`: for each request, in the order given, why its strategy cannot train it, or None.
     """
 
     error: str | None = None
     unseen: str | None = None
     parameters: int = 0
+    frozen: int = 0
     groups: list[tuple[str, int]] = field(default_factory=list)
     root: int = 0
     rule: str = ""
     batchnorm: bool = False
     dropout: bool = False
     writes_buffers: bool = False
+    skipped: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     refusals: list[str | None] = field(default_factory=list)
     seconds: float = 0.0
@@ -193,46 +198,48 @@ def find(requests: Sequence[Request]) -> CheckResult:
 
 
 def _found_of(requests: Sequence[Request]) -> CheckResult:
+    from stratbench.plan import fake
     from stratbench.workload.trial import NeedsData
 
+    # What only some of the cells ask of a network is judged with each of these.
+    first = min(requests, key=lambda r: r.checkpointing)
+    tasks.tried_task(fake.settings_of(first), first.input_shape, first.classes, first.values)
     try:
-        trial, found = _tried(requests[0], on_fakes=True)
+        trial, found = _tried(first, on_fakes=True)
         on_fakes = True
     except NeedsData as error:
-        parameters = _parameters(requests[0])
+        parameters = _parameters(first)
         if parameters > MOST_REAL_PARAMETERS:
             raise ModelError(
                 f"{error}: it cannot be checked without data, and with {parameters:,} parameters it is too "
                 "large to be tried with real numbers here"
             ) from error
         on_fakes = False
-        trial, found = _tried(requests[0], on_fakes=False)
+        trial, found = _tried(first, on_fakes=False)
         found = replace(found, unseen=f"{error}: it was tried with zeros as its data, on this CPU")
     return replace(found, refusals=[_refusal(r, trial, on_fakes) for r in requests])
 
 
 def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
     from stratbench.plan import fake
-    from stratbench.workload import trial as trials
 
     with fake.surroundings(request, on_fakes):
         model, _, worker = fake.built(request, on_fakes)
         groups = worker.wrap_groups
-        trial = models.trial_of(
-            request.network, model, request.classes, request.input_shape, groups
-        )
-        x, _ = fake.batch_of(request, trials.SAMPLES)
-        trial = replace(trial, by_chance=trials.modules_by_chance(model, x))
+        network, shape = request.network, request.input_shape
+        trial = models.trial_of(network, model, request.classes, shape, groups, worker.task)
         sizes = [(label, _numel(p for m in ms for p in m.parameters())) for label, ms in groups]
         parameters = _numel(model.parameters())
         return trial, CheckResult(
             parameters=parameters,
+            frozen=_numel(p for p in model.parameters() if not p.requires_grad),
             groups=sizes,
             root=parameters - sum(size for _, size in sizes),
             rule=models.sharding_rule(request.network),
             batchnorm=models.has_batchnorm(model),
             dropout=models.has_dropout(model),
             writes_buffers=models.has_batchnorm(model) or bool(trial.written),
+            skipped=trial.skipped,
             remarks=list(acceptance.remarks(model, trial)),
         )
 
@@ -253,8 +260,8 @@ def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
 
     with ExitStack() as stack:
         stack.enter_context(fake.surroundings(request, on_fakes))
-        model, strategy, worker = fake.built(request, on_fakes)
         try:
+            model, strategy, worker = fake.built(request, on_fakes)
             acceptance.check_model(strategy, request.network, model, trial, worker)
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:

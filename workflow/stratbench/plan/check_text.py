@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
@@ -9,6 +10,8 @@ from stratbench.cell.words import counted
 from stratbench.plan.check import Checked, CheckResult, Network
 from stratbench.plan.subject import Subject
 from stratbench.strategies import strategy_class
+from stratbench.workload.own import listed
+from stratbench.workload.tasks import OwnTask
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
 MOST_GROUPS = 16
@@ -50,15 +53,19 @@ def _network(
     network: Network, found: CheckResult, subjects: list[Subject], refused: Mapping[Cell, str]
 ) -> Iterator[str]:
     datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
-    yield f"{network.model} on {datasets}"
+    task = f", {OwnTask(json.loads(network.own_task)['call'])}" if network.own_task else ""
+    yield f"{network.model} on {datasets}{task}"
     if found.error is not None:
         yield f"   cannot be trained: {found.error}"
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = "tokens" if len(network.input_shape) == 1 else "images"
+    gives = f"scores for {network.classes:,} classes"
+    if network.values:
+        gives = counted(network.classes, "value")
+    frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
     yield (
-        f"   {found.parameters:,} parameters; takes {kind} [batch, {shape}], gives scores for "
-        f"{network.classes:,} classes"
+        f"   {found.parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"
     )
     normalises = (
         "BatchNorm: each worker normalises over its own batch"
@@ -69,17 +76,18 @@ def _network(
     yield f"   shard groups, {found.rule}: {_groups(found)}"
     if found.writes_buffers:
         yield f"   buffers that forward writes: {_buffers(subjects)}"
+    if found.skipped:
+        yield f"   without a gradient in some steps, {listed(found.skipped)}: {_without_gradient(subjects)}"
     yield from (f"   {remark}" for remark in found.remarks)
     if found.unseen is not None:
         yield f"   {found.unseen}"
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
         own = [s.cell for s in subjects if s.cell.strategy == strategy]
-        works = {c.gpus for c in own if c not in refused}
-        if works:
-            yield f"   {strategy}: works with {_workers(works)}"
+        if works := [c for c in own if c not in refused]:
+            yield f"   {strategy}: works with {_where(works, own)}"
         for why in dict.fromkeys(refused[c] for c in own if c in refused):
-            of = {c.gpus for c in own if refused.get(c) == why}
-            yield f"   {strategy}: refused with {_workers(of)}: {_without_subject(why)}"
+            of = [c for c in own if refused.get(c) == why]
+            yield f"   {strategy}: refused with {_where(of, own)}: {_without_subject(why)}"
 
 
 def _without_subject(why: str) -> str:
@@ -97,6 +105,16 @@ def _buffers(subjects: list[Subject]) -> str:
     return "; ".join(f"{note} ({', '.join(names)})" for note, names in notes.items())
 
 
+def _without_gradient(subjects: list[Subject]) -> str:
+    """What becomes of a parameter in a step that has no gradient for it, likewise."""
+    names: dict[bool, list[str]] = {False: [], True: []}
+    for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
+        names[strategy_class(used).updates_by_zeros].append(name)
+    notes = ("left as it is", "updated by zeros, so that momentum and decay go on")
+    pairs = zip(notes, names.values(), strict=True)
+    return "; ".join(f"{note} ({', '.join(those)})" for note, those in pairs if those)
+
+
 def _groups(found: CheckResult) -> str:
     if not found.groups:
         return "none, so that fsdp gathers all at once"
@@ -107,6 +125,13 @@ def _groups(found: CheckResult) -> str:
         sizes = sorted(size for _, size in groups)
         said = f"{len(groups)} of {sizes[0]:,} to {sizes[-1]:,}"
     return f"{said}; in none: {found.root:,}"
+
+
+def _where(cells: list[Cell], of: list[Cell]) -> str:
+    """Their numbers of workers, and their experiments where it is not so in all of them."""
+    names = dict.fromkeys(c.experiment for c in cells)
+    others = {c.experiment for c in of} - names.keys()
+    return _workers({c.gpus for c in cells}) + (f" in {', '.join(names)}" if others else "")
 
 
 def _workers(counts: set[int]) -> str:

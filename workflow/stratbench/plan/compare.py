@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import write_atomic
 from stratbench.cell.words import MIB
@@ -36,9 +37,10 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     s, footprint, predicted = c.subject, c.footprint, c.peak
     base_bytes = bytes_before_steps(footprint, predicted)
     span = c.verdict.by_device
-    train_s = record["time"]["train_time_s"]
+    usable = not software_gpu.measured(record)  # else its bytes are right, and its times are not
+    train_s = record["time"]["train_time_s"] if usable else None
     row: dict[str, Any] = s.cell.as_dict() | {
-        "status": record["status"],
+        "status": record["status"] if usable else "unusable",
         "precision": s.settings.precision,
         "per_worker_batch": s.settings.per_worker_batch,
         "method": record["memory"]["method"],

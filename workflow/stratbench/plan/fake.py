@@ -101,14 +101,14 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         checkpointing=request.checkpointing,
     )
     worker = base.Worker(
-        settings=_settings(request),
+        settings=settings_of(request),
         rank=0,
         world_size=request.world_size,
         local_world=request.local_world,
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
         wrap_groups=models.wrap_groups(request.network, model),
-        task=task_of(_settings(request), request.input_shape),
+        task=task_of(settings_of(request), request.input_shape, request.values),
     )
     return model, strategy_on_fakes(request), worker
 
@@ -140,6 +140,7 @@ def batch_of(request: Request, samples: int) -> tuple[Tensor, Tensor]:
         torch.device("cpu"),
         request.dtype,
         request.batch_format,
+        request.values,
     )
 
 
@@ -253,7 +254,8 @@ class Reduction(NamedTuple):
         self.work.wait()
 
 
-def _settings(request: Request) -> Settings:
+def settings_of(request: Request) -> Settings:
+    """Settings of a cell that makes the request, as far as it says them."""
     return Settings(
         strategy=request.strategy,
         options=dict(request.options),

@@ -10,6 +10,8 @@ from stratbench.cell.words import GIB, MIB
 from stratbench.plan.projection import Span
 from stratbench.plan.schedule import Plan, Planned
 
+_UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10))
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -71,13 +73,31 @@ def cells_by_experiment(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
         yield name, [c for c in plan.cells if c.cell.experiment == name]
 
 
+def unit_for(n_bytes: float) -> tuple[str, int]:
+    """The unit in which an amount is at least one, and its bytes; KiB for less."""
+    return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
+
+
 def bytes_text(n_bytes: float) -> str:
-    """Bytes as text, in GiB or MiB."""
-    return f"{n_bytes / GIB:.2f} GiB" if abs(n_bytes) >= GIB else f"{n_bytes / MIB:.0f} MiB"
+    """Bytes as text, in GiB, MiB or KiB."""
+    name, unit = unit_for(n_bytes)
+    return f"{n_bytes / unit:.{2 if unit == GIB else 0}f} {name}" if n_bytes else "0"
+
+
+def in_unit(n_bytes: float, unit: int) -> str:
+    """The number of units as text, with three digits or more."""
+    return f"{n_bytes / unit:.3g}" if n_bytes < 1000 * unit else f"{n_bytes / unit:.0f}"
+
+
+def hours_text(hours: float) -> str:
+    """Hours as text: two digits, and from 10 on whole ones."""
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds as text, in s, min or h."""
+    """The most seconds that something takes as text, in s, min or h."""
+    if seconds < 1:
+        return "1 s"
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
@@ -85,6 +105,8 @@ def seconds_text(seconds: float) -> str:
 
 def span_text(span: Span) -> str:
     """A range as text: `12-45 min`."""
+    if span.high_s < 1:
+        return "under 1 s"
     if span.high_s < 100:
         return f"{span.low_s:.0f}-{span.high_s:.0f} s"
     if span.high_s < 6000:

@@ -7,13 +7,17 @@ a fixed size and a size per sample, so the two give the peak for all batches.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.plan.reductions import Reduction
 from stratbench.plan.request import Request
+from stratbench.telemetry.flops import counted_flops
+from stratbench.workload import models
 
 if TYPE_CHECKING:
     from stratbench.plan.trace import OperatorTrace, Phase
+    from stratbench.strategies.base import Strategy
     from stratbench.strategies.ps import ParameterServer
 
 #: Samples of the two steps, in each of the parts in which they are computed.
@@ -93,9 +97,11 @@ class Footprint:
 
     `between_steps_bytes`: what exists between two steps, by part; `host_bytes`: the same of what is kept
     on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, and its ranks where
-    they are not all. `flops_per_sample`: of the forward pass; backward takes twice as many.
+    they are not all. `flops_per_sample`: of the forward pass; `training_flops_per_sample`:
+    of forward and backward, which frozen parameters make less.
     `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
     `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
+    `frozen_bytes`: what of the parameters that this rank holds is never trained.
     """
 
     model_states_bytes: dict[str, int]
@@ -104,11 +110,13 @@ class Footprint:
     evaluation: MemoryPeak
     collectives: list[tuple[Any, ...]]
     flops_per_sample: float
+    training_flops_per_sample: float
     operations_per_step: int
     touched_bytes: Affine
     flat_bytes: dict[str, int]
     host_bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
+    frozen_bytes: int = 0
 
     def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
         """The peak of a training step with `batch` samples on this rank.
@@ -125,10 +133,11 @@ class Footprint:
     def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
         """The most bytes that a cell needs, without the data set.
 
-        The warm-up trains and evaluates while a copy of weights and buffers is kept.
+        The warm-up trains and evaluates while a copy of what is trained and of buffers is kept.
         """
-        copied = ("parameters", "buffers")
-        copy_bytes = sum(self.between_steps_bytes.get(part, 0) for part in copied)
+        held = self.between_steps_bytes
+        trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
+        copy_bytes = trained_bytes + held.get("buffers", 0)
         peak_bytes = self.training_peak(batch, resident_threads).n_bytes
         return max(peak_bytes, self.evaluation.n_bytes) + copy_bytes
 
@@ -210,11 +219,13 @@ def make_footprint(request: Request) -> Footprint:
         evaluation=_evaluation(trace, edges[2]),
         collectives=[c.listed for c in collectives[1]],
         flops_per_sample=steps[1][0].flops / BATCHES[1],
+        training_flops_per_sample=_training_flops(request),
         operations_per_step=sum(phase.operations for phase in steps[1]),
         touched_bytes=Affine.through((touched[0], touched[1]), parts),
         flat_bytes=_flat_bytes(strategy) if request.served else {},
         host_bytes=trace.host_bytes(edges[0]),
         grown_bytes=sum(t.numel() * t.element_size() for t in strategy.grown()),
+        frozen_bytes=_frozen_bytes(strategy),
     )
 
 
@@ -231,6 +242,21 @@ def _two_steps(
 def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
     layout = strategy.flat.layout
     return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
+
+
+def _frozen_bytes(strategy: Strategy) -> int:
+    from stratbench.telemetry.shards import local_part
+
+    frozen = [local_part(p) for p in strategy.model.parameters() if not p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in frozen)
+
+
+def _training_flops(request: Request) -> float:
+    """Operations of a sample's forward and backward, as the job counts them."""
+    build = partial(
+        models.build_without_memory, request.network, request.classes, request.input_shape
+    )
+    return counted_flops(build, request.input_shape)["training_flops_per_sample"]
 
 
 def _moments(

@@ -8,7 +8,7 @@ from typing import Any
 from stratbench.cell.files import write_atomic
 from stratbench.cell.pages import render
 from stratbench.plan.answers import PART_NAMES, answered_questions
-from stratbench.plan.figures import bytes_text, cells_by_experiment, span_text, totals
+from stratbench.plan.figures import bytes_text, cells_by_experiment, hours_text, span_text, totals
 from stratbench.plan.schedule import Plan
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -24,5 +24,5 @@ def write_html(plan: Plan, table: list[dict[str, Any]], path: Path) -> None:
         "part_names": PART_NAMES,
         "totals": {name: totals(plan, plan.cells, name) for name in (plan.device, *plan.others)},
     }
-    filters = {"gib": bytes_text, "span": span_text}
+    filters = {"gib": bytes_text, "span": span_text, "hours": hours_text}
     write_atomic(path, render("plan.html.j2", TEMPLATES, values=values, filters=filters))

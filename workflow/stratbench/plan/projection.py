@@ -10,7 +10,6 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.words import counted
 from stratbench.plan.devices import Device
 from stratbench.plan.footprint import Footprint
-from stratbench.telemetry.flops import TRAINING_FLOPS
 
 # A step's fastest and slowest time on a device follow from its datasheet and these. Training of
 # convolutional networks reaches 10 to 50 % of the peak with images of 224 pixels; small images are bound
@@ -82,7 +81,7 @@ def _step_s(work: Work, device: Device, slow: int) -> float:
     f = work.footprint
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    flops = (TRAINING_FLOPS + work.recomputes) * f.flops_per_sample * work.batch
+    flops = (f.training_flops_per_sample + work.recomputes * f.flops_per_sample) * work.batch
     parts_s = [flops / (device.flops_per_s * utilisation[slow])]
     if device.memory_bytes_per_s:
         rate = device.memory_bytes_per_s * MEMORY_UTILISATION[slow]

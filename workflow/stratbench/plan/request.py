@@ -51,6 +51,7 @@ class Request:
     clips: bool = False
     own_model: str | None = None
     own_task: str | None = None
+    values: bool = False
     accumulate: int = 1
     checkpointing: bool = False
 
@@ -78,6 +79,7 @@ class Request:
             own_task=s.own_task and json.dumps(s.own_task, sort_keys=True),
             input_shape=models.input_shape(models.model_of(s), data.shape),
             classes=data.classes,
+            values=data.values,
             world_size=most,
             local_world=min(most, local_world),
             eval_batch=min(eval_batch(data.shape), data.test_samples),
@@ -143,7 +145,12 @@ def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:
         return 2 * samples * data.shape[0] * data.stored_bytes + 8 * numbers
     _, height, width = models.input_shape(model, data.shape)
     pixels = samples * data.shape[0] * height * width
-    return pixels * data.stored_bytes + 8 * (samples + numbers)
+    return pixels * data.stored_bytes + samples * target_bytes(data) + 8 * numbers
+
+
+def target_bytes(data: Dataset) -> int:
+    """Bytes of an image's target: a label as int64, or values as float32."""
+    return 4 * data.classes if data.values else 8
 
 
 def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
@@ -154,5 +161,6 @@ def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
     if data.is_text:
         each = 2 * data.shape[0] * data.stored_bytes
     else:
-        each = math.prod(data.shape) * data.stored_bytes + 8 + (24 if augment else 0)
+        each = math.prod(data.shape) * data.stored_bytes + target_bytes(data)
+        each += 24 if augment else 0
     return BUFFERED_BATCHES * samples * each

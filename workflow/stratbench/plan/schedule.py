@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell import record
+from stratbench.cell import record, software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.words import GIB, MIB
 from stratbench.plan import projection
@@ -219,7 +219,8 @@ def _plan_cell(
             if s.request.on_cuda
             else {"CPU": cpu_device(cluster, s.cell.gpus)}
         )
-        span = projection.span_by_records(s.cell, records.values())
+        timed = [r for r in records.values() if not software_gpu.measured(r)]
+        span = projection.span_by_records(s.cell, timed)
         for name, device in devices.items():
             measured = span if name in (primary.name, "CPU") else None
             verdicts[name] = _verdict(s, footprint, work, device, measured, cluster)
@@ -295,6 +296,8 @@ def _state(
 ) -> tuple[str, str]:
     """The state of a cell and why it is so."""
     if found is not None:
+        if software_gpu.measured(found):
+            return "recorded", f"unusable: {software_gpu.WHY}"
         if found["status"] == "ok":
             return "done", ""
         return "recorded", f"{found['status']}: {found['reason']}"

@@ -186,6 +186,7 @@ def host_bytes_of(
         # With gradients as large as the parameters, and what the warm-up keeps, to put it back.
         kept = footprint.host_bytes
         kept_bytes = 3 * kept.get("parameters", 0) + 2 * kept.get("optimizer", 0)
+        kept_bytes -= 2 * footprint.frozen_bytes if kept else 0
         worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes + saved_bytes + kept_bytes
         if s.settings.placement == "host":  # pinned; mapped files are the kernel's to keep or drop
             worker_bytes += data_bytes_of(s)

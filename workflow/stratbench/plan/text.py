@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
-from stratbench.cell.words import GIB, MIB, counted
+from stratbench.cell.words import counted
 from stratbench.plan.answers import answered_questions
 from stratbench.plan.figures import (
     Totals,
     bytes_text,
     cells_by_experiment,
+    hours_text,
+    in_unit,
     seconds_text,
     span_text,
     totals,
+    unit_for,
 )
 from stratbench.plan.schedule import Plan, Planned
+
+#: So many strategies do not stand in one field of a table.
+MANY_ALIKE = 3
 
 
 def plan_text(plan: Plan) -> str:
@@ -52,12 +58,15 @@ def _experiment(name: str, cells: list[Planned]) -> Iterator[str]:
     )
     workers = sorted({c.cell.gpus for c in cells})
     header = ", ".join(map(str, workers))
-    yield f"   GiB a worker that a cell needs, at {header} workers (! does not fit)"
-    yield from _matrix(cells, workers, _needed)
+    known = [c for c in cells if c.footprint]
+    unit, n_bytes = unit_for(max((c.needed_bytes for c in known), default=0))
+    yield f"   {unit} a worker that a cell needs, at {header} workers (! does not fit)"
+    yield from _matrix(cells, workers, lambda c: _needed(c, n_bytes))
     yield f"   training time, at {header} workers (! cut off by the time limit, ? perhaps)"
     yield from _matrix(cells, workers, _time)
-    yield f"   MiB that a worker sends in a step, at {header} workers"
-    yield from _matrix(cells, workers, lambda c: f"{c.wire_bytes / MIB:.1f}")
+    unit, sent_bytes = unit_for(max((c.wire_bytes for c in known), default=0))
+    yield f"   {unit} that a worker sends in a step, at {header} workers"
+    yield from _matrix(cells, workers, lambda c: in_unit(c.wire_bytes, sent_bytes))
     yield ""
 
 
@@ -66,7 +75,7 @@ def _matrix(
 ) -> Iterator[str]:
     """Rows are strategies, columns models, and in each field the worker counts side by side.
 
-    Strategies of which all fields are alike share a row.
+    Strategies of which all fields are alike share a row; where they are many, a line below names them.
     """
     first = {
         (c.cell.strategy, c.cell.model, c.cell.gpus): c for c in reversed(cells) if c.footprint
@@ -82,16 +91,19 @@ def _matrix(
     for row in rows:
         padded = (text.ljust(width) for text, width in zip(row, widths, strict=True))
         yield "     " + "   ".join(padded).rstrip()
+    for names in alike.values():
+        if len(names) >= MANY_ALIKE:
+            yield f"     alike: {', '.join(names)}"
 
 
 def _names(strategies: list[str]) -> str:
-    if len(strategies) < 3:
+    if len(strategies) < MANY_ALIKE:
         return ", ".join(strategies)
     return f"{strategies[0]} and {len(strategies) - 1} alike"
 
 
-def _needed(c: Planned) -> str:
-    return f"{c.needed_bytes / GIB:.3g}" + ("" if c.verdict.fits else "!")
+def _needed(c: Planned, unit: int) -> str:
+    return in_unit(c.needed_bytes, unit) + ("" if c.verdict.fits else "!")
 
 
 def _time(c: Planned) -> str:
@@ -144,7 +156,7 @@ def _on(plan: Plan, name: str) -> Iterator[str]:
         cost = f", cost {t.cost[0]:,.2f} to {t.cost[1]:,.2f}"
     noun = "GPU-hours" if name != "CPU" else "hours of a worker's CPU"
     if t.sources:
-        yield f"      {low:,.1f} to {high:,.1f} {noun} still to do{cost}; from {t.sources}"
+        yield f"      {hours_text(low)} to {hours_text(high)} {noun} still to do{cost}; from {t.sources}"
     else:
         yield "      nothing left to do"
     if t.longest is not None:

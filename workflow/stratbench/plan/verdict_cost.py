@@ -14,6 +14,7 @@ from stratbench.cell.segments import (
     segment_s,
     segment_steps,
 )
+from stratbench.plan.figures import hours_text
 from stratbench.plan.schedule import Plan, Planned
 
 #: The share of the matrix that a verdict should cost at most.
@@ -118,8 +119,3 @@ def sentences_on_a_verdict(plan: Plan) -> Iterator[str]:
             f"{len(dear) - len(short)} of {len(found)} cost more than a tenth since few strategies compete: "
             "the full run for their scores is a large part of so small a matrix."
         )
-
-
-def hours_text(hours: float) -> str:
-    """Hours as text: two digits, and from 10 on whole ones."""
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"

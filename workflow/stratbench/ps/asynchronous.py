@@ -189,7 +189,7 @@ class ViewKeepingPolicy(Policy):
         super().__init__(weights, hyper, options)
         self._momentum = Momentum(weights, hyper)
         self._mean_square = torch.zeros_like(weights)
-        self._scratch = torch.empty_like(weights)
+        self._scratch = torch.zeros_like(weights)
         self._read = [weights.clone() for _ in range(hyper.workers)]
 
     def view(self, worker: int, out: Tensor) -> int:
@@ -281,8 +281,9 @@ class DanaPolicy(Policy):
     With `nesterov`, W -= eta (g + mu v_i), and what is known of j's next step is eta mu^2 v_j
     (`Momentum.known_share`): worker i reads W - eta mu^2 sum over j != i of v_j.
 
-    Costs N momentum buffers, and N - 1 passes over them for each read. A worker that leaves takes
-    its momentum with it.
+    Costs N + 1 momentum buffers: the last is the sum of the others, so that a read is a pass over it and v_i
+    for any N. The sum follows each push, and is made anew every 8 N pushes: no rounding error in it is older.
+    A worker that leaves takes its momentum with it.
     """
 
     summary: ClassVar[str] = "parameter server, look-ahead over the other workers' momentum"
@@ -292,29 +293,55 @@ class DanaPolicy(Policy):
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
-        fixed_buffers: ClassVar[int] = 0
+        fixed_buffers: ClassVar[int] = 1
         buffers_per_worker: ClassVar[int] = 1
 
         lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
 
         def momentum_buffers(self, workers: int) -> int:
-            return workers
+            return workers + 1
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        import torch
+
         super().__init__(weights, hyper, options)
         self._momenta = [Momentum(weights, hyper) for _ in range(hyper.workers)]
+        self._sum = (
+            torch.zeros_like(weights) if hyper.momentum else None
+        )  # of those that have started
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        self._momenta[worker].step(self.weights, grad, self.push_lr)
+        own = self._momenta[worker]
+        if self._sum is not None and own.started:
+            self._sum.sub_(own.value)
+        own.step(self.weights, grad, self.push_lr)
         self.version += 1
+        if self._sum is not None:
+            self._sum.add_(own.value)
+            if self.version % (8 * self.hyper.workers) == 0:
+                self._sum_anew()
         return Outcome.APPLIED
 
+    def _sum_anew(self) -> None:
+        """Add up again, by now and then an eighth of a pass a push: rounding errors do not pile up."""
+        self._sum.zero_()
+        for momentum in self._momenta:
+            if momentum.started:
+                self._sum.add_(momentum.value)
+
     def view(self, worker: int, out: Tensor) -> int:
-        out.copy_(self.weights)
-        for other, momentum in enumerate(self._momenta):
-            if other != worker and momentum.started:
-                out.add_(momentum.value, alpha=-self.push_lr * momentum.known_share)
+        if self._sum is None:
+            return super().view(worker, out)
+        import torch
+
+        own, others = self._momenta[worker], self._sum
+        if own.started:
+            others = torch.sub(others, own.value, out=out)  # of one worker this is 0 exactly
+        torch.sub(self.weights, others, alpha=self.push_lr * own.known_share, out=out)
         return self.version
 
     def on_leave(self, worker: int) -> None:
-        self._momenta[worker].reset()
+        own = self._momenta[worker]
+        if own.started and self._sum is not None:
+            self._sum.sub_(own.value)
+        own.reset()

@@ -56,7 +56,8 @@ class SyncPolicy(Policy):
         self._total: Tensor | None = None  # sum of the gradients already in order
         self._held: dict[int, Tensor] = {}  # gradients that some lower worker may still precede
         slots = self.options.optimizer_buffers(hyper.workers) - 1
-        self._free = [torch.empty_like(weights) for _ in range(slots)]
+        # Zeros, not empty: memory is touched for the first time here and not inside the clock.
+        self._free = [torch.zeros_like(weights) for _ in range(slots)]
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         self._arrived.add(worker)
@@ -196,6 +197,31 @@ class BackupPolicy(SyncPolicy):
         return math.inf if enough or self._live <= self._arrived | self._late else -1
 
 
+@dataclass(frozen=True)
+class BucketOptions(PolicyOptions):
+    """Base of the policies that make an update of any so many pushes; nobody waits."""
+
+    refuses_adamw: ClassVar[str | None] = None
+
+    @property
+    def synchronous_alone(self) -> bool:
+        return self.pushes_per_update(1) == 1
+
+    def waits_for_slowest(self, workers: int) -> bool:
+        return False
+
+    def updates_per_step(self, workers: int) -> float:
+        return workers / self.pushes_per_update(workers)
+
+    def pushes_per_update(self, workers: int) -> int:
+        """As many as there are workers: a global batch."""
+        return workers
+
+    def optimizer_buffers(self, workers: int) -> int:
+        """Momentum, and the running sum where an update takes more than one push."""
+        return 1 + (self.pushes_per_update(workers) > 1)
+
+
 class KBatchPolicy(Policy):
     """Every K pushes, whoever sent them, are averaged into one update; nobody waits.
 
@@ -208,29 +234,14 @@ class KBatchPolicy(Policy):
     rule: ClassVar[str] = "W -= lr velocity(mean of any K pushes)"
 
     @dataclass(frozen=True)
-    class Options(PolicyOptions):
-        refuses_adamw: ClassVar[str | None] = None
+    class Options(BucketOptions):
         k: int = option(
             0, "pushes averaged into one update; 0: as many as there are workers", least=0
         )
 
-        @property
-        def synchronous_alone(self) -> bool:
-            return self.pushes_per_update(1) == 1
-
-        def waits_for_slowest(self, workers: int) -> bool:
-            return False
-
-        def updates_per_step(self, workers: int) -> float:
-            return workers / self.pushes_per_update(workers)
-
         def pushes_per_update(self, workers: int) -> int:
             """`k`, or the number of workers where it is 0."""
             return self.k or workers
-
-        def optimizer_buffers(self, workers: int) -> int:
-            """Momentum, and the running sum where an update takes more than one push."""
-            return 1 + (self.pushes_per_update(workers) > 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         import torch
@@ -238,7 +249,7 @@ class KBatchPolicy(Policy):
         super().__init__(weights, hyper, options)
         self._optimizer = optimizer_of(weights, hyper)
         self._k = self.options.pushes_per_update(hyper.workers)
-        self._sum = torch.empty_like(weights) if self._k > 1 else None
+        self._sum = torch.zeros_like(weights) if self._k > 1 else None
         self._count = 0
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:

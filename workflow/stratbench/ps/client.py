@@ -82,8 +82,11 @@ class Channel:
         wire: str = "native",
         deadline_s: float = 60.0,
         scale: LossScale | None = None,
+        n_servers: int = 1,
     ) -> Channel:
-        """Join the run whose servers publish `<rendezvous>.<server>`, as worker number `worker`.
+        """Join the run whose `n_servers` servers publish `<rendezvous>.<server>`, as worker number `worker`.
+
+        Worker r begins at server r mod n and goes round, so that not all stand at the same door.
 
         `transport`: "shm" (same host), "tcp", or "auto", which takes shared memory where it can.
         `wire`: "native", or "bfloat16" to push half the bytes of fp32 over TCP; shared memory, in
@@ -99,13 +102,14 @@ class Channel:
             transport = "tcp"
         channel = cls(flat, worker, wire, scale)
         deadline = time.monotonic() + deadline_s
-        n_servers = 1
         try:
-            while len(channel._links) < n_servers:
-                link = channel._join(rendezvous, len(channel._links), secret, transport, deadline)
+            for k in range(worker, worker + n_servers):
+                link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
                 channel._links.append(link)
-                n_servers = link.n_servers
+                if link.n_servers != n_servers:
+                    raise Refused(f"the run has {link.n_servers} servers, not {n_servers}")
                 channel.snapshot_dir = link.snapshot_dir
+            channel._links.sort(key=lambda link: link.server)
         except BaseException:
             channel._close_connections()
             raise
@@ -216,6 +220,8 @@ class Channel:
         for link in self._links:
             link.bytes_out = link.bytes_in = 0
         self._expect()
+        if self._staging is not None:
+            self._staging.accept_weights()
         for link in reversed(self._links):  # server 0 last: it starts the run
             self._send(link, Frame(Kind.PULL))
         ticket = self._await_reply(time.perf_counter())
@@ -388,10 +394,10 @@ class Channel:
         self.wait_s += time.perf_counter() - pushed_at
         if self._error is not None:
             raise self._error
-        if self._done:
-            return None
         if self._staging is not None:
             self._staging.deliver_weights()
+        if self._done:
+            return None
         self._ticket = self._next.number
         return self._next
 
@@ -403,7 +409,7 @@ class Channel:
         except (Closed, Silent, ProtocolError) as error:
             if not self._closing.is_set() and not self._done:
                 self._fail(ServerLost(f"server {link.server} was lost: {error}"))
-        except RunEnded as error:
+        except Exception as error:  # RunEnded, or the device refuses a copy
             self._fail(error)
 
     def _handle(self, link: Link, frame: Frame) -> None:
@@ -433,15 +439,19 @@ class Channel:
         first, last = frame.shard, frame.shard + frame.count - 1
         if not link.shards.start <= first <= last < link.shards.stop:
             raise ProtocolError(f"malformed frame: OK of shards {first}..{last}")
-        start = self._bounds[first][0] * self._itemsize
-        n_bytes = self._bounds[last][1] * self._itemsize - start
+        start, stop = self._bounds[first][0], self._bounds[last][1]
+        low, high = start * self._itemsize, stop * self._itemsize
         if link.transport == "tcp":
-            if frame.length != n_bytes:
-                raise ProtocolError(f"malformed frame: OK of {frame.length} bytes, not {n_bytes}")
+            if frame.length != high - low:
+                raise ProtocolError(
+                    f"malformed frame: OK of {frame.length} bytes, not {high - low}"
+                )
             # What comes back in the warm-up are no weights; gradients that were pushed are free.
             target = self._grad_bytes if self._rehearsing else self._weight_bytes
-            link.connection.receive_into(target[start : start + n_bytes])
-        link.bytes_in += n_bytes
+            link.connection.receive_into(target[low:high])
+        if self._staging is not None:
+            self._staging.take_weights(start, stop)
+        link.bytes_in += high - low
         self.version = frame.version
         link.arrived(range(first, last + 1))
 

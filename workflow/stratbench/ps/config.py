@@ -8,6 +8,12 @@ from typing import Any
 
 from stratbench.cell.learning_rate import share_of_lr
 
+#: How long a worker or a server may be silent before the others give it up, in seconds. A process that
+#: ends closes its connections and is noticed at once; this is for one that is stopped, and for a host
+#: that has vanished. Long, for heartbeats stay away as well while user code or a garbage collection
+#: holds the interpreter lock, and a collective would wait for such a worker.
+HEARTBEAT_DEADLINE_S = 60.0
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -35,7 +41,7 @@ class ServerConfig:
     bind: str = "127.0.0.1"
     advertise: str | None = None
     shard_bytes: int = 4 << 20
-    heartbeat_deadline_s: float = 10.0
+    heartbeat_deadline_s: float = HEARTBEAT_DEADLINE_S
     handshake_deadline_s: float = 15.0
     start_deadline_s: float = 600.0
     snapshot_dir: str | None = None

@@ -3,7 +3,8 @@
 Parameters' gradients become final in about the reverse order of the forward; as soon as all of a
 bucket's are, a side stream copies the bucket to the host, and its shards leave when it is there.
 With a loss scale the side stream divides each bucket by it first, and in the same pass looks for
-overflows; the verdict on all of them follows the last bucket to the host.
+overflows; the verdict on all of them follows the last bucket to the host. Weights go back shard by
+shard as they come, on a second side stream: a device copies in both directions at once.
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ class Staging:
         ]
         self._countdown = Countdown(spans, self._edges)
         self._stream = torch.cuda.Stream(flat.device)
+        self._back = torch.cuda.Stream(flat.device)
+        self._arrivals = threading.Lock()  # guards the two below
+        self._accepting = False
+        self._early: list[tuple[int, int]] = []  # (start, stop) of what came while it was False
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting: set[int] = set()  # buckets not yet on their way
         self._error: Exception | None = None
@@ -175,6 +180,7 @@ class Staging:
 
     def finish_push(self) -> None:
         """Copy what has not been copied yet (all of it, unless armed); wait until all has left."""
+        self.accept_weights()  # the backward is over
         if not self.armed:
             self._begin()
         self.armed = False
@@ -198,9 +204,42 @@ class Staging:
         self._flat.host.weights.copy_(self._flat.weights)
         self._flat.host.buffers.copy_(self._flat.buffers)
 
-    def deliver_weights(self) -> None:
-        """Bring the pulled weights to the device; the host does not wait.
+    def accept_weights(self) -> None:
+        """From now on weights that arrive go to the device, behind what the current stream computes.
 
-        The mirror is not written again before the next push, whose gradients depend on this copy.
+        Call it once a backward is over, or before a first pull: nothing reads the old weights then.
         """
-        self._flat.weights.copy_(self._flat.host.weights, non_blocking=True)
+        self._back.wait_stream(torch.cuda.current_stream(self._flat.device))
+        with self._arrivals:
+            self._accepting = True
+            for start, stop in self._early:
+                self._copy_back(start, stop)
+            self._early.clear()
+
+    def take_weights(self, start: int, stop: int) -> None:
+        """Elements start..stop-1 of the weights are in the host's mirror; from any thread.
+
+        Copies them to the device, or leaves it to the next `accept_weights`: a backward may still
+        read the old ones. The host does not wait.
+        """
+        with self._arrivals:
+            if self._accepting:
+                self._copy_back(start, stop)
+            else:
+                self._early.append((start, stop))
+
+    def _copy_back(self, start: int, stop: int) -> None:
+        torch.cuda.set_device(self._flat.device)  # a thread starts on device 0
+        with torch.cuda.stream(self._back):
+            self._flat.weights[start:stop].copy_(
+                self._flat.host.weights[start:stop], non_blocking=True
+            )
+
+    def deliver_weights(self) -> None:
+        """Let the current stream wait for the weights that have come; the host does not wait.
+
+        The mirror is not written again before the next push, whose gradients depend on these copies.
+        """
+        with self._arrivals:
+            self._accepting = False
+        torch.cuda.current_stream(self._flat.device).wait_stream(self._back)

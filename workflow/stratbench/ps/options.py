@@ -35,11 +35,18 @@ class PolicyOptions(Options):
     refuses_adamw: ClassVar[str | None] = (
         "its rule weighs or corrects SGD's velocity, and AdamW has none"
     )
+    #: The same of SGD.
+    refuses_sgd: ClassVar[str | None] = None
 
     @property
     def synchronous_alone(self) -> bool:
-        """Whether one worker by itself trains as torch.optim.SGD does."""
+        """Whether one worker by itself trains as torch's optimizer does."""
         return False
+
+    @classmethod
+    def refusal(cls, optimizer: str) -> str | None:
+        """Why its servers cannot update by "sgd" or "adamw"; None: they can."""
+        return {"sgd": cls.refuses_sgd, "adamw": cls.refuses_adamw}[optimizer]
 
     def waits_for_slowest(self, workers: int) -> bool:
         """Whether, in the long run, all go at the slowest worker's pace."""

@@ -28,6 +28,7 @@ POLICIES: dict[str, str] = {
     "ps-staleness-lr": "stratbench.ps.asynchronous:StalenessLrPolicy",
     "ps-dana": "stratbench.ps.asynchronous:DanaPolicy",
     "ps-ormo": "stratbench.ps.ordered:OrMoPolicy",
+    "ps-preview": "stratbench.ps.preview:PreviewPolicy",
 }
 
 
@@ -37,6 +38,15 @@ def policy_class(name: str) -> type[Policy]:
         raise ValueError(f"{name!r} is no parameter-server policy; known: {', '.join(POLICIES)}")
     module, _, attribute = POLICIES[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+def first_choice(optimizer: str) -> str | None:
+    """The policy that is the first choice somewhere and takes "sgd" or "adamw"; None where none is."""
+    for name in POLICIES:
+        policy = policy_class(name)
+        if policy.first_choice and not policy.Options.refusal(optimizer):
+            return name
+    return None
 
 
 def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:
@@ -67,7 +77,7 @@ def make_policy(
     ValueError for an unknown policy or option.
     """
     parsed = parse_options(name, options)
-    if hyper.optimizer == "adamw" and parsed.refuses_adamw:
-        raise ValueError(f"{name} cannot update by AdamW: {parsed.refuses_adamw}")
+    if why := parsed.refusal(hyper.optimizer):
+        raise ValueError(f"{name} cannot update by {hyper.optimizer}: {why}")
     hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))
     return policy_class(name)(weights, hyper, parsed)

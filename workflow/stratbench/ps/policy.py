@@ -148,7 +148,8 @@ class Policy(ABC):
     #: One line for reports: what a push does to the weights W. g: a gradient; velocity: SGD's
     #: direction from it; lr: the learning rate of a global batch, eta that of a push; N workers.
     rule: ClassVar[str]
-    #: The situation in which theory chooses it before anything was measured; None: never.
+    #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
+    #: None: never.
     first_choice: ClassVar[Literal["equal workers", "unequal workers"] | None] = None
     #: What it can be told, and what follows from that; the defaults hold where nothing is given.
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions

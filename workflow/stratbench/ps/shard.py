@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from stratbench.ps.policy import Outcome, Policy
@@ -45,6 +46,8 @@ class Shard:
         #: The policy shows every worker the weights themselves: they can be lent without a copy.
         self._shows_weights = type(policy).view is Policy.view
         self._borrowers = 0  # of the tensor that holds the weights now
+        self._lent_on: dict[int, int] = {}  # borrowers of tensors that held them before, by id
+        self._spare: Tensor | None = None  # one of these that nobody reads any more
 
     def push(
         self, worker: int, ticket: int, grad: Tensor | None, alive: Callable[[], bool]
@@ -111,8 +114,7 @@ class Shard:
             yield lent, version
         finally:
             with self._lock:
-                if lent is self.policy.weights:
-                    self._borrowers -= 1
+                self._take_back(lent)
 
     def join(self, worker: int) -> None:
         """`worker` is (back) at work and shall read at once."""
@@ -161,8 +163,20 @@ class Shard:
         """Keep what others are still to read; `_lock` is held."""
         self._save_snapshots()
         if self._borrowers:
-            self.policy.weights = self.policy.weights.clone()
-            self._borrowers = 0
+            weights = self.policy.weights
+            fresh = torch.empty_like(weights) if self._spare is None else self._spare
+            self._lent_on[id(weights)], self._borrowers = self._borrowers, 0
+            self.policy.weights, self._spare = fresh.copy_(weights), None
+
+    def _take_back(self, lent: Tensor) -> None:
+        """A borrower has read `lent`; `_lock` is held."""
+        if lent is self.policy.weights:
+            self._borrowers -= 1
+        elif id(lent) in self._lent_on:
+            self._lent_on[id(lent)] -= 1
+            if not self._lent_on[id(lent)]:
+                del self._lent_on[id(lent)]
+                self._spare = lent  # its memory is touched already
 
     def _save_snapshots(self) -> None:
         for out in self._snapshots:

@@ -111,14 +111,16 @@ def simulate(
     gradient: Gradient,
     timing: Timing,
     changes: Iterable[tuple[float, int, str]] = (),
+    lr_share: Callable[[int], float] | None = None,
 ) -> Trace:
     """Run `plan` to its end over the shards that `policies` own, one policy a shard.
 
     The flat weights are the policies' weights end to end; `hyper.workers` workers start at time 0.
     `changes`: (time in seconds, worker, "leave" or "join"): a worker is lost, and comes back.
+    `lr_share`: what the learning rate is multiplied by, by the number of pushes a shard has taken.
     Raises WorkerLost where the policy does not tolerate a loss, Deadlock if the run cannot end.
     """
-    return _Run(policies, plan, gradient, timing, changes).run()
+    return _Run(policies, plan, gradient, timing, changes, lr_share).run()
 
 
 class _Run:
@@ -131,7 +133,9 @@ class _Run:
         gradient: Gradient,
         timing: Timing,
         changes: Iterable[tuple[float, int, str]],
+        lr_share: Callable[[int], float] | None,
     ) -> None:
+        self.lr_share = lr_share
         self.policies, self.gradient, self.timing = policies, gradient, timing
         self.tickets = Tickets(plan)
         self.parts = policies[0].options.pushes_per_ticket
@@ -211,7 +215,10 @@ class _Run:
     def _apply(self, worker: _Worker, shard: int, now_s: float) -> None:
         policy, number, read = self.policies[shard], worker.number, worker.versions[shard]
         push = worker.ticket.number * self.parts + worker.part
-        if not self.taken[shard].add(push) or worker.gradient is None:
+        is_new = self.taken[shard].add(push)
+        if self.lr_share is not None:
+            policy.lr_share = self.lr_share(len(self.taken[shard]))
+        if not is_new or worker.gradient is None:
             policy.on_skip(number, read)
         else:
             self.trace.staleness[shard][policy.version - read] += 1

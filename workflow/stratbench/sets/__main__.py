@@ -10,10 +10,11 @@ from pathlib import Path
 
 from stratbench.analysis import collect
 from stratbench.analysis.constraints import Constraints
-from stratbench.cell.words import counted
+from stratbench.cell.files import reason_of
+from stratbench.cell.words import counted, printable
 from stratbench.sets.archive import SetError
 from stratbench.sets.bundle import write_bundle
-from stratbench.sets.check import INVALID, describe_set, exit_code, printable
+from stratbench.sets.check import INVALID, describe_set, exit_code
 from stratbench.sets.export import EXPORTS, export_set
 from stratbench.sets.reading import read_set
 
@@ -57,7 +58,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; exit code 2 and one sentence for a set that cannot be used."""
+    """Runs the command line; exit code 2 and one sentence for a set or a file that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m stratbench.sets", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser("bundle", help=bundle.__doc__)
@@ -90,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except SetError as e:
         print(f"error: {e}", file=sys.stderr)
+        return INVALID
+    except OSError as e:
+        print(f"error: {reason_of(e)}", file=sys.stderr)
         return INVALID
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench import __version__
-from stratbench.cell.files import parse_json
+from stratbench.cell.files import parse_json, replacing
 
 SCHEMA_VERSION = 1
 #: The file of a study's results: `<study>.stratbench.zip`.
@@ -74,19 +74,16 @@ def write_archive(
     }
     manifest["sha256"] = hash_of_all(manifest)
     packed = {MANIFEST: (json.dumps(manifest, indent=1) + "\n").encode()} | packed
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-            for name, content in packed.items():
-                member = zipfile.ZipInfo(name)  # of 1980, so that no clock is in the bytes
-                member.compress_type = zipfile.ZIP_DEFLATED
-                member.create_system = 3
-                member.external_attr = (stat.S_IFREG | 0o644) << 16
-                archive.writestr(member, content)
-        os.replace(temporary, out)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with (
+        replacing(out) as unfinished,
+        zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
+    ):
+        for name, content in packed.items():
+            member = zipfile.ZipInfo(name)  # of 1980, so that no clock is in the bytes
+            member.compress_type = zipfile.ZIP_DEFLATED
+            member.create_system = 3
+            member.external_attr = (stat.S_IFREG | 0o644) << 16
+            archive.writestr(member, content)
     return manifest
 
 

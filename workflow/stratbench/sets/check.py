@@ -24,11 +24,6 @@ SHARED = {
 }
 
 
-def printable(text: str) -> str:
-    """A text that may be from others, with characters that could control a terminal replaced by `?`."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
 def exit_code(found: ResultSet) -> int:
     """FINE, or UNUSABLE if the audit calls figures unusable."""
     return UNUSABLE if (found.findings["severity"] == "unusable").any() else FINE

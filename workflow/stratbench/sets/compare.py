@@ -9,10 +9,10 @@ from pathlib import Path
 
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import describe_decisions
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import own_folder, write_atomic
+from stratbench.cell.words import printable
 from stratbench.sets import figures, page, regression, tables
 from stratbench.sets.archive import NAME, SetError, shown_name
-from stratbench.sets.check import printable
 from stratbench.sets.comparison import Comparison, compare, headline_of
 from stratbench.sets.exploring import write_explore
 from stratbench.sets.reading import ResultSet, read_set
@@ -46,8 +46,9 @@ def compare_sets(
             )
     prices, given = prices or {}, given or Constraints()
     sets = [read_noisily(source, name) for name, source in named.items()]
-    found = [compare(sets[0], other) for other in sets[1:]]
     folder = out_root / folder_name(named)
+    take_folder(folder, named)
+    found = [compare(sets[0], other) for other in sets[1:]]
     decisions = decisions_over(sets, prices, given)
     watched = None if allowed is None else regression.watch(found, allowed)
     sections = [write_pair(one, folder) for one in found]
@@ -68,6 +69,15 @@ def compare_sets(
         print(printable("\n".join(regression.describe_watch(watched, allowed))))
     print(folder / INDEX)
     return 1 if watched and regression.is_slower(watched) else 0
+
+
+def take_folder(folder: Path, named: Mapping[str, str]) -> None:
+    """Take the comparison's folder, and say so where that of other sets was in it."""
+    about = ", ".join(f"{name}={source}" for name, source in named.items())
+    before = own_folder(folder, about)
+    if before not in ("", about):
+        said = f"{folder} held the comparison of {before}, which is replaced"
+        print(printable(said), file=sys.stderr)
 
 
 def folder_name(names: Iterable[str]) -> str:

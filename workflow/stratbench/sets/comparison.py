@@ -143,6 +143,8 @@ class Comparison:
     #: Kinds of cells that only one of the sets has.
     only_first: int
     only_other: int
+    #: Groups of the first set with a time, of which the other has no record.
+    gone: tuple[Group, ...]
 
     @cached_property
     def with_ratio(self) -> list[ComparedCell]:
@@ -188,6 +190,12 @@ def compare(first: ResultSet, other: ResultSet) -> Comparison:
         tuple(rank_changes(with_ratio)),
         n_first - sum(match.first in groups[0].groups for match in found),
         n_other - sum(match.other in groups[1].groups for match in found),
+        tuple(
+            group
+            for group in groups[0].groups
+            if groups[0].values(group, "train_time_s", "time")
+            and group not in {match.first for match in found}
+        ),
     )
 
 

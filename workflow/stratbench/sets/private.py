@@ -31,26 +31,41 @@ _LISTED = {"environment": environment.of_training, "slurm": environment.of_slurm
 
 
 def without_secrets(value: Any, is_record: bool = False) -> Any:
-    """A JSON value without texts that look like secrets.
+    """The JSON of a record, a config or a plan without what looks like a secret.
 
     In a record, only those of a worker's variables are kept that are on the lists. Elsewhere `slurm` or
     `environment` may be the name of an experiment.
     """
+    return _cleaned(value, is_record, ())
+
+
+def _cleaned(value: Any, is_record: bool, path: tuple[str, ...], is_secret: bool = False) -> Any:
+    """`value`, which stands at `path`; `is_secret`: its name says that its texts are secrets."""
     if isinstance(value, list):
-        return [without_secrets(inner, is_record) for inner in value]
+        return [_cleaned(inner, is_record, path, is_secret) for inner in value]
     if isinstance(value, str):
-        return LEFT_OUT if environment.tells_secret(value) else value
+        return LEFT_OUT if is_secret or environment.tells_secret(value) else value
     if not isinstance(value, dict):
         return value
     kept = {}
     for key, inner in value.items():
         if is_record and key in _LISTED and isinstance(inner, dict):
             kept[key] = _LISTED[key]({k: str(v) for k, v in inner.items()})
-        elif isinstance(inner, str) and environment.names_secret(key):
+        elif not is_record and _holds_names(path) and isinstance(inner, dict):
+            kept[key] = _cleaned(inner, is_record, (*path, key))
+        elif environment.names_no_figure(key) and inner is not None and not isinstance(inner, bool):
             kept[key] = LEFT_OUT
         else:
-            kept[key] = without_secrets(inner, is_record)
+            secret = is_secret or environment.names_secret(key)
+            kept[key] = _cleaned(inner, is_record, (*path, key), secret)
     return kept
+
+
+def _holds_names(path: tuple[str, ...]) -> bool:
+    """Whether the keys at this place of a config or a plan are names of a user's: of a study, a model."""
+    if len(path) == 3:
+        return path[0] == "studies" and path[2] in ("experiments", "variants")
+    return path in (("studies",), ("models",), ("datasets",), ("cells",))
 
 
 class Replacements:

@@ -137,6 +137,8 @@ def _read_folder(
         if manifest and bad:
             raise told(bad[0]["reason"])
         frame, epochs = read_cells(out), read_epochs(epochs_out)
+    for row in frame[frame["status"] == "unusable"].itertuples() if manifest else ():
+        raise told(f"{row.record_path} was {row.reason}")
     if not frame["record_path"].notna().any():
         raise SetError(f"{source} holds no record; train the study's cells first")
     try:

@@ -1,4 +1,8 @@
-"""The regression watch: finds what got slower than in the first set, beyond noise and what is allowed."""
+"""The regression watch: finds what got slower than in the first set, beyond noise and what is allowed.
+
+What has times in the first set and none that can be used in the other is not watched any more: that
+fails, too, since nobody would look.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from stratbench.analysis.groups import Group
+from stratbench.cell.words import counted
 from stratbench.sets.comparison import ComparedCell, Comparison
 from stratbench.sets.unpaired import ALPHA, LostSpeed, slowdown_over_cells
 
 SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
+GONE, OTHER_WORK = "no longer judged", "not judged"
 #: Verdicts that make a comparison fail.
-FAILING = (SLOWER, LOST)
+FAILING = (SLOWER, LOST, GONE)
+#: The number of kinds of cells that a sentence names.
+MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A strategy over its cells, or one of its cells, in a set other than the first."""
+    """A strategy over its cells, some of them or one, in a set other than the first."""
 
     set_name: str
     #: The subject in words.
@@ -26,7 +35,8 @@ class Watched:
     cells: int
     slowdown: LostSpeed
     #: SLOWER: its lower bound is above the allowed share; WITHIN: its upper bound is not; LOST: it finished
-    #: in the first set, but none of its repeats that ran here did; else UNKNOWN.
+    #: in the first set, but none of its repeats that ran here did; GONE: there is no usable record of it
+    #: here; OTHER_WORK: what is trained here is something else; else UNKNOWN.
     verdict: str
     #: The audit's rules that doubt a time behind the verdict.
     doubts: tuple[str, ...] = ()
@@ -35,6 +45,11 @@ class Watched:
     def fails(self) -> bool:
         """Whether this makes a comparison fail."""
         return self.verdict in FAILING
+
+    @property
+    def shown(self) -> bool:
+        """Whether it is listed: cells that got no slower are not."""
+        return self.whole or self.fails or self.verdict == OTHER_WORK
 
     @property
     def sentence(self) -> str:
@@ -69,7 +84,28 @@ def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
         for entry in family
     ]
     watched += [lost_one(c.other.name, cell) for c in found for cell in c.cells if is_lost(cell)]
-    return sorted(watched, key=lambda w: (*FAILING, UNKNOWN, WITHIN).index(w.verdict))
+    watched += [entry for c in found for entry in not_judged(c)]
+    return sorted(watched, key=lambda w: (*FAILING, OTHER_WORK, UNKNOWN, WITHIN).index(w.verdict))
+
+
+def not_judged(found: Comparison) -> Iterator[Watched]:
+    """For each strategy, the kinds of cells with times in the first set that nothing here is held against."""
+    places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
+    for cell in found.cells:
+        if cell.other_work and cell.first_times:
+            places[OTHER_WORK, cell.group.strategy, "other work"].append(cell.group)
+        elif cell.first_times and not cell.other_times and not is_lost(cell):
+            places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
+    for group in found.gone:
+        places[GONE, group.strategy, "without a record"].append(group)
+    for (verdict, strategy, why), groups in places.items():
+        named = [f"{g.model} on {g.gpus} ({g.experiment})" for g in groups[:MOST_NAMED]]
+        more = [f"{len(groups) - MOST_NAMED} more"] if len(groups) > MOST_NAMED else []
+        what = (
+            f"{strategy}, {counted(len(groups), 'kind')} of cells {why}: {', '.join(named + more)}"
+        )
+        unknown = LostSpeed(None, None, None)
+        yield Watched(found.other.name, what, False, len(groups), unknown, verdict)
 
 
 def is_lost(cell: ComparedCell) -> bool:
@@ -122,7 +158,7 @@ def describe(cell: ComparedCell) -> str:
 
 
 def is_slower(watched: Sequence[Watched]) -> bool:
-    """Whether anything is slower, or no longer finishes, so that the comparison fails."""
+    """Whether anything is slower, no longer finishes or is no longer judged: the comparison fails."""
     return any(w.fails for w in watched)
 
 
@@ -131,13 +167,22 @@ def describe_watch(watched: Sequence[Watched], allowed: float) -> Iterator[str]:
     if not watched:
         yield "Regression watch: no cell has a ratio, so that nothing can be told."
         return
-    slower, lost = ([w for w in watched if w.verdict == verdict] for verdict in FAILING)
-    told = f"{len(slower)} slower" if slower else "nothing slower"
+    slower, lost, gone = ([w for w in watched if w.verdict == verdict] for verdict in FAILING)
+    strategies = [w for w in watched if w.whole]
+    unknown = [w for w in strategies if w.verdict == UNKNOWN]
+    if slower:
+        told = f"{len(slower)} slower"
+    elif len(unknown) < len(strategies):
+        told = "nothing slower"
+    else:
+        told = "it cannot tell whether anything is slower"
     told += f", {len(lost)} no longer finishing" if lost else ""
-    unknown = [w for w in watched if w.whole and w.verdict == UNKNOWN]
+    told += (
+        f", {counted(sum(w.cells for w in gone), 'kind')} of cells no longer judged" if gone else ""
+    )
     if unknown:
         told += f"; of {len(unknown)} the repeats cannot tell"
     yield f"Regression watch ({allowed:.1%} allowed): {told}."
     for w in watched:
-        if w.whole or w.fails:
+        if w.shown:
             yield f"  {w.sentence}"

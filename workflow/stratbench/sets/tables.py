@@ -11,7 +11,8 @@ import pandas as pd
 
 from stratbench.analysis.measures import NO_CELL
 from stratbench.analysis.tables import latex, markdown
-from stratbench.cell.words import counted
+from stratbench.cell.files import write_atomic
+from stratbench.cell.words import counted, printable
 from stratbench.sets.comparison import ComparedCell, Comparison, StrategyMean
 from stratbench.sets.unpaired import Estimate, geometric_mean
 
@@ -123,14 +124,14 @@ def difference_table(found: Comparison) -> pd.DataFrame:
 
 
 def shortened(text: str) -> str:
-    """A text from others, short enough for a table."""
+    """A text from others, short enough for a table, without what would turn its order round."""
+    text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def write_all(found: Comparison, out_dir: Path) -> None:
     """Write <out_dir>/<other>/: cells.csv, differences, strategies, and the ratios of each experiment."""
     folder = out_dir / found.other.name
-    folder.mkdir(parents=True, exist_ok=True)
     a, b = found.first.name, found.other.name
     safe_csv(pd.DataFrame(list(cell_rows(found))), folder / "cells.csv")
     write_table(
@@ -143,7 +144,6 @@ def write_all(found: Comparison, out_dir: Path) -> None:
         folder / "strategies",
     )
     for experiment in dict.fromkeys(cell.group.experiment for cell in found.cells):
-        (folder / experiment).mkdir(exist_ok=True)
         write_table(
             wide_table(found, experiment),
             f"Training time in {b} divided by that in {a}, experiment {experiment}: ratio of geometric means "
@@ -156,8 +156,8 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
     """Write a table of texts as <stem>.csv, .md and .tex."""
     safe_csv(table, stem.with_suffix(".csv"))
     shown = table.map(lambda value: html.escape(str(value), quote=False))
-    stem.with_suffix(".md").write_text(markdown(shown, title), encoding="utf-8")
-    stem.with_suffix(".tex").write_text(latex(table, title), encoding="utf-8")
+    write_atomic(stem.with_suffix(".md"), markdown(shown, title))
+    write_atomic(stem.with_suffix(".tex"), latex(table, title))
 
 
 def safe_csv(table: pd.DataFrame, path: Path) -> None:
@@ -166,4 +166,4 @@ def safe_csv(table: pd.DataFrame, path: Path) -> None:
     def plain(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
-    table.map(plain).to_csv(path, index=False)
+    write_atomic(path, table.map(plain).to_csv(index=False))

@@ -14,6 +14,7 @@ from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import Decision, decide
 from stratbench.analysis.ranking import rankings_of_bouts
 from stratbench.analysis.tolerance import judge_scores
+from stratbench.cell.coordinates import STATUSES
 from stratbench.sets.reading import ResultSet
 
 #: Columns of cells.csv that the cells of one job have in common.
@@ -64,7 +65,7 @@ def decisions_over(
 
 def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
     """The values that the rows of one experiment and model have in common; None if they differ."""
-    usable = rows[~rows["status"].isin(["missing", "error", "infeasible"])]
+    usable = rows[rows["status"].isin(STATUSES)]
     columns = [name for name in JOB if not (is_weak and name == "global_batch")]
     values = [tuple(usable[name].astype(str).unique()) for name in columns]
     return tuple(v[0] for v in values) if all(len(v) == 1 for v in values) else None

@@ -1,4 +1,4 @@
-"""Statistics of two sets that share no repeats: Welch's t on logarithms, by scipy.
+"""Statistics of two sets that share no repeats: Welch's t on logarithms.
 
 Repeats from two places share nothing but a number, so they are not paired.
 """
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # its `stats`, which take 0.5 s, are imported when they are first used
 from scipy.special import stdtrit
 
 from stratbench.moderated import ALPHA
@@ -48,8 +47,25 @@ def _difference(new: np.ndarray, old: np.ndarray) -> Estimate:
     mean = float(new.mean() - old.mean())
     if min(len(new), len(old)) < 2 or new.var() + old.var() == 0:
         return Estimate(mean)
-    low, high = scipy.stats.ttest_ind(new, old, equal_var=False).confidence_interval(1 - ALPHA)
-    return Estimate(mean, float(low), float(high))
+    half = _half_width([_variance_of_mean(new), _variance_of_mean(old)], ALPHA / 2)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _variance_of_mean(values: np.ndarray) -> tuple[float, int]:
+    """The variance of a mean of two values or more, with its degrees of freedom."""
+    return float(values.var(ddof=1)) / len(values), len(values) - 1
+
+
+def _half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
+    """What a sum of independent means is off by at most, on one side, but for a chance of `alpha`.
+
+    `parts`: the variance of each mean and its degrees of freedom; of the sum they are Satterthwaite's
+    (1946). The variances are not all 0.
+    """
+    total = sum(variance for variance, _ in parts)
+    # Relative to the total, as squares of variances near 1e-160 would vanish.
+    dof = 1 / sum((variance / total) ** 2 / n for variance, n in parts)
+    return -float(stdtrit(dof, alpha)) * math.sqrt(total)
 
 
 def mean_over_models(logs: Sequence[float]) -> Estimate:
@@ -61,8 +77,8 @@ def mean_over_models(logs: Sequence[float]) -> Estimate:
     mean = float(values.mean())
     if len(values) < 2 or values.var() == 0:
         return Estimate(math.exp(mean))
-    low, high = scipy.stats.ttest_1samp(values, 0.0).confidence_interval(1 - ALPHA)
-    return Estimate(math.exp(mean), math.exp(low), math.exp(high))
+    half = _half_width([_variance_of_mean(values)], ALPHA / 2)
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 class LostSpeed(NamedTuple):
@@ -83,15 +99,8 @@ def slowdown_over_cells(
     """
     logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
     mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
-    parts = [
-        (side.var(ddof=1) / len(side), len(side) - 1)
-        for pair in logs
-        for side in pair
-        if len(side) > 1
-    ]
-    total = sum(variance for variance, _ in parts)
-    if len(parts) < 2 * len(logs) or total == 0:
+    parts = [_variance_of_mean(side) for pair in logs for side in pair if len(side) > 1]
+    if len(parts) < 2 * len(logs) or not any(variance for variance, _ in parts):
         return LostSpeed(math.expm1(mean), None, None)
-    dof = total**2 / sum(variance**2 / n for variance, n in parts)
-    half = -float(stdtrit(dof, alpha)) * math.sqrt(total) / len(logs)
+    half = _half_width(parts, alpha) / len(logs)
     return LostSpeed(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from stratbench.workload import models
-from stratbench.workload.own import ModelError, listed
+from stratbench.workload.own import Refused, listed
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from stratbench.cell.settings import Settings
     from stratbench.strategies.base import Strategy, Worker
     from stratbench.workload.trial import Trial
 
@@ -22,20 +23,30 @@ def check_model(
     trial: Trial,
     worker: Worker,
 ) -> None:
-    """ModelError where the strategy would fail to train `model`, of which `trial` was taken."""
+    """Refused where the strategy would fail to train `model`, of which `trial` was taken."""
     for why in strategy.refusals_of_model(model, trial, worker):
         name = worker.settings.strategy
-        raise ModelError(f"{models.in_words(network)}: {name} cannot train it: {why}")
+        raise Refused(f"{models.in_words(network)}: {name} cannot train it: {why}")
 
 
 def check_batch(network: str | models.Model, batchnorm: bool, samples: int, parts: int) -> None:
-    """ModelError where a worker would normalise over one sample: of `samples` in `parts` parts."""
+    """Refused where a worker would normalise over one sample: of `samples` in `parts` parts."""
     if batchnorm and samples == parts:
         within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
-        raise ModelError(
+        raise Refused(
             f"{models.in_words(network)}: it normalises over the batch (BatchNorm), and a worker's batch is "
             f"one sample{within}; use a larger batch, or fewer workers"
         )
+
+
+def moves_by_zeros(strategy: Strategy, trial: Trial, s: Settings) -> bool:
+    """Whether the strategy moves parameters that get no gradient in some steps, and one in others.
+
+    It updates them by a gradient of zeros, which without momentum, decay and moments is no update.
+    """
+    at_times = trial.by_chance or (trial.reads_values and trial.unused)
+    goes_on = s.momentum or s.weight_decay or s.betas
+    return bool(strategy.updates_by_zeros and at_times and goes_on)
 
 
 def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState, Stateful
     from stratbench.telemetry.compiling import CompileWatch
+    from stratbench.telemetry.pulse import Pulse
     from stratbench.workload.trial import Trial
 
 
@@ -61,8 +62,9 @@ class Traits:
     states_on_host: bool = False
     #: Updates that each global batch makes; None: not fixed, or unknown.
     updates_per_step: float | None = None
-    #: Copies of the parameters, times (W - 1) / W, that each of W workers at least sends in a step by
-    #: ring collectives; None: it uses none, or unknown.
+    #: Copies of the trainable parameters, times (W - 1) / W, that each of W workers at least sends in a
+    #: step by ring collectives; where states are divided, all but one are of all parameters, which are
+    #: gathered. None: it uses none, or unknown.
     ring_copies: float | None = None
     #: Copies of the parameters that each worker keeps beside them and the optimizer's moments.
     kept_copies: float = 0.0
@@ -91,6 +93,8 @@ class Worker:
     total_steps: int = 1
     #: What counts compilations, where the settings ask for torch.compile.
     watch: CompileWatch | None = None
+    #: What it tells that it gets on; None where nobody looks.
+    pulse: Pulse | None = None
 
 
 class Strategy:
@@ -119,10 +123,13 @@ class Strategy:
     uses_wrap_groups: ClassVar[bool] = False
     #: Whether a rank does and holds the same on any number of workers, so that the plan predicts one.
     alike_on_any_count: ClassVar[bool] = False
-    #: The situation in which theory chooses it before anything was measured; None: never.
+    #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
+    #: None: never.
     first_choice: ClassVar[
         Literal["one worker", "equal workers", "unequal workers", "states too large"] | None
     ] = None
+    #: Whether a parameter that got no gradient in a step is updated as by one of zeros; else it is left.
+    updates_by_zeros: ClassVar[bool] = False
     #: What becomes of buffers that forward writes, such as BatchNorm's statistics, in a few words.
     buffers_note: ClassVar[str] = "each worker keeps its own"
     #: What the breakdown of a step's time cannot separate, in a sentence; None: nothing is hidden.
@@ -274,6 +281,9 @@ class Strategy:
         the timed training.
         """
         return None
+
+    def check_alike(self) -> None:
+        """Between epochs: Refused where the workers did not do the same though they had to."""
 
     def close(self) -> None:
         """Release what `setup` took, after the last measurement."""

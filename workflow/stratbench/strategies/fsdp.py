@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
@@ -135,6 +137,12 @@ class FSDP(Sharded):
             )
         if worker.world_size > 1 and trial.by_chance:
             yield base.by_chance(trial.by_chance)
+        elif worker.world_size > 1 and trial.reads_values and trial.unopened:
+            yield (
+                f"forward reads values of tensors and did not call {listed(trial.unopened)}: it seems to "
+                "choose by its data what it calls, and workers, whose data differ, would gather different "
+                "groups; call all of them, and choose with torch.where or a factor of 0 or 1"
+            )
 
     def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, set[str]]]:
         """The dtypes of each group's parameters, and of what is in none."""
@@ -154,6 +162,8 @@ class FSDP(Sharded):
         self.group_size = group_size(
             self.options.shard_workers, worker.world_size, worker.local_world
         )
+        #: Of shard groups in the order of their calls, where a network has frozen parameters.
+        self._in_backward: dict[int, bool] = {}
         groups = worker.world_size // self.group_size
         if groups == 1:
             mesh = init_device_mesh(worker.device.type, (worker.world_size,))
@@ -170,6 +180,10 @@ class FSDP(Sharded):
             on_cuda = worker.device.type == "cuda"
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=on_cuda)
         policy = self._policy(worker)
+        if not worker.settings.compile and not all(p.requires_grad for p in model.parameters()):
+            for number, (_, modules) in enumerate(worker.wrap_groups):
+                for module in modules:
+                    module.register_forward_hook(partial(self._note_output, number))
         if policy is not None:
             # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
             norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
@@ -187,6 +201,29 @@ class FSDP(Sharded):
             arguments["reshard_after_forward"] = None
         fully_shard(model, **arguments)
         return model
+
+    def _note_output(self, group: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Whether backward comes to the group: not where all before it is frozen, and itself."""
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        if torch.is_grad_enabled():
+            found = any(t.requires_grad for t in tree_leaves(output) if torch.is_tensor(t))
+            self._in_backward[group] = self._in_backward.get(group, False) or found
+
+    def _gathered_again(self) -> set[int]:
+        """The `id` of each grouped parameter that is gathered for backward, too.
+
+        FSDP2 does it where backward comes to a group, and ahead of that for the group before.
+        """
+        order = list(self._in_backward)
+        skipped = {
+            group
+            for group, following in pairwise(order)
+            if not self._in_backward[group] and not self._in_backward[following]
+        }
+        groups = [ms for i, (_, ms) in enumerate(self.worker.wrap_groups) if i not in skipped]
+        return {id(p) for ms in groups for m in ms for p in m.parameters()}
 
     def synchronising(self, last: bool) -> AbstractContextManager:
         self.module.set_requires_gradient_sync(last)
@@ -212,18 +249,20 @@ class FSDP(Sharded):
         in_16_bits = self._policy(self.worker) is not None
         norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, _BatchNorm)]
         full = {id(p) for m in norms for p in m.parameters()}
-        grouped = {id(p) for _, ms in self.worker.wrap_groups for m in ms for p in m.parameters()}
+        again = self._gathered_again()
         w, s = self.worker.world_size, self.group_size
         frees = self.options.reshard_after_forward == "always"
         moved_bytes = averaged_bytes = 0
-        for p in self.parameters:
+        for p in self.model.parameters():
             # The first dimension is what is sharded, padded to a multiple of the workers.
             padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
-            gathers = 2 if frees and id(p) in grouped | full else 1  # the root's own: once
+            gathers = 2 if frees and id(p) in again | full else 1  # the root's own: once
             gathers *= self.worker.settings.accumulate
-            moved_bytes += padded * (gathers * width + p.element_size())
-            averaged_bytes += 2 * padded // s * p.element_size()
+            moved_bytes += padded * gathers * width
+            if p.requires_grad:
+                moved_bytes += padded * p.element_size()
+                averaged_bytes += 2 * padded // s * p.element_size()
         if self.worker.settings.clip_norm is not None:
             moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
         # Within a group, and a worker's part of the gradients with those of the other groups.

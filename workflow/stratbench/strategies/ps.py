@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.ps.config import ServerConfig
 from stratbench.ps.options import EveryPushOptions
-from stratbench.ps.policies import policy_class
+from stratbench.ps.policies import first_choice, policy_class
 from stratbench.strategies import base, strategy_class
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class ParameterServer(base.Strategy):
 
     kind = "server"
     needs_group = False
+    updates_by_zeros = True
     buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
     alike_on_any_count = True
     breakdown_note: ClassVar[str] = (
@@ -174,9 +175,10 @@ class ParameterServer(base.Strategy):
 
     @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        why = cls.Options(**options).refuses_adamw
-        if values["optimizer"] == "adamw" and why:
-            yield f".optimizer = 'adamw': {why}"
+        optimizer = values["optimizer"]
+        if why := cls.Options.refusal(optimizer):
+            other = first_choice(optimizer)
+            yield f".optimizer = {optimizer!r}: {why}" + (f" ({other} takes it)" if other else "")
         if values["accumulate"] != 1:
             yield (
                 f".accumulate = {values['accumulate']}: a worker's flat gradients are pushed while backward "
@@ -243,6 +245,7 @@ class ParameterServer(base.Strategy):
             wire=options["wire"],
             deadline_s=300.0,
             scale=self.scale,
+            n_servers=options["servers"],
         )
 
     def weights_and_buffers(self) -> list[Tensor]:
@@ -337,10 +340,13 @@ class ParameterServer(base.Strategy):
         drop_snapshot(self.channel.snapshot_dir, epoch)
 
     def model_states(self) -> dict[str, int]:
-        weights_bytes = sum(p.numel() * p.element_size() for p in self.flat.parameters)
+        whole, trained = (
+            sum(p.numel() * p.element_size() for p in parameters)
+            for parameters in (self.model.parameters(), self.flat.parameters)
+        )
         return {
-            "parameters_bytes": weights_bytes,
-            "gradients_bytes": weights_bytes,
+            "parameters_bytes": whole,
+            "gradients_bytes": trained,
             "optimizer_bytes": 0,  # on the servers
             "buffers_bytes": sum(b.numel() * b.element_size() for b in self.model.buffers()),
         }

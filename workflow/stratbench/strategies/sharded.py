@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.strategies import base
+from stratbench.workload.own import Refused
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+
+
+class GroupCalls:
+    """The shard groups that this worker calls, a number for the order of each step.
+
+    Collectives of equal size match whatever they are of: workers that gather different groups would add
+    up what does not belong together, and nobody would notice.
+    """
+
+    def __init__(self, groups: Sequence[tuple[str, list[nn.Module]]]) -> None:
+        self.steps: list[int] = []
+        self._now = 0
+        for i, (_, modules) in enumerate(groups, 1):
+            for module in modules:
+                module.register_forward_pre_hook(partial(self._note, i))
+
+    def _note(self, group: int, _module: nn.Module, _inputs: Any) -> None:
+        self._now = (self._now * 1_000_003 + group) % (2**61 - 1)
+
+    def end_step(self) -> None:
+        self.steps.append(self._now)
+        self._now = 0
+
+    def first_difference(self, device: torch.device) -> int | None:
+        """The first step since the last call, from 1, in which two workers called other groups; None: none.
+
+        A collective of all workers. What was called after the last step counts as one more.
+        """
+        import torch
+        import torch.distributed as dist
+
+        self.end_step()
+        least = torch.tensor(self.steps, dtype=torch.int64, device=device)
+        most = least.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        self.steps.clear()
+        different = (least != most).nonzero().flatten().tolist()
+        return different[0] + 1 if different else None
 
 
 class Sharded(base.Collective):
@@ -25,6 +67,40 @@ class Sharded(base.Collective):
     group_size: int
     #: Those that this one is of; None: all.
     shard_group: ProcessGroup | None = None
+    #: Of a user's network on several workers; compiled code has no place for it.
+    calls: GroupCalls | None = None
+
+    def setup(self, model: nn.Module, worker: base.Worker) -> None:
+        super().setup(model, worker)
+        s = worker.settings
+        if worker.world_size > 1 and s.own_model and not s.compile:
+            self.calls = GroupCalls(worker.wrap_groups)
+
+    def reset(self) -> None:
+        super().reset()
+        if self.calls is not None:
+            self.calls.steps.clear()
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().step(x, y)
+        if self.calls is not None:
+            self.calls.end_step()
+        return loss
+
+    def check_alike(self) -> None:
+        if self.calls is None:
+            return
+        steps = len(self.calls.steps)
+        step = self.calls.first_difference(self.worker.device)
+        if step is None:
+            return
+        where = f"step {step}" if step <= steps else "the evaluation"
+        s = self.worker.settings
+        raise Refused(
+            f"model {s.model!r}: {s.strategy} cannot train it: in {where} the workers called different "
+            "shard groups, or in another order, so that they gathered and added up what does not belong "
+            "together; call all of them in each forward, and choose with torch.where or a factor of 0 or 1"
+        )
 
     def local_tensors(self) -> list[Tensor]:
         import torch

@@ -88,15 +88,16 @@ def measure_step_s(
     from stratbench.telemetry.clock import synchronise
     from stratbench.workload.data import example_batch
     from stratbench.workload.precision import batch_format
-    from stratbench.workload.tasks import task_of
+    from stratbench.workload.tasks import takes_values, task_of
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(s.precision)
     samples = strategy_class(s.strategy).samples_per_step(s) // s.accumulate
     layout = batch_format(s.precision, device.type)
-    x, y = example_batch(samples, shape, classes, device, dtype, layout)
     task = task_of(s, shape)
+    of_values = takes_values(task)
+    x, y = example_batch(samples, shape, classes, device, dtype, layout, of_values)
     times = []
     for _ in range(4):
         synchronise(device)

@@ -65,6 +65,7 @@ class ZeRO1(base.Collective):
     family = "replicas"
     summary: ClassVar[str] = "replicas, optimizer state sharded element by element"
     buffers_note = DDP.buffers_note
+    updates_by_zeros = True
     rule: ClassVar[str] = (
         "As ddp, but each worker holds the velocity of its share of W and updates that alone; g is "
         "averaged to its share while backward runs, W is gathered after the update"

@@ -19,6 +19,7 @@ from stratbench.study.validation import validate
 from stratbench.study.yaml_traps import check_duplicate_keys
 from stratbench.workload import models, own, tasks
 from stratbench.workload.datasets import Dataset
+from stratbench.workload.own_data import is_own
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Study:
             gpus=cell.gpus,
             seed=cell_seed(self.seed, cell.model, cell.repeat),
             own_model=self.own_model(cell.model),
-            own_data=self._data.identity(cell.dataset),
+            data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
             global_batch=weak * cell.gpus if weak else values["global_batch"],
             per_worker_batch=weak or values["global_batch"] // cell.gpus,
@@ -125,10 +126,18 @@ class Study:
         """The facts of a data set; few of a user's own data set until it is prepared."""
         return self._data.facts(name)
 
-    def own_data(self) -> dict[str, dict[str, Any]]:
-        """The identities of the user's own data sets in the study, as settings hold them, by name."""
+    def data_specs(self) -> dict[str, dict[str, Any]]:
+        """What decides the samples of the study's data sets, as settings hold it, by name.
+
+        Without those whose name says all. Given as `data_specs` in a config, they stand for its
+        `datasets`, and save `Study` from hashing a user's files again.
+        """
         found = {name: self._data.identity(name) for name in self.datasets}
         return {name: identity for name, identity in found.items() if identity}
+
+    def own_data(self) -> list[str]:
+        """The names of the user's own data sets in the study."""
+        return [name for name, spec in self.data_specs().items() if is_own(spec)]
 
     def time_limit_s(self, cell: Cell) -> float | None:
         return self.experiments[cell.experiment].values["time_limit_s"]

@@ -123,6 +123,9 @@ def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     name, target = block["task"], block["target_score"]
     if name is not None and (fault := tasks.fault_of_task(name, dataset.shape)):
         yield f".task = {repr_of(name)}: {fault}; remove it, or use another data set"
+    elif dataset.values and (name is None or name in tasks.TASKS):
+        natural = tasks.natural_task(dataset.shape)
+        yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.wrong_targets(True)}"
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
             ": give either epochs or steps (time and memory alone, without a score), and not both; "
@@ -287,6 +290,10 @@ def _model_faults(
                     raise ValueError(f"models.{name}.kwargs: {e}") from e
         except ValueError as e:
             yield f".dataset = {block['dataset']!r}: {e}"
+    if block["partition"] == "by-class" and dataset.values:
+        yield (
+            f".partition = 'by-class': the data set {block['dataset']!r}: {tasks.NO_CLASSES}; remove the key"
+        )
     if block["partition"] == "by-class" and dataset.is_text:
         yield (
             f".partition = 'by-class': the data set {block['dataset']!r} is a text, which has no classes to "

@@ -1,4 +1,4 @@
-"""The data sets of a config: the facts of each, and the identity of a user's own."""
+"""The data sets of a config: the facts of each, and its identity: what decides its samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.workload import own_data
-from stratbench.workload.datasets import Dataset, describe
+from stratbench.workload.datasets import Dataset, describe, identity_of
 
 
 class DataSets:
@@ -17,19 +17,21 @@ class DataSets:
         self._specs = config.get("datasets", {})
         self._code = [Path(folder).expanduser() for folder in config.get("code", [])]
         self._folder = Path(config.get("results", "results")) / "data"
-        self._identities: dict[str, dict[str, Any] | None] = dict(config.get("own_data", {}))
+        self._identities: dict[str, dict[str, Any] | None] = dict(config.get("data_specs", {}))
         self._facts: dict[str, Dataset] = {}
 
     def identity(self, name: str) -> dict[str, Any] | None:
-        """The identity of a user's own data set, as settings hold it; None for any other.
+        """What decides a data set's samples, as settings hold it; None where its name says all.
 
-        Files that changed are hashed again. DataError if one cannot be read.
+        Files of a user's own that changed are hashed again. DataError if one cannot be read.
         """
         if name not in self._identities:
-            spec, found = self._specs.get(name), None
+            spec = self._specs.get(name)
             if own_data.is_own(spec):
                 known = self._folder / ".hashes" / f"{name}.json"
                 found = own_data.own_data(name, spec).identity(self._code, known)
+            else:
+                found = identity_of(name, spec)
             self._identities[name] = found
         return self._identities[name]
 
@@ -40,7 +42,8 @@ class DataSets:
     def facts(self, name: str) -> Dataset:
         """The facts of a data set; of a user's own, as far as its present state was prepared."""
         if name not in self._facts:
-            identity = self.identity(name)
-            meta = identity and own_data.prepared_facts(self._folder / name, identity)
-            self._facts[name] = describe(name, self._specs.get(name), meta)
+            spec, meta = self._specs.get(name), None
+            if own_data.is_own(spec):
+                meta = own_data.prepared_facts(self._folder / name, self.identity(name))
+            self._facts[name] = describe(name, spec, meta)
         return self._facts[name]

@@ -26,7 +26,8 @@ SEGMENT_ALLOWANCE_S = 180
 class JobRequest:
     """A cell's request: nodes; GPUs, CPU cores and memory on each of them; and the time.
 
-    `planned_mib`: whether the memory comes from the plan, not from the config.
+    `planned_mib`: whether the memory comes from the plan, not from the config. `server_cpus`: how many
+    of `cpus` are asked for because of parameter servers.
     """
 
     nodes: int
@@ -35,6 +36,7 @@ class JobRequest:
     mem_mib: int
     runtime_min: int
     planned_mib: bool = False
+    server_cpus: int = 0
 
     @property
     def gres(self) -> str:
@@ -69,13 +71,14 @@ def job_request(
     servers = -(-settings.options.get("servers", 0) // n_nodes)
     on_gpus = cluster["request_gpus"] and settings.device != "cpu"
     if on_gpus:
-        cpus = workers * cluster["cpus_per_gpu"] + (cluster["server_cpus"] if servers else 0)
+        worker_cpus = workers * cluster["cpus_per_gpu"]
+        server_cpus = cluster["server_cpus"] if servers else 0
         mem_mib = workers * cluster["mem_mib_per_gpu"]
         mem_mib += cluster["server_mem_mib"] if servers else 0
         planned_mib = host_mem_mib > mem_mib
         mem_mib = max(mem_mib, host_mem_mib)
     else:
-        cpus = (workers + servers) * (settings.threads or 1)
+        worker_cpus, server_cpus = (n * (settings.threads or 1) for n in (workers, servers))
         planned_mib = host_mem_mib > 0
         mem_mib = (workers + servers) * cluster["mem_mib_per_cpu_worker"]
         if planned_mib:
@@ -83,10 +86,11 @@ def job_request(
     return JobRequest(
         nodes=n_nodes,
         gpus=workers if on_gpus else 0,
-        cpus=cpus,
+        cpus=worker_cpus + server_cpus,
         mem_mib=mem_mib,
         runtime_min=runtime_min(time_limit_s, cluster, longest_s),
         planned_mib=planned_mib,
+        server_cpus=server_cpus,
     )
 
 
@@ -118,6 +122,7 @@ def largest_request(requests: Iterable[JobRequest], runtime_min: int) -> JobRequ
         mem_mib=max(r.mem_mib for r in requests),
         runtime_min=runtime_min,
         planned_mib=any(r.planned_mib for r in requests),
+        server_cpus=max(r.server_cpus for r in requests),
     )
 
 

@@ -1,7 +1,8 @@
-"""Before Snakemake starts cells: keeps records that it does not know to be finished."""
+"""Before Snakemake starts cells: keeps records that are finished, and not those of other data."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell import record
+from stratbench.cell.settings import LATER, Settings
+
+#: The data sets of which `forget_other_data` has told.
+_told: set[str] = set()
 
 
 def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
@@ -38,6 +43,31 @@ def keep_finished(workflow: Any, jobs: Sequence[Any]) -> None:
                 print(f"finished as snakemake was killed: {job.output.record}", file=sys.stderr)
     if again:
         restart(workflow)
+
+
+def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
+    """Has Snakemake make `path` anew, a record or a block's result, if it is of other data than `wanted`.
+
+    It does so by itself where it remembers the settings: not in a copy of the folder, nor where another
+    folder with the same results has made the file since. Called as it plans the job, also in a dry run.
+    """
+    if wanted.data_spec is None or str(path) in workflow.dag.forcefiles:
+        return
+    try:
+        found = json.loads(path.read_bytes())
+        trained = found["trained"].values() if "trained" in found else [found["settings"]]
+        others = any((LATER | s)["data_spec"] != wanted.data_spec for s in trained)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # there is none, or none that can be read: whoever reads it tells
+    if others:
+        workflow.dag.forcefiles.add(str(path))
+        if wanted.dataset not in _told:
+            _told.add(wanted.dataset)
+            print(
+                f"{path}, and what else was trained on other data than the config now calls "
+                f"{wanted.dataset!r}, is made anew",
+                file=sys.stderr,
+            )
 
 
 def restart(workflow: Any) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 
 #: Events kept unread on CUDA, at least; beyond that, each tick reads one step that is through.
@@ -38,14 +40,17 @@ class StepClock:
     or tick before it belongs to that phase. What lies between a step's last mark and its tick is
     `other`. On CUDA these are spans of the current stream: a collective that runs on a stream of
     its own counts only as far as the current stream waited for it.
+
+    `pulse` is told of every step.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, pulse: Pulse | None = None) -> None:
         """Raise ValueError for a device other than a CPU or a CUDA device."""
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"StepClock: device {str(device)!r}, expected 'cpu' or 'cuda'")
         self._on_cuda = self.device.type == "cuda"
+        self._pulse = pulse
         self._running = False
         self._begun_ns = 0
         self._stamps: Any = [] if self._on_cuda else array("q")
@@ -70,6 +75,8 @@ class StepClock:
         """Mark the end of a training step."""
         self._stamps.append(self._event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
+        if self._pulse is not None:
+            self._pulse.step()
         if self._on_cuda and len(self._labels) > _UNREAD_EVENTS:
             self._collect_oldest()
 
@@ -82,6 +89,8 @@ class StepClock:
         """End the epoch: wait for the device, stop the clock, read the stamps."""
         if not self._running:
             raise RuntimeError("StepClock.end: no epoch has been begun")
+        if self._on_cuda and self._pulse is not None:
+            self._wait_by_steps(self._pulse)
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - self._begun_ns
         self._running = False
@@ -137,6 +146,13 @@ class StepClock:
 
     def _span_ms(self, start: Any, stop: Any) -> float:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
+
+    def _wait_by_steps(self, pulse: Pulse) -> None:
+        """Wait for the device step by step: what it has queued may take it much longer than one step."""
+        first = bisect_left(self._stamps, True, key=lambda event: not event.query())
+        for event in self._stamps[first:]:
+            event.synchronize()
+            pulse.alive()
 
     def _collect_oldest(self) -> None:
         """Read the oldest steps, two at most, if the device is through with them: never waits."""

@@ -14,11 +14,22 @@ _SLURM = re.compile(
     r"|ARRAY_(JOB|TASK)_ID|NNODES|NODEID|NTASKS|PROCID|LOCALID|CPUS_PER_TASK|CPUS_ON_NODE"
     r"|CPU_BIND|GPUS\w*|MEM_PER_\w+|RESTART_COUNT)|SLURMD_NODENAME"
 )
-_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|AUTH|(^|_)KEY", re.IGNORECASE)
-#: An address with a password, `token=...`, the forms of common providers' keys.
+#: In names. A tokenizer and an author are none.
+_SECRET = re.compile(
+    r"SECRET|TOKEN(?!I[SZ])|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|AUTH(?!OR(?!I))|(^|_)KEY|APIKEY",
+    re.IGNORECASE,
+)
+#: The words of a name, and the last ones by which even a number is a secret: `n_tokens` counts tokens.
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_SECRET_WORDS = re.compile(
+    r"(.* )?(secrets?|token|passw(or)?ds?|passphrases?|credentials?|auth|authori[sz]ation|apikeys?"
+    r"|(api|access|account|auth|private|secret|signing) keys?)"
+)
+#: An address with a password or a signature, `token=...`, the forms of common providers' keys.
 _SURE_SECRET = re.compile(
     r"://[^/\s:@]+:[^/\s@]+@"
     r"|(?i:secret|token|passw(or)?d|credential|api_?key)\w*\s*[=:]"
+    r"|(?i:\b[\w-]*signature=|[?&;]([\w.-]*[-_.])?(sig|key|auth)=)\S"
     r"|\b(gh[opsu]_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA|eyJ)[\w-]{12}"
 )
 #: Long runs of letters and digits mixed. Paths, UUIDs, masks and lists of options are none.
@@ -43,8 +54,13 @@ def names_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
+def names_no_figure(name: str) -> bool:
+    """Whether even a number of this name is a secret: of `api_key`, and not of `token_dim` or `tokens`."""
+    return _SECRET_WORDS.fullmatch(" ".join(_WORDS.findall(name)).lower()) is not None
+
+
 def tells_secret(text: str) -> bool:
-    """Whether a text holds an address with a password, `token=...`, or a provider's key.
+    """Whether a text holds an address with a password or a signature, `token=...`, or a provider's key.
 
     A long run of letters and digits alone is none: hashes and revisions are such.
     """

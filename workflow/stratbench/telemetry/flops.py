@@ -1,25 +1,29 @@
-"""Floating-point operations of a model's forward pass, counted without computing anything."""
+"""Floating-point operations of a model's training, counted without computing anything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-#: Operations of a training step in those of its forward: backward computes two gradients for each of
-#: forward's products.
+#: Operations of a training step in those of its forward where all parameters are trained: backward
+#: computes two gradients for each of forward's products.
 TRAINING_FLOPS = 3
 
 
-def forward_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> int:
-    """Operations of one sample's forward through the model that `build` makes.
+def counted_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
+    """Operations of one sample through the model that `build` makes: of its forward, and of its training.
 
     `input_shape`: one sample's, without the batch. Convolutions, matrix products and attention are
     counted, a multiplication with its addition as two; element-wise operations, normalisation and
     pooling are not (torch.utils.flop_counter). The model is built on the meta device: neither
     memory nor time is spent on weights, and no random number is drawn.
+
+    Training takes `TRAINING_FLOPS` times the forward by convention (Chowdhery et al., PaLM, 2022,
+    appendix B). Where parameters are frozen, the backward is counted, too: it has no gradients of them.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -30,4 +34,23 @@ def forward_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
         x = torch.zeros(1, *input_shape, dtype=torch.int64 if text else torch.float32)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(x)
-    return counter.get_total_flops()
+    forward = training = counter.get_total_flops()
+    if all(p.requires_grad for p in model.parameters()):
+        training = TRAINING_FLOPS * forward
+    else:
+        own = {torch.ops.aten.convolution_backward: _of_convolutions_backward}
+        with FlopCounterMode(display=False, custom_mapping=own) as counter:
+            model(x).sum().backward()
+        training = min(counter.get_total_flops(), TRAINING_FLOPS * forward)
+    return {"forward_flops_per_sample": forward, "training_flops_per_sample": training}
+
+
+def _of_convolutions_backward(
+    grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_named: Any
+) -> int:
+    """Operations of a convolution's backward by the shapes; torch takes a grouped one for a full one.
+
+    The gradient of the input and that of the weight take as much as the forward each.
+    """
+    *_, transposed, _output_padding, _groups, wanted = rest
+    return 2 * math.prod(x if transposed else grad) * math.prod(weight[1:]) * sum(wanted[:2])

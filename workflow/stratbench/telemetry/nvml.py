@@ -64,11 +64,39 @@ class Nvml:
         return [Gpu(self, index, handle) for index, handle in found if handle is not None]
 
     def gpu_of(self, uuid: str | None) -> Gpu | None:
-        """The GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`); None if it is not found."""
-        handle = self.ask("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
+        """The GPU or MIG instance with that UUID (`GPU-...`, `MIG-...`); None if it is not found.
+
+        CUDA tells an instance's UUID without its prefix: what is no GPU's is looked up as an instance's. A
+        GPU that is divided into instances is not found: its power and energy are those of all of them.
+        """
+        if not uuid:
+            return None
+        handle = self.ask("nvmlDeviceGetHandleByUUID", uuid)
+        if handle is None:
+            uuid = uuid.replace("GPU-", "MIG-", 1)
+            handle = self.ask("nvmlDeviceGetHandleByUUID", uuid)
         if handle is None:
             return None
-        return Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
+        if uuid.startswith("MIG-"):  # NVML's index of an instance is one within its GPU
+            return Gpu(self, None, handle)
+        divided, _ = self.ask("nvmlDeviceGetMigMode", handle) or (False, False)
+        return None if divided else Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
+
+    def uuid_named(self, name: str) -> str | None:
+        """The UUID of what `name` stands for in CUDA_VISIBLE_DEVICES; None if nothing here, or several.
+
+        `name` is a number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
+        """
+        gpus = self.gpus()
+        if name.isdecimal():
+            return next((gpu.uuid() or name for gpu in gpus if gpu.index == int(name)), None)
+        uuids = [each.uuid() or "" for gpu in gpus for each in (gpu, *gpu.instances())]
+        fitting = [uuid for uuid in uuids if uuid.startswith(name)]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def gpu_named(self, name: str) -> Gpu | None:
+        """The GPU or MIG instance that CUDA_VISIBLE_DEVICES names so, as `gpu_of` has it."""
+        return self.gpu_of(self.uuid_named(name))
 
     def driver(self) -> dict[str, str]:
         """`driver_version`, and `cuda_driver_version` as major.minor."""
@@ -104,40 +132,55 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU. What it does not offer is absent from the answers."""
+    """One GPU or MIG instance, which has no index. What it does not offer is absent from the answers."""
 
     def __init__(self, nvml: Nvml, index: int | None, handle: Any) -> None:
         self.index = index
         self.handle = handle
         self._nvml = nvml
 
-    def counters(self, *, pcie_snapshot: bool = True) -> dict[str, float | int | str]:
-        """What changes while a cell trains.
+    def counters(self) -> dict[str, float | int | str]:
+        """What changes while a cell trains; the energy is asked for first.
 
         `gpu_util_pct` (time with a kernel running), `mem_bus_util_pct`, `mem_used_bytes`,
         `power_w` (averaged by the driver over about a second on recent GPUs), `energy_j`
         (cumulative since the driver was loaded), `temperature_c`, `sm_clock_mhz`,
         `mem_clock_mhz`, `throttle` (names joined by `;`, empty when the clocks are free),
-        `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes` (cumulative).
-        Where PCIe has no cumulative 64-bit counter and `pcie_snapshot` is set,
-        `pcie_tx_bytes_per_s` and `pcie_rx_bytes_per_s` over 20 ms each, for which the driver
-        blocks the caller.
+        `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes` (cumulative, where
+        they are 64-bit counters; otherwise see `pcie_snapshot`).
         """
+        whole = self.index is not None  # of an instance a driver could tell its GPU's
+        energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption") if whole else None
+        power_mw = self._ask("nvmlDeviceGetPowerUsage") if whole else None
         utilisation = self._ask("nvmlDeviceGetUtilizationRates")
-        traffic = self._traffic()
-        if pcie_snapshot and "pcie_tx_bytes" not in traffic:
-            traffic |= self._pcie_snapshot()
-        return traffic | _present(
+        return self._traffic() | _present(
             gpu_util_pct=getattr(utilisation, "gpu", None),
             mem_bus_util_pct=getattr(utilisation, "memory", None),
             mem_used_bytes=self.memory_used_bytes(),
-            power_w=_scaled(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),
-            energy_j=_scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3),
+            power_w=_scaled(power_mw, 1e-3),
+            energy_j=_scaled(energy_mj, 1e-3),
             temperature_c=self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
             mem_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
             throttle=self._throttle(),
         )
+
+    def pcie_snapshot(self) -> dict[str, int]:
+        """`pcie_tx_bytes_per_s` and `pcie_rx_bytes_per_s` over 20 ms each: so long the caller is blocked."""
+        return _present(
+            pcie_tx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000),
+            pcie_rx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000),
+        )
+
+    def uuid(self) -> str | None:
+        """`GPU-...`, of a MIG instance `MIG-...`."""
+        return _text(self._ask("nvmlDeviceGetUUID"))
+
+    def instances(self) -> list[Gpu]:
+        """The MIG instances that the GPU is divided into."""
+        most = self._ask("nvmlDeviceGetMaxMigDeviceCount") or 0
+        handles = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", i) for i in range(most))
+        return [Gpu(self._nvml, None, handle) for handle in handles if handle is not None]
 
     def static(self) -> dict[str, Any]:
         """What identifies the GPU and its settings, for a record's provenance."""
@@ -145,7 +188,7 @@ class Gpu:
         return _present(
             index=self.index,
             name=_text(self._ask("nvmlDeviceGetName")),
-            uuid=_text(self._ask("nvmlDeviceGetUUID")),
+            uuid=self.uuid(),
             pci_bus_id=_text(getattr(self._ask("nvmlDeviceGetPciInfo"), "busId", None)),
             memory_bytes=getattr(memory, "total", None),
             power_limit_w=_scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
@@ -175,6 +218,15 @@ class Gpu:
     def process_ids(self) -> list[int]:
         """Processes with a compute context on the GPU, as the host numbers them."""
         return [p.pid for p in self._ask("nvmlDeviceGetComputeRunningProcesses") or ()]
+
+    def computing(self) -> dict[int, int | None]:
+        """Bytes that each process with a compute context holds, by its number; without displays.
+
+        A program that draws, too, as a desktop does, is none of them. None: the driver does not say.
+        """
+        found = self._ask("nvmlDeviceGetComputeRunningProcesses") or ()
+        drawing = {p.pid for p in self._ask("nvmlDeviceGetGraphicsRunningProcesses") or ()}
+        return {p.pid: p.usedGpuMemory for p in found if p.pid not in drawing}
 
     def _ask(self, function: str, *arguments: Any) -> Any | None:
         return self._nvml.ask(function, self.handle, *arguments)
@@ -213,12 +265,6 @@ class Gpu:
             nvlink_rx_bytes=_scaled(nv_rx, 1024),
             pcie_tx_bytes=pcie_tx,
             pcie_rx_bytes=pcie_rx,
-        )
-
-    def _pcie_snapshot(self) -> dict[str, int]:
-        return _present(
-            pcie_tx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000),
-            pcie_rx_bytes_per_s=_scaled(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000),
         )
 
     def _active_links(self) -> int | None:

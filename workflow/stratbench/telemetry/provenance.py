@@ -153,6 +153,8 @@ def _gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
     if found := nvml.gpu_of(uuid):
         gpu |= found.static()
     facts: dict[str, Any] = {"gpu": gpu}
+    if nvml.reason:
+        facts["nvml_reason"] = nvml.reason
     if driver := nvml.driver():
         facts["driver"] = driver
     if topology := nvml.topology():

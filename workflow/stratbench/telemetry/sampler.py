@@ -18,19 +18,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 
 from stratbench.telemetry.cores import usable_cores
-from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.nvml import Gpu, Nvml
+from stratbench.telemetry.tenants import StrangerWatch
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 #: How long the sampler may take to end, in seconds.
 LONGEST_STOP_S = 5.0
 # Reading PCIe's 20 ms snapshot blocks the sampler: at most every so many samples.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
+# Who computes on the cell's GPUs is asked once in so many samples.
+_SAMPLES_PER_LOOK = 2
 # The sampler looks so often at least, in seconds, whether its parent still lives.
 _LONGEST_WAIT_S = 1.0
 # Has the sampler take a sample before its time; one that is still starting is not disturbed by it.
@@ -52,10 +56,13 @@ class Sampler:
         pids: str | os.PathLike[str],
         origin_s: float,
         period_s: float = 0.5,
+        strangers: str | os.PathLike[str] | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
         """Start sampling into `out`; `origin_s` is the `time.monotonic()` that t_s counts from.
 
-        `pids`: a file to list the watched processes in, until `stop`.
+        `pids`: a file to list the watched processes in, until `stop`. `gpus`: the GPUs to sample, as
+        CUDA_VISIBLE_DEVICES names them. `strangers`: a file for those who computed on these.
         """
         self._pids_file = Path(pids)
         self._pids_file.write_text("", encoding="utf-8")
@@ -65,7 +72,9 @@ class Sampler:
         command = [sys.executable, "-m", "stratbench.telemetry.sampler"]
         command += ["--out", os.fspath(out), "--pids-file", os.fspath(self._pids_file)]
         command += ["--period-s", str(period_s), "--origin-s", repr(origin_s)]
-        command += ["--parent-pid", str(os.getpid())]
+        command += ["--parent-pid", str(os.getpid()), "--gpus", *gpus]
+        if strangers is not None:
+            command += ["--strangers", os.fspath(strangers)]
         # A session of its own: a signal to the cell's process group must not reach it, or the
         # end of the timeline would be lost.
         try:
@@ -209,6 +218,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--parent-pid", type=int, default=os.getppid(), help="end when this is not the parent"
     )
+    parser.add_argument(
+        "--gpus", nargs="*", default=[], help="to sample, as CUDA_VISIBLE_DEVICES names them"
+    )
+    parser.add_argument(
+        "--strangers", type=Path, default=None, help="file for who else used --gpus"
+    )
     options = parser.parse_args(arguments)
     if not options.period_s > 0:
         parser.error(f"--period-s {options.period_s}, expected more than 0")
@@ -222,18 +237,27 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, _WAKE):
         signal.signal(number, on_signal)
     _lowest_priority()
-    # One write a sample: a kill leaves whole rows.
-    with options.out.open("w", newline="", encoding="utf-8") as file:
-        sample_until(
-            stop,
-            wake,
-            file,
-            Nvml(),
-            CellProcesses(options.pids_file),
-            parent_pid=options.parent_pid,
-            period_s=options.period_s,
-            origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
-        )
+    gpus = known_gpus(options.gpus, Nvml())
+    watch = (
+        StrangerWatch(options.strangers, gpus, options.parent_pid) if options.strangers else None
+    )
+    try:
+        # One write a sample: a kill leaves whole rows.
+        with options.out.open("w", newline="", encoding="utf-8") as file:
+            sample_until(
+                stop,
+                wake,
+                file,
+                gpus,
+                CellProcesses(options.pids_file),
+                watch,
+                parent_pid=options.parent_pid,
+                period_s=options.period_s,
+                origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
+            )
+    except OSError as error:  # a full disk
+        print(f"sampler: {error.strerror}: {options.out}; the timeline ends", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -241,8 +265,9 @@ def sample_until(
     stop: threading.Event,
     wake: threading.Event,
     file: TextIO,
-    nvml: Nvml,
+    gpus: Sequence[Gpu],
     watched: CellProcesses,
+    strangers: StrangerWatch | None = None,
     *,
     parent_pid: int,
     period_s: float,
@@ -252,7 +277,6 @@ def sample_until(
 
     Whoever sets `stop` sets `wake` too.
     """
-    gpus = nvml.gpus()
     node = socket.gethostname()
     host = Host(node)
     allowed_cores = usable_cores()
@@ -264,19 +288,51 @@ def sample_until(
         if watched.refresh():
             _move_to(allowed_cores - watched.cores())
         t_s = round(time.monotonic() - origin_s, 3)
-        rows = [host.sample(), *watched.sample()]
-        pcie_snapshot = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
-        rows += [
-            {"kind": "gpu", "id": gpu.index, **gpu.counters(pcie_snapshot=pcie_snapshot)}
-            for gpu in gpus
-        ]
-        file.write(_as_csv({"t_s": t_s, "node": node} | row for row in rows))
+        rows = [{"t_s": t_s} | row for row in (host.sample(), *watched.sample())]
+        pcie_snapshots = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
+        rows += gpu_rows(gpus, origin_s, pcie_snapshots)
+        file.write(_as_csv({"node": node} | row for row in rows))
         file.flush()
+        if strangers is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
+            strangers.look(t_s)
         if ending:
             return
         count += in_time
         in_time = _wait(wake, begun_s + count * period_s, parent_pid)
         wake.clear()
+
+
+def known_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
+    """The GPUs with these names in CUDA_VISIBLE_DEVICES; of one that NVML cannot sample it is said why."""
+    found = []
+    for name in names:
+        if (gpu := nvml.gpu_named(name)) is not None:
+            found.append(gpu)
+            continue
+        why = nvml.reason or "it is unknown, or divided into MIG instances"
+        print(
+            f"NVML cannot sample GPU {name} ({why}): no utilisation, power and energy of it",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found
+
+
+def gpu_rows(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
+    """A row for each GPU, with the time of its own energy.
+
+    Snapshots of PCIe, which block the sampler, follow when all the energies are known.
+    """
+    rows = []
+    for gpu in gpus:
+        name = gpu.uuid() if gpu.index is None else gpu.index
+        t_s = round(time.monotonic() - origin_s, 3)
+        rows.append({"t_s": t_s, "kind": "gpu", "id": name, **gpu.counters()})
+    if pcie_snapshots:
+        for gpu, row in zip(gpus, rows, strict=True):
+            if "pcie_tx_bytes" not in row:
+                row |= gpu.pcie_snapshot()
+    return rows
 
 
 def _wait(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
@@ -295,8 +351,8 @@ def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any
     `other_cpu_cores`: cores kept busy by processes that are not ours (neither this process nor its
     ancestors and descendants), those of other containers included;
     `load_1m`; `other_processes`: the visible ones above a tenth of a core, busiest first, at
-    most five; `other_gpu_processes` per GPU that has some (a process in a container is not
-    recognised as ours, NVML knows it by another number).
+    most five; `other_gpu_processes` per GPU of the node that has some, as NVML numbers them, which in
+    a container may not be our numbers: none is ours, since nothing of a cell is on a GPU before it starts.
     """
     ours = _family()
     before, total_before = _cpu_times(), _busy_s()
@@ -317,10 +373,7 @@ def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any
             if cores[pid] > 0.1
         ],
     }
-    strangers = {
-        gpu.index: [pid for pid in gpu.process_ids() if pid not in ours]
-        for gpu in (nvml or Nvml()).gpus()
-    }
+    strangers = {gpu.index: gpu.process_ids() for gpu in (nvml or Nvml()).gpus()}
     if any(strangers.values()):
         facts["other_gpu_processes"] = {gpu: pids for gpu, pids in strangers.items() if pids}
     return facts

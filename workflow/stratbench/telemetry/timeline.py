@@ -12,10 +12,11 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stratbench.cell.files import replacing
 from stratbench.cell.run_folder import rank_of
 
 # Columns of a sample file. `kind` is host, process or gpu; `id` is the node's name, the label
@@ -59,11 +60,21 @@ class PhaseLog:
     all but the line it was writing.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int, origin_s: float) -> None:
-        """`origin_s`: this node's `time.monotonic()` when the cell began; all ranks count from then."""
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        rank: int,
+        origin_s: float,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`origin_s`: this node's `time.monotonic()` when the cell began; all ranks count from then.
+
+        `alive` is called with each entry.
+        """
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until the process ends
         self._rank = rank
         self._origin_s = origin_s
+        self._alive = alive
 
     def write(self, phase: str, event: str, at_s: float | None = None) -> None:
         """Note that `phase` starts or ends now, or did at `at_s` by `time.monotonic`."""
@@ -71,6 +82,7 @@ class PhaseLog:
         line = {"t_s": t_s, "rank": self._rank, "phase": phase, "event": event}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        self._alive()
 
 
 class Interval(NamedTuple):
@@ -120,15 +132,16 @@ def merge_timeline(
     rows = sorted(
         (row for path in sample_csvs for row in read_samples(path)), key=lambda row: row["t_s"]
     )
-    temporary = Path(f"{os.fspath(out)}.tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
+    with (
+        replacing(out) as unfinished,
+        unfinished.open("x", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), extrasaction="ignore", restval="")
         writer.writeheader()
         for row in rows:
             rank = _rank_of(row)
             mine = by_rank.get(lowest if rank is None else rank, [])
             writer.writerow(row | {"phase": _phase_at(mine, row["t_s"])})
-    os.replace(temporary, out)
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

@@ -13,29 +13,27 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
+from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.sampler import Sampler, busy_check
+from stratbench.telemetry.tenants import place_of
 from stratbench.telemetry.timeline import read_phases
-from stratbench.train import devices
+from stratbench.train import devices, standing
 from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
 GRACE_S = 3.0
-#: How often a launcher looks whether its parent lives, in seconds.
-PARENT_POLL_S = 0.5
-#: Variables that a runtime sets in its image.
-IN_IMAGE = {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}
+#: How often an agent looks whether its workers get on, in seconds.
+LOOK_S = 60.0
 
 
 class Stopped(BaseException):
@@ -63,10 +61,14 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class Exits:
-    """How the processes of a node or a cell exited, and whether the cell's time limit did it."""
+    """How the processes of a node or a cell exited, and whether the cell's time limit did it.
+
+    `hung`: they were ended because none got on.
+    """
 
     processes: list[ProcessExit]
     timed_out: bool
+    hung: bool = False
 
 
 def run_node(job: Job, node: int) -> Exits:
@@ -75,6 +77,8 @@ def run_node(job: Job, node: int) -> Exits:
     if job.n_nodes == 1 and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # Before NCCL's watchdog ends a worker it waits four times this long for a dump that nobody reads.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     # GPUs were chosen by NVML's numbers, which follow the PCI bus. CUDA's would follow speed.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
@@ -92,17 +96,45 @@ def run_node(job: Job, node: int) -> Exits:
             for local_rank, rank in enumerate(job.ranks_of(node))
         ]
         processes = [*servers, *workers]
-        sampler = Sampler(job.folder.samples(node), job.folder.pids(node), job.origin_s)
+        gpus = gpus_of(job, node)
+        job.folder.write_places(node, places_of([p.name for p in processes], gpus))
+        sampler = Sampler(
+            job.folder.samples(node),
+            job.folder.pids(node),
+            job.origin_s,
+            strangers=job.folder.strangers(node),
+            gpus=list(gpus.values()),
+        )
         try:
             # While nothing trains yet: a server of this cell's own is importing PyTorch meanwhile.
             job.folder.write_busy(node, busy_check())
             for p in processes:
                 p.start()
                 sampler.watch(p.name, p.pid)
-            return supervise(job, servers, workers)
+            exits = supervise(job, servers, workers)
+            if exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes):
+                standing.note_standing(job, node, processes, exits.timed_out)
+            return exits
         finally:
             end_all(processes)
             sampler.stop()
+
+
+def gpus_of(job: Job, node: int) -> dict[str, str]:
+    """The GPU of each worker on this node, by the worker's name, as CUDA_VISIBLE_DEVICES names it."""
+    if not job.use_cuda:
+        return {}
+    names = map(worker_name, job.ranks_of(node))
+    return dict(zip(names, devices.visible_gpus(), strict=False))
+
+
+def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Where the processes of these names run: this host, and the GPU of those that have one."""
+    host = {"host": socket.gethostname()}
+    nvml = Nvml() if gpus else None
+    return {
+        name: host | ({"gpu": place_of(nvml, gpus[name])} if name in gpus else {}) for name in names
+    }
 
 
 def servers_of(job: Job, node: int) -> list[ServerConfig]:
@@ -130,13 +162,18 @@ def supervise(
     processes = [*servers, *workers]
     ended: dict[str, int] = {}
     grace_ends: float | None = None
+    next_look = time.monotonic() + LOOK_S
     while len(ended) < len(processes):
         now = time.monotonic()
         if job.deadline_s is not None and now >= job.deadline_s:
             return Exits(_exits(processes, ended), timed_out=True)
         if grace_ends is not None and now >= grace_ends:
             break
-        poll_s = 0.5 if job.has_servers else 3600
+        if now >= next_look:
+            if standing.hung_for_good(job, workers):
+                return Exits(_exits(processes, ended), timed_out=False, hung=True)
+            next_look = now + LOOK_S
+        poll_s = 0.5 if job.has_servers else LOOK_S
         until = min(t for t in (job.deadline_s, grace_ends, now + poll_s) if t is not None)
         running = {p.sentinel: p for p in processes if p.name not in ended}
         for sentinel in wait(list(running), timeout=max(until - now, 0)):
@@ -198,42 +235,16 @@ def end_all(processes: list[Process]) -> None:
 
 
 def on_signals(action: Callable[[int], None]) -> None:
-    """Call `action` when the process is asked to stop."""
+    """Call `action` when the process is asked to stop; what `nohup` has it ignore stays ignored."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, frame: action(number))
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda number, frame: action(number))
 
 
 def raise_stopped(signum: int) -> None:
     """Signal action: raise Stopped, once. Later signals must not interrupt the clean-up."""
     on_signals(lambda _: None)
     raise Stopped(signum)
-
-
-def parent_of(pid: int) -> int | None:
-    """The parent of a process; None where there is no such process."""
-    try:
-        return psutil.Process(pid).ppid()
-    except psutil.NoSuchProcess:
-        return None
-
-
-def end_with(parent: int) -> None:
-    """Send this process SIGTERM as soon as its parent process `parent` has ended.
-
-    In an image the parent is the image's runtime, which stays when what has started it ends: there
-    the end of the runtime's own parent counts, too.
-    """
-    above = parent_of(parent) if IN_IMAGE & os.environ.keys() else None
-
-    def watch() -> None:
-        while os.getppid() == parent and (above is None or parent_of(parent) == above):
-            time.sleep(PARENT_POLL_S)
-        try:
-            print(f"process {parent}, which had started this cell, has ended", flush=True)
-        finally:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:
@@ -256,7 +267,7 @@ def main() -> None:
     if job.has_servers:
         ranks = {name: rank_of(name) for name in failed}
         failed = [name for name, rank in ranks.items() if rank is None or not has_joined(job, rank)]
-    sys.exit(1 if exits.timed_out or failed else 0)
+    sys.exit(1 if exits.timed_out or exits.hung or failed else 0)
 
 
 if __name__ == "__main__":

@@ -5,31 +5,38 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from stratbench import __version__
+from stratbench.cell import software_gpu
 from stratbench.cell.places import INSTALLED, ROOT, built_from
 from stratbench.cell.record import SCHEMA_VERSION, Record
+from stratbench.cell.run_folder import rank_of
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
-from stratbench.train.ending import Ending
+from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
 from stratbench.workload import models, own, prepared, tasks
+from stratbench.workload.own_data import is_own
 from stratbench.workload.placement import BUFFERED_BATCHES
+from stratbench.workload.sources import DataError
 
 
 def make_record(job: Job, ending: Ending) -> Record:
     """The record of a cell that ended with a result."""
+    total_s, finished_at = job.elapsed_s, datetime.now(UTC)  # what follows may take seconds
     s = job.settings
     whole = [w for w in job.folder.read_workers(job.world_size).values() if "phases_s" in w]
     servers = job.folder.read_servers(job.n_servers)
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.verified_meta(job.data_dir)
+    if meta != job.data:
+        raise DataError(f"{job.data_dir} was prepared anew while the cell trained; start it again")
     finished = ending.status in ("ok", "diverged") and whole
     cls = strategy_class(s.strategy)
     samples_per_step = cls.samples_per_step(s)
@@ -42,6 +49,9 @@ def make_record(job: Job, ending: Ending) -> Record:
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     reported = first.get("strategy", {})
+    traits = traits_of(s.strategy, s.options, s.gpus)
+    if reported.get("details", {}).get("moved_by_zeros"):
+        traits = replace(traits, synchronous_alone=False, equals_ddp=False)
     communication = efficiency.communication_figures(job, whole, servers, run)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -53,7 +63,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "name": s.strategy,
             "kind": cls.kind,
             "options": option_defaults(s.strategy) | s.options,
-            "traits": asdict(traits_of(s.strategy, s.options, s.gpus)),
+            "traits": asdict(traits),
             "wrap_groups": first.get("wrap_groups", []),
             "details": reported.get("details", {}),
         },
@@ -90,7 +100,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "warmup_s": longest_phase_s(whole, "warmup_s"),
             **compile_figures(whole),
             "eval_s": None if s.steps else longest_phase_s(whole, "eval_s"),
-            "total_s": job.elapsed_s,
+            "total_s": total_s,
             "time_limit_s": job.time_limit_s,
         },
         "compute": efficiency.compute_figures(job, whole, run),
@@ -103,7 +113,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "per_epoch": per_epoch,
             "evaluated_on": reported.get("evaluated_on"),
         },
-        "server": {"servers": [without_steps(server) for server in servers]} if servers else None,
+        "server": {"servers": servers_entry(job, servers)} if servers else None,
         "workers": [
             {
                 "rank": w["rank"],
@@ -118,7 +128,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             for w in whole
         ],
         "profile": efficiency.profile_entry(job),
-        "provenance": launcher_provenance(job),
+        "provenance": launcher_provenance(job, finished_at),
     }
 
 
@@ -177,9 +187,21 @@ def served_run(
     }
 
 
-def without_steps(server: dict[str, Any]) -> dict[str, Any]:
-    """A server's statistics without the time of every step, of which there may be any number."""
-    return {key: value for key, value in server.items() if key != "step_ends_s"}
+def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The servers' statistics, with what each lost worker says itself.
+
+    Without the time of every step, of which there may be any number.
+    """
+    workers = job.folder.read_workers(job.world_size)
+    found = []
+    for server in servers:
+        lost = [
+            entry | {"own_reason": own_reason(workers.get(entry["worker"]))}
+            for entry in server["lost"]
+        ]
+        kept = {key: value for key, value in server.items() if key != "step_ends_s"}
+        found.append(kept | {"lost": lost})
+    return found
 
 
 def applied_pushes(servers: list[dict[str, Any]]) -> float:
@@ -192,6 +214,7 @@ def unbuilt_model(job: Job, classes: int) -> dict[str, Any]:
     """The record's `model` if no worker lived long enough to describe it."""
     return {
         "parameters": None,
+        "trainable_parameters": None,
         "initial_weights_sha256": None,
         "input_shape": list(models.input_shape(models.model_of(job.settings), job.data_shape)),
         "classes": classes,
@@ -233,8 +256,8 @@ def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
 
 def own_data_entry(job: Job) -> dict[str, Any]:
     """The record's `data.own` where the data set is a user's: its files, or the code that made it."""
-    spec = job.settings.own_data
-    if spec is None:
+    spec = job.settings.data_spec
+    if not is_own(spec):
         return {}
     if "call" in spec:
         return {"own": {"kind": spec["kind"], "kwargs": spec["kwargs"]} | code_entry(spec)}
@@ -295,18 +318,25 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def launcher_provenance(job: Job) -> dict[str, Any]:
+def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
     """What the launcher knows about the run: versions, times, nodes, other load."""
     return {
         "stratbench": __version__,
         "git": built_from() if INSTALLED else git_state(ROOT),
         "started": datetime.fromtimestamp(job.origin_unix_s, UTC).isoformat(timespec="seconds"),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "finished": finished.isoformat(timespec="seconds"),
         "nodes": job.n_nodes,
         "workers_per_node": job.workers_per_node,
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
+        **({"software_gpu": True} if job.use_cuda and software_gpu.is_here() else {}),
         "busy_at_start": job.folder.read_busy(),
+        "gpus": {
+            name: place["gpu"] | {"node": rank_of(name) // job.workers_per_node}
+            for name, place in job.folder.read_places().items()
+            if "gpu" in place
+        },
+        "gpu_strangers": job.folder.read_strangers(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
 

@@ -23,9 +23,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from stratbench.cell import blocks, record, segments
+from stratbench.cell import blocks, record, segments, software_gpu
 from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.files import write_atomic
+from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
@@ -33,7 +34,15 @@ from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, devices
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
 from stratbench.train.job import Job
-from stratbench.train.launch import check_inputs, fail, hold_devices, job_of, launch
+from stratbench.train.launch import (
+    add_job_arguments,
+    begin_log,
+    check_inputs,
+    fail,
+    hold_devices,
+    job_of,
+    launch,
+)
 from stratbench.train.locks import hold_cell
 from stratbench.train.segments import (
     TAIL_STEPS,
@@ -60,17 +69,19 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
     plan = BlockPlan.from_dict(json.loads(args.block))
     settings = {name: Settings(**s) for name, s in json.loads(args.settings).items()}
-    print(f"block {plan}: {', '.join(plan.order)}", flush=True)
+    begun = f"block {plan}: {', '.join(plan.order)}"
+    print(begun, flush=True)
     run = BlockRun(args, plan, settings)
     with ExitStack() as held:
         try:
             agent.on_signals(agent.raise_stopped)
             if args.parent is not None:
-                agent.end_with(args.parent)
+                end_with(args.parent)
             held.enter_context(hold_cell(args.logs))
             for log in args.logs.glob("*/workers.lock"):  # of a launcher that was killed
                 with hold_cell(log.parent):
                     pass
+            begin_log(args.logs, begun)
             run.run()
             return 0
         except agent.Stopped as stopped:
@@ -100,11 +111,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--time-limit-s", type=float, default=0, help="limit of each segment; 0: none"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that the block spans")
-    parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
-    parser.add_argument(
-        "--cpus-per-node", type=int, default=1, help="CPU cores it has on each node"
-    )
+    add_job_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -158,6 +165,7 @@ class BlockRun:
             "segments": [segment.as_dict() for segment in done],
             "hosts": sorted(self._hosts),
             "device": "cuda" if self._use_cuda else "cpu",
+            "software_gpu": self._use_cuda and software_gpu.is_here(),
             "allocation": os.environ.get("SLURM_JOB_ID"),
             "started": started.isoformat(timespec="seconds"),
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -209,10 +217,7 @@ class BlockRun:
         settings = blocks.segment_settings(s, plan, discarded + timed + tail)
         RunFolder.of_logs(self.logs).create()
         begun_s = time.monotonic()
-        with job_of(
-            cell, settings, self._use_cuda, args.data, self.logs, args.nodes, args.time_limit_s,
-            in_block=True,
-        ) as job:  # fmt: skip
+        with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
             exits, ending = launch(job, args.cpus_per_node)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":

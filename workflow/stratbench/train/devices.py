@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from glob import glob
 from typing import TYPE_CHECKING
 
+from stratbench.cell.locks import try_lock
+from stratbench.telemetry import nvml
 from stratbench.telemetry.cores import usable_cores
-from stratbench.train.locks import own_folder, try_lock
+from stratbench.train.locks import own_folder
 
 if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 #: The driver's, one for each GPU.
 DEVICE_FILES = "/dev/nvidia[0-9]*"
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+#: A GPU's name in it: a number, or the beginning of a UUID.
+_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
 class DeviceError(RuntimeError):
@@ -25,42 +31,91 @@ class DeviceError(RuntimeError):
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    from stratbench.telemetry.nvml import Nvml
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in map(str.strip, given.split(",")) if name not in ("", "-1")]
-    return [str(gpu.index) for gpu in Nvml().gpus()]
+    As in CUDA, what follows a name that is no GPU's is hidden. Raises DeviceError for a GPU that is
+    named twice: CUDA would show none.
+    """
+    library, given = nvml.Nvml(), os.environ.get(VARIABLE)
+    if given is None:
+        return [str(gpu.index) for gpu in library.gpus()]
+    names: dict[str, str] = {}
+    for name in _names(given):
+        identity = _identity(name, library)
+        if identity is None:
+            break
+        if identity in names:
+            raise DeviceError(
+                f"{VARIABLE} = {given!r} names one GPU twice ({names[identity]} and {name}), for which "
+                "CUDA shows none at all; name each GPU once"
+            )
+        names[identity] = name
+    return list(names.values())
+
+
+def unknown_gpu() -> str | None:
+    """What ends CUDA_VISIBLE_DEVICES for CUDA, in words; None where it names GPUs of this machine alone."""
+    library, given = nvml.Nvml(), os.environ.get(VARIABLE, "")
+    for name in _names(given):
+        if _identity(name, library) is None:
+            return f"{name!r} in {VARIABLE} = {given!r} is no GPU of this machine"
+    return None
+
+
+def _names(given: str) -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES up to the one that hides what follows: -1, or an empty one."""
+    names = [name.strip() for name in given.split(",")]
+    ends = [i for i, name in enumerate(names) if name in ("", "-1")]
+    return names[: ends[0]] if ends else names
+
+
+def _identity(name: str, library: nvml.Nvml) -> str | None:
+    """What tells a GPU from all others, whatever it is called; None for what is no GPU.
+
+    Its UUID; where NVML does not answer, or does not know the name, as much as can be told from it.
+    """
+    if not _NAME.fullmatch(name):
+        return None
+    if name.isdecimal():
+        name = str(int(name))
+    # CUDA still knows MIG instances by older names, which begin with their GPU's.
+    if library.reason or name.startswith("MIG-GPU-"):
+        return name
+    return library.uuid_named(name)
 
 
 def wants_cuda(device: str, gpus: list[str]) -> bool:
     """Whether a cell with this `device` setting (auto, cpu, cuda) trains on the GPUs that are here.
 
-    Raises DeviceError if it asks for GPUs and none can be used.
+    Raises DeviceError if it asks for GPUs and none can be used, or if one seems to be here that cannot.
     """
-    if device == "cuda" and not gpus:
+    if device == "cpu" or gpus:
+        return device != "cpu"
+    why = unseen_gpu()
+    if device == "cuda" and not why:
+        reason, given = nvml.Nvml().reason, os.environ.get(VARIABLE)
+        why = "no GPU is visible here"
+        if given is not None:
+            why += f" ({unknown_gpu() or f'{VARIABLE} = {given!r}'})"
+        elif reason:
+            why += f" and NVML does not answer ({reason})"
+    if why:
         raise DeviceError(
-            "device = 'cuda', but no GPU is visible here; use device: auto or cpu, or check "
-            "CUDA_VISIBLE_DEVICES and the driver"
+            f"device = {device!r}, but {why}; see to {VARIABLE}, the driver, its NVML library and "
+            "nvidia-ml-py, or say device: cpu to train on the CPU"
         )
-    if device == "auto" and not gpus and (why := unseen_gpu()):
-        raise DeviceError(
-            f"device = 'auto', but {why}; install the driver's NVML library and nvidia-ml-py, or say "
-            "device: cpu to train on the CPU of a machine with a GPU"
-        )
-    return device != "cpu" and bool(gpus)
+    return False
 
 
 def unseen_gpu() -> str | None:
-    """Why a GPU that seems to be here cannot be used; None if there is none, or if it is hidden."""
-    from stratbench.telemetry.nvml import Nvml
-
-    files = sorted(glob(DEVICE_FILES))
-    if not files or "CUDA_VISIBLE_DEVICES" in os.environ:
+    """Why a GPU that is named or seems to be here cannot be used; None if none is, or it is hidden."""
+    if VARIABLE in os.environ:
+        named = _names(os.environ[VARIABLE])[:1]
+        return unknown_gpu() if named and _NAME.fullmatch(named[0]) else None
+    files, reason = sorted(glob(DEVICE_FILES)), nvml.Nvml().reason
+    if not files or reason is None:
         return None
-    reason = Nvml().reason
-    return reason and f"{files[0]} is there and NVML does not answer ({reason})"
+    return f"{files[0]} is there and NVML does not answer ({reason})"
 
 
 @contextmanager
@@ -71,10 +126,11 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
     leaves none behind, and no other user can hold one. Raises DeviceError when the node has too few.
     """
     if wanted > len(gpus):
+        seen = "; ".join(filter(None, [", ".join(gpus) or "none", unknown_gpu()]))
         raise DeviceError(
-            f"the cell needs {wanted} GPUs on this node, but {len(gpus)} are visible "
-            f"({', '.join(gpus) or 'none'}); lower `gpus` in the experiment, use device: cpu, or "
-            "raise cluster.gpus_per_node to what a node has"
+            f"the cell needs {wanted} GPUs on this node, but {len(gpus)} are visible ({seen}); "
+            "lower `gpus` in the experiment, use device: cpu, or raise cluster.gpus_per_node to what a "
+            "node has"
         )
     if not wanted:
         yield []
@@ -103,21 +159,27 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
 
 
 def lock_names(gpus: list[str]) -> dict[str, str]:
-    """A file name for each GPU: its UUID where NVML knows it.
+    """A file name for each GPU: its whole UUID where NVML knows it.
 
     A scheduler may show every job its own GPU as number 0; the numbers of two jobs say nothing.
     """
-    from stratbench.telemetry.nvml import Nvml
-
-    uuids = {str(gpu.index): gpu.static().get("uuid") for gpu in Nvml().gpus()}
-    return {gpu: (uuids.get(gpu) or gpu).replace("/", "_") for gpu in gpus}
+    library = nvml.Nvml()
+    return {gpu: (_identity(gpu, library) or gpu).replace("/", "_") for gpu in gpus}
 
 
 def show_only(gpus: list[str]) -> None:
     """Make `gpus` the only ones that this process's children see, as devices 0, 1, …"""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    os.environ[VARIABLE] = ",".join(gpus)
 
 
-def threads_of(settings: Settings, workers: int) -> int:
-    """CPU threads of each of `workers` on this node: as configured, or else their share of its cores."""
-    return settings.threads or max(1, len(usable_cores()) // workers)
+def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
+    """CPU threads of each of `workers` on this node: as configured, or else their share of its cores.
+
+    The same for all strategies of a cell. `cpus`: the cores that the cell has asked for on the node,
+    `server_cpus` of them for parameter servers. Where a SLURM job has just these, those of the servers are
+    not lent to the workers; on a whole machine nobody has cores that others lack.
+    """
+    cores = len(usable_cores())
+    if "SLURM_JOB_ID" in os.environ and cores == cpus:
+        cores -= server_cpus
+    return settings.threads or max(1, cores // workers)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from stratbench.strategies.ps import node_of_server
-from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.hardware import datasheet_of
 from stratbench.telemetry.timeline import energy_within, read_phases
 from stratbench.train.job import Job
@@ -26,14 +25,16 @@ def compute_figures(
     Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B. These are the
     model's operations: what activation checkpointing computes again does not count.
     """
-    forward = next((n for w in workers if (n := w.get("forward_flops_per_sample"))), None)
-    if forward is None:
+    counted = next((w for w in workers if w.get("forward_flops_per_sample")), None)
+    if counted is None:
         return None
-    found: dict[str, Any] = {"forward_flops_per_sample": forward}
+    names = ("forward_flops_per_sample", "training_flops_per_sample")
+    found: dict[str, Any] = {name: counted[name] for name in names}
     samples, train_time_s = run.get("samples_seen"), run.get("train_time_s")
     if not samples or not train_time_s:
         return found
-    found["achieved_flops_per_s"] = TRAINING_FLOPS * forward * samples / train_time_s
+    done = found["training_flops_per_sample"] * samples
+    found["achieved_flops_per_s"] = done / train_time_s
     peak = peak_flops_per_s(job, workers)
     if peak is not None:
         found["peak_flops_per_s"] = peak

@@ -1,16 +1,22 @@
-"""How a cell ended: with a result (ok, oom, timeout, diverged), or with an error, and why."""
+"""How a cell ended: with a result (ok, oom, timeout, diverged, refused), or with an error, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.run_folder import rank_of
+from stratbench.cell.files import last_lines
+from stratbench.cell.run_folder import rank_of, worker_name
+from stratbench.cell.words import GIB
 from stratbench.ps.link import RunEnded, ServerLost
-from stratbench.train.agent import Exits, has_joined
+from stratbench.telemetry.tenants import describe_gpu
+from stratbench.train.agent import Exits, ProcessExit, has_joined
 from stratbench.train.job import Job
+from stratbench.train.standing import standings_of, why_hung, why_no_timeout
 
 
 @dataclass(frozen=True)
@@ -33,19 +39,24 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     workers = job.folder.read_workers(job.world_size)
     by_status = {
         status: [w for w in workers.values() if w["status"] == status]
-        for status in ("oom", "error", "diverged")
+        for status in ("refused", "oom", "error", "diverged")
     }
+    if by_status["refused"]:
+        return Ending("refused", by_status["refused"][0]["reason"])
     if by_status["oom"]:
-        return Ending("oom", by_status["oom"][0]["reason"])
+        return out_of_memory(job, workers)
     if host_out_of_memory(exits, kills_before):
         return Ending("oom", "the kernel killed a worker because the host had no memory left")
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
-        return Ending("error", str(killed[0]))
+        return Ending("error", told_by_watchdog(job, killed) or str(killed[0]))
     if by_status["error"]:
-        return Ending("error", by_status["error"][0]["reason"])
-    if exits.timed_out:
-        return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
+        reason = by_status["error"][0]["reason"]
+        # A peer did not come to a collective in time. Whoever still runs is the one.
+        waits = why_hung(standings_of(job)) if "Timed out waiting" in reason else None
+        return Ending("error", f"{reason}; {waits}" if waits else reason)
+    if exits.timed_out or exits.hung:
+        return hung_or_slow(job, exits)
     lost = [p for p in exits.processes if p.exit_code not in (0, None)]
     if lost:
         return Ending("error", str(lost[0]))
@@ -61,22 +72,24 @@ def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
     """The same for a cell with parameter servers: they decide whether a lost worker matters."""
     workers = job.folder.read_workers(job.world_size)
     servers = job.folder.read_servers(job.n_servers)
-    for status in ("oom", "diverged"):
+    for status in ("refused", "oom", "diverged"):
         found = next((w for w in workers.values() if w["status"] == status), None)
         if status == "oom" and found is None and host_out_of_memory(exits, kills_before):
             return Ending("oom", "the kernel killed a process because the host had no memory left")
         if found is not None:
-            return Ending(status, found["reason"])
+            return (
+                out_of_memory(job, workers) if status == "oom" else Ending(status, found["reason"])
+            )
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
-        own = [_own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
+        own = [own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
         return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
     # The servers do not begin before every worker has joined.
     for rank, worker in workers.items():
         if worker["status"] == "error" and not has_joined(job, rank):
             return Ending("error", worker["reason"])
-    if exits.timed_out:
-        return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
+    if exits.timed_out or exits.hung:
+        return hung_or_slow(job, exits)
     if len(servers) < job.n_servers:
         dead = next((p for p in exits.processes if rank_of(p.name) is None and p.exit_code), None)
         return Ending("error", str(dead or "a parameter server left no statistics"))
@@ -87,10 +100,70 @@ def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
     return Ending("ok", None)
 
 
-def _own_reason(worker: Mapping[str, Any] | None) -> str | None:
+def hung_or_slow(job: Job, exits: Exits) -> Ending:
+    """How a cell ended that was ended at its limit, or because it hung: slowness alone is a result."""
+    if exits.hung:
+        return Ending("error", why_hung(standings_of(job)) or "it hangs: no worker got on")
+    if why := why_no_timeout(job):
+        return Ending("error", why)
+    return Ending("timeout", f"the cell's limit of {job.time_limit_s:g} s was reached")
+
+
+def own_reason(worker: Mapping[str, Any] | None) -> str | None:
     """What a lost worker says itself, unless it only repeats what the servers told it."""
     told = worker is not None and worker["status"] == "error" and worker["reason"]
     return told if told and not told.startswith((RunEnded.__name__, ServerLost.__name__)) else None
+
+
+#: What PyTorch's watchdog of NCCL writes before it ends a process by SIGABRT: the first names the
+#: collective and its number, the second comes always.
+_WATCHDOG_SAYS = (
+    re.compile(r"Collective \w+\(.*raised the following async exception: .*"),
+    re.compile(r"[\w ]*watchdog thread terminated with exception: .*"),
+)
+
+
+def told_by_watchdog(job: Job, killed: Sequence[ProcessExit]) -> str | None:
+    """Why NCCL's watchdog ended the first of the processes that it did end; None if it ended none.
+
+    An error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
+    """
+    for process in killed:
+        path = job.folder.log(process.name)
+        if process.exit_code != -signal.SIGABRT or not path.exists():
+            continue
+        lines = last_lines(path)
+        for sign in _WATCHDOG_SAYS:
+            if found := [match[0] for line in lines if (match := sign.search(line))]:
+                return f"{process.name}: {found[-1].strip()}"
+    return None
+
+
+def out_of_memory(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
+    """How a cell ended of which a worker had no memory left: a result, if it had its GPU to itself."""
+    lacking = {rank: w for rank, w in workers.items() if w["status"] == "oom"}
+    for worker in lacking.values():
+        if not worker.get("others"):
+            return Ending("oom", worker["reason"])
+    rank, worker = next(iter(lacking.items()))
+    name, others = worker_name(rank), worker["others"]
+    place = job.folder.read_places().get(name, {})
+    where = f"{describe_gpu(place.get('gpu', {}))} of {place.get('host')}"
+    held = [f"process {p['pid']} {_in_gib(p['bytes'])}" for p in others["processes"]]
+    listed = ", ".join(held) or f"others {_in_gib(others['others_bytes'])}"
+    return Ending(
+        "error",
+        f"{name} had no memory left on {where}, of which others used a part: {listed}. Free the GPU, and "
+        f"train the cell again; {worker['reason']}",
+    )
+
+
+def _in_gib(held_bytes: int | None) -> str:
+    return (
+        "an unknown part"
+        if held_bytes is None
+        else f"{held_bytes / GIB:.2f} GiB ({held_bytes:,} bytes)"
+    )
 
 
 def host_out_of_memory(exits: Exits, kills_before: int | None) -> bool:

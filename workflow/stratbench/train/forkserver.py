@@ -34,6 +34,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from stratbench.telemetry.pulse import STACK_SIGNAL
 from stratbench.train.locks import scratch
 
 #: The folder of the server that the cells of this run share.
@@ -201,6 +202,7 @@ class _Server:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launchers' business
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what it forks begins so
         self._selector = selectors.DefaultSelector()
         for source, action in (
             (listener, self._accept),

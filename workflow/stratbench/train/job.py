@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
@@ -29,8 +30,8 @@ class Job:
     cell: Cell
     settings: Settings
     data_dir: Path
-    data_shape: tuple[int, ...]
-    train_samples: int
+    #: The meta data of what is prepared there: the workers train on this data set or on none.
+    data: dict[str, Any]
     folder: RunFolder
     n_nodes: int
     workers_per_node: int
@@ -41,6 +42,16 @@ class Job:
     time_limit_s: float | None
     #: Whether it is a segment: those of a block share a fork server, on the same devices.
     in_block: bool = False
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape of a sample as it is stored."""
+        return tuple(self.data["shape"])
+
+    @property
+    def train_samples(self) -> int:
+        """How many samples there are to train on."""
+        return self.data["train_samples"]
 
     @property
     def deadline_s(self) -> float | None:
@@ -95,7 +106,6 @@ class Job:
         fields = json.loads(text)
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])
-        fields["data_shape"] = tuple(fields["data_shape"])
         fields["data_dir"] = Path(fields["data_dir"])
         paths = fields["folder"]
         fields["folder"] = RunFolder(**{key: path and Path(path) for key, path in paths.items()})

@@ -2,7 +2,7 @@
 
     python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
 
-Exit code 0: the record is written (ok, oom, timeout and diverged are results). Exit code 1: the cell
+Exit code 0: the record is written (ok, oom, timeout, diverged and refused are results). Exit code 1: the cell
 failed; the end of every process's log is printed and kept, with exit codes, in the cell's log folder.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -17,24 +18,29 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from stratbench.cell import record
 from stratbench.cell.blocks import BlockPlan
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import last_lines, write_atomic
+from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.telemetry.compiling import missing_compiler
+from stratbench.telemetry.tenants import describe_gpu
 from stratbench.train import agent, assemble, devices
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
+from stratbench.train.standing import calls_in, standings_of
 from stratbench.workload import models, prepared
 from stratbench.workload.own import ModelError, check_unchanged
+from stratbench.workload.own_data import is_own
 from stratbench.workload.sources import DataError
 
 EVIDENCE_LINES = 20
@@ -53,13 +59,14 @@ def main(argv: list[str] | None = None) -> int:
         try:
             agent.on_signals(agent.raise_stopped)
             if args.parent is not None:
-                agent.end_with(args.parent)
+                end_with(args.parent)
             waited = held.enter_context(hold_cell(args.logs))
             # Snakemake deletes a record before it has the cell trained again.
             foreign = waited or args.parent is not None
             if foreign and record.is_of(args.record, args.cell, args.settings):
                 print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
                 return 0
+            begin_log(args.logs, f"cell {cell}")
             return train_held(args, cell, settings)
         except agent.Stopped as stopped:
             print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
@@ -69,6 +76,19 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
             return fail(args.logs, cell, f"{type(e).__name__}: {e}", [], trace)
+
+
+def begin_log(logs: Path, first_line: str) -> None:
+    """Begin anew the log of the cell or block with this log folder, where this launcher's output goes there.
+
+    Its shell appends, and it begins the log once it holds the cell: while it waits, the log is another's.
+    """
+    with contextlib.suppress(OSError):
+        is_log = os.path.samestat(os.fstat(1), logs.with_name(f"{logs.name}.log").stat())
+        if is_log and fcntl.fcntl(1, fcntl.F_GETFL) & os.O_APPEND:
+            sys.stdout.flush()
+            os.ftruncate(1, 0)
+            print(first_line, flush=True)
 
 
 def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
@@ -85,9 +105,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     check_inputs(args.data, settings)
     with (
         hold_devices(settings, args.nodes) as use_cuda,
-        job_of(
-            cell, settings, use_cuda, args.data, args.logs, args.nodes, args.time_limit_s
-        ) as job,
+        job_of(cell, settings, use_cuda, args) as job,
     ):
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
             return fail(args.logs, cell, reason, [])
@@ -105,7 +123,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
 
 
 def check_inputs(data: Path, s: Settings) -> None:
-    """ModelError or DataError where a user's code or prepared data are not those of the settings."""
+    """ModelError or DataError where a user's code or the prepared data are not those of the settings."""
     for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
         if spec:
             check_unchanged(what, spec)
@@ -113,18 +131,14 @@ def check_inputs(data: Path, s: Settings) -> None:
 
 
 def check_data(folder: Path, s: Settings) -> None:
-    """DataError where a user's prepared data are not those of the settings, or do not suit them.
+    """DataError where the prepared data are not those of the settings, or do not suit them.
 
-    Of built-in data the config has been checked against it; of a user's little was known then.
+    To built-in data the config has been held; of a user's own little was known then.
     """
-    if s.own_data is None:
-        return
     meta = prepared.read_meta(folder)
-    if meta.get("spec") != s.own_data:
-        raise DataError(
-            f"{folder} holds data set {s.dataset!r} as it was before its files, code or keys were "
-            "changed; start the run again, which prepares it"
-        )
+    check_spec(meta, folder, s)
+    if not is_own(s.data_spec):
+        return
     if s.global_batch > meta["train_samples"]:
         raise DataError(
             f"a step of {s.gpus} workers would take {s.global_batch} samples, but {s.dataset} has "
@@ -134,6 +148,21 @@ def check_data(folder: Path, s: Settings) -> None:
         models.input_shape(models.model_of(s), tuple(meta["shape"]))
     except ValueError as e:
         raise DataError(f"data set {s.dataset!r}: {e}") from e
+
+
+def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
+    """DataError where the meta data in `folder` are those of another data set than the settings'.
+
+    That may have the same name: another config's with the same results, or an earlier state of it.
+    """
+    wanted = {"format": prepared.FORMAT, "name": s.dataset, "spec": s.data_spec}
+    if other := [key for key, value in wanted.items() if meta.get(key) != value]:
+        told = "; ".join(f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other)
+        raise DataError(
+            f"{folder} holds other data than the cell is to be trained on: {told}. Start the run "
+            "again, which prepares it; two configs that share `results` must name such data sets "
+            "differently"
+        )
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -148,19 +177,29 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeline", required=True, type=Path, help="where the timeline goes")
     parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
     parser.add_argument("--time-limit-s", type=float, default=0, help="the cell's limit; 0: none")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes the cell spans")
+    add_job_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a scheduler has given: of cells' and of blocks' command lines."""
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that it spans")
     parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
     parser.add_argument(
-        "--cpus-per-node", type=int, default=1, help="CPU cores it has on each node"
+        "--cpus-per-node", type=int, default=1, help="CPU cores it has asked for on each node"
     )
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--server-cpus", type=int, default=0, help="how many of these are for parameter servers"
+    )
 
 
 @contextmanager
 def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
     """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it does."""
-    gpus = devices.visible_gpus()
+    gpus = [] if settings.device == "cpu" else devices.visible_gpus()
     cuda = devices.wants_cuda(settings.device, gpus)
+    if settings.device != "cpu" and (unknown := devices.unknown_gpu()):
+        print(f"{unknown}: as in CUDA it hides what follows; visible: {', '.join(gpus) or 'none'}")
     with devices.reserve(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
         if mine:
             devices.show_only(mine)
@@ -172,30 +211,31 @@ def job_of(
     cell: Cell,
     settings: Settings,
     use_cuda: bool,
-    data: Path,
-    logs: Path,
-    n_nodes: int,
-    time_limit_s: float,
+    args: argparse.Namespace,
+    logs: Path | None = None,
     in_block: bool = False,
 ) -> Iterator[Job]:
-    """The job, on the devices that are held for it. Its time limit (0: none) counts from here."""
-    meta = prepared.verified_meta(data)
+    """The job, on the devices that are held for it. Its time limit (0: none) counts from here.
+
+    `args`: a launcher's command line. `logs`: instead of the folder that it names.
+    """
+    meta, n_nodes = prepared.verified_meta(args.data), args.nodes
+    check_spec(meta, args.data, settings)
     per_node = -(-cell.gpus // n_nodes)
     with scratch() as local:
         yield Job(
             cell=cell,
             settings=settings,
-            data_dir=data.resolve(),
-            data_shape=tuple(meta["shape"]),
-            train_samples=meta["train_samples"],
-            folder=RunFolder.of_logs(logs, local if n_nodes == 1 else None),
+            data_dir=args.data.resolve(),
+            data=meta,
+            folder=RunFolder.of_logs(logs or args.logs, local if n_nodes == 1 else None),
             n_nodes=n_nodes,
             workers_per_node=per_node,
             use_cuda=use_cuda,
-            threads=devices.threads_of(settings, per_node),
+            threads=devices.threads_of(settings, per_node, args.cpus_per_node, args.server_cpus),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
-            time_limit_s=time_limit_s or None,
+            time_limit_s=args.time_limit_s or None,
             in_block=in_block,
         )
 
@@ -244,7 +284,9 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
     processes = [
         agent.ProcessExit(worker_name(r), _exit_code(job, r)) for r in range(job.world_size)
     ]
-    return agent.Exits(processes, timed_out=late and process.returncode != 0)
+    ended = process.returncode != 0
+    hung = ended and any(s.hangs for s in standings_of(job).values() if s.exit_code is None)
+    return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
 
 
 def _exit_code(job: Job, rank: int) -> int | None:
@@ -262,10 +304,19 @@ def fail(
 ) -> int:
     """Keep and print the evidence of a failure, as far as the disk allows; returns the exit code."""
     folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
-    logs = {p.name: tail(p, EVIDENCE_LINES) for p in folder.process_logs()}
+    logs = {p.name: last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
+    stacks = {p.name: calls_in(p)[:EVIDENCE_LINES] for p in folder.stacks()}
+    places = folder.read_places()
     if trace:
         logs["launcher"] = trace[-EVIDENCE_LINES:]
-    evidence = {"cell": cell.as_dict(), "reason": reason, "processes": processes, "logs": logs}
+    evidence = {
+        "cell": cell.as_dict(),
+        "reason": reason,
+        "processes": processes,
+        "places": places,
+        "logs": logs,
+        "stacks": stacks,
+    }
     try:
         write_atomic(path, json.dumps(evidence, indent=1) + "\n")
         kept = f"kept in {path}"
@@ -275,19 +326,17 @@ def fail(
         print(f"\n{'cell' if isinstance(cell, Cell) else 'block'} {cell} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
+        for name, place in places.items():
+            gpu = f"{describe_gpu(place['gpu'])} of " if "gpu" in place else ""
+            print(f"  {name} ran on {gpu}{place['host']}")
         for name, lines in logs.items():
             print(f"--- end of {folder.path / name}")
             print("\n".join(lines) or "(empty)")
+        for name, calls in stacks.items():
+            print(f"--- innermost calls in {folder.path / name}")
+            print("\n".join(calls))
         print(f"--- {kept}", flush=True)
     return 1
-
-
-def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a log, read from its end."""
-    with path.open("rb") as f:
-        f.seek(0, 2)
-        f.seek(max(0, f.tell() - 64 * 1024))
-        return f.read().decode(errors="replace").splitlines()[-lines:]
 
 
 if __name__ == "__main__":

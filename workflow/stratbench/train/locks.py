@@ -1,15 +1,10 @@
-"""Locks that keep cells apart, and this user's own folder on this node.
-
-All are flocks: the kernel releases them when their holder has ended, however it ended.
-"""
+"""Locks that keep cells apart, and this user's own folder on this node."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import shutil
 import socket
 import stat
 import tempfile
@@ -18,36 +13,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from stratbench.cell.locks import NO_LOCKS, held_folder, open_lock, try_lock
+
 POLL_S = 0.5
-FILE, FOLDER = os.O_RDWR | os.O_CREAT, os.O_RDONLY | os.O_DIRECTORY
 #: How many names are tried for the folder of a user: strangers may have taken some.
 _NAMES = 100
-#: What a file system without locks answers.
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 #: Bytes of the longest path that a local socket may have on every system.
 _LONGEST_SOCKET_PATH = 103
-
-
-def try_lock(path: Path, kind: int = FILE) -> int | None:
-    """A descriptor that holds `path` locked until it is closed; None where another process holds it.
-
-    `kind` is FILE, which is made if there is none, or FOLDER. Never follows a link and never changes
-    content. Raises OSError.
-    """
-    descriptor = _open(path, kind)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _open(path: Path, kind: int = FILE) -> int:
-    return os.open(path, kind | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 # ---------------------------------------------------------------- this node
@@ -91,30 +63,10 @@ def scratch() -> Iterator[Path]:
     Also removes the folders that killed processes have left.
     """
     base = own_folder()
-    if len(os.fsencode(base)) + len("/run-12345678/12345678-999") > _LONGEST_SOCKET_PATH:
+    if len(os.fsencode(base)) + len("/job-12345678/12345678-999") > _LONGEST_SOCKET_PATH:
         base = own_folder("/tmp")
-    with ExitStack() as held:
-        with _locked(base):
-            for left in base.glob("run-*"):
-                with contextlib.suppress(FileNotFoundError):  # its owner was quicker
-                    if (descriptor := try_lock(left, FOLDER)) is not None:
-                        shutil.rmtree(left, ignore_errors=True)
-                        os.close(descriptor)
-            folder = Path(tempfile.mkdtemp(prefix="run-", dir=base))
-            held.callback(os.close, try_lock(folder, FOLDER))
-            held.callback(shutil.rmtree, folder, ignore_errors=True)
+    with held_folder(base, "job-") as folder:
         yield folder
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the folder `path` locked in the block, as soon as nobody else does."""
-    descriptor = _open(path, FOLDER)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------- a cell
@@ -142,7 +94,7 @@ def hold_cell(logs: Path) -> Iterator[bool]:
             workers, _ = _wait_for(logs / "workers.lock", "workers of a killed launcher still end")
             os.close(workers)
         except OSError as e:
-            if e.errno not in _NO_LOCKS:
+            if e.errno not in NO_LOCKS:
                 raise
             print(f"{logs} has no locks ({e.strerror}): never train this cell twice at a time")
             waited = False
@@ -150,24 +102,15 @@ def hold_cell(logs: Path) -> Iterator[bool]:
 
 
 def _wait_for(path: Path, why: str) -> tuple[int, bool]:
-    """A descriptor that holds `path` locked, and whether it had to be waited for.
-
-    Where the file was deleted meanwhile, its successor is the one that counts.
-    """
+    """A descriptor that holds `path` locked, and whether it had to be waited for."""
     waited = False
-    while True:
-        descriptor = try_lock(path)
-        if descriptor is not None:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    return descriptor, waited
-            os.close(descriptor)
-            continue
+    while (descriptor := try_lock(path)) is None:
         if not waited:
             who = path.read_text(encoding="utf-8", errors="replace")
             print(f"waiting: {why}{f' ({who})' if who else ''}; {path} is locked", flush=True)
             waited = True
         time.sleep(POLL_S)
+    return descriptor, waited
 
 
 def hold_as_worker(logs: Path) -> None:
@@ -176,7 +119,9 @@ def hold_as_worker(logs: Path) -> None:
     Raises BlockingIOError if one has begun already: the launcher of this process was killed.
     """
     try:
-        fcntl.flock(_open(logs / "workers.lock"), fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the end
+        fcntl.flock(
+            open_lock(logs / "workers.lock"), fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # until the end
     except OSError as e:
-        if e.errno not in _NO_LOCKS:
+        if e.errno not in NO_LOCKS:
             raise

@@ -26,6 +26,7 @@ from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
+from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.workload.data import Augmentation, DeviceData, EpochTables, eval_batch
 from stratbench.workload.partition import ByClass
@@ -81,7 +82,7 @@ def train(
     with phases("warmup"):
         warm_up(strategy, data, worker)
     memory.start()
-    clock = StepClock(worker.device)
+    clock = StepClock(worker.device, worker.pulse)
     worker.mark = clock.mark
     status, reason = "ok", None
     steps, in_all = 0, s.total_steps(data.train_samples)
@@ -90,6 +91,7 @@ def train(
         parts = ByClass(data.train_targets, worker.world_size, s.seed)
     for epoch in range(s.passes(data.train_samples)):
         losses = train_epoch(strategy, data, worker, clock, log, epoch, in_all - steps, parts)
+        strategy.check_alike()
         if epoch == 0:  # before an evaluation, whose batches may need more than training's
             used = memory.read()
         steps += len(losses)
@@ -99,8 +101,11 @@ def train(
             report_steps(steps, in_all, clock, worker)
         else:
             with phases("eval"):
-                evaluated = evaluate(strategy, data, worker.task, worker.rank, worker.world_size)
+                evaluated = evaluate(
+                    strategy, data, worker.task, worker.rank, worker.world_size, worker.pulse
+                )
             entry = epoch_entry(epoch, clock.train_time_s, loss, evaluated)
+            strategy.check_alike()
             progress.add(entry)
             report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
             found["test"] = evaluated[0]
@@ -143,7 +148,7 @@ def train_with_server(
         return drawn[epoch].on(data.index_device)
 
     memory.start()
-    clock = StepClock(worker.device)
+    clock = StepClock(worker.device, worker.pulse)
     worker.mark = clock.mark
     losses: dict[int, list[torch.Tensor]] = {}
     samples = 0
@@ -190,7 +195,7 @@ def evaluate_epochs(
     diverged = []
     for epoch in range(worker.settings.epochs):
         train_time_s = strategy.load_epoch(epoch)
-        evaluated = evaluate(strategy, data, worker.task, rank=0, world_size=1)
+        evaluated = evaluate(strategy, data, worker.task, 0, 1, worker.pulse)
         strategy.drop_epoch(epoch)
         if not isfinite(evaluated[0]):
             diverged.append(f"test loss after epoch {epoch + 1}")
@@ -314,6 +319,8 @@ def record_profile(
     with recording:
         for _ in range(PROFILE_WARM_UP + PROFILED_STEPS):
             strategy.step(*batch())
+            if worker.pulse is not None:
+                worker.pulse.alive()
             if trace is not None:
                 recording.step()
 
@@ -399,7 +406,12 @@ def settle_garbage() -> None:
 
 
 def evaluate(
-    strategy: Strategy, data: DeviceData, task: Task, rank: int, world_size: int
+    strategy: Strategy,
+    data: DeviceData,
+    task: Task,
+    rank: int,
+    world_size: int,
+    pulse: Pulse | None = None,
 ) -> tuple[float, float, float]:
     """Mean loss, score, and the score's standard error, on the whole test set.
 
@@ -419,6 +431,8 @@ def evaluate(
                 x, y = data.test_batch(0, 1)
                 weight = 0.0
             sums += weight * sums_of_batch(task, model(x), y)
+            if pulse is not None:
+                pulse.alive()
     if world_size > 1:
         dist.all_reduce(sums)
     return loss_and_score(sums.tolist(), total)

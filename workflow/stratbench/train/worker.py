@@ -7,12 +7,14 @@ importing torch; nothing here may allocate a tensor or start a thread at import.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import logging
 import os
 import sys
 import time
 import traceback
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,27 +32,35 @@ from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.compiling import CompileWatch
-from stratbench.telemetry.flops import forward_flops
+from stratbench.telemetry.flops import counted_flops
 from stratbench.telemetry.memory import MemoryMeter
+from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
+from stratbench.telemetry.pulse import STACK_SIGNAL, Pulse
+from stratbench.telemetry.tenants import others_on
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.workload import models, tasks
 from stratbench.workload.data import DeviceData
+from stratbench.workload.own import Refused
 from stratbench.workload.precision import batch_format, weights_dtype
+from stratbench.workload.sources import DataError
 
 models.import_torchvision()
 import torchvision.models  # noqa: E402, F401
 
 EXIT_ERROR, EXIT_OOM = 1, 3
+#: A worker that waits for its peers in one collective for so long ends, and with it the cell, in seconds.
+COLLECTIVE_S = 600
 
 
 def main(job_json: str, rank: int, local_rank: int) -> None:
     """Entry point of the process. Exits 0 with a result, 3 out of memory, 1 on any other error."""
     job = Job.from_json(job_json)
     log_to(job.folder.log(worker_name(rank)))
+    tell_stacks(job.folder.stack(worker_name(rank)))
     hold_as_worker(job.folder.logs)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         leave(EXIT_ERROR)  # the agent knows that the time is up
@@ -58,8 +68,12 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
-        status = "oom" if is_out_of_memory(e) else "error"
-        job.folder.write_worker(rank, {"status": status, "reason": first_line(e)})
+        refused = isinstance(e, Refused)
+        status = "oom" if is_out_of_memory(e) else "refused" if refused else "error"
+        told = {"status": status, "reason": str(e) if refused else first_line(e)}
+        if status == "oom" and job.use_cuda and not of_the_host(e):
+            told["others"] = others_on_gpu(job, rank)
+        job.folder.write_worker(rank, told)
         leave(EXIT_OOM if status == "oom" else EXIT_ERROR)
     job.folder.write_worker(rank, result)
     leave(0)
@@ -70,6 +84,7 @@ def serve_parameters(config_json: str, run_dir: str) -> None:
     config = ServerConfig(**json.loads(config_json))
     folder = RunFolder(Path(run_dir))
     log_to(folder.log(server_name(config.server)))
+    tell_stacks(folder.stack(server_name(config.server)))
     hold_as_worker(folder.logs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -88,6 +103,12 @@ def log_to(path: Path) -> None:
     os.close(fd)
 
 
+def tell_stacks(path: Path) -> None:
+    """Write the stacks of all threads to `path` whenever the agent asks for them."""
+    file = path.open("w", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+
+
 def leave(code: int) -> None:
     """End at once: after an error a peer may be gone, and an orderly shutdown would wait for it."""
     sys.stdout.flush()
@@ -101,7 +122,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
     memory = MemoryMeter(device)  # before anything of the training is in memory
-    log = PhaseLog(job.folder.phases(rank), rank, job.origin_s)
+    pulse = Pulse(job.folder.pulse(rank))
+    log = PhaseLog(job.folder.phases(rank), rank, job.origin_s, pulse.alive)
     phases = Phases(device, log)
     started_s = job.elapsed_s
     cls = strategy_class(s.strategy)
@@ -125,6 +147,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             memory_format=batch_format(s.precision, device.type),
             placement=s.placement,
         )
+        if data.meta != job.data:
+            raise DataError(f"{job.data_dir} was prepared anew as the cell started; start it again")
     with phases("build"):
         model = models.for_training(
             network,
@@ -136,12 +160,11 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             checkpointing=s.activation_checkpointing,
         )
         initial = sha256_of_state(model.state_dict())
-        task = tasks.task_of(s, shape)
-        if s.own_task:
-            y = data.test_batch(0, 2)[1]
-            tasks.check_task(task, tasks.OwnTask(s.own_task["call"]), data.meta["classes"], y.shape)
+        values = data.meta.get("values", False)
+        task = tasks.tried_task(s, shape, data.meta["classes"], values)
         facts = {
-            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "initial_weights_sha256": initial,
             "input_shape": list(shape),
             "classes": data.meta["classes"],
@@ -159,7 +182,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         if s.own_model:
             samples = strategy.samples_per_step(s)
             acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
-            trial = models.trial_of(network, model, facts["classes"], shape, groups)
+            trial = models.trial_of(network, model, facts["classes"], shape, groups, task)
         slowdown = Slowdown.of(s, rank, model, shape, data.meta["classes"], device)
         worker = Worker(
             s,
@@ -173,6 +196,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             task=task,
             total_steps=s.total_steps(job.train_samples),
             watch=watch,
+            pulse=pulse,
         )
         if trial is not None:
             acceptance.check_model(strategy, network, model, trial, worker)
@@ -195,7 +219,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     if chosen:
         build = partial(models.build_without_memory, network, data.meta["classes"], shape)
         try:
-            measured["forward_flops_per_sample"] = forward_flops(build, shape)
+            measured |= counted_flops(build, shape)
         except Exception:
             if s.own_model is None:
                 raise
@@ -209,6 +233,8 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     measured["provenance"] = worker_provenance(device)
     if slowdown.factors:
         measured["strategy"]["details"]["slowdown"] = slowdown.summary()
+    if trial is not None and acceptance.moves_by_zeros(strategy, trial, s):
+        measured["strategy"]["details"]["moved_by_zeros"] = list(trial.skipped)
     strategy.close()
     return measured
 
@@ -230,13 +256,23 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
     store = dist.FileStore(str(job.folder.store), job.world_size) if alone else tcp_store(job, rank)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=job.world_size,
-        device_id=device if device.type == "cuda" else None,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=job.world_size,
+            device_id=device if device.type == "cuda" else None,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+        )
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        raise RuntimeError(
+            f"this machine's network interface {name} is missing or down, and gloo connects workers "
+            f"through it; bring it up (ip link set {name} up), or name another one in GLOO_SOCKET_IFNAME"
+        ) from error
     # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
     dist.all_reduce(torch.zeros(1, device=device))
 
@@ -296,6 +332,22 @@ def is_out_of_memory(e: BaseException) -> bool:
         return True
     # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
     return "was unable to find an engine to execute" in str(e) and gpu_is_full()
+
+
+def of_the_host(e: BaseException) -> bool:
+    """Whether it was the host that had no memory left."""
+    return not isinstance(e, RuntimeError) or "CPUAllocator" in str(e)
+
+
+def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
+    """Who else uses this worker's GPU (`telemetry.tenants.others_on`); None: nobody, or it is not known."""
+    place = job.folder.read_places().get(worker_name(rank), {}).get("gpu", {})
+    nvml = Nvml()
+    gpu = nvml.gpu_named(str(place.get("uuid", place.get("index", ""))))
+    if gpu is None:
+        return None
+    taken_bytes = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+    return others_on(gpu, os.getppid(), os.getpid(), taken_bytes or None)
 
 
 #: The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.

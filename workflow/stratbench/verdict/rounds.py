@@ -54,7 +54,7 @@ class Drop:
 
     strategy: str
     blocks: int
-    kind: str  # slower, much slower, oom, timeout, diverged, score
+    kind: str  # slower, much slower, oom, timeout, diverged, refused, score
     why: str
     ratio: Ratio | None = None
     against: str | None = None  # the leader that it is slower than
@@ -330,6 +330,7 @@ FAILURES = {
     "oom": "does not fit: out of memory",
     "timeout": "did not end within its time limit",
     "diverged": "training diverged",
+    "refused": "cannot train the network",
     "missing": "has no segment in a block",
 }
 

@@ -111,15 +111,22 @@ def example_batch(
     device: torch.device,
     dtype: torch.dtype,
     memory_format: torch.memory_format,
+    values: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets that are shaped as training's batches are, for whoever imitates training."""
+    """Inputs and targets that are shaped as training's batches are, for whoever imitates training.
+
+    With `values` a target is `classes` values in `dtype`.
+    """
     import torch
 
     if len(shape) == 1:
         x = torch.zeros(samples, *shape, device=device, dtype=torch.int64)
         return x, torch.zeros_like(x)
     x = torch.zeros(samples, *shape, device=device, dtype=dtype)
-    return x.contiguous(memory_format=memory_format), torch.arange(samples, device=device) % classes
+    y = torch.arange(samples, device=device) % classes
+    if values:
+        y = torch.zeros(samples, classes, device=device, dtype=dtype)
+    return x.contiguous(memory_format=memory_format), y
 
 
 class DeviceData(ABC):
@@ -246,6 +253,8 @@ class Texts(DeviceData):
 class Images(DeviceData):
     """Images: batches [b, C, H, W], normalised, at the model's size, and labels [b], int64.
 
+    Where targets are values, they come as [b, values] in the images' dtype.
+
     The stored images are uint8 or float32 [N, C, H, W]. C is the stored number of channels; a model
     that wants more gets the single channel repeated while normalising.
     """
@@ -310,6 +319,8 @@ class Images(DeviceData):
             inputs = fit(inputs, *self._size)
         if drawn is not None:
             inputs = self._crop(inputs, *drawn)
+        if targets.is_floating_point():
+            targets = targets.to(self._scale.dtype)
         return self._normalised(inputs), targets
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,8 @@ class Dataset:
     of the source files (None: none is named) and a folder for downloads (None forbids them).
     `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift a
     training image by in each direction (random crop after zero padding); `flip` is whether it may
-    mirror it: digits may not. `floats`: whether images are stored as float32, and not as uint8.
+    mirror it: digits may not. `floats`: whether images are stored as float32, and not as uint8. `values`:
+    whether a target is no class number but `classes` values, float32.
 
     Of a user's own data set shape, classes and samples are None until it is prepared, but for what its
     spec says.
@@ -57,6 +58,7 @@ class Dataset:
     crop_padding: int = 0
     flip: bool = False
     floats: bool = False
+    values: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -96,6 +98,20 @@ def describe(
     return _MAKERS[source](values)
 
 
+def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """What decides the samples of one of our data sets, as settings hold it; None: its name says all.
+
+    That is its source and the values of its spec, with the defaults. Where files lie is no part of it:
+    no byte of one is read before its MD5 is the published one. DataError for a name or spec that is none.
+    """
+    describe(name, spec)
+    spec = {"source": name} if spec is None else spec
+    if spec["source"] not in SPECS:
+        return None
+    source, values = _spec_values(name, spec)
+    return {"source": source} | values
+
+
 def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
     said = own_data(name, spec)
     values, shape = said.values, None
@@ -112,6 +128,7 @@ def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset
         crop_padding=values.get("crop_padding", 0),
         flip=values.get("flip", False),
         floats=meta.get("floats", False),
+        values=meta.get("values", False),
     )
 
 

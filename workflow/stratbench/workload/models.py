@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stratbench.cell.settings import Settings
+    from stratbench.workload.tasks import Task
     from stratbench.workload.trial import Trial
 
 
@@ -297,20 +298,27 @@ def trial_of(
     classes: int,
     shape: tuple[int, ...],
     groups: list[tuple[str, list[nn.Module]]],
+    task: Task | None = None,
 ) -> Trial:
     """One step of the network that `for_training` made, on two samples; `groups`: its shard groups.
 
+    `task` says what the outputs are; None: scores of the classes.
     ModelError tells what does not fit. Neither weights nor buffers are changed.
     """
     import torch
 
-    from stratbench.workload import trial
+    from stratbench.workload import tasks, trial
     from stratbench.workload.data import example_batch
 
     like = next(model.parameters())
     dtype = like.dtype if like.is_floating_point() else torch.float32
-    x, y = example_batch(trial.SAMPLES, shape, classes, like.device, dtype, torch.contiguous_format)
-    return trial.take_trial(in_words(name), model, x, y, classes, groups)
+    task = task or tasks.Classification()
+    x, y = example_batch(
+        *(trial.SAMPLES, shape, classes, like.device, dtype, torch.contiguous_format),
+        tasks.takes_values(task),
+    )
+    outputs = tasks.outputs_of(task, y.shape, classes)
+    return trial.take_trial(in_words(name), model, x, y, outputs, groups)
 
 
 def in_words(name: str | Model) -> str:

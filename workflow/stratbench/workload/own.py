@@ -43,6 +43,10 @@ class ModelError(RuntimeError):
     """A user's model or task cannot be built, or cannot be trained: one sentence, with its name."""
 
 
+class Refused(ModelError):
+    """A strategy cannot train a network, though others may: a result of its cell, and no failure."""
+
+
 class Called(Protocol):
     """What a user names by a call; as a text it is what errors call it."""
 

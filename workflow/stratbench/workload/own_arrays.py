@@ -21,21 +21,24 @@ RETURNS = f"return ({', '.join(NAMES)}) or ({', '.join(TOKEN_NAMES)} tokens), or
 
 class Opened(NamedTuple):
     """A user's data set, opened: its samples, the shape of one, and the number of classes, of a text of
-    different tokens. `floats`: whether images are float32.
+    different tokens. `floats`: whether images are float32. `values`: whether targets are values, float32
+    [N, `classes`], and no class numbers.
     """
 
     source: Source
     shape: tuple[int, ...]
     classes: int
     floats: bool = False
+    values: bool = False
 
 
 def open_arrays(who: str, returned: Any, sequence: int | None) -> Opened:
     """What a callable `returned`.
 
-    Images: `train_x`, `test_x` uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C], and integer
-    labels `train_y`, `test_y` [N]. A text: tokens `train`, `test` [N], of an integer type, which become
-    pieces of `sequence`. Raises DataError, which begins with `who`, for anything else.
+    Images: `train_x`, `test_x` uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C], and as `train_y`,
+    `test_y` integer labels [N], or values to learn, float32 [N] or [N, values]. A text: tokens `train`,
+    `test` [N], of an integer type, which become pieces of `sequence`. Raises DataError, which begins with
+    `who`, for anything else.
     """
     arrays = _named(who, returned)
     if "train" in arrays:
@@ -83,9 +86,11 @@ def _images(who: str, arrays: Mapping[str, np.ndarray]) -> Opened:
                 f"{who}: {split}_x has the shape {list(x.shape)}; it must be [N, H, W], [N, C, H, W] or "
                 "[N, H, W, C], and none of them 0"
             )
-        if y.ndim != 1 or y.dtype.kind not in "iu":
+        of_values = y.dtype == np.float32 and y.ndim in (1, 2) and 0 not in y.shape
+        if not of_values and (y.ndim != 1 or y.dtype.kind not in "iu"):
             raise DataError(
-                f"{who}: {split}_y is {y.dtype} {list(y.shape)}; labels must be integers [N]"
+                f"{who}: {split}_y is {y.dtype} {list(y.shape)}; labels must be integers [N], and values to "
+                "learn float32 [N] or [N, values]"
             )
         if len(x) != len(y):
             raise DataError(
@@ -98,14 +103,21 @@ def _images(who: str, arrays: Mapping[str, np.ndarray]) -> Opened:
             f"{who}: training images are {kinds['train']} {list(shapes['train'])} and test images "
             f"{kinds['test']} {list(shapes['test'])} (channels, height, width); they must be alike"
         )
-    classes = _classes(who, arrays["train_y"], arrays["test_y"])
+    targets = {split: arrays[f"{split}_y"] for split in shapes}
+    values = any(y.dtype.kind == "f" for y in targets.values())
+    if values:
+        targets = _values(who, targets)
+        classes = targets["train"].shape[1]
+    else:
+        classes = _classes(who, targets["train"], targets["test"])
 
     def split_of(split: str) -> Split:
-        x, y = arrays[f"{split}_x"], arrays[f"{split}_y"]
+        x, y = arrays[f"{split}_x"], targets[split]
         return Split(len(y), _image_chunks(f"{who}: {split}_x", x, y))
 
     source = Source(split_of("train"), split_of("test"), [])
-    return Opened(source, tuple(shapes["train"]), classes, kinds["train"] == np.float32)
+    of_floats = kinds["train"] == np.float32
+    return Opened(source, tuple(shapes["train"]), classes, of_floats, values)
 
 
 def channels_first(x: np.ndarray) -> np.ndarray:
@@ -137,6 +149,27 @@ def _classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
             f"{who}: test_y has a label {test.max()}, and train_y none above {classes - 1}"
         )
     return classes
+
+
+def _values(who: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Targets that are values, as [N, values]."""
+    import numpy as np
+
+    found = {}
+    for split, y in targets.items():
+        if y.dtype.kind == "f" and not np.isfinite(y).all():
+            place = int(np.flatnonzero(~np.isfinite(y.reshape(len(y), -1)).all(axis=1))[0])
+            raise DataError(
+                f"{who}: {split}_y[{place}] holds NaN or infinity; every value must be finite"
+            )
+        found[split] = y.reshape(len(y), -1)
+    told = {split: f"{y.dtype} {list(y.shape[1:])}" for split, y in targets.items()}
+    if told["train"] != told["test"]:
+        raise DataError(
+            f"{who}: a target of train_y is {told['train']}, and one of test_y {told['test']}; they must "
+            "be alike"
+        )
+    return found
 
 
 def _image_chunks(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import read_json
-from stratbench.workload import own, own_arrays, own_files
+from stratbench.workload import own, own_arrays, own_files, prepared
 from stratbench.workload.own_arrays import Opened
 from stratbench.workload.sources import DataError
 
@@ -179,7 +179,6 @@ def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
 def prepared_facts(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """The meta data of what was prepared in `folder` for `identity`; None where nothing was."""
     try:
-        meta = read_json(folder / "meta.json")
-        return meta if meta["spec"] == json.loads(json.dumps(identity)) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json(folder / prepared.meta_name(identity))
+    except (OSError, ValueError):
         return None

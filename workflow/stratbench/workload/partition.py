@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from stratbench.workload.data import EpochTables, generator_of
+from stratbench.workload.own import ModelError
+from stratbench.workload.tasks import NO_CLASSES
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +23,11 @@ class ByClass:
     """
 
     def __init__(self, labels: torch.Tensor, workers: int, seed: int) -> None:
-        """`labels`: of the training set, whole numbers, shape [samples]."""
+        """`labels`: of the training set, whole numbers, shape [samples]; ModelError for values."""
         import torch
 
+        if labels.is_floating_point():
+            raise ModelError(f"partition = 'by-class': {NO_CLASSES}")
         shuffled = torch.randperm(len(labels), generator=generator_of("partition", seed, 0))
         by_label = shuffled[labels.cpu()[shuffled].argsort(stable=True)]
         size = len(labels) // workers

@@ -10,13 +10,13 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.locks import held_folder
 from stratbench.workload import own, own_data, prepared, sources
-from stratbench.workload.datasets import DATASETS, Dataset, describe
+from stratbench.workload.datasets import DATASETS, Dataset, describe, identity_of
 from stratbench.workload.sources import DataError, Source
 
 
@@ -27,7 +27,7 @@ def prepare(
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Turn data set `name` into arrays and `meta.json` in `out_dir`; return the meta data.
+    """Turn data set `name` into arrays in `out_dir`, with their meta data; return these.
 
     Source files are looked for in `root`, or in the folder that the environment variable
     STRATBENCH_DATA names, in torchvision's layout, and downloaded otherwise if that is allowed.
@@ -40,7 +40,7 @@ def prepare(
     request = {
         "format": prepared.FORMAT,
         "name": name,
-        "spec": None if spec is None else dict(spec),
+        "spec": identity_of(name, spec),
         "classes": facts.classes,
         "crop_padding": facts.crop_padding,
         "flip": facts.flip,
@@ -71,9 +71,9 @@ def _prepare_own(said: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any])
     }
 
     def open_source(scratch: Path) -> tuple[Source, Dataset]:
-        source, shape, classes, floats = said.opened()
+        source, shape, classes, *kinds = said.opened()
         samples = source.train.samples, source.test.samples
-        return source, Dataset(shape, classes, *samples, lambda *_: source, floats=floats)
+        return source, Dataset(shape, classes, *samples, lambda *_: source, 0, False, *kinds)
 
     return _prepared_for(request, out_dir, open_source)
 
@@ -87,9 +87,7 @@ def _prepared_for(
     if (kept := prepared.intact(out_dir, request)) is not None:
         return kept
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent
-    ) as scratch:
+    with held_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
         built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
         built.mkdir()
         downloads.mkdir()
@@ -131,6 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 128 + signal.SIGINT
     size = "x".join(map(str, meta["shape"]))
     what, kinds = ("texts", "tokens") if len(meta["shape"]) == 1 else ("images", "classes")
+    if meta.get("values"):
+        kinds = "values each to learn"
     print(
         f"{meta['name']}: {meta['train_samples']} training and {meta['test_samples']} test {what} "
         f"of {size}, {meta['classes']} {kinds}, in {options.out}"

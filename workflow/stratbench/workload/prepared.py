@@ -1,16 +1,18 @@
-"""A prepared data set on disk: four memory-mappable arrays and `meta.json` in one folder.
+"""A prepared data set on disk: four memory-mappable arrays and their meta data in one folder.
 
 Images: `train_inputs.npy`, `test_inputs.npy` uint8 or float32 [N, C, H, W]; `train_targets.npy`,
-`test_targets.npy` int64 [N]. Text: inputs and targets [N, length], tokens in the smallest type that
-holds them. The folder appears whole or not at all. Its SHA-256 shows damage afterwards; it is computed
-again only if a file no longer has the size and the time of change that the meta data state.
+`test_targets.npy` int64 [N], or float32 [N, values]. Text: inputs and targets [N, length], tokens in the
+smallest type that holds them. The folder appears whole or not at all. Its SHA-256 shows damage afterwards;
+it is computed again only if a file no longer has the size and the time of change that the meta data state.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +29,19 @@ if TYPE_CHECKING:
 #: Goes up when the layout changes, so that folders of an older one are made again.
 FORMAT = 2
 ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
-META = "meta.json"
 #: What a folder may hold for us to replace it: Snakemake leaves the last one in a directory output.
-OURS = {*(f"{array}.npy" for array in ARRAYS), META, ".snakemake_timestamp"}
+OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp")
+
+
+def meta_name(spec: Mapping[str, Any] | None) -> str:
+    """The name of the meta data's file; `spec`: what decides the samples, None if the set's name does.
+
+    Another spec has another name: for Snakemake a folder with other data lacks the file.
+    """
+    if spec is None:
+        return "meta.json"
+    digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+    return f"meta-{digest[:12]}.json"
 
 
 def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset) -> dict:
@@ -45,6 +57,8 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
     what = "texts" if facts.is_text else "images"
     value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
     of_target = (value, shape) if facts.is_text else (np.int64, ())
+    if facts.values:
+        of_target = (np.float32, (facts.classes,))
     moments = None if facts.is_text else (_Sums if facts.floats else _Counts)(shape[0])
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
         inputs, targets = (
@@ -77,13 +91,14 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
         "train_samples": source.train.samples,
         "test_samples": source.test.samples,
         **stated,
-        **({"floats": True} if facts.floats else {}),
+        **{key: True for key in ("floats", "values") if getattr(facts, key)},
         "generated": source.generated,
         "sources": source.files,
         "sha256": _sha256(folder),
         "arrays": {array: _size_and_time(folder, array) for array in ARRAYS},
     }
-    (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    path = folder / meta_name(request["spec"])
+    path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
 
 
@@ -159,7 +174,7 @@ def _sha256(folder: Path) -> str:
 def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
     """The meta data of a folder that was made for `request` and is undamaged; otherwise None."""
     try:
-        meta = read_json(folder / META)
+        meta = _meta(folder)
         same = all(meta[key] == value for key, value in request.items())
         return meta if same and meta["sha256"] == _sha256(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -176,7 +191,7 @@ def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, 
     while True:
         try:
             os.replace(built, folder)
-            return read_json(folder / META)
+            return _meta(folder)
         except OSError as error:
             if not folder.exists():
                 raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
@@ -187,7 +202,7 @@ def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, 
 
 def _move_aside(folder: Path, where: Path) -> None:
     try:
-        foreign = sorted({entry.name for entry in folder.iterdir()} - OURS)
+        foreign = sorted(e.name for e in folder.iterdir() if not OURS.fullmatch(e.name))
         if foreign:
             raise DataError(
                 f"{folder}: holds {foreign[0]!r}, which is no part of a prepared data set; "
@@ -200,10 +215,18 @@ def _move_aside(folder: Path, where: Path) -> None:
         return  # Another process was quicker.
 
 
+def _meta(folder: Path) -> dict[str, Any]:
+    """What the file of the meta data holds; OSError or ValueError if it cannot be read."""
+    found = list(folder.glob("meta*.json"))
+    if len(found) != 1:
+        raise FileNotFoundError(errno.ENOENT, f"{len(found)} files meta*.json", str(folder))
+    return read_json(found[0])
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta data of a prepared data set, its arrays not looked at; DataError if there are none."""
     try:
-        return read_json(folder / META)
+        return _meta(folder)
     except (OSError, ValueError) as error:
         raise _not_whole(folder, error) from error
 
@@ -215,7 +238,7 @@ def verified_meta(folder: Path) -> dict[str, Any]:
     Raises DataError if something is missing, or the arrays have another SHA-256.
     """
     try:
-        meta = read_json(folder / META)
+        meta = _meta(folder)
         now = {array: _size_and_time(folder, array) for array in ARRAYS}
         stated = meta.get("arrays", {})
         changed = [array for array in ARRAYS if now[array] != stated.get(array)]
@@ -240,7 +263,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     import numpy as np
 
     try:
-        meta = read_json(folder / META)
+        meta = _meta(folder)
         for array in ARRAYS:
             _size_and_time(folder, array)
         # Copy-on-write: torch wants writable arrays, and the files must not change.
@@ -249,9 +272,14 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             samples = meta[f"{split}_samples"]
             shape = (samples, *meta["shape"])
             if arrays[f"{split}_inputs"].shape != shape:
-                raise ValueError(f"{split}_inputs.npy is not of the shape that {META} gives")
-            if arrays[f"{split}_targets"].shape != (shape if len(shape) == 2 else shape[:1]):
+                raise ValueError(f"{split}_inputs.npy is not of the shape that is stated")
+            of_targets = shape if len(shape) == 2 else shape[:1]
+            if meta.get("values"):
+                of_targets = (samples, meta["classes"])
+            if arrays[f"{split}_targets"].shape != of_targets:
                 raise ValueError(f"{split}_targets.npy does not fit {split}_inputs.npy")
+        if _meta(folder) != meta:  # the arrays may be of the one or of the other
+            raise ValueError("it was replaced as it was read")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _not_whole(folder, error) from error
     return meta, arrays

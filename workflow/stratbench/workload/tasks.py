@@ -37,6 +37,12 @@ class Task:
     counts: str
     #: By how much the score may be worse before a decision excludes a strategy, in the unit as shown.
     tolerance: float
+    #: What targets are: class numbers (int64), or values (float, [batch, values]).
+    targets: Literal["classes", "values"] = "classes"
+
+    def outputs(self, targets: Sequence[int], classes: int) -> Sequence[int]:
+        """The shape of the outputs for targets of a shape; `classes`, or how many values a target has."""
+        return targets if self.targets == "values" else (*targets, classes)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss, a scalar: what training makes small."""
@@ -96,6 +102,10 @@ _WORD = re.compile(r"[A-Za-z0-9 %/._^()+-]{1,40}", re.ASCII)
 TASKS: dict[str, type[Task]] = {"classification": Classification, "next-token": NextToken}
 
 
+#: Why workers cannot have classes of their own.
+NO_CLASSES = "targets are values (float32), and there are no classes to divide the samples by"
+
+
 @dataclass(frozen=True)
 class OwnTask:
     """A task that a user brings: the class that is called without arguments."""
@@ -130,9 +140,65 @@ def name_of_task(s: Settings, shape: Sequence[int]) -> str:
     return s.own_task["call"] if s.own_task else natural_task(shape)
 
 
-def task_of(s: Settings, shape: Sequence[int]) -> Task:
-    """A cell's task, whose samples have this shape. ModelError, in a sentence, where a user's is none."""
-    return own_task(s.own_task["call"]) if s.own_task else TASKS[natural_task(shape)]()
+def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
+    """A cell's task, whose samples have this shape. ModelError, in a sentence, where a user's is none.
+
+    Nor where its targets are no such as the data have: `values`, or class numbers (None: not known).
+    """
+    task = own_task(s.own_task["call"]) if s.own_task else TASKS[natural_task(shape)]()
+    if values is not None and values != takes_values(task):
+        who = OwnTask(s.own_task["call"]) if s.own_task else f"task {natural_task(shape)!r}"
+        raise own.ModelError(f"{who}: {wrong_targets(values)}")
+    return task
+
+
+def takes_values(task: Task) -> bool:
+    """Whether the task's targets are values, and no class numbers; a user's need not say the latter."""
+    return getattr(task, "targets", "classes") == "values"
+
+
+def wrong_targets(values: bool) -> str:
+    """That data whose targets are `values`, or else class numbers, have a task for the other; a remedy."""
+    if values:
+        return (
+            "it learns class numbers, and the targets of the data set are values (float32); name a task of "
+            'your own that says targets = "values"'
+        )
+    return (
+        "it learns values (float32), and the targets of the data set are class numbers; return float32 "
+        'targets, or leave targets = "values" out'
+    )
+
+
+def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
+    """The shape of a network's outputs for targets of this shape, as the task says; a user's need not."""
+    if not hasattr(task, "outputs"):
+        return list(targets if takes_values(task) else (*targets, classes))
+    what = OwnTask(f"{type(task).__module__}:{type(task).__name__}")
+    try:
+        found = list(task.outputs(tuple(targets), classes))
+    except Exception as e:
+        raise own.ModelError(f"{what}: its outputs of {list(targets)} raised {own.told(e)}") from e
+    if not found or any(type(n) is not int or n < 1 for n in found) or found[0] != targets[0]:
+        raise own.ModelError(
+            f"{what}: its outputs of targets {list(targets)} are {found}; return the shape of the "
+            f"network's outputs, [{targets[0]}, ...]"
+        )
+    return found
+
+
+def tried_task(s: Settings, shape: Sequence[int], classes: int, values: bool) -> Task:
+    """A cell's task, a user's after `check_task` has tried it on two samples of this shape.
+
+    What a cell does before it trains, and the check before any does. `values`: whether the targets are
+    values, `classes` for each sample, and no class numbers. ModelError as of both.
+    """
+    task = task_of(s, shape, values)
+    if s.own_task:
+        each = shape if natural_task(shape) == "next-token" else (classes,) if values else ()
+        targets = (2, *each)
+        check_task(task, OwnTask(s.own_task["call"]), classes, targets)
+    return task
 
 
 def own_task(call: str) -> Task:
@@ -161,6 +227,10 @@ def own_task(call: str) -> Task:
             good = good and bool(_WORD.fullmatch(value))
         if not good:
             raise own.ModelError(f"{what}: its {name} is {value!r}; it must be {means}")
+    if getattr(task, "targets", "classes") not in ("classes", "values"):
+        raise own.ModelError(
+            f"{what}: its targets is {task.targets!r}; it must be classes or values"
+        )
     for name in ("loss", "score"):
         if not inspect.ismethod(getattr(task, name, None)):
             raise own.ModelError(f"{what}: it has no method {name}(outputs, targets)")
@@ -168,16 +238,17 @@ def own_task(call: str) -> Task:
 
 
 def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> None:
-    """ModelError where a task does not take outputs [*targets, classes] or gives no loss or score.
+    """ModelError where a task does not take outputs for such targets or gives no loss or score.
 
     In float32 as training computes, and in float64 as the evaluation does.
     """
     import torch
 
-    y = torch.zeros(targets, dtype=torch.int64)
+    shape = outputs_of(task, targets, classes)
     for dtype in (torch.float32, torch.float64):
+        y = torch.zeros(targets, dtype=dtype if takes_values(task) else torch.int64)
         x = torch.randn(
-            (*targets, classes), dtype=dtype, generator=torch.Generator().manual_seed(0)
+            shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
         ).requires_grad_()
         given = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
         found = {}
@@ -231,6 +302,7 @@ def sums_of_batch(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     import torch
 
     outputs = outputs.double()
+    targets = targets.double() if targets.is_floating_point() else targets
     each = task.score(outputs, targets).double()
     each = each.flatten(1).mean(1) if each.dim() > 1 else each
     loss = task.loss(outputs, targets).double() * len(targets)

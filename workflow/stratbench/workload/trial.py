@@ -25,6 +25,11 @@ from stratbench.workload.tasks import Classification
 
 #: Samples of the step; BatchNorm cannot normalise one.
 SAMPLES = 2
+#: What of a tensor gives Python a value that forward may branch on.
+READS_VALUES = frozenset(
+    {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
+    | {Tensor.__index__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
+)
 #: What fake tensors raise where they would need values that they do not have.
 NO_VALUES = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException,
@@ -43,7 +48,9 @@ class Trial:
     `uncalled`: parameters of a shard group that were read before a module of that group was called;
     `late`: after all of them had been. `written`: buffers that forward changed in place; `replaced`:
     buffers in whose place it put another tensor; `overwritten`: parameters that it changed.
-    `by_chance`: modules that not every forward calls, where that was looked for (`modules_by_chance`).
+    `by_chance`: modules that not every forward calls (`modules_by_chance`). `unopened`: labels of shard
+    groups of which forward called no module; `reads_values`: whether it read values of tensors, so that
+    other data may make it call others.
     """
 
     unused: tuple[str, ...] = ()
@@ -54,6 +61,13 @@ class Trial:
     replaced: tuple[str, ...] = ()
     overwritten: tuple[str, ...] = ()
     by_chance: tuple[str, ...] = ()
+    unopened: tuple[str, ...] = ()
+    reads_values: bool = False
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """What is known to get no gradient in some steps: parameters, and modules that may not be called."""
+        return self.unused + self.by_chance
 
 
 def take_trial(
@@ -61,13 +75,13 @@ def take_trial(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    classes: int,
+    outputs: Sequence[int],
     groups: Sequence[tuple[str, list[nn.Module]]] = (),
 ) -> Trial:
     """One forward and backward of the batch `x` with targets `y`; `groups`: the shard groups.
 
-    Buffers are left as they were, and no gradient is kept. ModelError where the model does not give
-    scores [*y.shape, classes], or a pass fails; `who` is the model in words.
+    Buffers are left as they were, and no gradient is kept. ModelError where the model does not give a
+    tensor of the shape `outputs`, or a pass fails; `who` is the model in words.
     """
     names = {p: name for name, p in model.named_parameters()}
     versions = {p: p._version for p in names}
@@ -78,11 +92,13 @@ def take_trial(
                 scores = model(x)
         except Exception as e:
             _raise_told(who, e, f"forward of a batch {list(x.shape)}")
-        _check_scores(who, scores, x, [*y.shape, classes])
+        _check_scores(who, scores, x, y, list(outputs))
         overwritten = [name for p, name in names.items() if p._version != versions[p]]
         with _gradients_dropped(names) as reached:
             try:
-                Classification().loss(scores, y).backward()
+                # What a user's task makes of other outputs is not the network's fault.
+                loss = Classification().loss(scores, y) if _are_scores(outputs, y) else scores.sum()
+                loss.backward()
             except Exception as e:
                 _raise_told(who, e, f"backward of a batch {list(x.shape)}")
     trainable = {p: name for p, name in names.items() if p.requires_grad}
@@ -94,6 +110,9 @@ def take_trial(
         written=tuple(changed["written"]),
         replaced=tuple(changed["replaced"]),
         overwritten=tuple(overwritten),
+        by_chance=modules_by_chance(model, x),
+        unopened=gathering.unopened,
+        reads_values=gathering.reads_values,
     )
 
 
@@ -135,15 +154,21 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [found for found in names.values() if len(found) > 1]
 
 
-def _check_scores(who: object, scores: Any, x: Tensor, wanted: list[int]) -> None:
+def _are_scores(outputs: Sequence[int], y: Tensor) -> bool:
+    """Whether outputs of this shape are scores of the classes that `y` has."""
+    return not y.is_floating_point() and list(outputs[:-1]) == list(y.shape)
+
+
+def _check_scores(who: object, scores: Any, x: Tensor, y: Tensor, wanted: list[int]) -> None:
     if not isinstance(scores, Tensor):
         raise ModelError(
             f"{who}: returned a {type(scores).__name__} for a batch; return one tensor of scores {wanted}"
         )
     if list(scores.shape) != wanted:
+        why = f"with {wanted[-1]} classes" if _are_scores(wanted, y) else "for its task"
         raise ModelError(
-            f"{who}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; with "
-            f"{wanted[-1]} classes it must be {wanted}"
+            f"{who}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {why} it must be "
+            f"{wanted}"
         )
 
 
@@ -209,9 +234,11 @@ class _Gathering(TorchFunctionMode):
         super().__init__()
         self.uncalled: dict[nn.Parameter, None] = {}
         self.late: dict[nn.Parameter, None] = {}
+        self.reads_values = False
         self._group_of = {
             p: i for i, (_, modules) in enumerate(groups) for m in modules for p in m.parameters()
         }
+        self._labels = [label for label, _ in groups]
         self._groups = [modules for _, modules in groups]
         self._waiting: list[set[nn.Module]] = [set() for _ in groups]
         self._opened: set[int] = set()
@@ -230,6 +257,11 @@ class _Gathering(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def unopened(self) -> tuple[str, ...]:
+        """The labels of the groups of which no module has been called."""
+        return tuple(name for i, name in enumerate(self._labels) if i not in self._opened)
+
     def _open(self, i: int, _module: nn.Module, _inputs: Any) -> None:
         self._opened.add(i)
         if not self._waiting[i]:
@@ -245,6 +277,7 @@ class _Gathering(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self.reads_values = self.reads_values or func in READS_VALUES
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor | tuple | list):  # others ask for a shape or a dtype
             for p in _parameters_in([*args, *(kwargs or {}).values()]):

@@ -32,6 +32,8 @@ from stratbench.analysis.audit import (
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Rule
 from stratbench.analysis.columns import read_cells, read_table
 from stratbench.cell import blocks, record
+from stratbench.cell.coordinates import STATUSES
+from stratbench.cell.files import replacing
 from stratbench.cell.record import Record
 
 AUDIT_COLUMNS = (
@@ -119,7 +121,7 @@ def read_records(
     cells: pd.DataFrame, study_dir: Path, read: Callable[[Path], Record] = record.read
 ) -> list[Record]:
     """The records of the rows of cells.csv that have a usable one, below results/<study>."""
-    paths = cells.loc[cells["status"] != "error", "record_path"].dropna()
+    paths = cells.loc[cells["status"].isin(STATUSES), "record_path"].dropna()
     return [read(study_dir / path) for path in paths]
 
 
@@ -148,7 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = read_cells(args.cells)
     study_dir = args.study_dir or args.cells.parent
     findings = audit(cells, read_records(cells, study_dir), of_blocks=read_blocks(study_dir))
-    with open(args.out, "w", newline="", encoding="utf-8") as f:
+    with (
+        replacing(args.out) as unfinished,
+        open(unfinished, "x", newline="", encoding="utf-8") as f,
+    ):
         writer = csv.DictWriter(f, AUDIT_COLUMNS)
         writer.writeheader()
         writer.writerows(findings)

@@ -3,5 +3,7 @@
 import sys
 
 from stratbench.analysis.audit import main
+from stratbench.cell.files import in_one_sentence
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(in_one_sentence(main))

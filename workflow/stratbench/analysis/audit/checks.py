@@ -67,10 +67,23 @@ class Facts:
         return self("strategy.details.skipped_steps") or 0
 
     @property
+    def trainable(self) -> int | None:
+        """The number of parameters that are trained; in records of earlier versions, of all."""
+        count = self("model.trainable_parameters")
+        return self("model.parameters") if count is None else count
+
+    @property
     def parameter_bytes(self) -> float | None:
-        """The size of the whole model's parameters, from their number and format; None if not known."""
+        """The size of all of the model's parameters, from their number and format; None if not known."""
+        return self._bytes_of(self("model.parameters"))
+
+    @property
+    def trainable_bytes(self) -> float | None:
+        """The same of those that are trained: what gradients and each moment of an optimizer take."""
+        return self._bytes_of(self.trainable)
+
+    def _bytes_of(self, count: int | None) -> float | None:
         wide = self("strategy.details.weights_dtype") == "float64"
-        count = self("model.parameters")
         return None if count is None else count * (8 if wide else 4)
 
 

@@ -18,6 +18,7 @@ from stratbench.analysis.audit.checks import (
     unless_same,
 )
 from stratbench.analysis.audit.rule import record_rule
+from stratbench.analysis.derived import value_at
 from stratbench.strategies import REGISTRY, strategy_class, traits_of
 
 #: Settings that also stand in the cell's coordinates.
@@ -51,7 +52,7 @@ def contradictory_status(facts: Facts) -> Iterator[str]:
         if not facts("reason"):
             yield f"no reason is given, although the cell ended as {status}"
         yield from unless_absent("score.final", facts("score.final"), "although it did not finish")
-    if status in ("oom", "timeout"):
+    if status in ("oom", "timeout", "refused"):
         why = f"although the cell ended as {status}"
         for path in RESULTS[1:]:
             yield from unless_absent(path, facts(path), why)
@@ -279,6 +280,19 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
     yield from unless_at_most(
         "the sum over strategy.wrap_groups", groups, "model.parameters", facts("model.parameters")
     )
+    yield from unless_at_most(
+        "model.trainable_parameters",
+        facts("model.trainable_parameters"),
+        "model.parameters",
+        facts("model.parameters"),
+    )
+    if facts("settings.own_model") is None:
+        yield from unless_equal(
+            "model.trainable_parameters",
+            facts("model.trainable_parameters"),
+            "model.parameters, of which nothing is frozen,",
+            facts("model.parameters"),
+        )
     # The rest, such as the head, is in no group. How much that is in a user's model is unknown.
     if groups and facts("settings.own_model") is None:
         yield from unless_at_most(
@@ -388,7 +402,10 @@ def lost_workers(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
         return
     if facts.lost:
-        yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers"
+        entries = (w for server in facts.servers for w in server.get("lost") or ())
+        said = {value_at(w, "own_reason") for w in entries} - {None}
+        why = f": {'; '.join(sorted(said))}" if said else ""
+        yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{why}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
     if missing:
         yield f"of {facts.gpus} workers, ranks {', '.join(map(str, missing))} left no result"

@@ -26,14 +26,29 @@ CORE_FLOPS = 5e11
     "Operations a second do not follow from samples and time, or exceed what the devices can do.",
 )
 def contradictory_efficiency(facts: Facts) -> Iterator[str]:
-    done = facts.product("compute.forward_flops_per_sample", "batch.samples_seen")
+    of_forward = facts("compute.forward_flops_per_sample")
+    of_training = facts("compute.training_flops_per_sample")
+    whole = of_forward and TRAINING_FLOPS * of_forward
+    if facts.trainable == facts("model.parameters"):
+        yield from unless_equal(
+            "compute.training_flops_per_sample", of_training, "3 x forward", whole
+        )
+    # Frozen parameters have no gradients, of which each takes as much as the forward.
+    yield from unless_at_least(
+        "compute.training_flops_per_sample", of_training, "its forward", of_forward
+    )
+    yield from unless_at_most(
+        "compute.training_flops_per_sample", of_training, "3 x forward", whole
+    )
+    each = whole if of_training is None else of_training
     time_s, achieved = facts("time.train_time_s"), facts("compute.achieved_flops_per_s")
-    if done is not None and time_s:
+    samples = facts("batch.samples_seen")
+    if None not in (each, samples) and time_s:
         yield from unless_equal(
             "compute.achieved_flops_per_s",
             achieved,
-            "3 x forward x samples_seen / train_time_s",
-            TRAINING_FLOPS * done / time_s,
+            "training_flops_per_sample x samples_seen / train_time_s",
+            each * samples / time_s,
         )
     yield from unless_equal(
         "compute.mfu",
@@ -42,12 +57,13 @@ def contradictory_efficiency(facts: Facts) -> Iterator[str]:
         facts.ratio("compute.achieved_flops_per_s", "compute.peak_flops_per_s"),
     )
     yield from unless_at_most("compute.mfu", facts("compute.mfu"), "all of the peak", 1.0)
-    forward, parameters = facts("compute.forward_flops_per_sample"), facts("model.parameters")
-    if forward is not None and parameters is not None:
+    parameters = facts("model.parameters")
+    # A user's network may have tables and what is never called.
+    if of_forward is not None and parameters is not None and facts("settings.own_model") is None:
         # A product uses every weight at least once, two operations each; biases and norms are few.
         yield from unless_at_least(
             "compute.forward_flops_per_sample",
-            forward,
+            of_forward,
             "what the model's parameters need",
             parameters,
         )

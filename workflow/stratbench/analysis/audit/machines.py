@@ -19,6 +19,7 @@ from stratbench.analysis.audit.rule import (
 )
 from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
+from stratbench.cell.words import GIB
 
 #: Limits: a share of the samples, and a number of CPU cores.
 THROTTLED, OTHERS = 0.01, 0.25
@@ -48,6 +49,18 @@ def throttled(evidence: Evidence) -> Iterator[Found]:
 def busy_machine(evidence: Evidence) -> Iterator[Found]:
     for row in rows_of(evidence.ok[evidence.ok["other_cpu_cores"] > OTHERS]):
         yield Found(coordinates_of_row(row), f"others used {row.other_cpu_cores:.2g} CPU cores")
+
+
+@rule(
+    "software-gpu",
+    "unusable",
+    "all",
+    "The cell was trained on the software GPU of the tests, which runs no kernel: its times, its memory "
+    "and its scores are no measurements, and stand in no table.",
+)
+def on_software_gpu(evidence: Evidence) -> Iterator[Found]:
+    for row in rows_of(evidence.cells[evidence.cells["status"] == "unusable"]):
+        yield Found(coordinates_of_row(row), row.reason)
 
 
 @rule(
@@ -115,6 +128,61 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
             if (what, value) in places:
                 yield f"ranks {places[what, value]} and {worker['rank']} both ran on {what} {value}"
             places[what, value] = worker["rank"]
+
+
+@record_rule(
+    "stranger-on-gpu",
+    "doubtful",
+    "time",
+    "A process of somebody else computed on a GPU of the cell: what it did there slowed the cell.",
+)
+def stranger_on_gpu(facts: Facts) -> Iterator[str]:
+    if facts.status != "oom":
+        yield from strangers_in(facts)
+
+
+@record_rule(
+    "memory-held-by-others",
+    "unusable",
+    "all",
+    "The cell ran out of memory while somebody else held a part of its GPU: alone it may not.",
+)
+def memory_held_by_others(facts: Facts) -> Iterator[str]:
+    if facts.status == "oom":
+        yield from strangers_in(facts)
+
+
+def strangers_in(facts: Facts) -> Iterator[str]:
+    """The strangers on the cell's own GPUs, at its start and while it ran; others' GPUs do not count."""
+    own = own_gpus(facts)
+    seen: dict[tuple[str, int], str] = {}
+    for node, busy in (facts("provenance.busy_at_start") or {}).items():
+        for index, pids in (busy.get("other_gpu_processes") or {}).items():
+            for pid in pids if (int(node), int(index)) in own else ():
+                seen[node, pid] = f"process {pid} on GPU {index} when the cell began"
+    for node, strangers in (facts("provenance.gpu_strangers") or {}).items():
+        for entry in strangers:
+            held = f" with up to {entry['bytes'] / GIB:.3g} GiB" if entry["bytes"] else ""
+            when = f"from {entry['first_s']:.0f} to {entry['last_s']:.0f} s"
+            seen[node, entry["pid"]] = (
+                f"process {entry['pid']} on GPU {entry['gpu']}{held}, seen {when}"
+            )
+    yield from seen.values()
+
+
+def own_gpus(facts: Facts) -> set[tuple[int, int]]:
+    """The cell's GPUs, as the numbers of their node and NVML's number there."""
+    found = {
+        (place["node"], place["index"])
+        for place in (facts("provenance.gpus") or {}).values()
+        if place.get("index") is not None
+    }
+    per_node = facts("provenance.workers_per_node") or facts.gpus
+    for worker in facts.workers:
+        index = value_at(worker["provenance"], "gpu.index")
+        if index is not None:
+            found.add((worker["rank"] // per_node, index))
+    return found
 
 
 @rule(

@@ -106,16 +106,17 @@ def contradictory_memory(facts: Facts) -> Iterator[str]:
 def faults_of_states(facts: Facts) -> Iterator[str]:
     """Checks model states against the model's size; with sharding a rank holds at least the N-th part."""
     states, size = facts("memory.model_states"), facts.parameter_bytes
-    if not states or size is None:
+    trained = facts.trainable_bytes  # frozen parameters have neither gradients nor moments
+    if not states or size is None or trained is None:
         return
     is_served = facts("strategy.kind") == "server"
-    expected = {"parameters": size, "gradients": size}
+    expected = {"parameters": size, "gradients": trained}
     adamw = facts("settings.optimizer") == "adamw"
     if adamw or facts("settings.momentum") is not None:
         # A moment is as large as the parameters: SGD with momentum has one, AdamW two, a served worker none.
         moments = 2 if adamw else bool(facts("settings.momentum"))
         kept = facts("strategy.traits.kept_copies") or 0
-        expected["optimizer"] = 0 if is_served else (moments + kept) * size
+        expected["optimizer"] = 0 if is_served else (moments + kept) * trained
     for name, whole in expected.items():
         # AdamW keeps a step count of four bytes for each tensor.
         counts_bytes = STEP_COUNTS_BYTES if adamw and name == "optimizer" and not is_served else 0

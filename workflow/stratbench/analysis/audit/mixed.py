@@ -69,7 +69,7 @@ TABLE = (
         "unusable",
         "all",
         "Cells of a comparison were trained or tested on different data.",
-        ("data",),
+        ("data", "settings.data_spec"),
     ),
     Compared(
         "mixed-models",
@@ -77,8 +77,13 @@ TABLE = (
         "all",
         "Cells of a comparison trained models that differ in size, resolution, classes or work.",
         (
-            *("model.parameters", "model.input_shape", "model.classes", "model.batchnorm"),
-            *("model.dropout", "compute.forward_flops_per_sample"),
+            *(
+                "model.parameters",
+                "model.trainable_parameters",
+                "model.input_shape",
+                "model.classes",
+            ),
+            *("model.batchnorm", "model.dropout", "compute.forward_flops_per_sample"),
         ),
     ),
     Compared(

@@ -87,26 +87,26 @@ def faults_of_tickets(facts: Facts) -> Iterator[str]:
 
 
 def faults_of_shards(facts: Facts) -> Iterator[str]:
-    """Checks that the shards of all servers hold the model."""
+    """Checks that the shards of all servers hold what is trained of the model."""
     shards = [(s.get("shard_numel"), len(s.get("updates") or ())) for s in facts.servers]
-    size = facts("model.parameters")
+    size, name = facts.trainable, "the model's trainable parameters"
     if size is None or any(numel is None for numel, _ in shards):
         return
     held = sum(numel * n for numel, n in shards)
-    yield from unless_at_least("the elements of all shards", held, "model.parameters", size)
+    yield from unless_at_least("the elements of all shards", held, name, size)
     numel, total = shards[0][0], sum(n for _, n in shards)
     # The last shard may be almost empty.
     yield from unless_at_most(
         "the elements of all shards but one",
         numel * (total - 1),
-        "model.parameters, padded",
+        f"{name}, padded",
         size * (1 + PADDING) + 4096,
     )
     if total == 1:
         yield from unless_at_most(
             "the elements of the shard",
             held,
-            "model.parameters, padded",
+            f"{name}, padded",
             size * (1 + PADDING) + 4096,
         )
 

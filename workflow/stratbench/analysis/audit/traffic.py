@@ -60,15 +60,18 @@ def implied_bytes_per_s(row: Any) -> float | None:
 def least_bytes_per_s(row: Any) -> float | None:
     """The least traffic that a cell's training needs, in bytes per second.
 
-    For collectives, what one rank sends: (W-1)/W of each of the strategy's copies of the parameters.
-    For servers, an equal share of all workers' traffic: the gradients in and the parameters out for
-    every batch. A parameter has two bytes in mixed precision, else four.
+    For collectives, what one rank sends: (W-1)/W of each of the strategy's copies of the parameters
+    that are trained. For servers, an equal share of all workers' traffic: the gradients in and the
+    parameters out for every batch. A parameter has two bytes in mixed precision, else four.
     """
-    needed = (row.model_parameters, row.samples_seen, row.global_batch, row.train_time_s)
+    trained = row.trainable_parameters
+    if pd.isna(trained):
+        trained = row.model_parameters
+    needed = (trained, row.samples_seen, row.global_batch, row.train_time_s)
     if any(pd.isna(value) for value in needed) or not row.train_time_s:
         return None
     width = 2 if row.precision in ("fp16", "bf16") else 4
-    one_copy = row.model_parameters * width * row.samples_seen / row.global_batch
+    one_copy = trained * width * row.samples_seen / row.global_batch
     if row.strategy_kind == "server":
         servers = 1 if pd.isna(row.servers) else row.servers
         return float(2 * row.gpus * one_copy / servers / row.train_time_s)
@@ -105,18 +108,18 @@ def contradictory_traffic(facts: Facts) -> Iterator[str]:
 def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     """Checks collectives: as many copies of the parameters as the strategy states, and the buffers."""
     share = (facts.gpus - 1) / facts.gpus
-    copies, size = facts("strategy.traits.ring_copies"), facts.parameter_bytes
+    copies, size = facts("strategy.traits.ring_copies"), facts.trainable_bytes
     if not share:
         yield from unless_at_most(
             "communication.sent_bytes_per_step", sent, "one worker alone has to send", 0
         )
     if copies is None or size is None or not share:
         return
-    whole = share * copies * size
-    halved = facts("strategy.traits.shards_states") and facts("settings.precision") in (
-        "fp16",
-        "bf16",
-    )
+    shards = copies and facts("strategy.traits.shards_states")
+    # All parameters are gathered; of those that are trained, gradients are reduced.
+    gathered = share * (facts.parameter_bytes if shards else size)
+    whole = (copies - 1) * gathered + share * size if shards else share * copies * size
+    halved = shards and facts("settings.precision") in ("fp16", "bf16")
     what = f"{copies:g} copies x (W - 1) / W of the parameters"
     yield from unless_at_least(
         "communication.sent_bytes_per_step", sent, what, whole / 2 if halved else whole, 0.01
@@ -124,8 +127,7 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     # The strategy states the least that it sends; a sharded one may gather once more for backward, and
     # do both again for each part of a batch.
     gathers_more = 2 * (facts("settings.accumulate") or 1) - 1
-    shards = copies and facts("strategy.traits.shards_states")
-    more = gathers_more * whole / copies if shards else 0.0
+    more = gathers_more * gathered if shards else 0.0
     buffers = facts("memory.model_states.buffers_bytes") or 0
     # A training ends with an exchange, even if the next one is not due yet.
     last = 2 * share * size / max(1, facts.steps_run)
@@ -138,8 +140,8 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
 
 
 def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
-    """Checks servers: at most one model each way, and as many bytes as they counted."""
-    size, buffers = facts.parameter_bytes, facts("memory.model_states.buffers_bytes") or 0
+    """Checks servers: at most what is trained each way, and as many bytes as they counted."""
+    size, buffers = facts.trainable_bytes, facts("memory.model_states.buffers_bytes") or 0
     steps = sum(worker["steps"] for worker in facts.workers)
     if size is None or not steps:
         return

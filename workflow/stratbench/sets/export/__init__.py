@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.files import own_folder
 from stratbench.sets.archive import SetError
 from stratbench.sets.reading import ResultSet
 
@@ -21,24 +22,19 @@ EXPORTS = {
 }
 #: The file that pins the packages of all formats; relative to the root of a clone.
 REQUIREMENTS = "envs/requirements-export.txt"
-#: The file that marks a folder of exports.
-MARK = ".stratbench-export"
 
 
 def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path]:
     """Write a set in each of `formats` (names of EXPORTS) below `out`; returns the folders.
 
     A folder is replaced in one step, once all of it is written. SetError if a format's package is not
-    installed, if the set has nothing that the format holds, or if `out` holds anything but exports, so
-    that nobody's own folder `wandb` is replaced; then nothing is written.
+    installed, or if the set has nothing that the format holds; FileExistsError if `out` is not ours, so
+    that nobody's own folder `wandb` is replaced. Then nothing is written.
     """
-    if out.exists() and not (out / MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise SetError(f"{out} was not written by an export; name a folder that does not exist yet")
     modules = {name: _module_of(name) for name in formats}
     if not found.records and (runs := [name for name in formats if modules[name].OF_RECORDS]):
         raise SetError(f"{found.source} has no records, and {runs[0]} holds runs; use parquet")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).touch()
+    own_folder(out)
     folders = []
     for name, module in modules.items():
         folder = out / name

@@ -1,0 +1,100 @@
+"""Cells of every strategy and precision, on 1 to 8 GPUs with every option: trained, recorded, consistent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from design import COUNTS, DATASETS, Planned, cells_of, design, precisions, wishes_of
+from machine import Machine
+
+from stratbench.analysis.audit import counts, machines, memory, servers, traffic
+from stratbench.analysis.audit.rule import Evidence, Rule
+from stratbench.analysis.columns import COLUMNS
+from stratbench.cell import software_gpu
+from stratbench.cell.record import Record
+from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.workload.prepare import prepare
+
+pytestmark = pytest.mark.timeout(900)
+#: Kinds of evidence that are not times, and the figures among them that networks compute.
+SOUND = (counts, traffic, memory, servers, machines)
+COMPUTED = ("score.", "strategy.details.consensus_distance")
+
+
+@pytest.fixture(scope="session")
+def data_sets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that prepares a data set of the design; returns its folder."""
+    root = tmp_path_factory.mktemp("data-sets")
+
+    def prepared(name: str) -> Path:
+        if not (root / name).exists():
+            prepare(name, root / name, spec=DATASETS.get(name))
+        return root / name
+
+    return prepared
+
+
+@pytest.mark.parametrize("cell", design(), ids=str)
+def test_a_cell_is_trained_and_its_record_agrees_with_itself(
+    trained: Callable[..., Record],
+    gpus: Callable[..., None],
+    machine: Machine,
+    data_sets: Callable[[str], Path],
+    tmp_path: Path,
+    cell: Planned,
+) -> None:
+    gpus(count=max(COUNTS))
+    coordinates, settings = cell.cell_and_settings()
+    record = trained(settings, data_dir=data_sets(coordinates.dataset))
+    assert record["status"] == "ok"
+    assert record["strategy"]["name"] == cell.strategy
+    assert (record["provenance"]["device"], record["settings"]["precision"]) == (
+        "cuda",
+        cell.precision,
+    )
+    assert software_gpu.measured(record)
+    used = [worker["provenance"]["gpu"] for worker in record["workers"]]
+    assert len({gpu["uuid"] for gpu in used}) == cell.gpus
+    assert all(gpu["uuid"] == machine.uuid(gpu["index"]) for gpu in used)
+    assert findings(record) == []
+    samples = timeline_of(tmp_path)
+    for gpu in used:
+        rows = samples[(samples["kind"] == "gpu") & (samples["id"] == str(gpu["index"]))]
+        assert rows["energy_j"].is_monotonic_increasing
+        assert rows["mem_used_bytes"].max() > 0
+
+
+def findings(record: Record) -> list[str]:
+    """What the audit finds wrong in devices, counts, memory and traffic of a record."""
+    evidence = Evidence(pd.DataFrame(columns=list(COLUMNS)), [record])
+    return [
+        f"{rule.id}: {found.figures}"
+        for module in SOUND
+        for rule in vars(module).values()
+        if isinstance(rule, Rule) and rule.severity != "note"
+        for found in rule.check(evidence)
+        if not found.figures.startswith(COMPUTED)
+    ]
+
+
+def timeline_of(folder: Path) -> pd.DataFrame:
+    (path,) = folder.rglob("timeline.csv")
+    return pd.read_csv(path, dtype={"id": str})
+
+
+@pytest.mark.parametrize("strategy", REGISTRY)
+def test_the_design_meets_every_precision_count_and_option(strategy: str) -> None:
+    cells, left = cells_of(strategy, list(REGISTRY).index(strategy))
+    most = strategy_class(strategy).max_workers or max(COUNTS)
+    met = {cell.precision for cell in cells}
+    for precision in set(precisions()) - met:  # then the product says why
+        why = replace(cells[0], precision=precision, keys={}).refusal()
+        assert "precision" in why, why
+    assert {cell.gpus for cell in cells} == {n for n in COUNTS if n <= most}
+    for wish in left:
+        assert wish.option is None, f"no cell of {strategy} has {wish}"
+    assert len(left) < len(wishes_of(strategy))

@@ -1,0 +1,163 @@
+"""Frozen parameters: a LoRA-like network under every strategy, its records, and faults in them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import odd_networks
+import pandas as pd
+import pytest
+
+from launching import TINY, LaunchedCell, settings, sharing
+from stratbench.analysis import audit
+from stratbench.analysis.columns import COLUMNS
+from stratbench.cell import record
+from stratbench.cell.settings import Settings
+from stratbench.plan import check, footprint
+from stratbench.plan.check_text import check_text
+from stratbench.plan.request import Request
+from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.study.config import load_config
+from stratbench.workload import own
+from stratbench.workload.datasets import describe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CALL = "odd_networks.Adapted"
+CODE = Path(odd_networks.__file__).parent
+#: Of the network with 3 classes, by hand: head, norm, two factors; and frozen the stem and four layers.
+TRAINED = 8 * 3 + 3 + 16 + 2 * 16
+ALL = TRAINED + 64 * 600 + 600 + 600 * 8 + 8 + 4 * (64 + 8)
+
+
+@pytest.fixture(scope="module")
+def code() -> Iterator[None]:
+    """Jobs and this process import the network from the tests' folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(own.CODE_VARIABLE, str(CODE))
+        patch.setattr(sys, "path", [*sys.path])
+        with sharing():
+            yield
+
+
+def adapted(strategy: str) -> Settings:
+    spec = {"call": CALL, "kwargs": {}, "shard": ["Block"]} | own.fingerprint(CALL, [CODE])
+    workers = min(2, strategy_class(strategy).max_workers or 2)
+    return settings(
+        strategy, model="adapted", own_model=spec, gpus=workers, epochs=2, global_batch=16,
+        per_worker_batch=16 // workers,
+    )  # fmt: skip
+
+
+def faults(found: record.Record) -> list[str]:
+    """What the audit finds in a record, but for times: a busy machine tears eight steps of 1 ms apart."""
+    listed = audit.audit(pd.DataFrame(columns=list(COLUMNS)), [found])
+    told = [f"{f['rule']}: {f['figures']}" for f in listed if f["severity"] == "unusable"]
+    return [t for t in told if not t.startswith("contradictory-time") and "_ms is " not in t]
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, record.Record]:
+    """What was trained already, by its strategy."""
+    return {}
+
+
+@pytest.fixture
+def trained(
+    start_cell: Callable[..., LaunchedCell], tiny_data: Path, code: None, records: dict
+) -> Callable[[str], record.Record]:
+    """A function that trains the network by a strategy, once."""
+
+    def train(strategy: str) -> record.Record:
+        if strategy not in records:
+            launched = start_cell(adapted(strategy), data_dir=tiny_data, env=os.environ.copy())
+            exit_code, output = launched.finish()
+            assert exit_code == 0, output
+            records[strategy] = record.read(launched.record)
+        return copy.deepcopy(records[strategy])
+
+    return train
+
+
+@pytest.mark.parametrize("strategy", REGISTRY)
+def test_a_record_counts_what_is_frozen_and_what_is_trained(trained, strategy):
+    """The audit has nothing against it, and its states are those of the plan."""
+    s, found = adapted(strategy), trained(strategy)
+    assert found["status"] == "ok", found["reason"]
+    assert found["batch"]["samples_seen"] == 128
+    model, compute = found["model"], found["compute"]
+    assert (model["parameters"], model["trainable_parameters"]) == (ALL, TRAINED)
+    forward, training = (compute[f"{name}_flops_per_sample"] for name in ("forward", "training"))
+    assert forward < training < 2 * forward
+    assert faults(found) == []
+    planned = footprint.make_footprint(Request.of(s, describe("tiny", TINY), False, s.gpus))
+    assert planned.model_states_bytes == found["memory"]["model_states"]
+    assert planned.training_flops_per_sample == training
+
+
+def times(path: str, factor: float) -> Callable[[record.Record], None]:
+    """What multiplies a number of a record."""
+    *parents, last = path.split(".")
+
+    def edit(found: record.Record) -> None:
+        for key in parents:
+            found = found[int(key) if key.isdigit() else key]
+        found[last] *= factor
+
+    return edit
+
+
+STATES, SENT = "memory.model_states", "communication.sent_bytes_per_step"
+WHOLE = ALL / TRAINED  # what is of all in place of what is trained
+
+
+@pytest.mark.parametrize(
+    ("strategy", "path", "factor", "rule"),
+    [
+        ("ddp", "model.parameters", 1 / WHOLE, "contradictory-memory"),
+        ("fsdp", "model.parameters", 1 / WHOLE, "contradictory-counts"),
+        ("ddp", "model.trainable_parameters", 2 * WHOLE, "contradictory-counts"),
+        ("ddp", "model.trainable_parameters", 2, "contradictory-memory"),
+        ("ddp", f"{STATES}.parameters_bytes", 1 / WHOLE, "contradictory-memory"),
+        ("fsdp", f"{STATES}.gradients_bytes", WHOLE, "contradictory-memory"),
+        ("zero1", f"{STATES}.optimizer_bytes", WHOLE, "contradictory-memory"),
+        ("ps-sync", f"{STATES}.gradients_bytes", WHOLE, "contradictory-memory"),
+        ("ddp", SENT, WHOLE, "more than 2 copies"),
+        ("fsdp", SENT, 1 / WHOLE, "less than 2 copies"),
+        ("fsdp", SENT, 4, "more than 2 copies"),
+        ("ps-sync", SENT, WHOLE, "more than the parameters"),
+        ("ps-sync", "server.servers.0.shard_numel", WHOLE, "more than the model's trainable"),
+        ("ddp", "compute.achieved_flops_per_s", 2, "contradictory-efficiency"),
+        ("ddp", "compute.training_flops_per_sample", 0.5, "less than its forward"),
+        ("ddp", "compute.training_flops_per_sample", 3, "more than 3 x forward"),
+    ],
+)
+def test_a_planted_fault_is_found_beside_frozen_parameters(trained, strategy, path, factor, rule):
+    found = trained(strategy)
+    assert faults(found) == []
+    times(path, factor)(found)
+    assert rule in "\n".join(faults(found))
+
+
+def test_the_check_says_how_many_are_frozen(tmp_path, monkeypatch, code):
+    monkeypatch.chdir(tmp_path)
+    experiment = {
+        "dataset": "digits", "models": ["adapted"], "strategies": ["ddp", "fsdp", "ps-sync"],
+        "gpus": [2], "epochs": 1, "global_batch": 16, "lr": 0.02, "device": "cpu",
+    }  # fmt: skip
+    config, study = load_config(
+        {
+            "study": "s",
+            "code": [str(CODE)],
+            "models": {"adapted": {"call": CALL, "shard": ["Block"]}},
+            "studies": {"s": {"experiments": {"e": experiment}}},
+        }
+    )
+    text = check_text(check.check_study(config, study))
+    everything = ALL + 7 * 9  # ten classes
+    assert f"{everything:,} parameters, {ALL - TRAINED:,} of them frozen; takes images" in text
+    assert "none of 3 cells would be refused" in text

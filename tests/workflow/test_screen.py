@@ -1,0 +1,106 @@
+"""What a user reads when `check`, `plan` or `decide` fails: a sentence, however they were started."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+
+import pytest
+from own_network import LAYERS, NETWORK
+from snakemake_forks import run_snakemake
+from tiny_study import TIMEOUT_S, Workflow, tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NOT_FINITE = """
+import numpy as np
+
+def load():
+    x = np.full((40, 1, 16, 16), np.nan, dtype=np.float32)
+    y = np.arange(40) % 10
+    return x, y, x, y
+"""
+BAD_DATA = (
+    "error: data set 'mine' (my_nan.load): train_x[0] holds NaN or infinity; every value must be "
+    "finite"
+)
+REFUSED = (
+    "model 'two' (my_net:TwoAnswers): returned a tuple for a batch; return one tensor of scores "
+    "[2, 10]"
+)
+
+
+def with_bad_data(work: Workflow) -> str:
+    """Give the study data that cannot be prepared; returns the sentence about them."""
+    config = tiny_config()
+    config["datasets"]["mine"] = {"call": "my_nan.load"}
+    config["studies"]["tiny"]["experiments"]["second"]["dataset"] = "mine"
+    work.write_config(config)
+    (work.folder / "my_nan.py").write_text(NOT_FINITE)
+    return BAD_DATA
+
+
+def with_refused_network(work: Workflow) -> str:
+    """Give the study a network that no strategy can train; returns the sentence about it."""
+    config = tiny_config()
+    config["models"] = {"two": {"call": "my_net:TwoAnswers"}}
+    config["studies"]["tiny"]["experiments"]["second"]["models"] = ["two"]
+    work.write_config(config)
+    (work.folder / "my_net.py").write_text(NETWORK)
+    (work.folder / "my_layers.py").write_text(LAYERS)
+    return REFUSED
+
+
+def while_another_decides(work: Workflow) -> str:
+    """Hold the folder that `decide` writes, until this process ends; returns the sentence about it."""
+    folder = work.folder / "results/tiny/decision"
+    folder.mkdir(parents=True)
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return "error: another run writes results/tiny/decision at this moment"
+
+
+def read_on_screen(work: Workflow, program: str, command: str) -> tuple[int, str]:
+    """Exit code and screen of a command, started without a profile, with one, or as `stratbench`."""
+    if program == "stratbench":
+        done = subprocess.run(
+            [sys.executable, "-m", "stratbench.command", command],
+            cwd=work.folder,
+            env=work.environment() | {"PYTHONPATH": str(work.folder / "workflow")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        return done.returncode, done.stdout
+    if program == "profile":
+        done = work.run(command)
+        return done.returncode, done.stdout
+    return run_snakemake(["-c1", command], work.folder, work.environment(), TIMEOUT_S)
+
+
+@pytest.mark.parametrize("program", ["no profile", "profile", "stratbench"])
+@pytest.mark.parametrize(
+    ("mistake", "command"),
+    [
+        (with_bad_data, "check"),
+        (with_bad_data, "plan"),
+        (with_refused_network, "check"),
+        (while_another_decides, "decide"),
+    ],
+)
+def test_the_sentence_is_on_the_screen_and_no_command_line(workflow, mistake, command, program):
+    sentence = mistake(workflow)
+    code, screen = read_on_screen(workflow, program, command)
+    assert code == 1, screen
+    assert sentence in screen
+    # What Snakemake adds is short, and holds nothing of the config.
+    _, _, after = screen.rpartition(sentence)
+    assert len(after.splitlines()) < 20, screen
+    for part in ("--config", "--spec", "CalledProcessError", '{"'):
+        assert part not in screen, screen
+    if program == "stratbench":
+        assert "Error in rule" not in screen

@@ -1,0 +1,121 @@
+"""Locks on files, and folders that are removed once nobody holds them.
+
+All are flocks: the kernel releases them when their holder has ended, however it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+#: What a file system without locks answers.
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+#: The file in a folder by which the folder is held: NFS locks no folders.
+_HELD_BY = "lock"
+
+
+def try_lock(path: Path) -> int | None:
+    """A descriptor that holds the file `path` locked until it is closed; None where another process does.
+
+    The file is made if there is none. Never follows a link and never changes content. Raises OSError.
+    """
+    while True:
+        descriptor = open_lock(path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the file was deleted meanwhile: its successor is the one that counts
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of a file to be locked, which is made if there is none.
+
+    Who can read a file can hold it locked: only those who may write its folder may open it. Raises
+    OSError; where another user's file is closed to us, in a sentence that says what to do.
+    """
+    folder = path.parent.stat()
+    mode = 0o600 | (folder.st_mode & 0o022) * 3  # who may write may read
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except PermissionError as e:
+        raise PermissionError(
+            e.errno,
+            "is closed to you; to train in the same `results`, give them to a common group "
+            "(chmod -R g+rwX, chgrp -R) and set umask 002, or choose other `results`",
+            str(path),
+        ) from e
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != mode:
+        if mode & 0o060 and found.st_gid != folder.st_gid:
+            try:
+                os.fchown(descriptor, -1, folder.st_gid)
+            except OSError:
+                mode &= ~0o060  # it would be open to another group
+        with contextlib.suppress(OSError):
+            os.fchmod(descriptor, mode)
+    return descriptor
+
+
+@contextmanager
+def held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
+    """A new folder in `parent`, removed at the end of the block. Its name has the prefix and suffix.
+
+    Also removes those of these names that killed processes have left: nobody holds them locked.
+    """
+    for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
+        with contextlib.suppress(OSError):  # another was quicker, or it is another user's
+            _remove_left(left, prefix, suffix)
+    folder, descriptor = _new_held(parent, prefix, suffix)
+    try:
+        yield folder
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # NFS keeps the name of a file that is open
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_held(parent: Path, prefix: str, suffix: str) -> tuple[Path, int | None]:
+    """A new folder, and the descriptor that holds it; None where there are no locks."""
+    while True:
+        folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
+        try:
+            if (descriptor := try_lock(folder / _HELD_BY)) is not None:
+                return folder, descriptor
+        except FileNotFoundError:
+            continue  # another process has taken it for one that was left
+        except OSError as e:
+            if e.errno in NO_LOCKS:
+                return folder, None
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _remove_left(left: Path, prefix: str, suffix: str) -> None:
+    descriptor = try_lock(left / _HELD_BY)
+    if descriptor is None:
+        return
+    try:
+        # Under another name: who has just made it does not find it, and makes another.
+        left = left.rename(left.with_name(f"{prefix}{secrets.token_hex(8)}{suffix}"))
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(left, ignore_errors=True)

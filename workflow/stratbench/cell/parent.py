@@ -1,0 +1,60 @@
+"""Ends a process together with one above it, so that a killed Snakemake leaves nothing behind that works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from itertools import pairwise
+
+#: How often a process looks whether those above it live, in seconds.
+POLL_S = 0.5
+#: Variables that a runtime sets in its image.
+IN_IMAGE = {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}
+
+
+def end_with(ancestor: int) -> None:
+    """Send this process SIGTERM as soon as process `ancestor`, which it descends from, has ended.
+
+    In an image `ancestor` is the image's runtime, which stays when what has started it ends: there
+    the end of the runtime's own parent counts, too.
+    """
+    line = line_to(ancestor)
+    if line and IN_IMAGE & os.environ.keys():
+        line.append(parent_of(ancestor))
+
+    def watch() -> None:
+        while (
+            line and os.getppid() == line[0] and all(parent_of(p) == q for p, q in pairwise(line))
+        ):
+            time.sleep(POLL_S)
+        try:
+            print(f"process {ancestor}, which had started this one, has ended", flush=True)
+        finally:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def line_to(ancestor: int) -> list[int | None]:
+    """The processes from the parent of this one up to `ancestor`; none where that has ended.
+
+    A process whose parent has ended has another one at once.
+    """
+    line = [os.getppid()]
+    while line[-1] != ancestor:
+        if not line[-1] or (above := parent_of(line[-1])) is None:
+            return []
+        line.append(above)
+    return line
+
+
+def parent_of(pid: int) -> int | None:
+    """The parent of a process; None where there is no such process."""
+    import psutil  # takes as long as all of Python's start, and few need it
+
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.NoSuchProcess:
+        return None

@@ -1,0 +1,95 @@
+"""The pulse of a worker: when it last got on, in a small file that its agent reads at the time limit.
+
+It tells a cell that hangs from a slow one. The file is mapped into memory: a step costs no system call.
+No torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import signal
+import struct
+from pathlib import Path
+from time import monotonic_ns
+from typing import NamedTuple
+
+#: Has a process of a cell write the stacks of its threads; one that is not ready for it ignores it.
+STACK_SIGNAL = signal.SIGUSR1
+_FORM = struct.Struct("QQQQ")  # native: each figure is written at once
+#: A span of a worker without a sign of life is no hang below this, in seconds.
+SHORTEST_HANG_S = 10.0
+#: A step may take so many times the longest one before it, anything else so many times the longest pause.
+STEPS, PAUSES = 10.0, 2.0
+
+
+class Pulse:
+    """Written by a worker: `step` after each training step, `alive` wherever else it gets on."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("w+b") as file:
+            file.write(bytes(_FORM.size))  # a mapped page without a block would fail on a full disk
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), _FORM.size)
+        self._steps = self._longest_step_ns = self._longest_pause_ns = 0
+        self._last_ns = monotonic_ns()
+        self._write()
+
+    def step(self) -> None:
+        """A training step is through; on CUDA: it is queued, or known to be through."""
+        now_ns = monotonic_ns()
+        span_ns = now_ns - self._last_ns
+        if span_ns > self._longest_step_ns:
+            self._longest_step_ns = span_ns
+        self._last_ns = now_ns
+        self._steps += 1
+        self._write()
+
+    def alive(self) -> None:
+        """Something else is through: a phase, a batch of an evaluation."""
+        now_ns = monotonic_ns()
+        self._longest_pause_ns = max(self._longest_pause_ns, now_ns - self._last_ns)
+        self._last_ns = now_ns
+        self._write()
+
+    def _write(self) -> None:
+        _FORM.pack_into(
+            self._map, 0, self._steps, self._last_ns, self._longest_step_ns, self._longest_pause_ns
+        )
+
+
+class Beat(NamedTuple):
+    """What a worker's file says: its steps, seconds since its last sign of life, and spans before it.
+
+    `longest_step_s`: from a sign to the step that came next; `longest_pause_s`: between all others, such
+    as the warm-up and an evaluation's batches.
+    """
+
+    steps: int
+    quiet_s: float
+    longest_step_s: float
+    longest_pause_s: float
+
+    @property
+    def patience_s(self) -> float:
+        """How long it may be quiet before that is called a hang, in seconds.
+
+        A slow training goes on at its pace: 10 times its longest step is none of it. The warm-up counts
+        as a pause, and is as long as one step at least with its device waited for: on CUDA a
+        worker queues steps ahead of its device, and may then wait for one of them.
+        """
+        steps_s, pauses_s = STEPS * self.longest_step_s, PAUSES * self.longest_pause_s
+        return max(SHORTEST_HANG_S, steps_s, pauses_s)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it has been quiet for longer than that."""
+        return self.quiet_s > self.patience_s
+
+
+def read_pulse(path: Path, now_s: float) -> Beat | None:
+    """What a worker of this node wrote, at `now_s` by `time.monotonic`; None before it has begun."""
+    try:
+        steps, last_ns, *longest_ns = _FORM.unpack(path.read_bytes())
+    except (OSError, struct.error):
+        return None
+    return Beat(steps, now_s - last_ns / 1e9, *(ns / 1e9 for ns in longest_ns))

@@ -1,0 +1,212 @@
+"""Where the workers were when a cell was ended: whether it was slow, or hung.
+
+The agent of each node reads its workers' pulses: at the time limit, when a worker has failed, and now and
+then. Where none has got on for too long, it has each process write the stacks of its threads. The launcher
+judges what all agents found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.run_folder import rank_of, worker_name
+from stratbench.telemetry.pulse import STACK_SIGNAL, read_pulse
+from stratbench.telemetry.timeline import read_phases
+from stratbench.train.forkserver import Process
+from stratbench.train.job import Job
+
+#: A cell is ended before its limit, or without one, if no worker got on for so long, in seconds. A
+#: collective that does not come has ended by then (`worker.COLLECTIVE_S`), and says more.
+HUNG_S = 900.0
+#: How long processes may take to write their stacks, in seconds; a stopped one never does.
+STACKS_S = 2.0
+STACK_POLL_S = 0.05
+#: So many kinds of standing are told in a reason.
+MOST_TOLD = 4
+_CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a worker was; times are those of `telemetry.pulse.Beat`, None before it had a pulse."""
+
+    #: Training steps that it had begun to take, the device perhaps behind them.
+    steps: int
+    #: Its phase (`train`, `eval`, ...), or the last one with `after` before it.
+    phase: str
+    #: Its exit code; None: it ran.
+    exit_code: int | None = None
+    quiet_s: float | None = None
+    longest_step_s: float | None = None
+    hangs: bool = False
+    #: Its innermost call, as `function (file.py:12)`; None: it was not asked, or did not answer.
+    call: str | None = None
+
+    def __str__(self) -> str:
+        call = f", in {self.call}" if self.call else ""
+        return f"{self.steps} steps, in phase {self.phase}{call}"
+
+
+def hung_for_good(job: Job, workers: Sequence[Process]) -> bool:
+    """Whether every worker of this node that runs has trained, and has been quiet for HUNG_S.
+
+    Before the first step there is no pace to judge by. A server's workers on other nodes may go on.
+    """
+    if job.has_servers and job.n_nodes > 1:
+        return False
+    ranks = [rank_of(worker.name) for worker in workers if worker.exitcode is None]
+    beats = [read_pulse(job.folder.pulse(rank), time.monotonic()) for rank in ranks]
+    return bool(beats) and all(
+        beat is not None and beat.steps and beat.hangs and beat.quiet_s > HUNG_S for beat in beats
+    )
+
+
+def note_standing(job: Job, node: int, processes: Sequence[Process], at_limit: bool) -> None:
+    """Keep where the workers of this node are now; `processes`: all of the cell on it, ended or not."""
+    now_s = time.monotonic()
+    by_name = {p.name: p for p in processes}
+    beats, found = {}, {}
+    for rank in job.ranks_of(node):
+        name = worker_name(rank)
+        beat = beats[name] = read_pulse(job.folder.pulse(rank), now_s)
+        found[name] = {
+            "steps": beat.steps if beat else 0,
+            "phase": phase_of(job, rank),
+            "exit_code": by_name[name].exitcode,
+            "quiet_s": beat and beat.quiet_s,
+            "longest_step_s": beat and beat.longest_step_s,
+            "hangs": beat is not None and beat.hangs,
+        }
+    running = [p for p in processes if p.exitcode is None]
+    stepless = at_limit and not any(entry["steps"] for entry in found.values())
+    if stepless or all(found[p.name]["hangs"] for p in running if p.name in found):
+        ask_for_stacks(job, running)
+        for name, entry in found.items():
+            entry["call"] = innermost_call(job.folder.stack(name))
+    job.folder.write_standing(node, found)
+
+
+def phase_of(job: Job, rank: int) -> str:
+    """The phase of a worker by its log; `start` before its first."""
+    phases = read_phases([job.folder.phases(rank)])
+    open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
+    if open_ones:
+        return open_ones[-1]
+    last = max(phases, key=lambda p: p.end_s, default=None)
+    return f"after {last.phase}" if last else "start"
+
+
+def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
+    """Have processes write their stacks; returns when they have, or after STACKS_S."""
+    asked = [p for p in running if p.pid is not None and job.folder.stack(p.name).exists()]
+    for process in asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, STACK_SIGNAL)
+    paths = [job.folder.stack(process.name) for process in asked]
+    ends_s = time.monotonic() + STACKS_S
+    before = None
+    while time.monotonic() < ends_s:
+        sizes = [path.stat().st_size for path in paths]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
+        time.sleep(STACK_POLL_S)
+
+
+def calls_in(path: Path) -> list[str]:
+    """The calls of a process's main thread, innermost first; empty if it has written none.
+
+    Those of autograd's own thread come before them, where the main thread waits for it: collectives of
+    backward are called there. `faulthandler` writes the oldest thread last.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    threads: list[list[str]] = []
+    for line in lines:
+        if "hread 0x" in line:
+            threads.append([])
+        elif threads and _CALL.match(line):
+            threads[-1].append(line)
+    if not threads:
+        return []
+    *others, main = threads
+    if not main or not main[0].endswith("in _engine_run_backward"):
+        return main
+    return next((calls for calls in others if calls and "/autograd/" in calls[-1]), []) + main
+
+
+def innermost_call(path: Path) -> str | None:
+    """The innermost call of `calls_in` as `function (file.py:12)`; None if it wrote no stack."""
+    calls = calls_in(path)
+    if not calls:
+        return None
+    found = _CALL.match(calls[0])
+    return f"{found['function']} ({os.path.basename(found['path'])}:{found['line']})"
+
+
+def why_no_timeout(job: Job) -> str | None:
+    """Why a cell that was ended at its time limit failed; None if it was slow, which is a result.
+
+    It failed if no worker had taken a step, or if it hung (`why_hung`).
+    """
+    told = standings_of(job)
+    results = job.folder.read_workers(job.world_size)
+    limit = f"the cell's limit of {job.time_limit_s:g} s"
+    ranks = range(job.world_size)
+    if not any(_stepped(job, rank, told.get(rank), results.get(rank)) for rank in ranks):
+        known = {rank: told.get(rank) or Standing(0, phase_of(job, rank)) for rank in ranks}
+        return f"no step within {limit}; {_listed(known)}"
+    return why_hung(told) if len(told) == job.world_size else None
+
+
+def standings_of(job: Job) -> dict[int, Standing]:
+    """Where each worker was, by rank, as far as the agents kept it."""
+    return {rank_of(name): Standing(**entry) for name, entry in job.folder.read_standing().items()}
+
+
+def why_hung(told: Mapping[int, Standing]) -> str | None:
+    """Who waits for whom, if every worker that ran was quiet for longer than `Beat.patience_s`; else None.
+
+    They wait for one another, or for something that does not come.
+    """
+    running = {rank: standing for rank, standing in told.items() if standing.exit_code is None}
+    if not running or not all(standing.hangs for standing in running.values()):
+        return None
+    quiet_s = min(s.quiet_s for s in running.values())
+    longest_s = max(s.longest_step_s for s in running.values())
+    return (
+        f"it hangs: no worker got on for {quiet_s:.1f} s, and no step before had taken longer than "
+        f"{longest_s:.3g} s; {_listed(running)}"
+    )
+
+
+def _stepped(job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None) -> bool:
+    """Whether a worker is known to have taken a step. An agent that is gone left no standing."""
+    if standing is not None:
+        return standing.steps > 0
+    if result is not None and result["status"] in ("ok", "diverged"):
+        return True
+    return any(p.phase == "train" for p in read_phases([job.folder.phases(rank)]))
+
+
+def _listed(standings: Mapping[int, Standing]) -> str:
+    """Where ranks are, those with the fewest steps first: the others wait for them."""
+    alike: dict[str, list[int]] = {}
+    for rank, standing in sorted(standings.items(), key=lambda item: (item[1].steps, item[0])):
+        alike.setdefault(str(standing), []).append(rank)
+    told = [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in alike.items()
+    ]
+    more = [f"and {len(told) - MOST_TOLD} more"] if len(told) > MOST_TOLD else []
+    return "; ".join([*told[:MOST_TOLD], *more])
