@@ -1,13 +1,15 @@
 """Compares the plan's memory with PyTorch's own CUDA allocator, on a CUDA runtime in software.
 
-    PYTHONPATH=workflow python benchmarks/allocator.py                   the whole matrix, hours on two cores
-    PYTHONPATH=workflow python benchmarks/allocator.py --models resnet50 --strategies ddp
+    export PYTHONPATH=workflow
+    .venv-gpu-path/bin/python benchmarks/allocator.py                  the whole matrix, hours on two cores
+    .venv-gpu-path/bin/python benchmarks/allocator.py --models resnet50 --strategies ddp
 
-Run it with PyTorch's CUDA build on the software GPU: host code and allocator are real and no kernel runs, so
-there are no workspaces of cuDNN and no buffers of NCCL. Each case is a fresh process that trains a few steps
-as worker 0 of a cell; the peak is what the cell's record would hold. Other workers are not there:
-their collectives return at once (`FAKEGPU_NCCL_SOLO`). Writes results/allocator.csv and .md beside this file.
-What was measured is kept, and not measured again; the plan is made anew when its code has changed.
+It needs the environment of `make test-gpu-path`: PyTorch's CUDA build on the software GPU. Host code and
+allocator are real and no kernel runs, so there are no workspaces of cuDNN and no buffers of NCCL. Each case
+is a fresh process that trains a few steps as worker 0 of a cell; the peak is what the cell's record would
+hold. Other workers are not there: their collectives return at once (`SOFTWARE_GPU_NCCL_SOLO`). Writes
+results/allocator.csv and .md beside this file. What was measured is kept, and not measured again; the plan is
+made anew when its code has changed.
 """
 
 from __future__ import annotations
@@ -142,7 +144,7 @@ def measured(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
         case_json = json.dumps(asdict(case))
         done = subprocess.run(
             [sys.executable, __file__, "--folder", str(folder), "--case", case_json],
-            env=os.environ | {"FAKEGPU_NCCL_SOLO": "1"},
+            env=os.environ | {"SOFTWARE_GPU_NCCL_SOLO": "1"},
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -466,6 +466,11 @@ def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys
         "ddp, 2 kinds of cells without a record",
         "fsdp, 4 kinds of cells without a record",
     ]
+    # A record that is no measurement is none that could have ended otherwise.
+    software = {"change": lambda cell, record: record["provenance"].update(software_gpu=True)}
+    none = read_set(str(a_set(tmp_path, "none", **software)), "none")
+    watched = regression.watch([compare(sets["old"], none)], 0.05)
+    assert {w.verdict for w in watched if w.fails} == {"no longer judged"}
     # What the first set cannot be held against either was never judged.
     for first in (new, fewer):
         assert not regression.is_slower(regression.watch([compare(first, sets["old"])], 0.5))

@@ -15,6 +15,7 @@ from test_analysis_report import Page, write_page
 from stratbench.analysis import sections
 from stratbench.analysis.timelines import read_timeline
 from stratbench.cell import software_gpu
+from stratbench.cell.__main__ import records_with
 from stratbench.sets.archive import SetError
 from stratbench.sets.bundle import write_bundle
 from stratbench.sets.reading import read_set
@@ -111,6 +112,14 @@ def test_no_bundle_takes_one_and_none_that_has_one_is_read(tmp_path):
     found = read_set(str(folder))  # a folder of results is the user's own: it is read, and says so
     assert list(found.cells["status"]).count("unusable") == 1
     assert "software-gpu" in set(found.findings["rule"])
+
+
+def test_it_can_be_asked_for_as_what_it_is(tmp_path):
+    folder = fixture.write_study(tmp_path, CELLS[:2])
+    path = CELLS[1].record_path(tmp_path)
+    path.write_text(json.dumps(told_by_launcher(None, json.loads(path.read_text()))))
+    assert list(records_with(folder.parent, ["unusable"])) == [path]
+    assert len(list(records_with(folder.parent, ["ok"]))) == 1
 
 
 def test_a_bundle_that_somebody_made_by_hand_is_refused(tmp_path, monkeypatch):

@@ -36,6 +36,8 @@ from stratbench.study.config import Study
 #: Statuses of cells without a usable record: none yet, or a failure or an unreadable record in its
 #: place.
 WITHOUT_RECORD = ("missing", "error")
+#: These, and where the record is no measurement.
+UNMEASURED = (*WITHOUT_RECORD, "unusable")
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def collect(
         for row, epochs in rows_of_cells(cells, study_dir, asked or Expected(), read):
             cells_csv.writerow(row)
             epochs_csv.writerows(epochs)
-            if row["status"] in WITHOUT_RECORD:
+            if row["status"] in UNMEASURED:
                 without.append(row)
     return without
 
@@ -204,7 +206,7 @@ def describe_missing(without: Sequence[Row], total: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 1 if a record is missing or unusable and `--partial` is not given."""
+    """Runs the command line; returns 1 if a record is missing or cannot be read, without `--partial`."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.collect", description=__doc__)
     parser.add_argument("--expected", type=Path, required=True, help="JSON list of all cells")
     parser.add_argument("--records-root", type=Path, required=True, help="results/<study>/cells")
@@ -218,13 +220,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = read_expected(args.expected)
     study_dir = args.records_root.parent
     without = collect(cells, study_dir, args.out, args.epochs_out, expected_of(args))
+    lacking = any(row["status"] in WITHOUT_RECORD for row in without)
     if without:
-        print(
-            describe_missing(without, len(cells)), file=sys.stdout if args.partial else sys.stderr
-        )
+        accepted = args.partial or not lacking
+        print(describe_missing(without, len(cells)), file=sys.stdout if accepted else sys.stderr)
     else:
         print(counted(len(cells), "record"))
-    return 1 if without and not args.partial else 0
+    return 1 if lacking and not args.partial else 0
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
     """Notices that a reader must see before any number."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
+    if (unusable := (cells["status"] == "unusable").sum()) > 0:
+        yield f"{unusable} of {len(cells)} cells have a record that is no measurement, and no figure here."
     if partial and cells["status"].isin(["missing", "error"]).any():
         yield "This report is partial: cells without a usable record are marked, not left out."
     if len(cpu):

@@ -11,8 +11,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
 from stratbench.cell.files import read_json
+
+#: What can be asked for: a record on the software GPU ended in some way, but is no measurement.
+KNOWN = (*STATUSES, "unusable")
 
 
 def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> Iterator[Path]:
@@ -25,7 +29,8 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
     )
     for path in sorted(results.glob(f"{pattern}/record.json")):
         try:
-            status = read_json(path)["status"]
+            found = read_json(path)
+            status = "unusable" if software_gpu.measured(found) else found["status"]
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path} is not a record; delete it to train its cell again") from e
         if status in statuses:
@@ -35,10 +40,8 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
 def _statuses(text: str) -> list[str]:
     statuses = [status.strip() for status in text.split(",")]
     for status in statuses:
-        if status not in STATUSES:
-            raise argparse.ArgumentTypeError(
-                f"{status!r} is no status; known: {', '.join(STATUSES)}"
-            )
+        if status not in KNOWN:
+            raise argparse.ArgumentTypeError(f"{status!r} is no status; known: {', '.join(KNOWN)}")
     return statuses
 
 
@@ -46,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     """List the records of cells that ended in a given way, for `snakemake --forcerun`."""
     parser = argparse.ArgumentParser(prog="python -m stratbench.cell", description=main.__doc__)
     parser.add_argument(
-        "--status", type=_statuses, required=True, help=f"of {', '.join(STATUSES)}; several: a,b"
+        "--status", type=_statuses, required=True, help=f"of {', '.join(KNOWN)}; several: a,b"
     )
     parser.add_argument("--study", default="*", help="only of this study")
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")

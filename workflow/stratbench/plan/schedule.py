@@ -300,6 +300,8 @@ def _state(
             return "recorded", f"unusable: {software_gpu.WHY}"
         if found["status"] == "ok":
             return "done", ""
+        if found["status"] == "refused":
+            return "refused", found["reason"]
         return "recorded", f"{found['status']}: {found['reason']}"
     if isinstance(made, Refusal):
         return "refused", str(made)

@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.collect import WITHOUT_RECORD
+from stratbench.analysis.collect import UNMEASURED
 from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
 from stratbench.analysis.score import Score, score_of
 from stratbench.analysis.summary import describe_outcome, outcome_kinds
@@ -214,7 +214,7 @@ def doubts_on_times(found: ResultSet) -> dict[Group, list[str]]:
 
 def outcomes_of(found: ResultSet) -> dict[Group, str]:
     """The outcomes of cells that ran and did not end well, by their group."""
-    bad = found.cells[~found.cells["status"].isin(["ok", *WITHOUT_RECORD])]
+    bad = found.cells[~found.cells["status"].isin(["ok", *UNMEASURED])]
     return {
         group: outcome_kinds(describe_outcome(rows)) for group, rows in rows_by_group(bad).items()
     }

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from stratbench.analysis.audit.mixed import NOT_STATED, TABLE, row_comparing, texts_by_path
-from stratbench.analysis.collect import WITHOUT_RECORD
+from stratbench.analysis.collect import UNMEASURED
 from stratbench.analysis.groups import GROUP, Group, rows_by_group
 from stratbench.sets.reading import ResultSet
 
@@ -99,7 +99,7 @@ def matches(first: ResultSet, other: ResultSet) -> list[Match]:
 
 def groups_with_data(found: ResultSet) -> dict[Group, str]:
     """The groups of repeats in a set that have a record, with the data set of each."""
-    cells = found.cells[~found.cells["status"].isin(WITHOUT_RECORD)].drop_duplicates(GROUP)
+    cells = found.cells[~found.cells["status"].isin(UNMEASURED)].drop_duplicates(GROUP)
     listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
     return {Group(*key): str(dataset) for *key, dataset in listed}
 

@@ -64,8 +64,8 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
         if wanted.dataset not in _told:
             _told.add(wanted.dataset)
             print(
-                f"{path}, and what else was trained on other data than the config now calls "
-                f"{wanted.dataset!r}, is made anew",
+                f"{path}, and what else was not trained on what the config now calls {wanted.dataset!r}, or "
+                "does not say on what, is made anew",
                 file=sys.stderr,
             )
 

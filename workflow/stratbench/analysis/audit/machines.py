@@ -55,8 +55,8 @@ def busy_machine(evidence: Evidence) -> Iterator[Found]:
     "software-gpu",
     "unusable",
     "all",
-    "The cell was trained on the software GPU of the tests, which runs no kernel: its times, its memory "
-    "and its scores are no measurements, and stand in no table.",
+    "The cell was trained on the software GPU of the tests, which runs no kernel: its times and "
+    "its scores are no measurements, and it has no figure in any table.",
 )
 def on_software_gpu(evidence: Evidence) -> Iterator[Found]:
     for row in rows_of(evidence.cells[evidence.cells["status"] == "unusable"]):
