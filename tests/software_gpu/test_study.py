@@ -6,6 +6,7 @@ What needs no kernel agrees with the plan exactly; and no figure of it stands an
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def config() -> dict:
 
 @pytest.fixture(scope="module")
 def own_machine() -> Iterator[Machine]:
-    machine = Machine(Path("/dev/shm", "software-gpu-test-study"))
+    machine = Machine(Path("/dev/shm", f"software-gpu-test-study-{uuid.uuid4().hex[:12]}"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOFTWARE_GPU_STATE", str(machine.path))
         yield machine

@@ -57,7 +57,7 @@ def test_a_lost_gpu_answers_nothing_and_raises_nothing():
     }
     assert gpu.counters() == {}
     assert gpu.static() == {"index": 0}
-    assert gpu.process_ids() == []
+    assert gpu.computing() == {}
     assert gpu.process_used_bytes() is None
 
 
@@ -150,7 +150,7 @@ def test_what_a_name_in_cuda_visible_devices_stands_for(name, mig, expected):
 
 def test_memory_of_this_process(monkeypatch):
     gpu = Nvml(FakeNvml()).gpus()[0]
-    assert gpu.process_ids() == [4242]
+    assert list(gpu.computing()) == [4242]
     assert gpu.process_used_bytes() is None
     monkeypatch.setattr("os.getpid", lambda: 4242)
     assert gpu.process_used_bytes() == 1 << 30

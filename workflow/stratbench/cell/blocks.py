@@ -224,7 +224,7 @@ def read_block(path: str | Path) -> Block:
         raise BlockError(f"{path} cannot be read as a block's result: {e}") from e
     if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
         raise BlockError(f"{path} is no block's result of version {SCHEMA_VERSION}")
-    if software_gpu.measured(found):
+    if found.get("software_gpu"):
         raise BlockError(f"{path} was {software_gpu.WHY}")
     if faults := list(_faults(found)):
         raise BlockError(f"{path} is not a block's result: {'; '.join(faults[:3])}")

@@ -52,7 +52,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise
 
 
-def own_folder(folder: Path, about: str = "") -> str:
+def claim_folder(folder: Path, about: str = "") -> str:
     """Make `folder` for files of ours, or take one made so; returns what was then said `about` it.
 
     FileExistsError if it holds anything and no mark of ours: files of others are never overwritten.

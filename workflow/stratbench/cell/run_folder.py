@@ -219,7 +219,7 @@ class RunFolder:
         return {path.stem.removeprefix("busy"): _read(path) for path in paths}
 
     def write_standing(self, node: int, standing: dict[str, Any]) -> None:
-        """Keep where each worker of a node was at the time limit, by name (`train.standing`)."""
+        """Keep where each worker of a node was when the cell was ended, by name (`train.standing`)."""
         write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
 
     def read_standing(self) -> dict[str, dict[str, Any]]:

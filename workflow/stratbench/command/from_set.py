@@ -12,7 +12,7 @@ import yaml
 
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import write_decisions
-from stratbench.cell.files import own_folder
+from stratbench.cell.files import claim_folder
 from stratbench.cell.words import printable
 from stratbench.command import CommandError
 from stratbench.sets.archive import SetError, extract
@@ -67,7 +67,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     except ConfigError as error:
         raise CommandError(str(error)) from None
     given["optimizers"] = other_optimizers(config, found.study)
-    own_folder(folder)
+    claim_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
     said = write_decisions(found.cells, found.findings, Constraints(**given), *written)
     print(printable(said))
@@ -123,7 +123,7 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
     config = changed(found.config, pairs)
     refuse_foreign_code(text, config)
     folder = out or Path(f"{found.study}.plan")
-    own_folder(folder)
+    claim_folder(folder)
     with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
         extract(Path(text).expanduser(), Path(results, found.study))
         config |= {"results": results, "code": [], "data": {}}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.decide import describe_decisions
-from stratbench.cell.files import own_folder, write_atomic
+from stratbench.cell.files import claim_folder, write_atomic
 from stratbench.cell.words import printable
 from stratbench.sets import figures, page, regression, tables
 from stratbench.sets.archive import NAME, SetError, shown_name
@@ -74,7 +74,7 @@ def compare_sets(
 def take_folder(folder: Path, named: Mapping[str, str]) -> None:
     """Take the comparison's folder, and say so where that of other sets was in it."""
     about = ", ".join(f"{name}={source}" for name, source in named.items())
-    before = own_folder(folder, about)
+    before = claim_folder(folder, about)
     if before not in ("", about):
         said = f"{folder} held the comparison of {before}, which is replaced"
         print(printable(said), file=sys.stderr)

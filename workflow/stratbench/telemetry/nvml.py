@@ -87,6 +87,8 @@ class Nvml:
 
         `name` is a number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
         """
+        if not name:
+            return None
         gpus = self.gpus()
         if name.isdecimal():
             return next((gpu.uuid() or name for gpu in gpus if gpu.index == int(name)), None)
@@ -214,10 +216,6 @@ class Gpu:
             if process.pid == wanted:
                 return process.usedGpuMemory
         return None
-
-    def process_ids(self) -> list[int]:
-        """Processes with a compute context on the GPU, as the host numbers them."""
-        return [p.pid for p in self._ask("nvmlDeviceGetComputeRunningProcesses") or ()]
 
     def computing(self) -> dict[int, int | None]:
         """Bytes that each process with a compute context holds, by its number; without displays.

@@ -26,7 +26,7 @@ import psutil
 
 from stratbench.telemetry.cores import usable_cores
 from stratbench.telemetry.nvml import Gpu, Nvml
-from stratbench.telemetry.tenants import StrangerWatch
+from stratbench.telemetry.tenants import StrangerWatch, is_broker
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 #: How long the sampler may take to end, in seconds.
@@ -296,6 +296,8 @@ def sample_until(
         if strangers is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
             strangers.look(t_s)
         if ending:
+            if strangers is not None:
+                strangers.write()
             return
         count += in_time
         in_time = _wait(wake, begun_s + count * period_s, parent_pid)
@@ -373,7 +375,10 @@ def busy_check(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any
             if cores[pid] > 0.1
         ],
     }
-    strangers = {gpu.index: gpu.process_ids() for gpu in (nvml or Nvml()).gpus()}
+    strangers = {
+        gpu.index: [p for p in gpu.computing() if not is_broker(p)]
+        for gpu in (nvml or Nvml()).gpus()
+    }
     if any(strangers.values()):
         facts["other_gpu_processes"] = {gpu: pids for gpu, pids in strangers.items() if pids}
     return facts

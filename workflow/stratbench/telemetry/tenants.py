@@ -8,13 +8,14 @@ compute; the memory that they hold counts. No torch.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import reason_of, write_atomic
 from stratbench.cell.words import GIB
 from stratbench.telemetry.nvml import Gpu, Nvml
 
@@ -36,15 +37,23 @@ def describe_gpu(place: dict[str, Any]) -> str:
     return f"GPU {number}" + (f" ({uuid})" if uuid else "")
 
 
-def is_stranger(pid: int, agent_pid: int) -> bool:
-    """Whether a process that computes on a GPU is not of the cell whose agent is `agent_pid`."""
-    if not psutil.pid_exists(pid):  # it has just ended
-        return False
+def is_broker(pid: int) -> bool:
+    """Whether it is a server through which others compute."""
     try:
-        process = psutil.Process(pid)
-        if process.name() in _BROKERS:
-            return False
-        return agent_pid not in (pid, *(p.pid for p in process.parents()))
+        return psutil.Process(pid).name() in _BROKERS
+    except psutil.Error:
+        return False
+
+
+def is_stranger(pid: int, ancestor_pid: int) -> bool | None:
+    """Whether a process that computes on a GPU does not descend from `ancestor_pid`, a process of the cell.
+
+    None: it is a broker, or not known here; it has just ended, or is numbered in another way.
+    """
+    if is_broker(pid) or not psutil.pid_exists(pid):
+        return None
+    try:
+        return ancestor_pid not in (pid, *(p.pid for p in psutil.Process(pid).parents()))
     except psutil.Error:  # of another user, whose processes are hidden
         return True
 
@@ -60,33 +69,39 @@ class StrangerWatch:
         self._out = out
         self._gpus = list(gpus)
         self._agent_pid = agent_pid
-        self._foreign: dict[int, bool] = {agent_pid: False}
-        self._found: dict[tuple[int | None, int], dict[str, Any]] = {}
+        self._foreign: dict[int, bool | None] = {agent_pid: False}
+        self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
     def look(self, t_s: float) -> None:
-        """Ask NVML for the processes of each GPU; a file is written only where there are strangers."""
-        changed = False
+        """Ask NVML for the processes of each GPU; a new stranger is written down at once."""
+        known = len(self._found)
         for gpu in self._gpus:
             held_bytes = gpu.computing()
             for pid in held_bytes.keys() - self._foreign.keys():
                 self._foreign[pid] = is_stranger(pid, self._agent_pid)
-            strangers = [pid for pid in held_bytes if self._foreign[pid]]
-            if len(strangers) == len(held_bytes):
+            if not any(self._foreign[pid] is False for pid in held_bytes):
                 continue
-            for pid in strangers:
+            for pid in filter(self._foreign.get, held_bytes):
                 entry = self._found.setdefault(
-                    (gpu.index, pid),
+                    (gpu.uuid() if gpu.index is None else gpu.index, pid),
                     {"gpu": gpu.index, "pid": pid, "bytes": None, "first_s": t_s},
                 )
                 entry["bytes"] = max(entry["bytes"] or 0, held_bytes[pid] or 0) or None
                 entry["last_s"] = t_s
-                changed = True
-        if changed:
-            write_atomic(self._out, json.dumps(list(self._found.values())))
+        if len(self._found) > known:
+            self.write()
+
+    def write(self) -> None:
+        """Write down who was seen, if anybody. An error of the disk is printed: nothing else ends by it."""
+        try:
+            if self._found:
+                write_atomic(self._out, json.dumps(list(self._found.values())))
+        except OSError as error:
+            print(f"sampler: {reason_of(error)}", file=sys.stderr, flush=True)
 
 
 def others_on(
-    gpu: Gpu, agent_pid: int, own_pid: int, allocated_bytes: int | None
+    gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
     """Who else uses the GPU of a worker that is out of memory, as the worker finds it; None: nobody.
 
@@ -98,7 +113,7 @@ def others_on(
     own_bytes = held_bytes.get(own_pid)
     strangers = {}
     if allocated_bytes is None or own_pid in held_bytes:  # else NVML numbers them in another way
-        strangers = {p: n for p, n in held_bytes.items() if is_stranger(p, agent_pid)}
+        strangers = {p: n for p, n in held_bytes.items() if is_stranger(p, ancestor_pid)}
     used_bytes = gpu.memory_used_bytes()
     if own_bytes is None:
         own_bytes = 0 if allocated_bytes is None else allocated_bytes + OTHERS_BYTES

@@ -37,7 +37,7 @@ from stratbench.train import agent, assemble, devices
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
-from stratbench.train.standing import calls_in, standings_of
+from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
 from stratbench.workload import models, prepared
 from stratbench.workload.own import ModelError, check_unchanged
 from stratbench.workload.own_data import is_own
@@ -281,18 +281,22 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
                 process.kill()  # SLURM ends the rest with the job
                 process.wait()
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
+    told = standings_of(job)
     processes = [
-        agent.ProcessExit(worker_name(r), _exit_code(job, r)) for r in range(job.world_size)
+        agent.ProcessExit(worker_name(r), _exit_code(job, r, told.get(r)))
+        for r in range(job.world_size)
     ]
     ended = process.returncode != 0
-    hung = ended and any(s.hangs for s in standings_of(job).values() if s.exit_code is None)
+    hung = ended and why_hung(told) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
 
 
-def _exit_code(job: Job, rank: int) -> int | None:
-    """What the worker's own file says: srun does not pass on the exit codes of each process."""
+def _exit_code(job: Job, rank: int, told: Standing | None) -> int | None:
+    """What the worker's own file says, or else its agent: srun does not pass on the exit codes of each."""
     result = job.folder.read_worker(rank)
-    return result and int(result["status"] not in ("ok", "diverged"))
+    if result is None:
+        return None if told is None else told.exit_code
+    return int(result["status"] not in ("ok", "diverged"))
 
 
 def fail(

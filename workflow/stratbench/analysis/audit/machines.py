@@ -163,10 +163,9 @@ def strangers_in(facts: Facts) -> Iterator[str]:
     for node, strangers in (facts("provenance.gpu_strangers") or {}).items():
         for entry in strangers:
             held = f" with up to {entry['bytes'] / GIB:.3g} GiB" if entry["bytes"] else ""
+            gpu = "a MIG instance" if entry["gpu"] is None else f"GPU {entry['gpu']}"
             when = f"from {entry['first_s']:.0f} to {entry['last_s']:.0f} s"
-            seen[node, entry["pid"]] = (
-                f"process {entry['pid']} on GPU {entry['gpu']}{held}, seen {when}"
-            )
+            seen[node, entry["pid"]] = f"process {entry['pid']} on {gpu}{held}, seen {when}"
     yield from seen.values()
 
 

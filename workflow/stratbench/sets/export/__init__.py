@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import own_folder
+from stratbench.cell.files import claim_folder
 from stratbench.sets.archive import SetError
 from stratbench.sets.reading import ResultSet
 
@@ -34,7 +34,7 @@ def export_set(found: ResultSet, formats: Sequence[str], out: Path) -> list[Path
     modules = {name: _module_of(name) for name in formats}
     if not found.records and (runs := [name for name in formats if modules[name].OF_RECORDS]):
         raise SetError(f"{found.source} has no records, and {runs[0]} holds runs; use parquet")
-    own_folder(out)
+    claim_folder(out)
     folders = []
     for name, module in modules.items():
         folder = out / name
