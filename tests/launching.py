@@ -18,12 +18,17 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import option_defaults
+from stratbench.strategies import option_defaults, strategy_class
 from stratbench.train import forkserver
 
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 FOREVER = 1_000_000  # epochs
 LIMIT_S = 60.0  # for all processes of a cell to be gone: a second, but on a busy machine
+#: Of a strategy that takes no SGD.
+ADAMW = {
+    "optimizer": "adamw", "momentum": 0.0, "nesterov": False, "betas": [0.9, 0.999], "eps": 1e-8,
+    "lr": 0.01,
+}  # fmt: skip
 TINY = {
     "source": "synthetic", "train_samples": 64, "test_samples": 40, "classes": 3, "channels": 1,
     "size": 16, "seed": 0,
@@ -63,6 +68,9 @@ def settings(strategy: str = "ddp", **changes: Any) -> Settings:
     )  # fmt: skip
     if "options" not in changes:
         changes["options"] = option_defaults(strategy)
+    cls = strategy_class(strategy)
+    if cls.policy and cls.Options(**changes["options"]).refusal("sgd"):
+        changes = ADAMW | changes
     return replace(base, **changes)
 
 

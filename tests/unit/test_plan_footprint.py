@@ -468,7 +468,7 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
     real = strategy_class(strategy)(strategy_class(strategy).Options(**dict(request.options)))
     device = torch.device("cpu")
     net = models.for_training(request.network, 10, (64,), 0, device, torch.float32)
-    s, groups = fake._settings(request), models.wrap_groups(request.network, net)
+    s, groups = fake.settings_of(request), models.wrap_groups(request.network, net)
     real.setup(net, base.Worker(s, 0, 1, 1, device, RunFolder(Path()), groups))
     x = torch.randint(10, (4, 64))
     for _ in range(2):

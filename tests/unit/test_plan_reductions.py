@@ -123,7 +123,7 @@ def test_a_peak_holds_the_buffer_for_the_batch_and_the_gpu():
     kept = footprint._highest(moments)
     assert kept == moments
     made = footprint.Footprint(
-        {}, {}, kept, footprint.MemoryPeak(0, "evaluation", {}), [], 0, 0, Affine(0, 0), {}
+        {}, {}, kept, footprint.MemoryPeak(0, "evaluation", {}), [], 0, 0, 0, Affine(0, 0), {}
     )
     assert made.training_peak(8).phase == "forward"
     peak = made.training_peak(8, GPUS[0])

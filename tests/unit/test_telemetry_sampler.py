@@ -260,7 +260,7 @@ def sampled_with(
 
 def test_strangers_are_looked_for_once_in_two_samples():
     looks = []
-    watch = SimpleNamespace(look=looks.append)
+    watch = SimpleNamespace(look=looks.append, write=lambda: None)
     rows = sampled_with(FakeNvml(gpus=1), 6, strangers=watch)
     times_s = [float(row["t_s"]) for row in rows if row["kind"] == "host"]
     assert 2 <= len(looks) < len(times_s)
@@ -399,7 +399,7 @@ def test_busy_check_tells_our_processes_from_others():
 
 def test_every_process_on_a_gpu_before_the_cell_starts_is_another():
     """In a container NVML's numbers are the host's: one that equals ours says nothing."""
-    running = [SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=4242)]
+    running = [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in (os.getpid(), 4242)]
     library = FakeNvml(answers={"nvmlDeviceGetComputeRunningProcesses": running})
     facts = busy_check(window_s=0.001, nvml=Nvml(library))
     assert facts["other_gpu_processes"] == {0: [os.getpid(), 4242]}

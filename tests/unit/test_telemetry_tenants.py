@@ -61,6 +61,7 @@ def noted(tmp_path, *looks: Nvml) -> list[dict[str, Any]] | None:
     for t_s, nvml in enumerate(looks):
         watch._gpus = [nvml.gpus()[1]]
         watch.look(float(t_s))
+    watch.write()
     return json.loads(out.read_text()) if out.exists() else None
 
 

@@ -79,7 +79,7 @@ def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
     # The others finished, and the message names the cell and shows the end of its log.
     for strategy in ("single", "ddp"):
         assert workflow.record("first", strategy, "vgg-compact", "1gpu").exists()
-    assert "cell tiny/second: ddp, vgg-compact, 2 GPUs" in output
+    assert "cell tiny/second: ddp, vgg-compact, 2 workers" in output
     assert "killed by SIGKILL" in output
     record = workflow.record("second", "ddp", "vgg-compact", "2gpu")
     assert not record.exists()

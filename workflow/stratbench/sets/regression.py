@@ -96,7 +96,8 @@ def not_judged(found: Comparison) -> Iterator[Watched]:
             places[OTHER_WORK, cell.group.strategy, "other work"].append(cell.group)
         elif cell.first_times and not cell.other_times and not is_lost(cell):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
-    for group in found.gone:
+    # Published tables have no records that could be gone.
+    for group in () if found.other.is_published else found.gone:
         places[GONE, group.strategy, "without a record"].append(group)
     for (verdict, strategy, why), groups in places.items():
         named = [f"{g.model} on {g.gpus} ({g.experiment})" for g in groups[:MOST_NAMED]]
