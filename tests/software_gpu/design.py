@@ -31,6 +31,8 @@ DATASETS = {
         "sequence": 32,
     },
 }  # fmt: skip
+#: Settings of a cell on these images.
+IMAGES = {"dataset": "images", "data_spec": DATASETS["images"]}
 #: Settings of a study of which each strategy meets each once, where it can.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"accumulate": 2},
@@ -92,7 +94,11 @@ class Planned:
             "warmup_steps": 2,
             "device": "cuda",
             "threads": 1,
-        } | self.keys
+        }
+        cls = strategy_class(self.strategy)
+        if cls.policy and cls.Options().refusal("sgd"):
+            experiment |= {"optimizer": "adamw", "lr": 0.01, "momentum": None}
+        experiment |= self.keys
         study = {
             "variants": {"variant": {"strategy": self.strategy} | self.options},
             "experiments": {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from design import IMAGES
 from machine import Machine
 
 from launching import LaunchedCell, settings, train_one_epoch, until
@@ -31,8 +32,9 @@ BUSY = (46, "busy or unavailable")
 def on_gpus(strategy: str = "ddp", gpus: int = 2, **changes: object) -> Settings:
     """Settings of a cell of 8 steps."""
     return settings(
-        strategy, device="cuda", gpus=gpus, global_batch=32, per_worker_batch=32 // gpus, **changes
-    )
+        strategy, device="cuda", gpus=gpus, global_batch=32, per_worker_batch=32 // gpus,
+        **IMAGES, **changes,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from design import IMAGES
 from machine import Machine
 
 from launching import WORKFLOW, LaunchedCell, settings
@@ -64,7 +65,7 @@ def weights(
         monkeypatch.setenv("SOFTWARE_GPU_LAZY", str(int(lazy)))
         s = settings(
             "ps-sync", device="cuda", gpus=gpus, global_batch=32, per_worker_batch=32 // gpus,
-            weight_decay=0.05, lr=0.5,
+            weight_decay=0.05, lr=0.5, **IMAGES,
         )  # fmt: skip
         s = replace(s, options=s.options | {"transport": transport})
         cell = start_cell(s, data_dir=data, workflow=copy)

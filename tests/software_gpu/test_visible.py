@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from design import IMAGES
 from machine import Machine
 
 from launching import WORKFLOW, LaunchedCell, settings
@@ -54,7 +55,7 @@ def test_a_cell_uses_the_gpus_that_it_is_shown(
     used: list[int],
 ) -> None:
     monkeypatch.setenv(VARIABLE, ",".join(name_of(machine, name) for name in names))
-    found = trained(settings("ddp", device="cuda"))
+    found = trained(settings("ddp", device="cuda", **IMAGES))
     assert (found["status"], gpus_of(found)) == ("ok", used)
 
 
@@ -81,7 +82,7 @@ def test_gpus_that_cannot_be_used_are_refused_and_told(
     monkeypatch.setenv(
         VARIABLE, ",".join(n if n == "NoDevFiles" else name_of(machine, n) for n in names)
     )
-    cell = start_cell(settings("ddp", device="cuda"), data_dir=data)
+    cell = start_cell(settings("ddp", device="cuda", **IMAGES), data_dir=data)
     lines = []
     for line in cell.process.stdout:  # until it ends, or waits for a GPU that no cell holds
         lines.append(line)
@@ -96,7 +97,7 @@ def test_a_job_without_gpus_trains_on_the_cpu(
 ) -> None:
     """Older SLURM names `NoDevFiles` where a job has none."""
     monkeypatch.setenv(VARIABLE, "NoDevFiles")
-    found = trained(settings("ddp", device="auto"))
+    found = trained(settings("ddp", device="auto", **IMAGES))
     assert (found["status"], found["provenance"]["device"]) == ("ok", "cpu")
     assert "software_gpu" not in found["provenance"], "its figures are the CPU's"
 
@@ -123,7 +124,7 @@ def test_a_mig_instance_is_known_by_its_own_name(
 ) -> None:
     gpus(mig=1)
     monkeypatch.setenv(VARIABLE, ",".join(name_of(machine, n) for n in ("mig 2", "mig 0")))
-    found = trained(settings("ddp", device="cuda"))
+    found = trained(settings("ddp", device="cuda", **IMAGES))
     assert found["status"] == "ok"
     used = [worker["provenance"]["gpu"]["uuid"] for worker in found["workers"]]
     assert used == [machine.uuid(2, mig=True), machine.uuid(0, mig=True)]
