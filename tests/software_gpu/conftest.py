@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from design import DATASETS
+from design import IMAGES
 from machine import LIBRARIES, Machine
 
 sys.path.append(str(Path(__file__).parents[1] / "workflow"))  # for copies of the workflow
@@ -60,7 +60,7 @@ def gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """256 images of 16x16 pixels in 3 colours and 3 classes, prepared."""
     folder = tmp_path_factory.mktemp("data") / "images"
-    prepare("images", folder, spec=DATASETS["images"])
+    prepare("images", folder, spec=IMAGES["data_spec"])
     return folder
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -32,7 +33,7 @@ DATASETS = {
     },
 }  # fmt: skip
 #: Settings of a cell on these images.
-IMAGES = {"dataset": "images", "data_spec": DATASETS["images"]}
+IMAGES = {"dataset": "images", "data_spec": dict(DATASETS["images"])}
 #: Settings of a study of which each strategy meets each once, where it can.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"accumulate": 2},
@@ -105,7 +106,8 @@ class Planned:
                 "cell": {key: v for key, v in experiment.items() if v is not None},
             },
         }
-        return {"study": "planned", "datasets": DATASETS, "studies": {"planned": study}}
+        datasets = deepcopy(DATASETS)  # what is left out is filled in
+        return {"study": "planned", "datasets": datasets, "studies": {"planned": study}}
 
     def cell_and_settings(self) -> tuple[Cell, Settings]:
         """Its coordinates and resolved settings, as a study has them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from design import COUNTS, DATASETS, Planned, cells_of, design, precisions, wishes_of
+from design import COUNTS, Planned, cells_of, design, precisions, wishes_of
 from machine import Machine
 
 from stratbench.analysis.audit import counts, machines, memory, servers, traffic
@@ -16,6 +16,7 @@ from stratbench.analysis.audit.rule import Evidence, Rule
 from stratbench.analysis.columns import COLUMNS
 from stratbench.cell import software_gpu
 from stratbench.cell.record import Record
+from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.workload.prepare import prepare
 
@@ -26,14 +27,14 @@ COMPUTED = ("score.", "strategy.details.consensus_distance")
 
 
 @pytest.fixture(scope="session")
-def data_sets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function that prepares a data set of the design; returns its folder."""
+def data_sets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Settings], Path]:
+    """A function that prepares the data set of a cell; returns its folder."""
     root = tmp_path_factory.mktemp("data-sets")
 
-    def prepared(name: str) -> Path:
-        if not (root / name).exists():
-            prepare(name, root / name, spec=DATASETS.get(name))
-        return root / name
+    def prepared(s: Settings) -> Path:
+        if not (root / s.dataset).exists():
+            prepare(s.dataset, root / s.dataset, spec=s.data_spec)
+        return root / s.dataset
 
     return prepared
 
@@ -43,13 +44,13 @@ def test_a_cell_is_trained_and_its_record_agrees_with_itself(
     trained: Callable[..., Record],
     gpus: Callable[..., None],
     machine: Machine,
-    data_sets: Callable[[str], Path],
+    data_sets: Callable[[Settings], Path],
     tmp_path: Path,
     cell: Planned,
 ) -> None:
     gpus(count=max(COUNTS))
-    coordinates, settings = cell.cell_and_settings()
-    record = trained(settings, data_dir=data_sets(coordinates.dataset))
+    _, settings = cell.cell_and_settings()
+    record = trained(settings, data_dir=data_sets(settings))
     assert record["status"] == "ok"
     assert record["strategy"]["name"] == cell.strategy
     assert (record["provenance"]["device"], record["settings"]["precision"]) == (
