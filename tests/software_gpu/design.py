@@ -33,7 +33,7 @@ DATASETS = {
     },
 }  # fmt: skip
 #: Settings of a cell on these images.
-IMAGES = {"dataset": "images", "data_spec": dict(DATASETS["images"])}
+IMAGES = {"dataset": "images", "data_spec": DATASETS["images"] | {"seed": 0}}
 #: Settings of a study of which each strategy meets each once, where it can.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"accumulate": 2},
