@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,10 @@ def test_options_need_no_torch(tmp_path):
 @pytest.mark.slow
 def test_a_cell_trains_with_a_strategy_and_a_metric_of_ones_own(tmp_path, start_cell):
     launched = start_cell(
-        settings("pairs", options={"period": 3}, model="resnet-compact", epochs=2),
+        # The strategy exists in the copy alone; here its settings are those of any other.
+        replace(
+            settings(model="resnet-compact", epochs=2), strategy="pairs", options={"period": 3}
+        ),
         workflow=copy_with(["A strategy", "A metric"], tmp_path),
     )
     code, output = launched.finish()
