@@ -336,6 +336,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "kind": strategy_class(strategy).kind,
             "options": options,
             "traits": asdict(traits),
+            "mesh": {"replicas": cell.gpus, "tensor": 1, "stages": 1},
             "wrap_groups": [{"label": f"block{i}", "parameters": parameters // 4} for i in range(4)]
             if strategy_class(strategy).uses_wrap_groups and finished
             else [],

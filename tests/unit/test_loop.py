@@ -17,6 +17,7 @@ from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
+from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
@@ -56,9 +57,13 @@ def train(strategy: Single, worker: Worker, data: DeviceData, path: Path) -> loo
     return loop.train(strategy, data, worker, phases, log, memory, progress)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(1), Mesh(2), Mesh(3), Mesh(7), Mesh(2, tensor=2), Mesh(1, tensor=3), Mesh(2, 2, stages=2)],
+    ids=str,
+)
 @pytest.mark.parametrize("batch", [6, 40, 64])
-def test_workers_share_out_the_test_set(data, monkeypatch, workers, batch):
+def test_workers_share_out_the_test_set(data, monkeypatch, mesh, batch):
     """Their sums make the whole, each sample once, though all call the model equally often."""
     monkeypatch.setattr(loop, "eval_batch", lambda shape: batch)
     monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
@@ -67,9 +72,9 @@ def test_workers_share_out_the_test_set(data, monkeypatch, workers, batch):
     model.register_forward_hook(lambda *_: calls.append(1))
     strategy, _ = single(model)
     shares, rounds = [], []
-    for rank in range(workers):
+    for rank in range(mesh.workers):
         calls.clear()
-        shares.append(loop.evaluate(strategy, data, Classification(), rank, workers))
+        shares.append(loop.evaluate(strategy, data, Classification(), rank, mesh))
         rounds.append(len(calls))
     assert len(set(rounds)) == 1
     with torch.no_grad():

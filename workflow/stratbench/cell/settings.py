@@ -32,6 +32,7 @@ class Settings:
     #: Passes over the training set; None where `steps` says how long.
     epochs: int | None
     global_batch: int
+    #: Samples of a step that a worker computes on: those of the copy of the network that it has or shares.
     per_worker_batch: int
     lr: float
     momentum: float

@@ -100,6 +100,7 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         build=blank if on_fakes else models.build,
         checkpointing=request.checkpointing,
     )
+    strategy = strategy_on_fakes(request)
     worker = base.Worker(
         settings=settings_of(request),
         rank=0,
@@ -109,8 +110,9 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         folder=RunFolder(Path()),
         wrap_groups=models.wrap_groups(request.network, model),
         task=task_of(settings_of(request), request.input_shape, request.values),
+        mesh=strategy.mesh(request.world_size),
     )
-    return model, strategy_on_fakes(request), worker
+    return model, strategy, worker
 
 
 def _step(

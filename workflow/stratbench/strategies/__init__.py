@@ -16,6 +16,7 @@ from stratbench.ps.policies import POLICIES
 
 if TYPE_CHECKING:
     from stratbench.strategies.base import Strategy, Traits
+    from stratbench.strategies.mesh import Mesh
 
 #: Of each strategy the module and the class, or a function that makes the class of the name.
 REGISTRY: dict[str, str] = {
@@ -63,3 +64,9 @@ def traits_of(name: str, options: Mapping[str, Any], gpus: int) -> Traits:
     """What is true of the strategy registered as `name`, with these options, on `gpus` workers."""
     cls = strategy_class(name)
     return cls(cls.Options(**options)).traits(gpus)
+
+
+def mesh_of(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:
+    """How the strategy registered as `name`, with these options, divides its work among `gpus` workers."""
+    cls = strategy_class(name)
+    return cls(cls.Options(**options)).mesh(gpus)

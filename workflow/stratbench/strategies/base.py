@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import Options
+from stratbench.strategies.mesh import Mesh
 from stratbench.workload.own import listed
 from stratbench.workload.tasks import Classification, Task
 
@@ -95,6 +96,21 @@ class Worker:
     watch: CompileWatch | None = None
     #: What it tells that it gets on; None where nobody looks.
     pulse: Pulse | None = None
+    #: How the workers divide the work; None: each has a copy of the network.
+    mesh: Mesh = None
+
+    def __post_init__(self) -> None:
+        self.mesh = self.mesh or Mesh(self.world_size)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_workers` shares of each batch is this worker's."""
+        return self.mesh.place(self.rank).replica
+
+    @property
+    def data_workers(self) -> int:
+        """Into how many shares the workers divide each batch: the copies of the network."""
+        return self.mesh.replicas
 
 
 class Strategy:
@@ -173,6 +189,10 @@ class Strategy:
     def traits(self, gpus: int) -> Traits:
         """What is true of it on `gpus` workers."""
         return Traits()
+
+    def mesh(self, gpus: int) -> Mesh:
+        """How `gpus` workers divide the work; ValueError where they cannot, as its options stand."""
+        return Mesh(gpus)
 
     @property
     def plain_steps(self) -> int:
@@ -444,8 +464,8 @@ class Collective(Strategy):
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
         w, s = self.worker, self.worker.settings
         steps = len(order) // s.global_batch
-        mine = order[: steps * s.global_batch].view(steps, w.world_size, self.samples_per_step(s))
-        yield from mine[:, w.rank]
+        mine = order[: steps * s.global_batch].view(steps, w.data_workers, self.samples_per_step(s))
+        yield from mine[:, w.data_rank]
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self.model.buffers()]

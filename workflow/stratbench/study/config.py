@@ -13,7 +13,7 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import Settings
-from stratbench.strategies import REGISTRY, stated_options, strategy_class
+from stratbench.strategies import REGISTRY, mesh_of, stated_options, strategy_class
 from stratbench.study.data_sets import DataSets
 from stratbench.study.validation import validate
 from stratbench.study.yaml_traps import check_duplicate_keys
@@ -72,9 +72,11 @@ class Study:
         values = self.experiments[cell.experiment].values
         base, given = self.base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
+        batch = weak * cell.gpus if weak else values["global_batch"]
+        options = stated_options(base, given, cell.gpus)
         return Settings(
             strategy=base,
-            options=stated_options(base, given, cell.gpus),
+            options=options,
             model=cell.model,
             dataset=cell.dataset,
             gpus=cell.gpus,
@@ -82,8 +84,8 @@ class Study:
             own_model=self.own_model(cell.model),
             data_spec=self._data.identity(cell.dataset),
             own_task=self.own_task(values["task"]),
-            global_batch=weak * cell.gpus if weak else values["global_batch"],
-            per_worker_batch=weak or values["global_batch"] // cell.gpus,
+            global_batch=batch,
+            per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
             **{
                 key: values[key]
                 for key in (

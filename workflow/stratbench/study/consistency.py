@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from stratbench.cell.words import counted
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, mesh_of, strategy_class
+from stratbench.strategies.mesh import Mesh
 from stratbench.study.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
 from stratbench.study.schema import read_as
 from stratbench.workload import models, own, tasks
@@ -110,7 +112,7 @@ def check_experiment(
     faults = chain(  # lazy: each may rely on the earlier ones having found nothing
         _task_faults(block, dataset),
         _optimizer_faults(block),
-        _batch_faults(block, dataset),
+        _batch_faults(block, study, dataset),
         _all_at_once(where, _strategy_faults(block, study, config["cluster"]["gpus_per_node"])),
         _model_faults(block, dataset, config["models"]),
         _slowdown_faults(block),
@@ -198,7 +200,28 @@ def _given(block: Mapping[str, Any], *keys: str) -> str:
     return ", ".join(values) or "neither"
 
 
-def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+def _strategies(
+    block: Mapping[str, Any], study: Mapping[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The experiment's strategies and variants: each one's name, its strategy's, and all its options."""
+    for name in block["strategies"]:
+        given = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
+        base = given.pop("strategy")
+        yield name, base, asdict(strategy_class(base).Options(**given))
+
+
+def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
+    """How the experiment's strategies divide their work among `n` workers, as far as they can."""
+    found = set()
+    for _, base, options in _strategies(block, study):
+        with suppress(ValueError):  # said by `_strategy_faults`
+            found.add(mesh_of(base, options, n))
+    return found
+
+
+def _batch_faults(
+    block: Mapping[str, Any], study: Mapping[str, Any], dataset: Dataset
+) -> Iterator[str]:
     batch, weak = block.get("global_batch"), block.get("per_worker_batch")
     if (batch is None) == (weak is None):
         yield (
@@ -207,14 +230,17 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
         )
         return
     key, value = ("global_batch", batch) if batch else ("per_worker_batch", weak)
-    for n in block["gpus"]:
+    divided = {(n, mesh.replicas) for n in block["gpus"] for mesh in _meshes(block, study, n)}
+    for n, copies in sorted(divided, key=lambda pair: (block["gpus"].index(pair[0]), -pair[1])):
         workers = counted(n, "worker")
-        if batch and batch % n:
+        if copies < n:
+            workers = f"{counted(copies, 'replica')} of the network on {workers}"
+        together = batch or weak * n
+        if together % copies:
             yield (
-                f".global_batch = {batch}: cannot be split evenly over {workers} "
+                f".{key} = {value}: cannot be split evenly over {workers} "
                 f"(gpus = {block['gpus']}); use a multiple of every worker count"
             )
-        together = batch or weak * n
         if dataset.is_read and together > dataset.train_samples:
             yield (
                 f".{key} = {value}: a step of {workers} would take {together} samples, but "
@@ -228,7 +254,7 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
                 f".lr_warmup_steps = {block['lr_warmup_steps']}: {workers} would take "
                 f"{counted(steps, 'step')} in all, so the learning rate would never be reached; use fewer"
             )
-        each, parts = together // n, block["accumulate"]
+        each, parts = together // copies, block["accumulate"]
         if each % parts:
             yield (
                 f".accumulate = {parts}: a batch of {each} on each of {workers} cannot be divided into so "
@@ -237,7 +263,7 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
         normalising = [
             m for m in block["models"] if m in models.MODELS and models.MODELS[m].batchnorm
         ]
-        if together == n * parts and normalising:
+        if together == copies * parts and normalising:
             within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
             yield (
                 f".{key} = {value}: a batch of one sample on each of {workers}{within}, but "
@@ -248,9 +274,7 @@ def _batch_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
 def _strategy_faults(
     block: Mapping[str, Any], study: Mapping[str, Any], gpus_per_node: int
 ) -> Iterator[str]:
-    for name in block["strategies"]:
-        given = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
-        base = given.pop("strategy")
+    for name, base, options in _strategies(block, study):
         strategy = strategy_class(base)
         most = strategy.max_workers
         if most is not None and min(block["gpus"]) > most:
@@ -258,12 +282,13 @@ def _strategy_faults(
                 f".gpus = {block['gpus']}: {name} uses at most {most}, so it would train nothing; "
                 f"add {most}, or remove {name} from strategies"
             )
-        options = asdict(strategy.Options(**given))
         for n in block["gpus"]:
             if most is None or n <= most:
-                batch = block.get("per_worker_batch") or block["global_batch"] // n
+                weak = block.get("per_worker_batch")
+                batch = weak * n if weak else block["global_batch"]
                 try:
-                    strategy.check(base, options, n, batch)
+                    copies = mesh_of(base, options, n).replicas
+                    strategy.check(base, options, n, batch // copies)
                     strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"

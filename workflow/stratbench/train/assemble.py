@@ -15,7 +15,8 @@ from stratbench.cell import software_gpu
 from stratbench.cell.places import INSTALLED, ROOT, built_from
 from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.cell.run_folder import rank_of
-from stratbench.strategies import option_defaults, strategy_class, traits_of
+from stratbench.strategies import mesh_of, option_defaults, strategy_class, traits_of
+from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
@@ -42,14 +43,14 @@ def make_record(job: Job, ending: Ending) -> Record:
     samples_per_step = cls.samples_per_step(s)
     run = {}
     if finished:
-        run = served_run(whole, servers, samples_per_step) if servers else collective_run(whole)
+        run = served_run(whole, servers, samples_per_step) if servers else collective_run(whole, mesh)
     train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
     per_epoch = run.get("per_epoch") or job.folder.read_epochs()
     task = task_entry(job, first, meta)
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     reported = first.get("strategy", {})
-    traits = traits_of(s.strategy, s.options, s.gpus)
+    traits, mesh = (of(s.strategy, s.options, s.gpus) for of in (traits_of, mesh_of))
     if reported.get("details", {}).get("moved_by_zeros"):
         traits = replace(traits, synchronous_alone=False, equals_ddp=False)
     communication = efficiency.communication_figures(job, whole, servers, run)
@@ -64,6 +65,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "kind": cls.kind,
             "options": option_defaults(s.strategy) | s.options,
             "traits": asdict(traits),
+            "mesh": asdict(mesh),
             "wrap_groups": first.get("wrap_groups", []),
             "details": reported.get("details", {}),
         },
@@ -132,15 +134,19 @@ def make_record(job: Job, ending: Ending) -> Record:
     }
 
 
-def collective_run(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Time, samples and epochs of workers that take every step together. The slowest one's time counts."""
+def collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+    """Time, samples and epochs of workers that take every step together. The slowest one's time counts.
+
+    Workers that share a copy of the network compute on the same samples, which count once.
+    """
     first = min(workers, key=lambda w: w["rank"])
+    each = [w for w in workers if mesh.speaks(w["rank"])]
     updates = first["strategy"]["updates_applied"]
     return {
         "train_time_s": max(w["train_time_s"] for w in workers),
-        "samples_seen": sum(w["samples"] for w in workers),
+        "samples_seen": sum(w["samples"] for w in each),
         # All take a step or all skip it.
-        "samples_applied": sum(w["samples"] // max(1, w["steps"]) * updates for w in workers),
+        "samples_applied": sum(w["samples"] // max(1, w["steps"]) * updates for w in each),
         "updates_applied": updates,
         "epoch_times_s": first["epoch_times_s"],
         "per_epoch": first["per_epoch"],

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Strategy, Worker
+from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
@@ -88,7 +89,7 @@ def train(
     steps, in_all = 0, s.total_steps(data.train_samples)
     parts = None
     if s.partition == "by-class":
-        parts = ByClass(data.train_targets, worker.world_size, s.seed)
+        parts = ByClass(data.train_targets, worker.data_workers, s.seed)
     for epoch in range(s.passes(data.train_samples)):
         losses = train_epoch(strategy, data, worker, clock, log, epoch, in_all - steps, parts)
         strategy.check_alike()
@@ -102,7 +103,7 @@ def train(
         else:
             with phases("eval"):
                 evaluated = evaluate(
-                    strategy, data, worker.task, worker.rank, worker.world_size, worker.pulse
+                    strategy, data, worker.task, worker.rank, worker.mesh, worker.pulse
                 )
             entry = epoch_entry(epoch, clock.train_time_s, loss, evaluated)
             strategy.check_alike()
@@ -195,7 +196,7 @@ def evaluate_epochs(
     diverged = []
     for epoch in range(worker.settings.epochs):
         train_time_s = strategy.load_epoch(epoch)
-        evaluated = evaluate(strategy, data, worker.task, 0, 1, worker.pulse)
+        evaluated = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.pulse)
         strategy.drop_epoch(epoch)
         if not isfinite(evaluated[0]):
             diverged.append(f"test loss after epoch {epoch + 1}")
@@ -410,30 +411,31 @@ def evaluate(
     data: DeviceData,
     task: Task,
     rank: int,
-    world_size: int,
+    mesh: Mesh,
     pulse: Pulse | None = None,
 ) -> tuple[float, float, float]:
     """Mean loss, score, and the score's standard error, on the whole test set.
 
-    `world_size` workers divide the test set among them. Each calls the model equally often, since a
-    sharded forward is a collective; batches beyond the end do not count.
+    The copies of the network divide the test set among them. Each worker calls the model equally often,
+    since a sharded forward is a collective; batches beyond the end do not count, and of the workers that
+    share a copy one counts.
     """
     total, batch = data.test_samples, eval_batch(data.meta["shape"])
-    rounds = math.ceil(total / (batch * world_size))
+    rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
     sums = torch.zeros(3, dtype=torch.float64, device=data.device)
     with strategy.evaluating() as model, torch.no_grad():
         for i in range(rounds):
-            start = (i * world_size + rank) * batch
+            start = (i * mesh.replicas + share) * batch
             if start < total:
                 x, y = data.test_batch(start, start + batch)
-                weight = 1.0
+                weight = 1.0 if mesh.speaks(rank) else 0.0
             else:
                 x, y = data.test_batch(0, 1)
                 weight = 0.0
             sums += weight * sums_of_batch(task, model(x), y)
             if pulse is not None:
                 pulse.alive()
-    if world_size > 1:
+    if mesh.workers > 1:
         dist.all_reduce(sums)
     return loss_and_score(sums.tolist(), total)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
+from stratbench.strategies.mesh import Mesh
 
 #: The relative difference that rounding explains.
 ROUNDING = 1e-6
@@ -22,6 +23,8 @@ class Facts:
         self.workers: list[dict[str, Any]] = record["workers"]
         self.servers: list[dict[str, Any]] = self("server.servers") or []
         self.gpus: int = self("cell.gpus")
+        #: How the workers divided the work.
+        self.mesh = Mesh(**self("strategy.mesh"))
         self.status: str = self("status")
         #: Whether the workers trained to an end, so that their totals are known.
         self.finished = self.status in ("ok", "diverged") and bool(self.workers)

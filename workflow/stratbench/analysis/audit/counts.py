@@ -19,7 +19,7 @@ from stratbench.analysis.audit.checks import (
 )
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.derived import value_at
-from stratbench.strategies import REGISTRY, strategy_class, traits_of
+from stratbench.strategies import REGISTRY, mesh_of, strategy_class, traits_of
 
 #: Settings that also stand in the cell's coordinates.
 REPEATED = ("model", "dataset", "gpus")
@@ -137,8 +137,8 @@ def faults_of_batches(facts: Facts) -> Iterator[str]:
     yield from unless_equal(
         "batch.global_batch",
         facts("batch.global_batch"),
-        "workers x per_worker_batch",
-        facts.gpus * each,
+        "replicas x per_worker_batch",
+        facts.mesh.replicas * each,
     )
     yield from unless_equal(
         "batch.steps_per_epoch",
@@ -188,7 +188,7 @@ def faults_of_samples(facts: Facts) -> Iterator[str]:
         "batch.samples_seen", seen, "steps x global_batch", steps_run * facts("batch.global_batch")
     )
     yield from unless_at_most("batch.samples_applied", applied, "samples_seen", seen)
-    each = [worker["samples"] for worker in facts.workers]
+    each = [worker["samples"] for worker in facts.workers if facts.mesh.speaks(worker["rank"])]
     if facts.whole and None not in each:
         yield from unless_equal("batch.samples_seen", seen, "the sum over its workers", sum(each))
     per_step = facts("batch.samples_per_step")
@@ -257,6 +257,7 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
     ranks = [worker["rank"] for worker in facts.workers]
     if ranks != sorted(set(ranks)) or any(not 0 <= rank < facts.gpus for rank in ranks):
         yield f"the workers' ranks are {ranks}, of {facts.gpus} workers"
+    yield from unless_equal("strategy.mesh's workers", facts.mesh.workers, "the cell's", facts.gpus)
     if facts.status == "ok" and facts("strategy.kind") == "collective":
         yield from unless_equal(
             "the number of workers with results", len(ranks), "the cell's", facts.gpus
@@ -327,7 +328,7 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
     "are not of such a part: what unequal data cost cannot be told from this cell.",
 )
 def contradictory_partition(facts: Facts) -> Iterator[str]:
-    stated = [w for w in facts.workers if "class_samples" in w]
+    stated = [w for w in facts.workers if "class_samples" in w and facts.mesh.speaks(w["rank"])]
     if facts("settings.partition") != "by-class":
         yield from (
             f"rank {w['rank']} says what it saw of each class, without a partition" for w in stated
@@ -389,6 +390,8 @@ def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     for trait, said in (facts("strategy.traits") or {}).items():
         if said != traits.get(trait):
             yield f"strategy.traits.{trait} is {said}, but that of {name} is {traits.get(trait)}"
+    if (mesh := mesh_of(name, facts("strategy.options"), facts.gpus)) != facts.mesh:
+        yield f"strategy.mesh is {facts.mesh}, but that of {name} is {mesh}"
 
 
 @record_rule(

@@ -1,0 +1,69 @@
+"""How workers divide a cell's work: where each stands, whose samples count, and what batches follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from launching import settings
+from stratbench.cell.run_folder import RunFolder
+from stratbench.strategies import REGISTRY, mesh_of, option_defaults, strategy_class
+from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.mesh import Mesh
+
+MESHES = [Mesh(r, t, s) for r in (1, 2, 3) for t in (1, 2, 4) for s in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_rank_has_a_place_of_its_own(mesh):
+    places = [mesh.place(rank) for rank in range(mesh.workers)]
+    assert len(set(places)) == mesh.workers
+    assert [mesh.rank(place) for place in places] == list(range(mesh.workers))
+    assert {p.replica for p in places} == set(range(mesh.replicas))
+    assert {p.stage for p in places} == set(range(mesh.stages))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_workers_that_divide_a_layer_are_neighbours(mesh):
+    """So that a node holds all of them wherever it can."""
+    by_layer: dict[tuple[int, int], list[int]] = {}
+    for rank in range(mesh.workers):
+        place = mesh.place(rank)
+        by_layer.setdefault((place.replica, place.stage), []).append(rank)
+    for ranks in by_layer.values():
+        assert ranks == list(range(ranks[0], ranks[0] + mesh.tensor))
+        assert ranks[0] % mesh.tensor == 0
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_one_worker_of_each_replica_counts_and_has_the_loss(mesh):
+    speakers = [mesh.place(rank) for rank in range(mesh.workers) if mesh.speaks(rank)]
+    assert [p.replica for p in speakers] == list(range(mesh.replicas))
+    assert {p.stage for p in speakers} == {mesh.stages - 1}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
+    s = replace(settings(gpus=mesh.workers), global_batch=12, per_worker_batch=12 // mesh.replicas)
+    order = torch.randperm(30)
+    taken: dict[int, set[tuple[int, ...]]] = {}
+    for rank in range(mesh.workers):
+        strategy = Collective(Collective.Options())
+        folder = RunFolder("nowhere")
+        strategy.worker = Worker(
+            s, rank, mesh.workers, 1, torch.device("cpu"), folder, [], mesh=mesh
+        )
+        share = torch.stack(list(strategy.batches(order, 0)))
+        assert share.shape == (2, 12 // mesh.replicas)
+        taken.setdefault(mesh.place(rank).replica, set()).add(tuple(share.flatten().tolist()))
+    assert all(len(shares) == 1 for shares in taken.values())
+    seen = [i for (share,) in taken.values() for i in share]
+    assert sorted(seen) == sorted(order[:24].tolist())
+
+
+@pytest.mark.parametrize("name", [n for n in REGISTRY if strategy_class(n).kind == "server"])
+def test_workers_of_servers_have_a_copy_each(name):
+    for gpus in (1, 2, 4):
+        assert mesh_of(name, option_defaults(name), gpus) == Mesh(gpus)
