@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from itertools import product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.coordinates import Cell
@@ -196,8 +197,8 @@ def cells_of(strategy: str, number: int) -> tuple[list[Planned], list[Wish]]:
     plain = base_options(strategy)
 
     def alone(precision: str, gpus: int) -> Planned | None:
-        for options in (plain, {}):
-            cell = Planned(strategy, precision, gpus, networks()[0], options)
+        for network, options in product(networks(), (plain, {})):
+            cell = Planned(strategy, precision, gpus, network, options)
             if cell.refusal() is None:
                 return cell
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from design import DATASETS
+from design import DATASETS, Planned
 from machine import Machine
 from tiny_study import Workflow
 
@@ -23,9 +23,11 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def one_of_each_family() -> list[str]:
-    """The first registered strategy of each family."""
+    """The first registered strategy of each family that can train the network."""
     found: dict[str, str] = {}
     for name in REGISTRY:
+        if Planned(name, "bf16", 1, "vgg-compact", {}).refusal() is not None:
+            continue
         found.setdefault(strategy_class(name).family, name)
     return list(found.values())
 

@@ -59,7 +59,15 @@ def train(strategy: Single, worker: Worker, data: DeviceData, path: Path) -> loo
 
 @pytest.mark.parametrize(
     "mesh",
-    [Mesh(1), Mesh(2), Mesh(3), Mesh(7), Mesh(2, tensor=2), Mesh(1, tensor=3), Mesh(2, 2, stages=2)],
+    [
+        Mesh(1),
+        Mesh(2),
+        Mesh(3),
+        Mesh(7),
+        Mesh(2, tensor=2),
+        Mesh(1, tensor=3),
+        Mesh(2, 2, stages=2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("batch", [6, 40, 64])

@@ -21,8 +21,8 @@ from stratbench.workload.own import ModelError
 
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (
-    "cell/settings.py", "workload/*.py", "telemetry/memory.py", "telemetry/shards.py",
-    "strategies/*.py", "ps/flat.py", "ps/shm.py", "plan/check.py", "plan/fake.py",
+    "cell/settings.py", "workload/*.py", "telemetry/collective*.py", "telemetry/memory.py",
+    "telemetry/shards.py", "strategies/*.py", "ps/flat.py", "ps/shm.py", "plan/check.py", "plan/fake.py",
     "plan/footprint.py", "plan/reductions.py", "plan/request.py", "plan/trace.py", "plan/traffic.py",
 )  # fmt: skip
 

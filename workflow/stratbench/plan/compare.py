@@ -122,7 +122,7 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
     """
     if s.served:
         return sent_bytes(s, footprint) / s.steps_per_batch
-    counted = [c for c in footprint.collectives if c[1] > _FLAG_BYTES]
+    counted = [c for c in footprint.collectives if c[1] > _FLAG_BYTES or c[3:]]
     return mean_wire_bytes(s, footprint, counted, on_gloo=False)
 
 

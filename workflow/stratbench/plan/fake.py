@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,8 +64,14 @@ def traced_steps(
             on_cpu=not request.on_cuda,
             on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
         )
-        worker.mark = _marking(trace, model, request.accumulate)
         strategy.setup(model, worker)
+        if worker.mesh.tensor > 1:
+            # What DTensor asks of its rules it asks once for each shape, of tensors that nobody keeps.
+            with CudaAutocast() if request.autocasts_like_cuda else nullcontext():
+                for batch in batches:
+                    strategy.step(*batch_of(request, batch))
+                evaluate(strategy, request)
+        worker.mark = _marking(trace, model, request.accumulate)
         _tag_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
@@ -206,8 +212,16 @@ def torch_on_fakes(request: Request) -> Iterator[None]:
     def fused_sgd(*args: Any, **kwargs: Any) -> torch.optim.SGD:
         return sgd(*args, **(kwargs | {"fused": True}))
 
+    joined = device_mesh.DeviceMesh._concatenate
+
+    def real_joined(*args: Any) -> device_mesh.DeviceMesh:
+        with unset_fake_temporarily():
+            return joined(*args)
+
     with ExitStack() as stack:
         stack.enter_context(replaced(device_mesh, "init_device_mesh", real_mesh))
+        of_meshes = staticmethod(real_joined)
+        stack.enter_context(replaced(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
         stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
         if not request.on_cuda:

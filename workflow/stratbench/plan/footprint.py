@@ -6,7 +6,7 @@ a fixed size and a size per sample, so the two give the peak for all batches.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +96,9 @@ class Footprint:
     """Memory and traffic of rank 0, which holds the largest share.
 
     `between_steps_bytes`: what exists between two steps, by part; `host_bytes`: the same of what is kept
-    on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, and its ranks where
-    they are not all. `flops_per_sample`: of the forward pass; `training_flops_per_sample`:
-    of forward and backward, which frozen parameters make less.
+    on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, its ranks where they are
+    not all, and what comes to the bytes with each sample, if anything. `flops_per_sample`: of the forward
+    pass; `training_flops_per_sample`: of forward and backward, which frozen parameters make less.
     `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
     `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
     `frozen_bytes`: what of the parameters that this rank holds is never trained.
@@ -201,25 +201,35 @@ def make_footprint(request: Request) -> Footprint:
     batches = [parts * batch for batch in BATCHES]
     trace, strategy = fake.traced_steps(request, batches)
     steps, edges = _two_steps(trace, parts)
-    collectives = [[c for phase in step for c in phase.collectives] for step in steps]
-    if edges[1] - edges[0] != edges[2] - edges[1] or collectives[0] != collectives[1]:
+    each = [[c for phase in step for c in phase.collectives] for step in steps]
+    kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
+    if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
         raise RuntimeError(
             f"two training steps of {request} differ in more than their batch: "
             "no line can be drawn through them"
         )
+    collectives = []
+    for call, other in zip(*each, strict=True):
+        if call != other:
+            line = Affine.through((call.n_bytes, other.n_bytes), parts)
+            call = replace(call, n_bytes=line.fixed, sample_bytes=line.per_sample)
+        collectives.append(call)
     moments = _moments(trace, steps, edges, parts)
     for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
         other, _ = fake.traced_steps(request, batches, number)
         moments += _moments(other, *_two_steps(other, parts), parts)
+    counted, divided = _counted_flops(request), strategy.worker.mesh.members > 1
     touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
     return Footprint(
         model_states_bytes=strategy.model_states(),
         between_steps_bytes=_without_zeros(trace.parts_bytes(edges[0])),
         moments=_highest(moments),
         evaluation=_evaluation(trace, edges[2]),
-        collectives=[c.listed for c in collectives[1]],
+        collectives=[c.listed for c in collectives],
         flops_per_sample=steps[1][0].flops / BATCHES[1],
-        training_flops_per_sample=_training_flops(request),
+        # Of divided layers a rank computes a part of forward, and the same part of all.
+        training_flops_per_sample=counted["training_flops_per_sample"]
+        * (steps[1][0].flops / BATCHES[1] / counted["forward_flops_per_sample"] if divided else 1),
         operations_per_step=sum(phase.operations for phase in steps[1]),
         touched_bytes=Affine.through((touched[0], touched[1]), parts),
         flat_bytes=_flat_bytes(strategy) if request.served else {},
@@ -251,12 +261,12 @@ def _frozen_bytes(strategy: Strategy) -> int:
     return sum(p.numel() * p.element_size() for p in frozen)
 
 
-def _training_flops(request: Request) -> float:
-    """Operations of a sample's forward and backward, as the job counts them."""
+def _counted_flops(request: Request) -> dict[str, int]:
+    """Operations of a sample on the whole network, as the job counts them."""
     build = partial(
         models.build_without_memory, request.network, request.classes, request.input_shape
     )
-    return counted_flops(build, request.input_shape)["training_flops_per_sample"]
+    return counted_flops(build, request.input_shape)
 
 
 def _moments(

@@ -62,7 +62,7 @@ class Work:
     steps: int  # of the whole training
     test_samples: int
     evaluations: int
-    workers: int
+    replicas: int
     nodes: int
     slowdown: float = 1.0  # how many times slower the slowest worker is made on purpose
     recomputes: bool = False  # whether nearly all of forward is computed once more in backward
@@ -105,7 +105,7 @@ def overhead_span(work: Work, device: Device) -> Span:
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
-    fast_s = flops / work.workers / (device.flops_per_s * utilisation[0])
+    fast_s = flops / work.replicas / (device.flops_per_s * utilisation[0])
     slow_s = flops / (device.flops_per_s * utilisation[1])
     return Span(STARTUP_S[0] + fast_s, STARTUP_S[1] + slow_s, "")
 

@@ -100,7 +100,7 @@ def mean_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
     """Bytes that a rank sends in a step by these collectives, as a mean over the training."""
-    each = s.exchanging_share * wire_bytes(collectives, s.cell.gpus, on_gloo)
+    each = s.exchanging_share * wire_bytes(collectives, s.cell.gpus, on_gloo, s.samples_per_step)
     if not (first := min(s.strategy.plain_steps, s.steps)):
         return each
     whole = [c for c in collectives if c[0] == "broadcast"]
@@ -142,7 +142,7 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         steps=s.steps,
         test_samples=s.data.test_samples,
         evaluations=s.settings.epochs or 0,
-        workers=s.cell.gpus,
+        replicas=s.strategy.mesh(s.cell.gpus).replicas,
         nodes=nodes,
         recomputes=s.settings.activation_checkpointing,
         slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),

@@ -5,10 +5,9 @@ Used on fake tensors (`fake.py`), where nothing is really allocated. It works on
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -20,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from stratbench.plan.reductions import Reduction
-from stratbench.plan.traffic import PARTS, CollectiveCall
+from stratbench.plan.traffic import PARTS, staging_bytes
+from stratbench.telemetry.collective_count import collective_of, tensors_in
+from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.telemetry.shards import local_part
 
 #: Scalars weigh nothing, and the loss scaler's come and go at other times in its first step.
@@ -102,12 +103,12 @@ class OperatorTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         collective = self._collective(op, args, kwargs)
         out = op(*args, **kwargs)
-        made = [self._note(t) for t in _tensors(out)]
+        made = [self._note(t) for t in tensors_in(out)]
         phase = self.phases[-1]
         if not op.is_view:
             phase.operations += 1
-            phase.touched_bytes += sum(map(_n_bytes, _tensors((args, kwargs)))) + sum(
-                map(_n_bytes, _tensors(out))
+            phase.touched_bytes += sum(map(_n_bytes, tensors_in((args, kwargs)))) + sum(
+                map(_n_bytes, tensors_in(out))
             )
             if op._overloadpacket in flop_registry:
                 phase.flops += flop_registry[op._overloadpacket](*args, **kwargs, out_val=out)
@@ -128,29 +129,14 @@ class OperatorTrace(TorchDispatchMode):
 
     def _collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
         """The collective that `op` is, with its memory logged; None for any other operation."""
-        if op.namespace not in ("c10d", "_c10d_functional"):
+        collective = collective_of(op, args, kwargs)
+        if collective is None:
             return None
-        name = op.__name__.partition(".")[0].strip("_")
-        kind = _KINDS.get(name)
-        if kind is None:
-            raise NotImplementedError(f"the plan does not know the collective {op.name()!r}")
-        if kind == "":
-            return None
-        tensors = list(_tensors((args, kwargs)))
-        # Of input and output the larger is the whole; the others are a rank's share of it.
-        whole_bytes = (
-            max(map(_n_bytes, tensors))
-            if "gather" in kind or "scatter" in kind
-            else sum(map(_n_bytes, tensors))
-        )
-        ranks = ranks_of_group((args, kwargs))
-        is_all = ranks in (None, torch.distributed.get_world_size())
-        collective = CollectiveCall(kind, whole_bytes, None if is_all else ranks)
-        if kind in ("all_gather", "reduce_scatter"):
-            for t in tensors:
+        if collective.kind in ("all_gather", "reduce_scatter"):
+            for t in tensors_in((args, kwargs)):
                 self.tags.setdefault(self._note(t), "communication")
         if self._on_cpu:
-            self._passing("staging", [collective.staging_bytes()])
+            self._passing("staging", [staging_bytes(collective)])
         return collective
 
     def _tag_fsdp(self, name: str, args: Any, kwargs: Any, made: list[int]) -> None:
@@ -158,9 +144,9 @@ class OperatorTrace(TorchDispatchMode):
             case "all_gather_copy_in":
                 self.tags.update(dict.fromkeys(made, "communication"))
             case "chunk_cat":  # the gathered parameters' gradients, into what will be scattered
-                for t in _tensors(args):
+                for t in tensors_in(args):
                     self.tags.setdefault(self._note(t), "gathered")
-                self.tags.update((self._note(t), "communication") for t in _tensors(kwargs))
+                self.tags.update((self._note(t), "communication") for t in tensors_in(kwargs))
 
     def _passing(self, part: str, sizes: list[int]) -> None:
         """Log allocations that exist together for a moment."""
@@ -234,45 +220,6 @@ class OperatorTrace(TorchDispatchMode):
             return self.tags[number]
         in_forward = self.phase_at(event) in ("forward", "evaluate")
         return "activations" if in_forward else "temporaries"
-
-
-#: Collective operators by name without underscores at the ends; "" for those that move nothing.
-_KINDS = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allgather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "",
-    "wait_tensor": "",
-    "barrier": "",
-}
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
-def ranks_of_group(arguments: Any) -> int | None:
-    """How many ranks a collective operator's group has; None where it names none."""
-    for value in torch.utils._pytree.tree_leaves(arguments):
-        if isinstance(value, torch.ScriptObject):
-            with contextlib.suppress(
-                RuntimeError
-            ):  # an object of another class: the operation's kind
-                return torch.distributed.ProcessGroup.unbox(value).size()
-    return None
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:

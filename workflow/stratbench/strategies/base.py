@@ -123,7 +123,14 @@ class Strategy:
     #: What it is a kind of: figures give each family a hue, `other` black.
     family: ClassVar[
         Literal[
-            "alone", "replicas", "shards", "own weights", "averaging servers", "servers", "other"
+            "alone",
+            "replicas",
+            "shards",
+            "splits",
+            "own weights",
+            "averaging servers",
+            "servers",
+            "other",
         ]
     ] = "other"
     #: One line for documentation and reports.

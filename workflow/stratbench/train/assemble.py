@@ -41,16 +41,19 @@ def make_record(job: Job, ending: Ending) -> Record:
     finished = ending.status in ("ok", "diverged") and whole
     cls = strategy_class(s.strategy)
     samples_per_step = cls.samples_per_step(s)
+    mesh = mesh_of(s.strategy, s.options, s.gpus)
     run = {}
     if finished:
-        run = served_run(whole, servers, samples_per_step) if servers else collective_run(whole, mesh)
+        run = (
+            served_run(whole, servers, samples_per_step) if servers else collective_run(whole, mesh)
+        )
     train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
     per_epoch = run.get("per_epoch") or job.folder.read_epochs()
     task = task_entry(job, first, meta)
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     reported = first.get("strategy", {})
-    traits, mesh = (of(s.strategy, s.options, s.gpus) for of in (traits_of, mesh_of))
+    traits = traits_of(s.strategy, s.options, s.gpus)
     if reported.get("details", {}).get("moved_by_zeros"):
         traits = replace(traits, synchronous_alone=False, equals_ddp=False)
     communication = efficiency.communication_figures(job, whole, servers, run)

@@ -100,3 +100,21 @@ def char(classes: int, shape: tuple[int, ...]) -> GPT:
 def gpt2_small(classes: int, shape: tuple[int, ...]) -> GPT:
     """Twelve layers of width 768: the smallest GPT-2."""
     return GPT(classes, *shape, layers=12, heads=12, width=768)
+
+
+#: How workers divide a GPT's layers, by the paths of modules; `strategies/tensor.py` knows the words.
+TENSOR_PLAN = {
+    "embedding": "embedding",
+    "blocks.0": "first",
+    "blocks.*.norm_1": "norm",
+    "blocks.*.attention": "input",
+    "blocks.*.attention.query": "columns of it",
+    "blocks.*.attention.key": "columns of it",
+    "blocks.*.attention.value": "columns of it",
+    "blocks.*.attention.out": "rows",
+    "blocks.*.norm_2": "norm",
+    "blocks.*.up": "columns",
+    "blocks.*.down": "rows",
+    "norm": "norm",
+    "head": "scores",
+}

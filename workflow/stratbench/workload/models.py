@@ -36,11 +36,14 @@ class Family:
     `batchnorm`: whether it normalises over the batch, which a batch of one sample cannot bear.
     `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
     `reads_text`: whether its input is tokens, and not images. None: not known before it is built.
+    `tensor_plan`: how workers divide its layers, as `module:NAME` of a dictionary from the paths of
+    modules to how each is divided (`strategies/tensor.py`); None: nobody has said so.
     """
 
     batchnorm: bool | None
     blocks: tuple[str, ...] = ()
     reads_text: bool | None = False
+    tensor_plan: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Model:
     takes the data's channels. Without one it is torchvision's network of the same name; it keeps its
     three input channels, so that its size stays the published one (greyscale is repeated).
 
-    `own` is what a user says of a model that is not in MODELS; `parameters` is None then.
+    `own` is what a user says of a model that is not in MODELS; `parameters` is None then. `heads`: of its
+    attention, where its layers can be divided among workers.
     """
 
     family: str
@@ -63,6 +67,7 @@ class Model:
     builder: str | None = None
     patch: int = 1
     own: OwnModel | None = None
+    heads: int | None = None
 
     @property
     def batchnorm(self) -> bool | None:
@@ -99,7 +104,12 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "vit": Family(batchnorm=False, blocks=("torchvision.models.vision_transformer:EncoderBlock",)),
-    "gpt": Family(batchnorm=False, blocks=("stratbench.workload.gpt:Block",), reads_text=True),
+    "gpt": Family(
+        batchnorm=False,
+        blocks=("stratbench.workload.gpt:Block",),
+        reads_text=True,
+        tensor_plan="stratbench.workload.gpt:TENSOR_PLAN",
+    ),
     "torchvision": Family(batchnorm=None),  # its other networks
     "own": Family(batchnorm=None, reads_text=None),
 }
@@ -111,8 +121,8 @@ MODELS: dict[str, Model] = {
     "resnet50": Model("resnet", 25_557_032, 32),
     "densenet121": Model("densenet", 7_978_856, 32),
     "vit_b_16": Model("vit", 86_567_656, 32, patch=16),
-    "gpt-char": Model("gpt", 10_770_816, builder="stratbench.workload.gpt:char"),
-    "gpt2-small": Model("gpt", 124_439_808, builder="stratbench.workload.gpt:gpt2_small"),
+    "gpt-char": Model("gpt", 10_770_816, builder="stratbench.workload.gpt:char", heads=6),
+    "gpt2-small": Model("gpt", 124_439_808, builder="stratbench.workload.gpt:gpt2_small", heads=12),
     "vgg-compact": Model("vgg", 645_704, 16, "stratbench.workload.compact:vgg"),
     "efficientnet-compact": Model(
         "efficientnet", 393_792, 16, "stratbench.workload.compact:efficientnet"
@@ -121,7 +131,7 @@ MODELS: dict[str, Model] = {
     "resnet-compact": Model("resnet", 882_744, 16, "stratbench.workload.compact:resnet"),
     "densenet-compact": Model("densenet", 276_384, 16, "stratbench.workload.compact:densenet"),
     "vit-compact": Model("vit", 469_032, 16, "stratbench.workload.compact:vit", patch=4),
-    "gpt-compact": Model("gpt", 809_856, builder="stratbench.workload.gpt:compact"),
+    "gpt-compact": Model("gpt", 809_856, builder="stratbench.workload.gpt:compact", heads=4),
 }
 
 
@@ -362,6 +372,16 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
         return _vgg_groups(model)
     blocks = tuple(_named(path) for path in FAMILIES[family].blocks)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
+
+
+def has_tensor_plan(name: str | Model) -> bool:
+    """Whether the network states how workers divide its layers."""
+    return FAMILIES[_known(name).family].tensor_plan is not None
+
+
+def tensor_plan(name: str | Model) -> dict[str, str]:
+    """How workers divide the network's layers: of modules, by their paths (`*`: any name), which way."""
+    return _named(FAMILIES[_known(name).family].tensor_plan)
 
 
 def sharding_rule(name: str | Model) -> str:

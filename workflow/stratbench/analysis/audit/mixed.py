@@ -117,7 +117,7 @@ TABLE = (
         "unusable",
         "all",
         "Cells of a comparison on as many workers divide the data into different batches.",
-        ("batch.global_batch", "batch.per_worker_batch", "batch.steps_per_epoch"),
+        ("batch.global_batch", "batch.steps_per_epoch"),
         ("gpus",),
     ),
     Compared(

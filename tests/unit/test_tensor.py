@@ -1,0 +1,304 @@
+"""Tensor parallelism: divided layers train as one process does, send what is predicted, and are refused
+where they cannot be divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_groups import WORLDS, found_by_groups
+
+from launching import ADAMW, settings
+from stratbench.cell.run_folder import RunFolder
+from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.mesh import Mesh
+from stratbench.strategies.single import Single
+from stratbench.strategies.tensor import TensorParallel
+from stratbench.telemetry.collective_count import CollectiveCount
+from stratbench.telemetry.shards import whole_tensor
+from stratbench.workload import tasks
+from stratbench.workload.checkpointing import checkpoint_blocks
+from stratbench.workload.gpt import GPT, Block
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH, STEPS = 2, 12, 8, 7, 8, 20
+#: How far losses, and weights under SGD, may be from one process's; AdamW's weights: near a gradient
+#: of zero its update hangs on rounding.
+LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
+#: Ways to train: settings, and whether the head is the embedding.
+WAYS: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({}, True),
+    "own head": ({}, False),
+    "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, True),
+    "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, True),
+    "recomputed": ({"activation_checkpointing": True}, True),
+}
+#: Ways to divide, on two and on four workers.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "sequence": {"sequence": True},
+    "pairs": {"tensor_workers": 2},
+    "pairs, ddp": {"tensor_workers": 2, "data": "ddp"},
+    "pairs, sequence": {"tensor_workers": 2, "data": "ddp", "sequence": True},
+}
+
+
+class CountedTwice(TensorParallel):
+    """A mutant: the norm counts what each worker of a group holds whole as often as there are workers."""
+
+    def wrap(self, model, worker):
+        wrapped = super().wrap(model, worker)
+        self._counts = [True] * len(self._counts)
+        return wrapped
+
+
+class OwnReplicas(TensorParallel):
+    """A mutant: each replica goes its own way."""
+
+    def _average(self, model, mesh):
+        super()._average(model, mesh)
+        self._send = None
+        for p in model.parameters():
+            p._post_accumulate_grad_hooks.clear()
+
+
+class OwnPositions(TensorParallel):
+    """A mutant: a norm learns from the positions of this worker alone."""
+
+    def link_gradients(self):
+        if self._averages:
+            for _, work in self._under_way:
+                work.wait()
+            self._under_way.clear()
+        super(TensorParallel, self).link_gradients()
+
+
+def network(tied: bool) -> GPT:
+    torch.manual_seed(0)
+    return GPT(VOCABULARY, POSITIONS, layers=LAYERS, heads=4, width=WIDTH, tied=tied).double()
+
+
+def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, world: int):
+    changed, tied = WAYS[way]
+    strategy = cls(cls.Options(**options))
+    mesh = strategy.mesh(world)
+    s = replace(
+        settings(gpus=world, model="gpt-compact"), precision="fp64", lr=0.1, momentum=0.9,
+        weight_decay=1e-3, nesterov=True, global_batch=BATCH, per_worker_batch=BATCH // mesh.replicas,
+    )  # fmt: skip
+    s = replace(s, **changed)
+    model = network(tied)
+    groups = [(name, [m]) for name, m in model.named_modules() if isinstance(m, Block)]
+    if s.activation_checkpointing:
+        checkpoint_blocks(groups)
+    worker = Worker(
+        s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
+        task=tasks.NextToken(), mesh=mesh, total_steps=STEPS,
+    )  # fmt: skip
+    strategy.setup(model, worker)
+    return strategy, model
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(VOCABULARY, (STEPS * BATCH, POSITIONS + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def trajectory(
+    cls: type[Collective], options: dict[str, Any], way: str, rank: int, world: int
+) -> dict[str, Any]:
+    """Losses over all samples [STEPS], final weights, and scores of an evaluation; after a warm-up."""
+    strategy, model = set_up(cls, options, way, rank, world)
+    x, y = texts()
+    saved = strategy.save()
+    for _ in range(2):
+        strategy.step(
+            x[: strategy.worker.settings.per_worker_batch].flip(0),
+            y[: BATCH // strategy.worker.data_workers],
+        )
+    with strategy.evaluating() as evaluated, torch.no_grad():
+        evaluated(x[:4])
+    strategy.restore(saved)
+    losses = [strategy.step(x[i], y[i]) for i in strategy.batches(torch.arange(len(x)), 0)]
+    together = torch.stack(losses)
+    if world > 1:
+        dist.all_reduce(together)
+    weights = [whole_tensor(p.detach()).clone() for p in model.parameters()]
+    with strategy.evaluating() as evaluated, torch.no_grad():
+        scores = evaluated(x[:4])
+    return {
+        "losses": together / world, "weights": weights, "scores": scores,
+        "sent": strategy.communication()["sent_bytes_per_step"] if world > 1 else 0,
+        "bytes": strategy.model_states()["parameters_bytes"],
+        "updates": strategy.report()["updates_applied"],
+    }  # fmt: skip
+
+
+def traffic(rank: int, world: int, batch: int) -> dict[str, int]:
+    """How often the activations of a batch were added up over a group, in a step of it."""
+    strategy, _ = set_up(TensorParallel, {}, "plain", rank, world)
+    x, y = texts()
+    strategy._sent_bytes = 0.0  # its own count is looked at elsewhere
+    with CollectiveCount() as count:
+        strategy.step(x[:batch], y[:batch])
+    stream = batch * POSITIONS * WIDTH * 8
+    kinds = [c.kind for c in count.calls if c.n_bytes == stream]
+    return {kind: kinds.count(kind) for kind in set(kinds)}
+
+
+def work(world: int, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        for name, options in OPTIONS.items():
+            if name == "all" or world == 4 or (name == "sequence" and world == 2):
+                found[f"{way}: {name}"] = trajectory(TensorParallel, options, way, rank, world)
+        if world == 1:
+            found[f"{way}: single"] = trajectory(Single, {}, way, rank, 1)
+    if world == 4:
+        for cls, options, way in (
+            (CountedTwice, {}, "parts and clip"),
+            (OwnReplicas, OPTIONS["pairs, ddp"], "plain"),
+            (OwnPositions, OPTIONS["sequence"], "plain"),
+        ):
+            found[cls.__name__] = trajectory(cls, options, way, rank, world)
+    if world > 1:
+        found["traffic"] = [traffic(rank, world, batch) for batch in (4, 8)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[int, dict[str, Any]]:
+    return found_by_groups(work, tmp_path_factory.mktemp("tensor"), 280)
+
+
+def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one[key], other[key], strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_divided_layers_train_as_one_process_does(found, world, way):
+    one = found[1][f"{way}: single"]
+    held = {k: v for k, v in found[world].items() if k.startswith(f"{way}: ") and "single" not in k}
+    assert held
+    for name, ours in held.items():
+        assert distance(ours, one, "losses") < LOSSES, name
+        limit = ADAMW_WEIGHTS if way == "adamw" else WEIGHTS
+        assert distance(ours, one, "weights") < limit, name
+        assert distance(ours, one, "scores") < 100 * limit, name
+        assert ours["updates"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("mutant", "way"),
+    [("CountedTwice", "parts and clip"), ("OwnReplicas", "plain"), ("OwnPositions", "plain")],
+)
+def test_mutants_are_seen(found, mutant, way):
+    one = found[1][f"{way}: single"]
+    assert distance(found[4][mutant], one, "weights") > 1e-6
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_block_adds_up_its_activations_four_times(found, world):
+    """And the embedding once in forward, the head's input once in backward, whatever the batch."""
+    for counts in found[world]["traffic"]:
+        assert counts == {"all_reduce": 4 * LAYERS + 2}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_sent_is_by_the_ring_formula(found, world):
+    stream = BATCH * POSITIONS * WIDTH * 8
+    activations = 2 * (world - 1) / world * (4 * LAYERS + 2) * stream
+    # The loss on divided scores exchanges its maximum, its sum and the target's score of each token.
+    tokens = BATCH * POSITIONS * 8
+    loss = 2 * (world - 1) / world * 3 * tokens
+    sent = found[world]["plain: all"]["sent"]
+    assert activations + loss == pytest.approx(sent, rel=0.02)
+
+
+def test_workers_hold_their_part(found):
+    whole = found[1]["plain: single"]["bytes"]
+    norms = (LAYERS * 6 + 2 + POSITIONS) * WIDTH * 8  # and biases of rows, and positions: on all
+    for world in (2, 4):
+        part = found[world]["plain: all"]["bytes"]
+        assert (whole - norms) / world <= part <= (whole - norms) / world * 1.2 + norms
+    assert found[4]["plain: pairs"]["bytes"] < found[4]["plain: pairs, ddp"]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "mesh"),
+    [
+        ({}, 4, Mesh(1, tensor=4)),
+        ({"tensor_workers": 2}, 4, Mesh(2, tensor=2)),
+        ({"tensor_workers": 2}, 1, Mesh(1)),
+        ({"tensor_workers": 4}, 2, Mesh(1, tensor=2)),
+    ],
+)
+def test_how_workers_are_divided(options, gpus, mesh):
+    assert TensorParallel(TensorParallel.Options(**options)).mesh(gpus) == mesh
+
+
+def test_groups_that_do_not_come_out_even_are_refused():
+    with pytest.raises(ValueError, match="tensor_workers = 2 does not divide 3 workers"):
+        TensorParallel(TensorParallel.Options(tensor_workers=2)).mesh(3)
+
+
+def refused(**values: Any) -> list[str]:
+    block = {
+        "models": ["gpt-compact"],
+        "gpus": [1, 2, 4],
+        "compile": False,
+        "dataset": "short-text",
+    }
+    options = {"tensor_workers": "all", "data": "fsdp", "sequence": False} | values.pop(
+        "options", {}
+    )
+    return list(TensorParallel.refusals(options, block | values))
+
+
+def test_what_cannot_be_divided_is_refused_before_any_job():
+    assert refused() == []
+    (said,) = refused(models=["vgg-compact", "gpt-compact"])
+    assert "'vgg-compact': it states no plan" in said
+    assert "gpt-compact" in said
+    (said,) = refused(gpus=[8])
+    assert "8 workers cannot divide the 4 heads of gpt-compact" in said
+    assert refused(gpus=[8], options={"tensor_workers": 4}) == []
+    (said,) = refused(compile=True)
+    assert ".compile" in said
+
+
+@pytest.mark.parametrize(("workers", "pairs"), [(2, False), (4, True)])
+def test_a_cell_trains_and_its_record_says_its_mesh(
+    start_cell: Callable[..., Any], tmp_path_factory, workers, pairs
+):
+    from stratbench.cell import record
+    from stratbench.workload import prepared
+    from stratbench.workload.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("data") / "text"
+    spec = {"source": "markov-text", "train_samples": 256, "test_samples": 24, "vocabulary": 8,
+            "sequence": 16}  # fmt: skip
+    prepare("text", folder, spec=spec)
+    options = {"tensor_workers": 2 if pairs else "all", "data": "fsdp", "sequence": False}
+    replicas = workers // 2 if pairs else 1
+    s = settings(
+        "tensor", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
+        global_batch=16, per_worker_batch=16 // replicas, lr=0.02,
+        data_spec=prepared.read_meta(folder)["spec"],
+    )  # fmt: skip
+    cell = start_cell(s, data_dir=folder)
+    code, output = cell.finish(200)
+    assert code == 0, output
+    made = record.read(cell.record)
+    assert made["status"] == "ok"
+    assert made["strategy"]["mesh"] == {"replicas": replicas, "tensor": 2, "stages": 1}
+    assert made["batch"]["samples_seen"] == made["batch"]["samples_applied"] == 256
+    assert sum(w["samples"] for w in made["workers"]) == 2 * 256
+    assert made["communication"]["sent_bytes_per_step"] > 0

@@ -1,0 +1,93 @@
+"""Which collectives PyTorch's operators start, and a count of those of some code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stratbench.telemetry.collectives import CollectiveCall
+
+#: Collective operators by name without underscores at the ends; "" for those that move nothing.
+_KINDS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "",
+    "wait_tensor": "",
+    "wrap_tensor_autograd": "",
+    "barrier": "",
+}
+#: Operators that return a new tensor in place of filling one that they were given.
+_FUNCTIONAL = "_c10d_functional"
+
+
+def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
+    """The collective that the operator starts; None for any other. NotImplementedError: it is unknown."""
+    if op.namespace not in ("c10d", _FUNCTIONAL):
+        return None
+    name = op.__name__.partition(".")[0].strip("_")
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise NotImplementedError(f"the plan does not know the collective {op.name()!r}")
+    if kind == "":
+        return None
+    each = [t.numel() * t.element_size() for t in tensors_in((args, kwargs))]
+    ranks = _ranks_of_group((args, kwargs))
+    # Of input and output the larger is the whole; the others are a rank's share of it.
+    n_bytes = max(each) if "gather" in kind or "scatter" in kind else sum(each)
+    if op.namespace == _FUNCTIONAL and kind == "all_gather":
+        n_bytes *= ranks
+    is_all = ranks in (None, torch.distributed.get_world_size())
+    return CollectiveCall(kind, n_bytes, None if is_all else ranks)
+
+
+def _ranks_of_group(arguments: Any) -> int | None:
+    """How many ranks a collective operator's group has; None where it names none."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for value in torch.utils._pytree.tree_leaves(arguments):
+        # A string may also be the operation's kind, as an object of another class may be.
+        with contextlib.suppress(RuntimeError, LookupError):
+            if isinstance(value, torch.ScriptObject):
+                return torch.distributed.ProcessGroup.unbox(value).size()
+            if isinstance(value, str):
+                return _resolve_process_group(value).size()
+    return None
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class CollectiveCount(TorchDispatchMode):
+    """While active, notes each collective that operators start in `calls`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[CollectiveCall] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t is DTensor for t in types):
+            return NotImplemented  # the operations on the local tensors will come by
+        call = collective_of(op, args, kwargs or {})
+        if call is not None:
+            self.calls.append(call)
+        return op(*args, **(kwargs or {}))

@@ -1,0 +1,41 @@
+"""A collective operation, and the bytes that it moves between workers. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective operation: its kind, and the bytes of the tensor that all ranks share.
+
+    `n_bytes` is the whole tensor: what is reduced, broadcast, gathered (output), scattered (input), or
+    sent to one rank. `ranks`: how many take part, where that is not all; None: all. `sample_bytes`: what
+    comes to it for each sample that the worker computes on, where activations are exchanged.
+    """
+
+    kind: str
+    n_bytes: float
+    ranks: int | None = None
+    sample_bytes: float = 0
+
+    @property
+    def listed(self) -> tuple[Any, ...]:
+        """Kind and bytes; the ranks where they are not all, and the bytes of a sample if there are any."""
+        if self.sample_bytes:
+            return astuple(self)
+        return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
+
+    def wire_bytes(self, world_size: int, samples: int = 0) -> float:
+        """Bytes that a rank sends (and as many that it receives) by the ring algorithms.
+
+        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+        2009: an all-reduce is a reduce-scatter and an all-gather. For a broadcast the mean over the
+        ranks.
+        """
+        n_bytes = self.n_bytes + samples * self.sample_bytes
+        if self.kind == "send":
+            return n_bytes
+        rounds, ranks = 2 if self.kind == "all_reduce" else 1, self.ranks or world_size
+        return rounds * (ranks - 1) / ranks * n_bytes
