@@ -460,7 +460,7 @@ def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys
 
 
 def test_other_work_is_named_and_fails_nothing(sets):
-    """A rate of learning was changed on purpose."""
+    """A learning rate was changed on purpose."""
     watched = regression.watch([compare(sets["old"], sets["fast"])], 0.0)
     assert not regression.is_slower(watched)
     assert [w.sentence for w in watched if w.verdict == "not judged"] == [
