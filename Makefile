@@ -2,8 +2,8 @@
 # make test    sets itself up, runs all tests: about 9 minutes on 2 cores; make test-quick without the slow ones
 # make lint    formatting and style                    make docs         regenerates generated pages
 # make gpu-check   checks the engine on a GPU, at most 10 minutes; uses $(PYTHON) where it has PyTorch
-# make test-gpu-path   tests what runs on GPUs without one: PyTorch's CUDA build (a download of some GB) on a GPU in
-#              software (tests/software_gpu); no part of make test
+# make test-gpu-path   tests without a GPU what runs on one: PyTorch's CUDA build (a download of some GB) on a GPU
+#              in software (tests/software_gpu); no part of make test
 # make clean   removes the environments and keeps results/; make clean-results deletes all records, too
 
 PYTHON ?= python3

@@ -2,14 +2,14 @@
 
     export PYTHONPATH=workflow
     .venv-gpu-path/bin/python benchmarks/allocator.py                  the whole matrix, hours on two cores
-    .venv-gpu-path/bin/python benchmarks/allocator.py --models resnet50 --strategies ddp
+    .venv-gpu-path/bin/python benchmarks/allocator.py --models resnet50 --strategies ddp --out results/ddp
 
 It needs the environment of `make test-gpu-path`: PyTorch's CUDA build on the software GPU. Host code and
 allocator are real and no kernel runs, so there are no workspaces of cuDNN and no buffers of NCCL. Each case
 is a fresh process that trains a few steps as worker 0 of a cell; the peak is what the cell's record would
 hold. Other workers are not there: their collectives return at once (`SOFTWARE_GPU_NCCL_SOLO`). Writes
-results/allocator.csv and .md beside this file. What was measured is kept, and not measured again; the plan is
-made anew when its code has changed.
+allocator.csv and .md of the cases that were asked for, to results beside this file unless `--out` says
+otherwise. What was measured is kept, and not measured again; the plan is made anew when its code has changed.
 """
 
 from __future__ import annotations

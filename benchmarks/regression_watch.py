@@ -42,7 +42,7 @@ def two_sets(
         group = Group("main", f"s{at[0]}", f"m{at[1]}", at[2] + 1)
         sides = (tuple(old), tuple(new), (), (), None, None, "", "")
         cells.append(ComparedCell(Match("d", group, group), *sides, Score(), "", ""))
-    other = SimpleNamespace(name="new")
+    other = SimpleNamespace(name="new", is_published=False)
     return SimpleNamespace(other=other, cells=cells, with_ratio=cells, gone=())
 
 

@@ -20,7 +20,7 @@ import csv
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,19 +146,46 @@ def compact_cnn() -> nn.Module:
     )
 
 
+class FlatNetwork:
+    """A network as a function of its flat weights, of which several rows can lie side by side."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make, self._model = make, make()
+        self._shapes = [(name, p.shape) for name, p in self._model.named_parameters()]
+        self._counts = [shape.numel() for _, shape in self._shapes]
+        self.numel = sum(self._counts)
+
+    def __call__(self, weights: Tensor, x: Tensor) -> Tensor:
+        """The network's outputs, of one row of weights, [parameters]."""
+        pieces = zip(self._shapes, weights.split(self._counts), strict=True)
+        named = {name: piece.view(shape) for (name, shape), piece in pieces}
+        return functional_call(self._model, named, (x,))
+
+    def initial_weights(self, seeds: int) -> Tensor:
+        """Flat weights of all seeds, one after the other, [seeds * parameters]."""
+        rows = []
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            rows += [p.detach().flatten() for p in self._make().parameters()]
+        return torch.cat(rows)
+
+
+def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """scikit-learn's digits, [N, 64] from 0 to 1, with their labels: for training, for testing."""
+    data = load_digits()
+    images, labels = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1234))
+    train, test = order[:TRAIN_SAMPLES], order[TRAIN_SAMPLES:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
 class Digits:
     """The data, the model and `seeds` trainings of it that share nothing but the schedule."""
 
     def __init__(self, seeds: int, epochs: int) -> None:
-        digits = load_digits()
-        images = torch.tensor(digits.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-        labels = torch.tensor(digits.target)
-        split = torch.randperm(len(images), generator=torch.Generator().manual_seed(1234))
-        train, test = split[:TRAIN_SAMPLES], split[TRAIN_SAMPLES:]
-        self.images, self.labels = images[train], labels[train]
-        self.test_images, self.test_labels = images[test], labels[test]
-        self.model, self.seeds = compact_cnn(), seeds
-        self.shapes = [(n, p.shape, p.numel()) for n, p in self.model.named_parameters()]
+        (images, self.labels), (test_images, self.test_labels) = digits()
+        self.images, self.test_images = images.view(-1, 1, 8, 8), test_images.view(-1, 1, 8, 8)
+        self.network, self.seeds = FlatNetwork(compact_cnn), seeds
         self.epochs = epochs
         self.order = [[self._shuffled(s, e) for s in range(seeds)] for e in range(epochs)]
         self._gradients = vmap(grad(self._loss))
@@ -167,23 +194,8 @@ class Digits:
         draw = torch.Generator().manual_seed(1000 * seed + epoch)
         return torch.randperm(TRAIN_SAMPLES, generator=draw)
 
-    def initial_weights(self) -> Tensor:
-        """Flat weights of all seeds, one after the other, [seeds * parameters]."""
-        rows = []
-        for seed in range(self.seeds):
-            torch.manual_seed(seed)
-            rows += [p.detach().flatten() for p in compact_cnn().parameters()]
-        return torch.cat(rows)
-
-    def _outputs(self, weights: Tensor, images: Tensor) -> Tensor:
-        named, start = {}, 0
-        for name, shape, count in self.shapes:
-            named[name] = weights[start : start + count].view(shape)
-            start += count
-        return functional_call(self.model, named, (images,))
-
     def _loss(self, weights: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self._outputs(weights, images), labels)
+        return F.cross_entropy(self.network(weights, images), labels)
 
     def plan(self, workers: int) -> TicketPlan:
         """The batches of a run, each global one in a part for each worker."""
@@ -206,7 +218,7 @@ class Digits:
     def accuracies(self, weights: Tensor) -> Tensor:
         """Test accuracy of each seed, %, [seeds]."""
         rows = weights.view(self.seeds, -1)
-        outputs = torch.stack([self._outputs(row, self.test_images) for row in rows])
+        outputs = torch.stack([self.network(row, self.test_images) for row in rows])
         return (outputs.argmax(-1) == self.test_labels).float().mean(1) * 100
 
 
@@ -233,7 +245,9 @@ def train(task: Digits, key: Key, clocks: int) -> Result:
     accuracies, traces = [], []
     for clock in range(clocks):
         hyper = Hyper(lr=key.lr, momentum=MOMENTUM, workers=key.workers)
-        policy = make_policy(key.strategy, task.initial_weights(), hyper, parsed(key.options))
+        policy = make_policy(
+            key.strategy, task.network.initial_weights(task.seeds), hyper, parsed(key.options)
+        )
         timing = Timing(1 / key.workers, **CLOCK, slowdown=(key.straggler,), seed=clock)
         gradient = task.gradient(key.workers, policy.options.pushes_per_ticket)
         traces.append(simulate([policy], task.plan(key.workers), gradient, timing))

@@ -31,12 +31,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+
+import staleness
 
 from stratbench.cell.learning_rate import share_of_lr
 from stratbench.ps.policies import make_policy
@@ -123,13 +124,8 @@ def perceptron() -> nn.Module:
 
 
 def digits() -> Recipe:
-    data = load_digits()
-    images = torch.tensor(data.data, dtype=torch.float32) / 16
-    labels = torch.tensor(data.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1234))
-    train, test = order[:1347], order[1347:]
     return Recipe(
-        perceptron, (images[train], labels[train]), (images[test], labels[test]),
+        perceptron, *staleness.digits(),
         batch=64, steps=210, rates=(0.0033, 0.01, 0.03), betas=(0.9, 0.999), weight_decay=0.01,
         schedule="constant", seeds=5, variants=VARIANTS,
     )  # fmt: skip
@@ -170,10 +166,7 @@ class Rows:
     """Copies of one network side by side: a row of flat weights for each learning rate and seed."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.model = recipe, recipe.network()
-        named = list(self.model.named_parameters())
-        self.shapes = [(name, p.shape, p.numel()) for name, p in named]
-        self.numel = sum(count for _, _, count in self.shapes)
+        self.recipe, self.network = recipe, staleness.FlatNetwork(recipe.network)
         self._gradients = vmap(grad(self._loss))
         self.orders = [self._order(seed) for seed in range(recipe.seeds)]
 
@@ -184,20 +177,8 @@ class Rows:
         passes = [torch.randperm(samples, generator=draw) for _ in range(-(-needed // samples))]
         return torch.cat(passes)[:needed]
 
-    def initial(self) -> Tensor:
-        """Flat weights of all seeds, [seeds * parameters]."""
-        rows = []
-        for seed in range(self.recipe.seeds):
-            torch.manual_seed(seed)
-            rows += [p.detach().flatten() for p in self.recipe.network().parameters()]
-        return torch.cat(rows)
-
     def _outputs(self, weights: Tensor, x: Tensor) -> Tensor:
-        named, start = {}, 0
-        for name, shape, count in self.shapes:
-            named[name] = weights[start : start + count].view(shape)
-            start += count
-        return functional_call(self.model, named, (x,)).flatten(0, -2)
+        return self.network(weights, x).flatten(0, -2)
 
     def _loss(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self._outputs(weights, x), y.flatten())
@@ -210,7 +191,7 @@ class Rows:
         def of_ticket(ticket: Ticket, part: int, weights: Tensor) -> Tensor:
             first = ticket.step * self.recipe.batch + ticket.slice * size
             picked = torch.stack([order[first : first + size] for order in self.orders])
-            rows = weights.view(-1, self.numel)
+            rows = weights.view(-1, self.network.numel)
             picked = picked.repeat(len(rows) // len(picked), 1)
             return self._gradients(rows, x[picked], y[picked]).flatten()
 
@@ -221,7 +202,7 @@ class Rows:
         """Test loss in nats and accuracy in %, of each row."""
         found = []
         x, y = self.recipe.test
-        for row in weights.view(-1, self.numel):
+        for row in weights.view(-1, self.network.numel):
             outputs = self._outputs(row, x)
             loss = F.cross_entropy(outputs, y.flatten()).item()
             found.append((loss, 100 * (outputs.argmax(-1) == y.flatten()).float().mean().item()))
@@ -286,7 +267,8 @@ def train(
             lr=lr, weight_decay=recipe.weight_decay, workers=n, optimizer="adamw",
             betas=recipe.betas, eps=1e-8,
         )  # fmt: skip
-        policies.append(make_policy(strategy, rows.initial(), hyper, parsed(options)))
+        initial = rows.network.initial_weights(recipe.seeds)
+        policies.append(make_policy(strategy, initial, hyper, parsed(options)))
     together = SideBySide(policies)
     progress = tqdm(total=recipe.steps * n, desc=name, unit="push", mininterval=10)
     of_ticket = rows.gradient(n)

@@ -69,12 +69,10 @@ def test_servers_that_take_adamw_are_compared_and_a_stopped_run_goes_on(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_policies_side_by_side_train_as_each_does_alone():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        import staleness_adamw as benchmark
-    finally:
-        sys.path.pop(0)
+def test_policies_side_by_side_train_as_each_does_alone(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import staleness_adamw as benchmark
+
     few = replace(benchmark.digits(), steps=3, seeds=2, rates=(0.01,))
     condition = benchmark.Condition("digits", 4, 3.0)
     together = list(benchmark.train("", condition, few, few.variants))

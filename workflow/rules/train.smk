@@ -1,9 +1,17 @@
+import signal
+from threading import Thread
+
 from stratbench.study import pending, resume, slurm
 from stratbench.train import forkserver
 
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
 onstart:
+    # Snakemake's action takes a lock, for which its main thread, which may hold it, would wait for ever.
+    signal.signal(
+        signal.SIGTERM,
+        lambda *_: Thread(target=workflow.scheduler.exit_gracefully).start(),
+    )
     begin_round()
     training = jobs_of(rules.train_cell)
     planned = [job for job in training if workflow.dag.needrun(job)]

@@ -33,11 +33,9 @@ from stratbench.cell.settings import LATER, Settings
 from stratbench.cell.words import counted
 from stratbench.study.config import Study
 
-#: Statuses of cells without a usable record: none yet, or a failure or an unreadable record in its
-#: place.
-WITHOUT_RECORD = ("missing", "error")
-#: These, and where the record is no measurement.
-UNMEASURED = (*WITHOUT_RECORD, "unusable")
+#: Statuses of cells without a usable record: none yet, a failure or an unreadable record in its place, or
+#: one that is no measurement.
+UNMEASURED = ("missing", "error", "unusable")
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = read_expected(args.expected)
     study_dir = args.records_root.parent
     without = collect(cells, study_dir, args.out, args.epochs_out, expected_of(args))
-    lacking = any(row["status"] in WITHOUT_RECORD for row in without)
+    lacking = any(row["status"] != "unusable" for row in without)
     if without:
         accepted = args.partial or not lacking
         print(describe_missing(without, len(cells)), file=sys.stdout if accepted else sys.stderr)

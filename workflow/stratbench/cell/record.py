@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.places import SCHEMAS
@@ -116,6 +117,14 @@ def read(path: str | Path) -> Record:
         raise RecordError(f"{path} is not JSON as records are: {e}") from e
     except (KeyError, TypeError, AttributeError, IndexError) as e:
         raise RecordError(f"{path} is no whole record of version 1: {type(e).__name__}: {e}") from e
+    return record
+
+
+def read_measured(path: str | Path) -> Record:
+    """The same; RecordError, too, if it is of the software GPU, and so no measurement."""
+    record = read(path)
+    if software_gpu.measured(record):
+        raise RecordError(f"{path} was {software_gpu.WHY}")
     return record
 
 

@@ -47,9 +47,7 @@ def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snake
         )
     require("snakemake")
     snakefile = "Snakefile" if Path("Snakefile").is_file() else str(SNAKEFILE)
-    command = [sys.executable, "-P", "-m", program, "--snakefile", snakefile]
-    # As in our profiles; a folder may have an older one, or a profile of its own.
-    command += ["--scheduler", "greedy", *arguments]
+    command = [sys.executable, "-P", "-m", program, "--snakefile", snakefile, *arguments]
     command += ["--config", *config] if config else []
     sys.stdout.flush()
     os.execv(sys.executable, command)

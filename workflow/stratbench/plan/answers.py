@@ -110,7 +110,7 @@ def _resharding(plan: Plan) -> Iterator[str]:
         )  # fmt: skip
         batch = planned.subject.settings.per_worker_batch
         always, never = choice["always"], choice["never"]
-        threads = plan.resident_threads if planned.subject.request.on_cuda else 0
+        threads = plan.resident_threads
         peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
         more_bytes = peaks[1] - peaks[0]
         gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]

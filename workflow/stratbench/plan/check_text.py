@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.words import counted
 from stratbench.plan.check import Checked, CheckResult, Network
 from stratbench.plan.subject import Subject
 from stratbench.strategies import strategy_class
+from stratbench.strategies.base import Strategy
 from stratbench.workload.own import listed
 from stratbench.workload.tasks import OwnTask
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
 MOST_GROUPS = 16
+#: What becomes of a parameter in a step that has no gradient for it: by `updates_by_zeros`.
+WITHOUT_GRADIENT = {
+    False: "left as it is",
+    True: "updated by zeros, so that momentum and decay go on",
+}
 
 
 def check_text(checked: Checked) -> str:
@@ -75,9 +81,11 @@ def _network(
     yield f"   {normalises}; {'dropout' if found.dropout else 'no dropout'}"
     yield f"   shard groups, {found.rule}: {_groups(found)}"
     if found.writes_buffers:
-        yield f"   buffers that forward writes: {_buffers(subjects)}"
+        said = _by_note(subjects, lambda strategy: strategy.buffers_note)
+        yield f"   buffers that forward writes: {said}"
     if found.skipped:
-        yield f"   without a gradient in some steps, {listed(found.skipped)}: {_without_gradient(subjects)}"
+        said = _by_note(subjects, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
+        yield f"   without a gradient in some steps, {listed(found.skipped)}: {said}"
     yield from (f"   {remark}" for remark in found.remarks)
     if found.unseen is not None:
         yield f"   {found.unseen}"
@@ -95,24 +103,12 @@ def _without_subject(why: str) -> str:
     return why.partition(" cannot train it: ")[2] or why
 
 
-def _buffers(subjects: list[Subject]) -> str:
-    """What becomes of them, by what the strategies say."""
-    notes: dict[str, list[str]] = {}
-    for s in subjects:
-        names = notes.setdefault(strategy_class(s.settings.strategy).buffers_note, [])
-        if s.cell.strategy not in names:
-            names.append(s.cell.strategy)
-    return "; ".join(f"{note} ({', '.join(names)})" for note, names in notes.items())
-
-
-def _without_gradient(subjects: list[Subject]) -> str:
-    """What becomes of a parameter in a step that has no gradient for it, likewise."""
-    names: dict[bool, list[str]] = {False: [], True: []}
+def _by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
+    """Each note that is true of some of the strategies, with their names."""
+    names: dict[str, list[str]] = {}
     for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
-        names[strategy_class(used).updates_by_zeros].append(name)
-    notes = ("left as it is", "updated by zeros, so that momentum and decay go on")
-    pairs = zip(notes, names.values(), strict=True)
-    return "; ".join(f"{note} ({', '.join(those)})" for note, those in pairs if those)
+        names.setdefault(note_of(strategy_class(used)), []).append(name)
+    return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
 
 
 def _groups(found: CheckResult) -> str:

@@ -6,6 +6,7 @@ a fixed size and a size per sample, so the two give the peak for all batches.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -143,22 +144,11 @@ class Footprint:
 
     def largest_batch(self, available_bytes: float, resident_threads: int = 0) -> int:
         """The most samples that fit into `available_bytes` on this rank; 0 if not even one does."""
-
-        def fits(batch: int) -> bool:
-            return self.needed_bytes(batch, resident_threads) <= available_bytes
-
-        if not fits(1):
-            return 0
-        low, high = 1, 2
-        while fits(high) and high < 1 << 24:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle
-        return low
+        return bisect_right(
+            range(1, 1 << 24),
+            available_bytes,
+            key=lambda batch: self.needed_bytes(batch, resident_threads),
+        )
 
     def payload_bytes(self) -> dict[str, int]:
         """Bytes that the collectives of a step work on, by kind of collective."""

@@ -24,5 +24,5 @@ def write_html(plan: Plan, table: list[dict[str, Any]], path: Path) -> None:
         "part_names": PART_NAMES,
         "totals": {name: totals(plan, plan.cells, name) for name in (plan.device, *plan.others)},
     }
-    filters = {"gib": bytes_text, "span": span_text, "hours": hours_text}
+    filters = {"bytes": bytes_text, "span": span_text, "hours": hours_text}
     write_atomic(path, render("plan.html.j2", TEMPLATES, values=values, filters=filters))

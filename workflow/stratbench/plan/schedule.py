@@ -84,7 +84,7 @@ class Plan:
     study: str
     cluster: Mapping[str, Any]
     device: str
-    #: That the device holds at once, on which the buffers of sums depend; 0 for a CPU.
+    #: That a GPU holds at once, on which the buffers of sums depend; footprints on CPUs have none.
     resident_threads: int
     gpu: str | None  # as the config or the command line names it; None: chosen for comparison
     others: list[str]
@@ -148,7 +148,7 @@ def make_plan(
         study=study.name,
         cluster=cluster,
         device=primary.name if on_gpu else "CPU",
-        resident_threads=primary.resident_threads if on_gpu else 0,
+        resident_threads=primary.resident_threads,
         gpu=named,
         others=_others(subjects, gpus, primary),
         cells=planned,
@@ -207,7 +207,7 @@ def _plan_cell(
     host_bytes, n_nodes = 0, resources.node_count(s.cell, cluster)
     verdicts: dict[str, Verdict] = {}
     if footprint is not None:
-        threads = primary.resident_threads if s.request.on_cuda else 0
+        threads = primary.resident_threads
         peak = peak_with_data(footprint.training_peak(s.samples_per_step, threads), s)
         needed_bytes = footprint.needed_bytes(s.samples_per_step, threads) + data_bytes_of(s)
         wire = sent_bytes(s, footprint)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.derived import value_at
-from stratbench.cell import record, software_gpu
+from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
 from stratbench.cell.record import Record
@@ -85,12 +85,9 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
         ):
             continue
         try:
-            found = record.read(path)
+            yield path.relative_to(study_dir).as_posix(), record.read_measured(path)
         except record.RecordError as e:
             raise SetError(f"{e}; delete it to train its cell again") from e
-        if software_gpu.measured(found):
-            raise SetError(f"{path} was {software_gpu.WHY}; delete it to train its cell again")
-        yield path.relative_to(study_dir).as_posix(), found
 
 
 def timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell import record, software_gpu
+from stratbench.cell import record
 from stratbench.cell.blocks import (
     Block,
     BlockError,
@@ -223,12 +223,9 @@ def _full_runs(
                 if not path.exists():
                     continue
                 try:
-                    found = record.read(path)
+                    found = record.read_measured(path)
                 except record.RecordError as e:
                     notes.append(f"not used: {e}")
-                    continue
-                if software_gpu.measured(found):
-                    notes.append(f"{cell} is not used: it was {software_gpu.WHY}")
                     continue
                 wanted = study.settings(cell)
                 stated = LATER | found["settings"]
