@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import fixture_records as fixture
@@ -10,10 +11,12 @@ import pytest
 from planted import faster
 
 from stratbench.analysis import audit, collect, tables
+from stratbench.analysis.audit.machines import groups_cross_nodes
 from stratbench.analysis.audit.traffic import least_bytes_per_s
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.measures import MEASURES
 from stratbench.analysis.summary import summarise
+from stratbench.cell.coordinates import Cell
 
 MODELS = ("vgg16",)
 
@@ -122,6 +125,7 @@ ELSEWHERE = {
     "throttled",
     "workers-are-processes",
     "processes-share-cores",
+    "groups-cross-nodes",
     "memory-held-by-others",  # tests/unit/test_audit_faults.py
     "full-run-against-steps",  # tests/unit/test_verdict_files.py
 }
@@ -302,3 +306,29 @@ def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none
 def test_a_server_waits_for_no_late_worker(tmp_path):
     """Its clock starts when all are ready; what one of them then loses, the others train."""
     assert not findings(tmp_path, only(put("time", "start_skew_ms", value=[90_000.0]), "ps-async"))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "on_a_node", "nodes", "wrong"),
+    [
+        (2, 3, 2, True),
+        (4, 6, 2, True),
+        (2, 2, 2, False),
+        (4, 2, 2, False),
+        (2, 4, 1, False),
+        (1, 3, 2, False),
+    ],
+)
+def test_workers_that_divide_layers_are_on_one_node_where_it_holds_them(
+    tensor, on_a_node, nodes, wrong
+):
+    """A group larger than a node cannot be on one."""
+    record = {
+        "cell": asdict(Cell("s", "e", "tensor", "gpt-char", "text", 4, 0)),
+        "status": "ok",
+        "workers": [],
+        "strategy": {"mesh": {"replicas": 1, "tensor": tensor, "stages": 1}},
+        "provenance": {"nodes": nodes, "workers_per_node": on_a_node},
+    }
+    found = list(groups_cross_nodes.check(SimpleNamespace(records=[record])))
+    assert bool(found) == wrong

@@ -38,6 +38,8 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, True),
     "recomputed": ({"activation_checkpointing": True}, True),
 }
+#: Those that are tried with all ways to divide.
+ALL_WAYS = ("plain", "parts and clip", "adamw")
 #: Ways to divide, on two and on four workers.
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -156,7 +158,8 @@ def work(world: int, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for way in WAYS:
         for name, options in OPTIONS.items():
-            if name == "all" or world == 4 or (name == "sequence" and world == 2):
+            few = name == "all" or (name, world) == ("sequence", 2)
+            if few or (world == 4 and (way in ALL_WAYS or name == "pairs")):
                 found[f"{way}: {name}"] = trajectory(TensorParallel, options, way, rank, world)
         if world == 1:
             found[f"{way}: single"] = trajectory(Single, {}, way, rank, 1)

@@ -184,6 +184,23 @@ def own_gpus(facts: Facts) -> set[tuple[int, int]]:
     return found
 
 
+@record_rule(
+    "groups-cross-nodes",
+    "doubtful",
+    "time",
+    "Workers that divide layers between them were on several nodes, though a node could hold them: they "
+    "exchanged activations over the slower link. Let the number of workers on a node be a multiple of "
+    "tensor_workers.",
+)
+def groups_cross_nodes(facts: Facts) -> Iterator[str]:
+    nodes, on_a_node = facts("provenance.nodes"), facts("provenance.workers_per_node")
+    together = facts.mesh.tensor
+    if not nodes or nodes == 1 or not on_a_node or together > on_a_node:
+        return
+    if on_a_node % together:
+        yield f"groups of {together} workers, and {on_a_node} workers on a node"
+
+
 @rule(
     "shared-devices",
     "unusable",
