@@ -95,6 +95,8 @@ class Worker:
     watch: CompileWatch | None = None
     #: What it tells that it gets on; None where nobody looks.
     pulse: Pulse | None = None
+    #: A step of the network, if it is a user's.
+    trial: Trial | None = None
 
 
 class Strategy:

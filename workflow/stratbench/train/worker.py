@@ -197,6 +197,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             total_steps=s.total_steps(job.train_samples),
             watch=watch,
             pulse=pulse,
+            trial=trial,
         )
         if trial is not None:
             acceptance.check_model(strategy, network, model, trial, worker)
