@@ -88,7 +88,7 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
             found = record.read(path)
         except record.RecordError as e:
             raise SetError(f"{e}; delete it to train its cell again") from e
-        if software_gpu.measured(found):
+        if software_gpu.trained(found):
             raise SetError(f"{path} was {software_gpu.WHY}; delete it to train its cell again")
         yield path.relative_to(study_dir).as_posix(), found
 

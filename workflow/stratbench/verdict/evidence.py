@@ -227,7 +227,7 @@ def _full_runs(
                 except record.RecordError as e:
                     notes.append(f"not used: {e}")
                     continue
-                if software_gpu.measured(found):
+                if software_gpu.trained(found):
                     notes.append(f"{cell} is not used: it was {software_gpu.WHY}")
                     continue
                 wanted = study.settings(cell)
