@@ -111,7 +111,7 @@ def server_configs(
             n_servers=options.servers,
             bind="127.0.0.1" if host is None else "0.0.0.0",
             advertise=host,
-            snapshot_dir=None if s.steps else str(folder.snapshots),
+            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None)),
             stats_path=str(folder.server_statistics(k)),
         )
         for k in range(options.servers)

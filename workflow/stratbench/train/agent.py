@@ -29,6 +29,7 @@ from stratbench.telemetry.timeline import read_phases
 from stratbench.train import devices, standing
 from stratbench.train.forkserver import Process, fork_server
 from stratbench.train.job import Job
+from stratbench.train.locks import scratch
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
 GRACE_S = 3.0
@@ -253,11 +254,12 @@ def main() -> None:
     parser.add_argument("job", type=Path, help="JSON file written by the launcher")
     parser.add_argument("spent_s", type=float, help="of the cell's time, when srun was called")
     args = parser.parse_args()
-    job = Job.from_json(args.job.read_text(encoding="utf-8")).on_another_node(args.spent_s)
+    job = Job.from_json(args.job.read_text(encoding="utf-8"))
     on_signals(raise_stopped)
     node = int(os.environ["SLURM_NODEID"])
     try:
-        exits = run_node(job, node)
+        with scratch() as local:
+            exits = run_node(job.on_another_node(args.spent_s, local), node)
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)
     for p in exits.processes:
