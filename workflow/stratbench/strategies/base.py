@@ -268,7 +268,9 @@ class Strategy:
 
     def model_states(self) -> dict[str, int]:
         """Bytes of parameters, gradients, optimizer state and buffers that this rank holds."""
-        raise NotImplementedError
+        from stratbench.telemetry.memory import model_states
+
+        return model_states(self.model, self.optimizer)
 
     def report(self) -> dict[str, Any]:
         """What else belongs in the record: `details`, `evaluated_on`, `updates_applied`."""
@@ -451,11 +453,6 @@ class Collective(Strategy):
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self.model.buffers()]
-
-    def model_states(self) -> dict[str, int]:
-        from stratbench.telemetry.memory import model_states
-
-        return model_states(self.model, self.optimizer)
 
     def optimizer_dtype(self) -> str | None:
         """The number formats of what the optimizer keeps for each weight; None where it keeps nothing."""

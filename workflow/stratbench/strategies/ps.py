@@ -339,18 +339,6 @@ class ParameterServer(base.Strategy):
 
         drop_snapshot(self.channel.snapshot_dir, epoch)
 
-    def model_states(self) -> dict[str, int]:
-        whole, trained = (
-            sum(p.numel() * p.element_size() for p in parameters)
-            for parameters in (self.model.parameters(), self.flat.parameters)
-        )
-        return {
-            "parameters_bytes": whole,
-            "gradients_bytes": trained,
-            "optimizer_bytes": 0,  # on the servers
-            "buffers_bytes": sum(b.numel() * b.element_size() for b in self.model.buffers()),
-        }
-
     def report(self) -> dict[str, Any]:
         s = self.worker.settings
         return {
