@@ -293,7 +293,6 @@ class DanaPolicy(Policy):
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
-        fixed_buffers: ClassVar[int] = 1
         buffers_per_worker: ClassVar[int] = 1
 
         lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
