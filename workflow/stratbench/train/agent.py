@@ -24,7 +24,7 @@ from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
 from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.sampler import Sampler, busy_check
-from stratbench.telemetry.tenants import place_of
+from stratbench.telemetry.tenants import gpu_place
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train import devices, standing
 from stratbench.train.forkserver import Process, fork_server
@@ -134,7 +134,8 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
     return {
-        name: host | ({"gpu": place_of(nvml, gpus[name])} if name in gpus else {}) for name in names
+        name: host | ({"gpu": gpu_place(nvml, gpus[name])} if name in gpus else {})
+        for name in names
     }
 
 
