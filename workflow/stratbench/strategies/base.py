@@ -163,8 +163,8 @@ class Strategy:
         """Why it, with all its `options`, cannot train by an experiment's `values`: `.key = ...: why`."""
         yield from ()
 
-    def refusals_of_model(self, model: nn.Module, trial: Trial, worker: Worker) -> Iterator[str]:
-        """Why it cannot train `model`, with the remedy; `trial`: a step of it. Asked before `setup`."""
+    def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:
+        """Why it cannot train `model`, with the remedy, by `worker.trial`. Asked before `setup`."""
         yield from ()
 
     @classmethod

@@ -16,8 +16,6 @@ from stratbench.workload.own import listed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from stratbench.workload.trial import Trial
-
 
 class FSDP(Sharded):
     """torch.distributed.fsdp.fully_shard, one group for each entry of the model's wrap plan.
@@ -101,9 +99,8 @@ class FSDP(Sharded):
             ring_copies=2,  # 3 for what is gathered again: all but the root's own parameters, if any
         )
 
-    def refusals_of_model(
-        self, model: nn.Module, trial: Trial, worker: base.Worker
-    ) -> Iterator[str]:
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        trial = worker.trial
         scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
         if scalars:
             yield (

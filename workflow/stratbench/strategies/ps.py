@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from stratbench.ps.client import Channel
     from stratbench.ps.flat import FlatSpace
     from stratbench.ps.tickets import Ticket
-    from stratbench.workload.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -195,9 +194,7 @@ class ParameterServer(base.Strategy):
                 "so that nobody knows the norm of the whole"
             )
 
-    def refusals_of_model(
-        self, model: nn.Module, trial: Trial, worker: base.Worker
-    ) -> Iterator[str]:
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         dtypes = {
             str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad
         }
