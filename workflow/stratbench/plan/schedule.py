@@ -219,7 +219,7 @@ def _plan_cell(
             if s.request.on_cuda
             else {"CPU": cpu_device(cluster, s.cell.gpus)}
         )
-        timed = [r for r in records.values() if not software_gpu.measured(r)]
+        timed = [r for r in records.values() if not software_gpu.trained(r)]
         span = projection.span_by_records(s.cell, timed)
         for name, device in devices.items():
             measured = span if name in (primary.name, "CPU") else None
@@ -296,7 +296,7 @@ def _state(
 ) -> tuple[str, str]:
     """The state of a cell and why it is so."""
     if found is not None:
-        if software_gpu.measured(found):
+        if software_gpu.trained(found):
             return "recorded", f"unusable: {software_gpu.WHY}"
         if found["status"] == "ok":
             return "done", ""

@@ -197,9 +197,10 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             total_steps=s.total_steps(job.train_samples),
             watch=watch,
             pulse=pulse,
+            trial=trial,
         )
         if trial is not None:
-            acceptance.check_model(strategy, network, model, trial, worker)
+            acceptance.check_model(strategy, network, model, worker)
         strategy.setup(model, worker)
         # From here on only what is random per worker (dropout) draws from the global generator.
         torch.manual_seed(s.seed + 1 + rank)
