@@ -1,0 +1,78 @@
+"""Lets small cells share a SLURM job, one after the other, so that its start-up is paid once.
+
+Snakemake goes on to see one job a cell: each succeeds, fails, is tried again and resumed by itself. Only the
+executor of its SLURM plugin submits several together, and tells afterwards what became of each.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stratbench.study import nodes
+
+Item = TypeVar("Item")
+#: Set in a job that cells share.
+VARIABLE = "STRATBENCH_SHARED_JOB"
+
+
+def divide(
+    items: Iterable[Item],
+    kind: Callable[[Item], Hashable],
+    minutes: Callable[[Item], int],
+    most: int,
+    longest_min: Callable[[Item], int | None],
+) -> list[list[Item]]:
+    """Items that share a job: `most` of one kind, in the order given, whose minutes the job's limit can hold.
+
+    `longest_min`: the longest job that takes the item; None: of any length.
+    """
+    shares: list[list[Item]] = []
+    open_: dict[Hashable, tuple[list[Item], int]] = {}
+    for item in items:
+        share, taken = open_.get(kind(item), ([], 0))
+        longest = longest_min(item)
+        full = len(share) >= most or (longest is not None and taken + minutes(item) > longest)
+        if not share or full:
+            share, taken = [], 0
+            shares.append(share)
+        share.append(item)
+        open_[kind(item)] = share, taken + minutes(item)
+    return shares
+
+
+def longest_job_min(offered: Sequence[nodes.Node], partition: str | None) -> int | None:
+    """The longest time limit of a partition's nodes, in minutes; None if there is none, or none is known."""
+    limits = [node.limit_min for node in nodes.nodes_of_partition(offered, partition)]
+    return None if not limits or None in limits else max(limits)
+
+
+def begin_sharing(workflow: Any, cells_per_job: int, lists: Path) -> None:
+    """Let cells share SLURM jobs from now on. `lists`: a folder for which cells a job has.
+
+    `workflow` is Snakemake's, about to submit. With another scheduler than SLURM this does nothing.
+    """
+    if cells_per_job == 1 or workflow.local_exec or workflow.executor_plugin.name != "slurm":
+        return
+    from stratbench.study.sharing_executor import (
+        SharingExecutor,
+    )  # the plugin need not be installed
+
+    lists.mkdir(parents=True, exist_ok=True)
+    executor, scheduler = workflow.scheduler._executor, workflow.scheduler
+    executor.cells_per_job, executor.lists = cells_per_job, lists
+    executor.offered = nodes.cluster_nodes()
+    executor.sharing, executor.waiting, executor.underway = threading.Lock(), deque(), 0
+    executor.__class__ = SharingExecutor
+    # `jobs` counts SLURM jobs: the scheduler gives all cells, and the executor keeps to it.
+    scheduler.resources["_nodes"] = sys.maxsize
+
+
+def is_shared_job() -> bool:
+    """Whether this process is the Snakemake of a job that cells share."""
+    return VARIABLE in os.environ
