@@ -32,7 +32,12 @@ onstart:
         slurm.hold_until_ended(workflow, planned, SHARED_LISTS)
         slurm.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
-    sharing.begin_sharing(workflow, CLUSTER["cells_per_job"], SHARED_LISTS)
+    sharing.begin_sharing(
+        workflow,
+        rules.train_cell.rule.name,
+        CLUSTER["cells_per_job"],
+        SHARED_LISTS,
+    )
     if workflow.local_exec and requests:
         forkserver.share_until_exit()
 

@@ -52,20 +52,20 @@ def longest_job_min(offered: Sequence[nodes.Node], partition: str | None) -> int
     return None if not limits or None in limits else max(limits)
 
 
-def begin_sharing(workflow: Any, cells_per_job: int, lists: Path) -> None:
-    """Let cells share SLURM jobs from now on. `lists`: a folder for which cells a job has.
+def begin_sharing(workflow: Any, rule: str, cells_per_job: int, lists: Path) -> None:
+    """Let the jobs of a rule, one a cell, share SLURM jobs from now on.
 
-    `workflow` is Snakemake's, about to submit. With another scheduler than SLURM this does nothing.
+    `workflow` is Snakemake's, about to submit; with another scheduler than SLURM this does nothing.
+    `lists`: the folder that tells which cells share a job.
     """
     if cells_per_job == 1 or workflow.local_exec or workflow.executor_plugin.name != "slurm":
         return
-    from stratbench.study.sharing_executor import (
-        SharingExecutor,
-    )  # the plugin need not be installed
+    # Snakemake's SLURM plugin, which it imports, need not be there otherwise.
+    from stratbench.study.sharing_executor import SharingExecutor
 
     lists.mkdir(parents=True, exist_ok=True)
     executor, scheduler = workflow.scheduler._executor, workflow.scheduler
-    executor.cells_per_job, executor.lists = cells_per_job, lists
+    executor.rule, executor.cells_per_job, executor.lists = rule, cells_per_job, lists
     executor.offered = nodes.cluster_nodes()
     executor.sharing, executor.waiting, executor.underway = threading.Lock(), deque(), 0
     executor.__class__ = SharingExecutor

@@ -29,7 +29,7 @@ class SharedJob(GroupJob):
 
     def __init__(self, cells: Sequence[Any]) -> None:
         """`cells`: Snakemake's jobs."""
-        super().__init__("train_cell", tuple(cells), None)
+        super().__init__(cells[0].rule.name, tuple(cells), None)
         self.finalize()
         self.rule = cells[0].rule
         # The plugin makes the job's comment of it: `slurm.shared_list` finds the cells by that.
@@ -157,7 +157,7 @@ class SharingExecutor(Executor):
 
     def _may_share(self, job: Any) -> bool:
         first = not job.is_group() and job.attempt == 1
-        return first and job.rule.name == "train_cell" and job.resources["nodes"] == 1
+        return first and job.rule.name == self.rule and job.resources["nodes"] == 1
 
     def _place(self, job: Any) -> tuple[Any, ...]:
         """The order: by priority, and what is compared close together."""
