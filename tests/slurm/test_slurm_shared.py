@@ -1,4 +1,4 @@
-"""Cells that share a SLURM job: one crashes, the job is cancelled, the driver killed; what stays, what comes again."""
+"""Cells that share a SLURM job: what stays and what comes again where a cell, the job or the driver ends."""
 
 from __future__ import annotations
 

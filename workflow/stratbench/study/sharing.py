@@ -10,11 +10,13 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stratbench.cell.coordinates import Cell
 from stratbench.study import nodes
+from stratbench.study.resources import JobRequest
 
 Item = TypeVar("Item")
 #: Set in a job that cells share.
@@ -50,6 +52,25 @@ def longest_job_min(offered: Sequence[nodes.Node], partition: str | None) -> int
     """The longest time limit of a partition's nodes, in minutes; None if there is none, or none is known."""
     limits = [node.limit_min for node in nodes.nodes_of_partition(offered, partition)]
     return None if not limits or None in limits else max(limits)
+
+
+def count_jobs(
+    asked: Mapping[Cell, JobRequest],
+    cells_per_job: int,
+    offered: Sequence[nodes.Node],
+    partition: str | None,
+) -> int:
+    """The number of SLURM jobs that these cells make. `offered` and `partition`: of `longest_job_min`."""
+    small = {cell: request for cell, request in asked.items() if request.nodes == 1}
+    longest = longest_job_min(offered, partition)
+    shares = divide(
+        small.items(),
+        lambda item: (item[0].repeat, item[1].gpus, item[1].cpus),
+        lambda item: item[1].runtime_min,
+        cells_per_job,
+        lambda item: longest,
+    )
+    return len(shares) + len(asked) - len(small)
 
 
 def begin_sharing(workflow: Any, rule: str, cells_per_job: int, lists: Path) -> None:

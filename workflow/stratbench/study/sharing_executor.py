@@ -116,14 +116,6 @@ class SharingExecutor(Executor):
             command = command.replace(old, new)
         return command
 
-    def report_job_submission(self, job_info: Any, register_job: bool = True) -> None:
-        """Note which cells the SLURM job has: for a Snakemake that comes after this one was killed."""
-        if isinstance(job_info.job, SharedJob):
-            path = shared_list(self.lists, job_info.job.wildcards[-1])
-            text = "".join(f"{cell.output.record}\n" for cell in job_info.job.jobs)
-            path.write_text(text, encoding="utf-8")
-        super().report_job_submission(job_info, register_job=register_job)
-
     def report_job_success(self, job_info: Any) -> None:
         for part in _parts(job_info):
             super().report_job_success(part)
@@ -179,6 +171,10 @@ class SharingExecutor(Executor):
                 self.underway += 1
                 start.append(self.waiting.popleft())
         for job in start:
+            if isinstance(job, SharedJob):
+                # For a Snakemake that comes after this one was killed.
+                made = "".join(f"{cell.output.record}\n" for cell in job.jobs)
+                shared_list(self.lists, job.wildcards[-1]).write_text(made, encoding="utf-8")
             self._submit_job(job)
 
 
