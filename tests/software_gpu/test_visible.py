@@ -18,6 +18,7 @@ from machine import Machine
 from launching import WORKFLOW, LaunchedCell, settings, sharing
 from stratbench.cell import record
 from stratbench.cell.record import Record
+from stratbench.cell.settings import Settings
 
 pytestmark = pytest.mark.timeout(900)
 VARIABLE = "CUDA_VISIBLE_DEVICES"
