@@ -67,8 +67,8 @@ class Job:
     def is_group(self) -> bool:
         return False
 
-    def log_error(self, msg, **_) -> None:
-        print(f"{self}: {msg}")
+    def log_error(self, msg, aux_logs=(), **_) -> None:
+        print(f"{self}: {msg} {aux_logs}")
 
     def begin(self) -> None:
         Path(self.log[0]).write_text("")
@@ -166,21 +166,26 @@ def test_after_a_sigterm_nothing_more_is_submitted(executor, tmp_path):
 
 
 def test_each_cell_of_a_failed_job_is_told_by_what_it_has_left(executor, tmp_path, capfd):
-    done, cut_off, missed = jobs = [Job(tmp_path, name) for name in ("done", "cut", "never")]
+    names = ("broke", "cut", "done", "never")
+    broken, cut_off, done, missed = jobs = [Job(tmp_path, name) for name in names]
     for job in jobs:  # of an earlier run, and forced to be trained again
         job.finish()
+    executor.cells_per_job = 4
     executor.run_jobs(jobs)
     (shared,) = executor.submitted
     Path(done.output.record).unlink()
     done.finish()
-    Path(cut_off.log[0]).unlink()
-    cut_off.begin()
-    executor.report_job_error(info(shared), msg="CANCELLED")
-    assert executor.ended == {"done0": "success", "cut0": "error", "never0": "error"}
+    for job in (broken, cut_off):
+        Path(job.log[0]).unlink()
+        job.begin()
+    executor.report_job_error(info(shared), msg="CANCELLED", aux_logs=["7.log"])
+    wanted = {"broke0": "error", "cut0": "error", "done0": "success", "never0": "error"}
+    assert executor.ended == wanted
     out, err = capfd.readouterr()
-    assert out.startswith("cut0: CANCELLED")
-    assert "never0" not in out
-    assert "SLURM job 7 ended before the turn of 1 of its 3 cells" in err
+    told = out.splitlines()
+    assert [line.split(":")[0] for line in told] == ["broke0", "cut0"]
+    assert ["7.log" in line for line in told] == [True, False]  # it is of them all
+    assert "SLURM job 7 ended before the turn of 1 of its 4 cells" in err
     assert missed.output.record in err
 
 

@@ -129,6 +129,7 @@ class SharingExecutor(Executor):
                 shared.has_begun(part.job) and not shared.has_finished(part.job)
             ):
                 super().report_job_error(part, msg=msg, **kwargs)
+                kwargs.pop("aux_logs", None)  # the job's own log is shown once
             elif shared.has_finished(part.job):
                 super().report_job_success(part)
             else:
