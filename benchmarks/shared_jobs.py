@@ -76,7 +76,7 @@ def seconds_a_cell(
     workflow = ClusterWorkflow(folder, study({"e": matrix}, cells_per_job=cells_per_job), cluster)
     workflow.change_code(PROFILE, "  # slurm_account: my_project", f"  slurm_account: {ACCOUNT}")
     done = workflow.run("--jobs", "1", *CELLS_ONLY)
-    records = [json.loads(path.read_text()) for path in folder.rglob("record.json")]
+    records = [json.loads(path.read_bytes()) for path in folder.rglob("record.json")]
     if done.returncode or [r["status"] for r in records] != ["ok"] * CELLS:
         raise SystemExit(done.stdout)
     jobs = ",".join(sorted({r["provenance"]["slurm_job_id"] for r in records}))

@@ -124,3 +124,24 @@ def test_a_shared_job_outlives_a_killed_driver_and_its_cells_are_not_started_twi
     ]
     assert all(shared_import in log.read_text() for log in logs)
     assert workflow.jobs(*CELLS_ONLY) == {}
+
+
+def test_ctrl_c_cancels_the_shared_job_and_submits_no_more(workflow: ClusterWorkflow) -> None:
+    workflow.write_config(study(dict.fromkeys(CELLS, HELD), cells_per_job=2))
+    run = workflow.start("--jobs", "1", *CELLS_ONLY)
+    good, _ = wait_for(lambda: training(workflow, *CELLS))
+    workflow.release(good)
+    others = [name for name in CELLS if name != good]
+    wait_for(lambda: training(workflow, *others))
+    [shared] = workflow.slurm_jobs()  # of two cells: the next waits for its end
+    os.killpg(run.pid, signal.SIGINT)
+    workflow.finish(run, limit_s=300)
+    assert run.returncode != 0
+    wait_for(lambda: not processes_of(workflow, shared["id"]))
+    assert [job["state"] for job in workflow.slurm_jobs()] == ["CANCELLED"]
+    before = workflow.cell_record(good).read_bytes()
+    workflow.release(*others)
+    output = workflow.run(*CELLS_ONLY).stdout
+    assert {workflow.status(name) for name in CELLS} == {"ok"}, output
+    assert workflow.cell_record(good).read_bytes() == before
+    assert [job["state"] for job in workflow.slurm_jobs()] == ["CANCELLED", *["COMPLETED"] * 2]

@@ -88,6 +88,7 @@ def executor(tmp_path, monkeypatch):
         running=set(),
         _lock=threading.Lock(),
         _user_kill=None,
+        _open_jobs=threading.Semaphore(0),
     )
     made = executors.SharingExecutor.__new__(executors.SharingExecutor)
     made.workflow = SimpleNamespace(
@@ -163,6 +164,7 @@ def test_after_a_sigterm_nothing_more_is_submitted(executor, tmp_path):
     executor.report_job_success(info(executor.submitted[0]))
     assert len(executor.submitted) == 2
     assert {str(job) for job in scheduler.running} == {f"s{n}0" for n in range(6)}
+    assert scheduler._open_jobs.acquire(blocking=False), "Snakemake would wait for ever"
 
 
 def test_each_cell_of_a_failed_job_is_told_by_what_it_has_left(executor, tmp_path, capfd):

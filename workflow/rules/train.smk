@@ -32,12 +32,15 @@ onstart:
         slurm.hold_until_ended(workflow, planned, SHARED_LISTS)
         slurm.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
-    sharing.begin_sharing(
-        workflow,
-        rules.train_cell.rule.name,
-        CLUSTER["cells_per_job"],
-        SHARED_LISTS,
-    )
+    most = CLUSTER["cells_per_job"]
+    if (
+        most > 1
+        and not workflow.local_exec
+        and workflow.executor_plugin.name == "slurm"
+    ):
+        from stratbench.study.sharing_executor import begin_sharing
+
+        begin_sharing(workflow, rules.train_cell.rule.name, most, SHARED_LISTS)
     if workflow.local_exec and requests:
         forkserver.share_until_exit()
 

@@ -7,12 +7,8 @@ executor of its SLURM plugin submits several together, and tells afterwards what
 from __future__ import annotations
 
 import os
-import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from stratbench.cell.coordinates import Cell
 from stratbench.study import nodes
@@ -71,27 +67,6 @@ def count_jobs(
         lambda item: longest,
     )
     return len(shares) + len(asked) - len(small)
-
-
-def begin_sharing(workflow: Any, rule: str, cells_per_job: int, lists: Path) -> None:
-    """Let the jobs of a rule, one a cell, share SLURM jobs from now on.
-
-    `workflow` is Snakemake's, about to submit; with another scheduler than SLURM this does nothing.
-    `lists`: the folder that tells which cells share a job.
-    """
-    if cells_per_job == 1 or workflow.local_exec or workflow.executor_plugin.name != "slurm":
-        return
-    # Snakemake's SLURM plugin, which it imports, need not be there otherwise.
-    from stratbench.study.sharing_executor import SharingExecutor
-
-    lists.mkdir(parents=True, exist_ok=True)
-    executor, scheduler = workflow.scheduler._executor, workflow.scheduler
-    executor.rule, executor.cells_per_job, executor.lists = rule, cells_per_job, lists
-    executor.offered = nodes.cluster_nodes()
-    executor.sharing, executor.waiting, executor.underway = threading.Lock(), deque(), 0
-    executor.__class__ = SharingExecutor
-    # `jobs` counts SLURM jobs: the scheduler gives all cells, and the executor keeps to it.
-    scheduler.resources["_nodes"] = sys.maxsize
 
 
 def is_shared_job() -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+import threading
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from snakemake.jobs import GroupJob
 from snakemake_executor_plugin_slurm import Executor
 
 from stratbench.cell import record
+from stratbench.study import nodes
 from stratbench.study.sharing import VARIABLE, divide, longest_job_min
 from stratbench.study.slurm import shared_list, tell
 
@@ -77,7 +81,7 @@ def _state(path: str | Path) -> tuple[int, int] | None:
 
 
 class SharingExecutor(Executor):
-    """The plugin's executor where cells share jobs. `sharing.begin_sharing` makes one of it."""
+    """The plugin's executor where cells share jobs. `begin_sharing` makes one of it."""
 
     def run_jobs(self, jobs: Sequence[Any]) -> None:
         """Queue jobs, those of cells together. At most `jobs` of the profile are submitted at a time.
@@ -168,6 +172,7 @@ class SharingExecutor(Executor):
                 self.waiting.clear()
                 with scheduler._lock:
                     scheduler.running -= given_up
+                scheduler._open_jobs.release()  # it looks again
             while self.waiting and self.underway < self.workflow.nodes:
                 self.underway += 1
                 start.append(self.waiting.popleft())
@@ -177,6 +182,21 @@ class SharingExecutor(Executor):
                 made = "".join(f"{cell.output.record}\n" for cell in job.jobs)
                 shared_list(self.lists, job.wildcards[-1]).write_text(made, encoding="utf-8")
             self._submit_job(job)
+
+
+def begin_sharing(workflow: Any, rule: str, cells_per_job: int, lists: Path) -> None:
+    """Let the jobs of a rule, one a cell, share SLURM jobs from now on.
+
+    `workflow` is Snakemake's, about to submit to SLURM. `lists`: the folder for which cells share a job.
+    """
+    lists.mkdir(parents=True, exist_ok=True)
+    executor, scheduler = workflow.scheduler._executor, workflow.scheduler
+    executor.rule, executor.cells_per_job, executor.lists = rule, cells_per_job, lists
+    executor.offered = nodes.cluster_nodes()
+    executor.sharing, executor.waiting, executor.underway = threading.Lock(), deque(), 0
+    executor.__class__ = SharingExecutor
+    # `jobs` counts SLURM jobs: the scheduler gives all cells, and the executor keeps to it.
+    scheduler.resources["_nodes"] = sys.maxsize
 
 
 def _kind(job: Any) -> Hashable:
