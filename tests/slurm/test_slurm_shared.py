@@ -138,7 +138,7 @@ def test_ctrl_c_cancels_the_shared_job_and_submits_no_more(workflow: ClusterWork
     workflow.finish(run, limit_s=300)
     assert run.returncode != 0
     wait_for(lambda: not processes_of(workflow, shared["id"]))
-    assert [job["state"] for job in workflow.slurm_jobs()] == ["CANCELLED"]
+    wait_for(lambda: [job["state"] for job in workflow.slurm_jobs()] == ["CANCELLED"])
     before = workflow.cell_record(good).read_bytes()
     workflow.release(*others)
     output = workflow.run(*CELLS_ONLY).stdout
