@@ -27,7 +27,7 @@ from stratbench.telemetry.sampler import Sampler, busy_check
 from stratbench.telemetry.tenants import gpu_place
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train import devices, standing
-from stratbench.train.forkserver import Process, fork_server
+from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
 from stratbench.train.locks import scratch
 
@@ -84,7 +84,7 @@ def run_node(job: Job, node: int) -> Exits:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
         devices.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
-    with fork_server(may_share=job.in_block or not job.use_cuda) as path:
+    with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
         text = job.to_json()
         servers = [
             Process(
