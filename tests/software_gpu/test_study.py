@@ -86,6 +86,9 @@ def test_memory_and_traffic_agree_with_the_plan(study: Workflow) -> None:
     assert set(rows["strategy"]) == set(one_of_each_family())
     assert (rows["states_bytes_predicted"] == rows["states_bytes_measured"]).all()
     assert (rows["sent_bytes_predicted"] == rows["sent_bytes_measured"]).all()
+    # Nothing of the warm-up is still held when memory is measured, such as DDP's first buckets.
+    errors = rows.set_index(["strategy", "gpus"])["peak_error_percent"]
+    assert (errors.abs() < 2).all(), errors.to_dict()
     assert set(rows["status"]) == {"unusable"}
     assert rows["train_s_measured"].isna().all()
 
@@ -96,7 +99,7 @@ def test_records_have_what_only_gpus_tell(study: Workflow) -> None:
     for path in paths:
         found = record.read(path)
         assert found["status"] == "ok"
-        assert software_gpu.measured(found)
+        assert software_gpu.trained(found)
         assert found["energy"]["train_joules"] > 0
         assert 0 < found["compute"]["mfu"] < 1
         for worker in found["workers"]:

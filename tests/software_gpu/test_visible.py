@@ -10,13 +10,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from design import IMAGES
 from machine import Machine
 
-from launching import WORKFLOW, LaunchedCell, settings
+from launching import WORKFLOW, LaunchedCell, settings, sharing
 from stratbench.cell import record
 from stratbench.cell.record import Record
+from stratbench.cell.settings import Settings
 
 pytestmark = pytest.mark.timeout(900)
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -100,6 +102,36 @@ def test_a_job_without_gpus_trains_on_the_cpu(
     found = trained(settings("ddp", device="auto", **IMAGES))
     assert (found["status"], found["provenance"]["device"]) == ("ok", "cpu")
     assert "software_gpu" not in found["provenance"], "its figures are the CPU's"
+
+
+def test_cells_of_a_job_that_has_gpus_share_a_fork_server_and_leave_nothing_on_them(
+    start_cell: Callable[..., LaunchedCell],
+    machine: Machine,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def output_of(s: Settings) -> str:
+        launched = start_cell(s, data_dir=data)
+        code, output = launched.finish(600)
+        assert code == 0, output
+        found = record.read(launched.record)
+        [busy] = found["provenance"]["busy_at_start"].values()
+        assert not busy.get("other_gpu_processes")
+        assert (found["status"], gpus_of(found)) == ("ok", [2, 3][: s.gpus])
+        held = [process.pid for process in machine.processes() if any(process.used_bytes)]
+        assert not any(map(psutil.pid_exists, held))
+        return output
+
+    shared = "this run's cells share a fork server"
+    cells = [settings(name, device="cuda", **IMAGES) for name in ("ddp", "fsdp")]
+    monkeypatch.setenv(VARIABLE, "2,3")
+    with sharing():
+        for s in cells:
+            assert shared in output_of(s)
+        # One GPU of two is another choice.
+        one = settings("single", device="cuda", **IMAGES | {"gpus": 1, "per_worker_batch": 16})
+        assert shared not in output_of(one)
+    assert shared not in output_of(cells[0])
 
 
 def test_all_names_of_a_gpu_are_one_lock(machine: Machine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
 from stratbench.strategies.fsdp import FSDP
 from stratbench.strategies.single import Single
 from stratbench.strategies.zero import TorchZeRO1, ZeRO1
+from stratbench.workload.trial import take_trial
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,6 +58,7 @@ def set_up(
     accumulate=1,
     frozen=(),
     depth=0,
+    compile=False,
     **options,
 ) -> Collective:
     name = NAMES[cls]
@@ -67,6 +70,7 @@ def set_up(
         precision=precision,
         clip_norm=clip_norm,
         accumulate=accumulate,
+        compile=compile,
     )
     model = network()
     model = model[:5].extend([nn.Linear(13, 13) for _ in range(depth)]).extend(model[5:])
@@ -75,9 +79,10 @@ def set_up(
     groups = [("convolution", [model[0]]), ("linear", [model[4]])]
     groups += [(f"linear {i}", [model[i]]) for i in range(5, 5 + depth)]
     strategy = cls(cls.Options(**given))
-    strategy.setup(
-        model, Worker(s, 0, world, world, torch.device("cpu"), RunFolder(Path()), groups)
-    )
+    worker = Worker(s, 0, world, world, torch.device("cpu"), RunFolder(Path()), groups)
+    if frozen:
+        worker.trial = take_trial("network", model, *batch(), (4, 3), groups)
+    strategy.setup(model, worker)
     return strategy
 
 
@@ -145,10 +150,15 @@ def test_fsdp_gathers_and_scatters_what_it_says(group, reshard, policy, parts):
         (("0.", "1.", "4.", "5.", "6.", "7."), 3),
     ],
 )
+@pytest.mark.parametrize("compile", [False, True])
 def test_fsdp_gathers_what_is_frozen_and_reduces_only_the_rest(
-    group, reshard, parts, frozen, depth
+    group, reshard, parts, frozen, depth, compile, monkeypatch
 ):
-    strategy = set_up(FSDP, group, "fp32", 1.0, parts, frozen, depth, reshard_after_forward=reshard)
+    # The graphs are divided as for any backend, and this one needs no compiler.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    strategy = set_up(
+        FSDP, group, "fp32", 1.0, parts, frozen, depth, compile, reshard_after_forward=reshard
+    )
     strategy.step(*batch())
     with Collectives(group) as seen:
         strategy.step(*batch())

@@ -27,7 +27,13 @@ from launching import (
     train_one_epoch,
     until,
 )
-from stratbench.train.forkserver import FOLDER_VARIABLE, Process, address, shared_server
+from stratbench.train.forkserver import (
+    FOLDER_VARIABLE,
+    Process,
+    address,
+    shared_server,
+    shares_gpus,
+)
 
 LIGHT = Path(__file__).with_name("light_forkserver.py")
 pytestmark = pytest.mark.timeout(180)
@@ -275,3 +281,27 @@ def test_cells_go_on_without_a_server_that_was_killed(shared, start_cell):
     code, output = launched.finish()
     assert code == 0, output
     assert "share a fork server" not in output
+
+
+@pytest.mark.parametrize(
+    ("at_start", "now", "shares"),
+    [
+        ("0,1", "0,1", True),
+        ("0,1", "1", False),
+        ("0", "1", False),
+        (None, "0", False),
+        (None, None, False),
+        ("", "", False),
+    ],
+)
+def test_gpu_cells_share_a_server_that_was_started_with_their_gpus(
+    monkeypatch, at_start, now, shares
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if at_start is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", at_start)
+    with shared_server():
+        if now is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", now)
+        assert shares_gpus() is shares
+    assert not shares_gpus()

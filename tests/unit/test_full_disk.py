@@ -102,12 +102,20 @@ def test_sets_keep_their_bundle_and_their_comparison(study: Path, tmp_path, caps
         assert contents(tmp_path) == whole
 
 
-def test_a_command_ends_in_one_sentence(study: Path, tmp_path) -> None:
+def test_a_rules_program_ends_in_one_sentence(study: Path, tmp_path) -> None:
     arguments = stages(study, tmp_path)["collect"][1]
     code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({FULL_AT_BYTES},) * 2)"
-    code += "; import runpy; runpy.run_module('stratbench.analysis.collect', run_name='__main__')"
+    code += "; import runpy; runpy.run_module('stratbench.study.program', run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [
+            sys.executable,
+            "-c",
+            code,
+            str(os.getpid()),
+            "-m",
+            "stratbench.analysis.collect",
+            *arguments,
+        ],
         env=os.environ
         | {"PYTHONPATH": str(Path(files.__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"},
         text=True,

@@ -1063,7 +1063,8 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
     clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 500.0)
     monkeypatch.setattr(job_module, "time", clock)
     job = replace(job_with(tmp_path, [None]), origin_unix_s=1e9 + ahead_s - 20)
-    there = job.on_another_node(spent_s=15)
+    there = job.on_another_node(15, tmp_path / "own")
+    assert (there.folder.path, there.folder.local) == (job.folder.path, tmp_path / "own")
     assert there.elapsed_s == (20 if ahead_s == 0 else 15)
     assert there.deadline_s - there.origin_s == job.time_limit_s
 

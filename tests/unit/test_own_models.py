@@ -18,10 +18,11 @@ from stratbench.plan.subject import subject_of
 from stratbench.study.config import Study, load_config
 from stratbench.study.messages import ConfigError
 from stratbench.telemetry.flops import counted_flops
-from stratbench.workload import models, own, sharding
+from stratbench.workload import models, own, sharding, tasks
 from stratbench.workload.own import ModelError, OwnModel
 
 CPU = torch.device("cpu")
+TASK = tasks.Classification()
 #: Networks of a file of its own for each test, since a module is imported once.
 NETS = """
 import torch
@@ -116,7 +117,7 @@ def trained_as(
     said = {"call": call, "kwargs": {}, "shard": None} | spec
     model = models.named_model("mine", said)
     net = models.for_training(model, classes, shape, 0, CPU, torch.float32)
-    models.trial_of(model, net, classes, shape, models.wrap_groups(model, net))
+    models.trial_of(model, net, classes, shape, models.wrap_groups(model, net), TASK)
     return net
 
 
@@ -177,7 +178,7 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
     shape = models.input_shape(model, (1, 28, 28))
     net = models.build_without_memory(model, 10, shape).train()
     groups = models.wrap_groups(model, net)
-    found = models.trial_of(model, net, 10, shape, groups)
+    found = models.trial_of(model, net, 10, shape, groups, TASK)
     assert found.uncalled == found.late == ()
     # Of some, all outputs but one are for training at other sizes.
     assert found.unused == (), found.unused

@@ -185,6 +185,22 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
     assert "no node can hold" not in plan_text(plan_of())
 
 
+def test_a_plan_counts_the_jobs_that_cells_share(plan_of, monkeypatch):
+    assert "on SLURM" not in plan_text(plan_of(repeats=2))
+    told = plan_text(plan_of(repeats=2, cluster={"cells_per_job": 3}))
+    # In each repeat, on 1 GPU: three cells without servers and one with; on 2: two and one; on 8, which are
+    # two nodes: three cells.
+    assert "   on SLURM 14 jobs: up to 3 cells share one (cells_per_job)\n" in told
+    monkeypatch.setattr(
+        schedule.nodes,
+        "cluster_nodes",
+        lambda: schedule.nodes.parse_sinfo("gpu*|n1|64|240000|gpu:4|2:00:00"),
+    )
+    told = plan_text(plan_of(repeats=2, cluster={"cells_per_job": 3}))
+    # Of an hour each, two fit the partition's limit.
+    assert "   on SLURM 16 jobs: up to 3" in told
+
+
 def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_path: Path):
     plan = plan_of(made_up(500))
     planned = cell(plan, "ddp", 8)

@@ -406,7 +406,7 @@ class GapMeasuresMomentum(asynchronous.GapAwarePolicy):
 
 class DanaLooksAheadTooFar(asynchronous.DanaPolicy):
     def view(self, worker, out):
-        known = [m for j, m in enumerate(self._momenta) if j != worker and m.started]
+        known = [m for j, m in enumerate(self._momenta) if j != worker and self.hyper.momentum]
         out.copy_(self.weights)
         for m in known:
             out.add_(m.value, alpha=-self.push_lr * self.hyper.momentum)
@@ -707,7 +707,7 @@ def test_dana_reads_what_is_known_of_the_others_next_steps(nesterov):
 def summed_by_the_book(policy, worker):
     """What a worker of ps-dana reads, added up from the momenta of the others one by one."""
     ahead = policy.push_lr * policy._momenta[0].known_share
-    others = [m.value for j, m in enumerate(policy._momenta) if j != worker and m.started]
+    others = [m.value for j, m in enumerate(policy._momenta) if j != worker]
     return policy.weights - ahead * sum(others, torch.zeros_like(policy.weights))
 
 

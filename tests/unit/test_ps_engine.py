@@ -35,7 +35,7 @@ from stratbench.ps.asynchronous import AsyncPolicy
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.frames import Frame, Kind, ProtocolError
-from stratbench.ps.handshake import Refused
+from stratbench.ps.handshake import JoinRefused
 from stratbench.ps.link import Link
 from stratbench.ps.member import Hello, Member
 from stratbench.ps.policies import POLICIES, make_policy
@@ -128,7 +128,7 @@ def test_a_worker_told_of_another_number_of_servers_does_not_join(tmp_path):
     plan = config(tmp_path, n_servers=2)
     servers = [Served(replace(plan, server=s, start_deadline_s=1.0), SECRET) for s in range(2)]
     flat = FlatSpace(small_model())
-    with pytest.raises(Refused, match="the run has 2 servers, not 1"):
+    with pytest.raises(JoinRefused, match="the run has 2 servers, not 1"):
         Channel.connect(plan.rendezvous, 0, flat, SECRET)
     assert servers[0].result()["status"] == "lost"
 
@@ -434,7 +434,7 @@ def test_snapshots_without_room_are_told_before_the_run(tmp_path, monkeypatch):
     plan = config(tmp_path, epochs=5, snapshot_dir=str(tmp_path))
     server = Served(plan, SECRET)
     reason = "snapshots of 5 epochs need .* GB in .*, where 5e-06 GB are free: make room"
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(JoinRefused, match=reason):
         Worked(plan, SECRET).join()
     assert re.search(reason, server.result()["error"])
 

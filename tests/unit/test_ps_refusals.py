@@ -36,7 +36,7 @@ from stratbench.ps.frames import (
     Kind,
     ProtocolError,
 )
-from stratbench.ps.handshake import Refused, join_handshake, load_secret, write_secret
+from stratbench.ps.handshake import JoinRefused, join_handshake, load_secret, write_secret
 from stratbench.ps.member import Member
 from stratbench.ps.transport import Connection, dial, rendezvous_file
 
@@ -286,7 +286,7 @@ def test_another_users_local_connection_is_refused_at_once(run):
 def test_a_wrong_secret_is_refused_on_both_sides(run):
     flat = FlatSpace(small_model())
     for transport in ("tcp", "shm"):
-        with pytest.raises(Refused, match="does not know this job's secret"):
+        with pytest.raises(JoinRefused, match="does not know this job's secret"):
             Channel.connect(run.config.rendezvous, 0, flat, b"x" * 32, transport)
     assert run.finish()["refused"] == 2
 
@@ -305,14 +305,14 @@ def test_a_worker_does_not_join_a_server_that_does_not_know_the_secret(tmp_path)
         connection.send(Frame(Kind.WELCOME), b"m" * 32 + b'{"limit_bytes": 4096}')
 
     threading.Thread(target=pretend, daemon=True).start()
-    with pytest.raises(Refused, match="the server does not know"):
+    with pytest.raises(JoinRefused, match="the server does not know"):
         Channel.connect(tmp_path / "r", 0, FlatSpace(small_model()), SECRET, "tcp")
 
 
 def test_a_recorded_handshake_cannot_be_replayed(tmp_path):
     run = Paused(tmp_path, workers=1)
     recorder = Recorder(run.config, tmp_path)
-    with pytest.raises(Refused, match="connected already"):  # the secret itself was right
+    with pytest.raises(JoinRefused, match="connected already"):  # the secret itself was right
         Channel.connect(recorder.rendezvous, 0, FlatSpace(small_model()), SECRET, "tcp")
     with socket.create_connection(run.address) as sock:
         sock.sendall(b"".join(recorder.from_worker))
@@ -340,7 +340,7 @@ def test_a_recorded_handshake_cannot_be_replayed(tmp_path):
 def test_a_peer_that_knows_the_secret_is_held_to_the_protocol(run, changed, reason):
     sock, _ = dial(run.config.rendezvous, 0, "tcp", time.monotonic() + PATIENCE_S)
     connection = Connection(sock)
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(JoinRefused, match=reason):
         join_handshake(connection, SECRET, hello() | changed)
     assert run.finish()["refused"] == 1
 
@@ -355,7 +355,7 @@ def test_a_worker_with_another_model_is_refused(tmp_path, monkeypatch):
     first = Worked(plan, SECRET, 0)
     assert first.asked.wait(PATIENCE_S)
     other = FlatSpace(torch.nn.Linear(3, 3).double())
-    with pytest.raises(Refused, match="model differs"):
+    with pytest.raises(JoinRefused, match="model differs"):
         Channel.connect(plan.rendezvous, 1, other, SECRET)
     passed_s[0] = DEADLINE_S
     with pytest.raises(RunEnded, match=r"only workers \[0\] of 2 were ready to start"):

@@ -65,9 +65,15 @@ def test_what_an_earlier_run_left_is_gone(folder):
 
 def test_what_one_node_shares_stays_on_it(tmp_path):
     shared, alone = RunFolder(tmp_path / "shared"), RunFolder(tmp_path / "shared", tmp_path)
-    for of in (lambda f: f.store, lambda f: f.snapshots):
+    for of in (lambda f: f.store, lambda f: f.snapshots(False), lambda f: f.pulse(0)):
         assert (of(shared).parent, of(alone).parent) == (shared.path, tmp_path)
     assert alone.secret.parent == shared.path
+
+
+def test_of_a_cell_on_several_nodes_each_keeps_what_no_other_reads(tmp_path):
+    folder = RunFolder(tmp_path / "shared", tmp_path / "own")
+    assert folder.pulse(3).parent == tmp_path / "own"
+    assert folder.snapshots(True).parent == tmp_path / "shared"
 
 
 @pytest.mark.parametrize("number", [0, 3, 12])
@@ -90,7 +96,7 @@ def names(in_package: bool) -> Iterator[str]:
         yield r"[\"'/]" + re.escape(path.name).replace("7", r"(\d+|\*|\{[^}\n]*\})") + r"[\"'/]"
     for path in (folder.progress, folder._endpoint, folder.profile_trace, Path("job.json")):
         yield r"[\"'/]" + re.escape(path.name) + r"[\"'/]"
-    words = (folder.secret, folder.rendezvous, folder.snapshots, folder.store)
+    words = (folder.secret, folder.rendezvous, folder.snapshots(True), folder.store)
     for path in words if in_package else ():
         yield r"/ \"" + re.escape(path.name) + r"\"|\}/" + re.escape(path.name) + r"[\"'/]"
 

@@ -15,7 +15,7 @@ from fake_nvml import UUIDS, FakeNvml
 
 from stratbench.telemetry import tenants
 from stratbench.telemetry.nvml import Nvml
-from stratbench.telemetry.tenants import StrangerWatch, others_on, place_of
+from stratbench.telemetry.tenants import StrangerWatch, gpu_place, others_on
 
 GIB = 2**30
 #: Of no process: the kernel gives out less.
@@ -122,7 +122,7 @@ def test_who_else_uses_the_gpu_of_a_worker_out_of_memory(
 def test_places_by_number_and_uuid():
     nvml = Nvml(FakeNvml(gpus=2))
     here = {"index": 1, "uuid": UUIDS[1]}
-    assert place_of(nvml, "1") == place_of(nvml, UUIDS[1]) == here
+    assert gpu_place(nvml, "1") == gpu_place(nvml, UUIDS[1]) == here
     assert nvml.gpu_named("7") is None
-    assert place_of(nvml, "7") == {"name": "7"}
-    assert place_of(Nvml(SimpleNamespace()), "0") == {"name": "0"}
+    assert gpu_place(nvml, "7") == {"name": "7"}
+    assert gpu_place(Nvml(SimpleNamespace()), "0") == {"name": "0"}

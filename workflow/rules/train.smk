@@ -1,8 +1,13 @@
 import signal
 from threading import Thread
 
-from stratbench.study import pending, resume, slurm
+from stratbench.study import pending, resume, sharing, slurm
 from stratbench.train import forkserver
+
+# Which cells share a SLURM job.
+SHARED_LISTS = Path(RESULTS, STUDY.name, "logs/jobs")
+if sharing.is_shared_job():
+    forkserver.share_until_exit()
 
 
 # Runs after the jobs are planned and before the first is submitted; not in a dry run, and not inside a job.
@@ -28,13 +33,22 @@ onstart:
             requests.append(
                 (job, cell, JOBS.settings_of(cell), ROUND.request_of(plan))
             )
-    if unheld := pending.before_submission(workflow, requests):
+    if unheld := pending.before_submission(workflow, requests, SHARED_LISTS):
         raise WorkflowError("\n".join(unheld))
     if not workflow.local_exec:
         # Snakemake does not know its SLURM jobs again after it was killed.
-        slurm.hold_until_ended(workflow, planned)
+        slurm.hold_until_ended(workflow, planned, SHARED_LISTS)
         slurm.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
+    most = CLUSTER["cells_per_job"]
+    if (
+        most > 1
+        and not workflow.local_exec
+        and workflow.executor_plugin.name == "slurm"
+    ):
+        from stratbench.study.sharing_executor import begin_sharing
+
+        begin_sharing(workflow, rules.train_cell.rule.name, most, SHARED_LISTS)
     if workflow.local_exec and requests:
         forkserver.share_until_exit()
 

@@ -20,7 +20,7 @@ from stratbench.analysis.audit import read_audit
 from stratbench.analysis.claims import judge_claims
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.usable import UsableGroups
-from stratbench.cell.files import in_one_sentence, write_atomic
+from stratbench.cell.files import write_atomic
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
 COLUMNS_OF = {
@@ -133,4 +133,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(in_one_sentence(main))
+    sys.exit(main())

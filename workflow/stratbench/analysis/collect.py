@@ -27,7 +27,7 @@ from stratbench.analysis.columns import (
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import in_one_sentence, replacing
+from stratbench.cell.files import replacing
 from stratbench.cell.record import Record
 from stratbench.cell.settings import LATER, Settings
 from stratbench.cell.words import counted
@@ -228,4 +228,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(in_one_sentence(main))
+    sys.exit(main())

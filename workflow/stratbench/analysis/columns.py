@@ -303,7 +303,7 @@ def row_of_record(record: Record, timeline: Path) -> Row:
     A record of the software GPU fills none of the figures' columns: it is `unusable`. RecordError if a
     column of numbers or flags would hold a value that is not a finite number.
     """
-    if software_gpu.measured(record):
+    if software_gpu.trained(record):
         return {"status": "unusable", "reason": software_gpu.WHY}
     row: Row = {name: value_at(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}

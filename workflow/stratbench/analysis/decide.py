@@ -28,7 +28,7 @@ from stratbench.analysis.groups import Group
 from stratbench.analysis.measures import format_number
 from stratbench.analysis.ranking import AgainstRival, Ranking, rankings_of_bouts
 from stratbench.analysis.verdicts import Raced, raced_groups, read_verdict
-from stratbench.cell.files import in_one_sentence, write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.cell.words import MIB, counted, worker_noun
 
 MATRIX_COLUMNS = (
@@ -429,4 +429,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(in_one_sentence(main))
+    sys.exit(main())

@@ -53,7 +53,7 @@ from stratbench.analysis.tradeoffs import (
     staleness_figure,
     tradeoff_figure,
 )
-from stratbench.cell.files import in_one_sentence, replacing
+from stratbench.cell.files import replacing
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.telemetry.cores import usable_cores
 
@@ -378,4 +378,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(in_one_sentence(main))
+    sys.exit(main())

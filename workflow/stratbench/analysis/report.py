@@ -41,7 +41,7 @@ from stratbench.analysis.tables import (
 )
 from stratbench.analysis.verdicts import read_verdict
 from stratbench.cell import pages
-from stratbench.cell.files import in_one_sentence, write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.cell.words import MIB, counted, plural, worker_noun
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -395,4 +395,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(in_one_sentence(main))
+    sys.exit(main())

@@ -21,7 +21,7 @@ from stratbench.analysis.numbered import NO_STRATEGIES, TITLES, paper_tables, qu
 from stratbench.analysis.score import score_of
 from stratbench.analysis.stats import QUARTILES_FROM
 from stratbench.analysis.summary import summarise
-from stratbench.cell.files import in_one_sentence, write_atomic
+from stratbench.cell.files import write_atomic
 from stratbench.cell.words import counted, worker_noun
 
 _LATEX = {
@@ -258,4 +258,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(in_one_sentence(main))
+    sys.exit(main())

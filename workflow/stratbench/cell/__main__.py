@@ -31,7 +31,7 @@ def records_with(results: Path, statuses: Iterable[str], study: str = "*") -> It
         try:
             found = read_json(path)
             status = found["status"]
-            status = "unusable" if software_gpu.measured(found) else status
+            status = "unusable" if software_gpu.trained(found) else status
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{path} is not a record; delete it to train its cell again") from e
         if status in statuses:

@@ -8,8 +8,7 @@ import math
 import os
 import secrets
 import stat
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,15 +65,6 @@ def claim_folder(folder: Path, about: str = "") -> str:
     before = read_regular(mark, MOST_JSON_BYTES).decode(errors="replace") if ours else ""
     write_atomic(mark, about)
     return before
-
-
-def in_one_sentence(main: Callable[[], int]) -> int:
-    """The exit code of a command line; 1 and one sentence if a file cannot be read or written."""
-    try:
-        return main()
-    except OSError as e:
-        print(f"error: {reason_of(e)}", file=sys.stderr)
-        return 1
 
 
 def reason_of(error: OSError) -> str:

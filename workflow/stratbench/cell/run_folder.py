@@ -33,9 +33,8 @@ def rank_of(name: str) -> int | None:
 class RunFolder:
     """Paths of one cell's run folder, and the readers and writers of its JSON files.
 
-    All nodes of the cell see `path`. `local` is a folder on this node's own disk, for a cell that
-    runs on one node only; without it, such files are in `path` too. JSON files appear whole or not
-    at all.
+    All nodes of the cell see `path`. `local` is a folder on this node's own disk; without it, such files
+    are in `path` too. JSON files appear whole or not at all.
     """
 
     #: Its name in the log folder of the cell.
@@ -123,10 +122,9 @@ class RunFolder:
         """Path of the servers' rendezvous files, without their ending (`.0` for server 0)."""
         return self.path / "server"
 
-    @property
-    def snapshots(self) -> Path:
-        """The folder where servers keep an epoch's state until it is evaluated."""
-        return self._local / "snapshots"
+    def snapshots(self, shared: bool) -> Path:
+        """The folder where servers keep an epoch's state until a worker evaluates it, perhaps elsewhere."""
+        return (self.path if shared else self._local) / "snapshots"
 
     @property
     def _local(self) -> Path:

@@ -22,12 +22,9 @@ def is_here() -> bool:
     return Path(sys.prefix, FOLDER).is_dir()
 
 
-def measured(found: Mapping[str, Any]) -> bool:
-    """Whether a record, or the result of a block, is of the software GPU.
-
-    Its launcher says so, and each worker by its GPU's UUID.
-    """
-    if found.get("software_gpu") or (found.get("provenance") or {}).get("software_gpu"):
+def trained(record: Mapping[str, Any]) -> bool:
+    """Whether a record's cell was trained on the software GPU: its launcher says so, or a GPU's UUID."""
+    if (record.get("provenance") or {}).get("software_gpu"):
         return True
-    gpus = ((w.get("provenance") or {}).get("gpu") or {} for w in found.get("workers") or ())
+    gpus = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
     return any(str(gpu.get("uuid", "")).endswith(UUID_MARK) for gpu in gpus)

@@ -262,7 +262,8 @@ def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
         stack.enter_context(fake.surroundings(request, on_fakes))
         try:
             model, strategy, worker = fake.built(request, on_fakes)
-            acceptance.check_model(strategy, request.network, model, trial, worker)
+            worker.trial = trial
+            acceptance.check_model(strategy, request.network, model, worker)
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:
                 stack.enter_context(fake.CudaAutocast())

@@ -37,7 +37,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     s, footprint, predicted = c.subject, c.footprint, c.peak
     base_bytes = bytes_before_steps(footprint, predicted)
     span = c.verdict.by_device
-    usable = not software_gpu.measured(record)  # else its bytes are right, and its times are not
+    usable = not software_gpu.trained(record)  # else its bytes are right, and its times are not
     train_s = record["time"]["train_time_s"] if usable else None
     row: dict[str, Any] = s.cell.as_dict() | {
         "status": record["status"] if usable else "unusable",

@@ -29,7 +29,7 @@ from stratbench.plan.subject import (
     subject_of,
     work_of,
 )
-from stratbench.study import nodes, resources
+from stratbench.study import nodes, resources, sharing
 from stratbench.study.config import Study
 from stratbench.telemetry.hardware import Datasheet
 
@@ -91,6 +91,8 @@ class Plan:
     cells: list[Planned]
     #: What a worker may use of the device's memory, the margin taken off.
     room_bytes: float
+    #: On SLURM, for the cells without a record.
+    jobs: int
     #: Why no node of the cluster can hold a cell, in words; empty without SLURM.
     unheld: list[str]
     #: FSDP with and without resharding: (experiment, model, gpus) -> option -> footprint.
@@ -144,6 +146,7 @@ def make_plan(
         for s in subjects
     ]
     on_gpu = any(s.request.on_cuda for s in subjects)
+    offered = nodes.cluster_nodes()
     return Plan(
         study=study.name,
         cluster=cluster,
@@ -156,7 +159,18 @@ def make_plan(
             gpu_device(primary, "fp32", cluster) if on_gpu else cpu_device(cluster, 1)
         ).memory_bytes
         / (1 + cluster["memory_margin"]),
-        unheld=_unheld(planned, nodes.nodes_of_partition(nodes.cluster_nodes(), partition)),
+        jobs=sharing.count_jobs(
+            {
+                c.cell: c.asked
+                for c in planned
+                if c.cell not in records
+                and not (cluster["skip_infeasible"] and c.state == "infeasible")
+            },
+            cluster["cells_per_job"],
+            offered,
+            partition,
+        ),
+        unheld=_unheld(planned, nodes.nodes_of_partition(offered, partition)),
         resharding=_resharding(subjects, twins, made),
     )
 
@@ -219,7 +233,7 @@ def _plan_cell(
             if s.request.on_cuda
             else {"CPU": cpu_device(cluster, s.cell.gpus)}
         )
-        timed = [r for r in records.values() if not software_gpu.measured(r)]
+        timed = [r for r in records.values() if not software_gpu.trained(r)]
         span = projection.span_by_records(s.cell, timed)
         for name, device in devices.items():
             measured = span if name in (primary.name, "CPU") else None
@@ -296,7 +310,7 @@ def _state(
 ) -> tuple[str, str]:
     """The state of a cell and why it is so."""
     if found is not None:
-        if software_gpu.measured(found):
+        if software_gpu.trained(found):
             return "recorded", f"unusable: {software_gpu.WHY}"
         if found["status"] == "ok":
             return "done", ""

@@ -119,6 +119,9 @@ def _verdicts(plan: Plan) -> Iterator[str]:
     for c in plan.cells:
         states[c.state] = states.get(c.state, 0) + 1
     yield "   " + ", ".join(f"{count} {state}" for state, count in states.items())
+    most = plan.cluster["cells_per_job"]
+    if most > 1 and plan.jobs:
+        yield f"   on SLURM {counted(plan.jobs, 'job')}: up to {most} cells share one (cells_per_job)"
     for name in (plan.device, *plan.others):
         yield from _on(plan, name)
     for state in ("refused", "infeasible", "failed", "recorded"):

@@ -293,7 +293,6 @@ class DanaPolicy(Policy):
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
-        fixed_buffers: ClassVar[int] = 1
         buffers_per_worker: ClassVar[int] = 1
 
         lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
@@ -306,13 +305,11 @@ class DanaPolicy(Policy):
 
         super().__init__(weights, hyper, options)
         self._momenta = [Momentum(weights, hyper) for _ in range(hyper.workers)]
-        self._sum = (
-            torch.zeros_like(weights) if hyper.momentum else None
-        )  # of those that have started
+        self._sum = torch.zeros_like(weights) if hyper.momentum else None
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         own = self._momenta[worker]
-        if self._sum is not None and own.started:
+        if self._sum is not None:
             self._sum.sub_(own.value)
         own.step(self.weights, grad, self.push_lr)
         self.version += 1
@@ -326,22 +323,20 @@ class DanaPolicy(Policy):
         """Add up again, by now and then an eighth of a pass a push: rounding errors do not pile up."""
         self._sum.zero_()
         for momentum in self._momenta:
-            if momentum.started:
-                self._sum.add_(momentum.value)
+            self._sum.add_(momentum.value)
 
     def view(self, worker: int, out: Tensor) -> int:
         if self._sum is None:
             return super().view(worker, out)
         import torch
 
-        own, others = self._momenta[worker], self._sum
-        if own.started:
-            others = torch.sub(others, own.value, out=out)  # of one worker this is 0 exactly
+        own = self._momenta[worker]
+        others = torch.sub(self._sum, own.value, out=out)  # of one worker this is 0 exactly
         torch.sub(self.weights, others, alpha=self.push_lr * own.known_share, out=out)
         return self.version
 
     def on_leave(self, worker: int) -> None:
         own = self._momenta[worker]
-        if own.started and self._sum is not None:
+        if self._sum is not None:
             self._sum.sub_(own.value)
         own.reset()

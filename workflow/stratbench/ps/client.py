@@ -25,7 +25,7 @@ from stratbench.ps.frames import (
     ProtocolError,
     unpack_ticket,
 )
-from stratbench.ps.handshake import Refused, join_handshake
+from stratbench.ps.handshake import JoinRefused, join_handshake
 from stratbench.ps.link import Link, RunEnded, ServerLost
 from stratbench.ps.scale import LossScale, Unscaler
 from stratbench.ps.shm import DTYPES
@@ -94,7 +94,7 @@ class Channel:
         by; a push undoes it, is dropped as a whole where a gradient overflowed, and updates the
         scale. When the run is over for this worker, the next call raises.
 
-        Raises ConnectionError (Refused with the server's reason) when that fails by `deadline_s`.
+        Raises ConnectionError (JoinRefused with the server's reason) when that fails by `deadline_s`.
         """
         if wire not in ("native", "bfloat16"):
             raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
@@ -107,7 +107,7 @@ class Channel:
                 link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
                 channel._links.append(link)
                 if link.n_servers != n_servers:
-                    raise Refused(f"the run has {link.n_servers} servers, not {n_servers}")
+                    raise JoinRefused(f"the run has {link.n_servers} servers, not {n_servers}")
                 channel.snapshot_dir = link.snapshot_dir
             channel._links.sort(key=lambda link: link.server)
         except BaseException:
@@ -126,7 +126,7 @@ class Channel:
             except Closed as error:  # without a word: the server was too busy, or made room
                 if time.monotonic() > deadline:
                     reason = f"server {server} refuses worker {self.worker}: {error}"
-                    raise Refused(reason) from None
+                    raise JoinRefused(reason) from None
             time.sleep(_REDIAL_S)
 
     def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, used: str) -> Link:
@@ -152,7 +152,7 @@ class Channel:
             raise
         except (ProtocolError, Silent) as error:
             connection.close()
-            raise Refused(f"server {server} refuses worker {self.worker}: {error}") from None
+            raise JoinRefused(f"server {server} refuses worker {self.worker}: {error}") from None
         connection.deadline = None
         return Link(connection, server, used, welcome)
 

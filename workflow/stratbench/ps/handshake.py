@@ -25,7 +25,7 @@ HELLO_BYTES = 4096
 _NO_KEY = b"\0" * 32  # the tag of a handshake frame only guards against accidents
 
 
-class Refused(ConnectionError):
+class JoinRefused(ConnectionError):
     """The other side does not accept this connection, or is not what it should be."""
 
 
@@ -74,7 +74,7 @@ def session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
 def _said(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
     frame = connection.receive()
     if frame.kind is Kind.ERR:
-        raise Refused(connection.read(frame.length).decode(errors="replace"))
+        raise JoinRefused(connection.read(frame.length).decode(errors="replace"))
     if frame.kind is not kind or frame.length < least_bytes:
         raise ProtocolError(f"{frame.kind.name} of {frame.length} bytes, expected {kind.name}")
     return connection.read(frame.length)
@@ -119,7 +119,7 @@ def accept_handshake(
 def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any]) -> dict[str, Any]:
     """Worker: answer the challenge; returns what the server's WELCOME says.
 
-    Raises Refused with the server's reason, or when the server does not know the secret.
+    Raises JoinRefused with the server's reason, or when the server does not know the secret.
     """
     connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonces = _said(connection, Kind.CHALLENGE, NONCE_BYTES)[:NONCE_BYTES] + os.urandom(NONCE_BYTES)
@@ -129,7 +129,7 @@ def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any])
     body = _said(connection, Kind.WELCOME, DIGEST_BYTES)
     said = body[DIGEST_BYTES:]
     if not hmac.compare_digest(body[:DIGEST_BYTES], _prove(secret, b"server", nonces, said)):
-        raise Refused("the server does not know this job's secret")
+        raise JoinRefused("the server does not know this job's secret")
     welcome = _parsed(said)
     to_server, to_worker = session_keys(secret, nonces)
     connection.use_keys(to_server, to_worker, int(welcome["limit_bytes"]))

@@ -56,11 +56,11 @@ class Momentum:
 
         self.hyper = hyper
         self.value = torch.zeros_like(like) if hyper.momentum else None
-        self.started = False  # whether the buffer holds anything yet
 
     def reset(self) -> None:
         """Forget what has been pushed."""
-        self.started = False
+        if self.value is not None:
+            self.value.zero_()
 
     def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> Tensor:
         """weights -= lr * direction, all shape [n]; returns the direction. Overwrites `grad`.
@@ -75,11 +75,7 @@ class Momentum:
             grad.mul_(weight)
         direction = grad
         if self.value is not None:
-            if self.started:
-                self.value.mul_(self.hyper.momentum).add_(grad)
-            else:
-                self.value.copy_(grad)
-                self.started = True
+            self.value.mul_(self.hyper.momentum).add_(grad)
             if self.hyper.nesterov:
                 grad.add_(self.value, alpha=self.hyper.momentum)
             else:

@@ -53,7 +53,7 @@ def _cleaned(value: Any, is_record: bool, path: tuple[str, ...], is_secret: bool
             kept[key] = _LISTED[key]({k: str(v) for k, v in inner.items()})
         elif not is_record and _holds_names(path) and isinstance(inner, dict):
             kept[key] = _cleaned(inner, is_record, (*path, key))
-        elif environment.names_no_figure(key) and inner is not None and not isinstance(inner, bool):
+        elif environment.hides_number(key) and inner is not None and not isinstance(inner, bool):
             kept[key] = LEFT_OUT
         else:
             secret = is_secret or environment.names_secret(key)

@@ -20,11 +20,10 @@ def check_model(
     strategy: Strategy,
     network: str | models.Model,
     model: nn.Module,
-    trial: Trial,
     worker: Worker,
 ) -> None:
-    """Refused where the strategy would fail to train `model`, of which `trial` was taken."""
-    for why in strategy.refusals_of_model(model, trial, worker):
+    """Refused where the strategy would fail to train `model`, of which `worker.trial` was taken."""
+    for why in strategy.refusals_of_model(model, worker):
         name = worker.settings.strategy
         raise Refused(f"{models.in_words(network)}: {name} cannot train it: {why}")
 

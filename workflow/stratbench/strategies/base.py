@@ -96,6 +96,8 @@ class Worker:
     watch: CompileWatch | None = None
     #: What it tells that it gets on; None where nobody looks.
     pulse: Pulse | None = None
+    #: A step of the network, if it is a user's.
+    trial: Trial | None = None
     #: How the workers divide the work; None: each has a copy of the network.
     mesh: Mesh = None
 
@@ -184,8 +186,8 @@ class Strategy:
         """Why it, with all its `options`, cannot train by an experiment's `values`: `.key = ...: why`."""
         yield from ()
 
-    def refusals_of_model(self, model: nn.Module, trial: Trial, worker: Worker) -> Iterator[str]:
-        """Why it cannot train `model`, with the remedy; `trial`: a step of it. Asked before `setup`."""
+    def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:
+        """Why it cannot train `model`, with the remedy, by `worker.trial`. Asked before `setup`."""
         yield from ()
 
     @classmethod
@@ -293,7 +295,9 @@ class Strategy:
 
     def model_states(self) -> dict[str, int]:
         """Bytes of parameters, gradients, optimizer state and buffers that this rank holds."""
-        raise NotImplementedError
+        from stratbench.telemetry.memory import model_states
+
+        return model_states(self.model, self.optimizer)
 
     def report(self) -> dict[str, Any]:
         """What else belongs in the record: `details`, `evaluated_on`, `updates_applied`."""
@@ -476,11 +480,6 @@ class Collective(Strategy):
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self.model.buffers()]
-
-    def model_states(self) -> dict[str, int]:
-        from stratbench.telemetry.memory import model_states
-
-        return model_states(self.model, self.optimizer)
 
     def optimizer_dtype(self) -> str | None:
         """The number formats of what the optimizer keeps for each weight; None where it keeps nothing."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from stratbench.workload.trial import Trial
-
 
 #: DDP times ten steps, and then one in so many (its default).
 SAMPLE_EVERY = 100
@@ -132,9 +130,8 @@ class DDP(base.Collective):
             ring_copies={"none": 2, "powersgd": None}.get(self.compress, 1),
         )
 
-    def refusals_of_model(
-        self, model: nn.Module, trial: Trial, worker: base.Worker
-    ) -> Iterator[str]:
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        trial = worker.trial
         if trial.by_chance:
             yield base.by_chance(trial.by_chance)
         if trial.unused:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,8 +15,6 @@ from stratbench.workload.own import listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from stratbench.workload.trial import Trial
 
 
 class FSDP(Sharded):
@@ -102,9 +99,8 @@ class FSDP(Sharded):
             ring_copies=2,  # 3 for what is gathered again: all but the root's own parameters, if any
         )
 
-    def refusals_of_model(
-        self, model: nn.Module, trial: Trial, worker: base.Worker
-    ) -> Iterator[str]:
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        trial = worker.trial
         scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
         if scalars:
             yield (
@@ -162,8 +158,6 @@ class FSDP(Sharded):
         self.group_size = group_size(
             self.options.shard_workers, worker.world_size, worker.local_world
         )
-        #: Of shard groups in the order of their calls, where a network has frozen parameters.
-        self._in_backward: dict[int, bool] = {}
         groups = worker.world_size // self.group_size
         if groups == 1:
             mesh = init_device_mesh(worker.device.type, (worker.world_size,))
@@ -180,10 +174,6 @@ class FSDP(Sharded):
             on_cuda = worker.device.type == "cuda"
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=on_cuda)
         policy = self._policy(worker)
-        if not worker.settings.compile and not all(p.requires_grad for p in model.parameters()):
-            for number, (_, modules) in enumerate(worker.wrap_groups):
-                for module in modules:
-                    module.register_forward_hook(partial(self._note_output, number))
         if policy is not None:
             # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
             norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
@@ -202,26 +192,15 @@ class FSDP(Sharded):
         fully_shard(model, **arguments)
         return model
 
-    def _note_output(self, group: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Whether backward comes to the group: not where all before it is frozen, and itself."""
-        import torch
-        from torch.utils._pytree import tree_leaves
-
-        if torch.is_grad_enabled():
-            found = any(t.requires_grad for t in tree_leaves(output) if torch.is_tensor(t))
-            self._in_backward[group] = self._in_backward.get(group, False) or found
-
     def _gathered_again(self) -> set[int]:
         """The `id` of each grouped parameter that is gathered for backward, too.
 
-        FSDP2 does it where backward comes to a group, and ahead of that for the group before.
+        FSDP2 does it where backward comes to a group, and ahead of that for the group before. Which those
+        are the trial has shown; of a network that had none nothing is frozen.
         """
-        order = list(self._in_backward)
-        skipped = {
-            group
-            for group, following in pairwise(order)
-            if not self._in_backward[group] and not self._in_backward[following]
-        }
+        trial = self.worker.trial
+        called = trial.in_backward.items() if trial else ()
+        skipped = {i for (i, comes), (_, next_comes) in pairwise(called) if not comes | next_comes}
         groups = [ms for i, (_, ms) in enumerate(self.worker.wrap_groups) if i not in skipped]
         return {id(p) for ms in groups for m in ms for p in m.parameters()}
 

@@ -12,7 +12,6 @@ from stratbench.workload.own import listed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from stratbench.workload.trial import Trial
 
 #: Numbers of which a distance is summed up at once: temporary tensors stay small.
 SUMMED_NUMBERS = 1 << 20
@@ -40,9 +39,7 @@ class Local(base.Collective):
                 "workers that train by themselves share no loss scale; use bf16"
             )
 
-    def refusals_of_model(
-        self, model: nn.Module, trial: Trial, worker: base.Worker
-    ) -> Iterator[str]:
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         if found := [name for name, p in model.named_parameters() if p.is_complex()]:
             yield (
                 f"how far workers are apart is summed in real numbers, and {listed(found)} is complex; keep "

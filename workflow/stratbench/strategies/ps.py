@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from stratbench.ps.client import Channel
     from stratbench.ps.flat import FlatSpace
     from stratbench.ps.tickets import Ticket
-    from stratbench.workload.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def server_configs(
             n_servers=options.servers,
             bind="127.0.0.1" if host is None else "0.0.0.0",
             advertise=host,
-            snapshot_dir=None if s.steps else str(folder.snapshots),
+            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None)),
             stats_path=str(folder.server_statistics(k)),
         )
         for k in range(options.servers)
@@ -195,9 +194,7 @@ class ParameterServer(base.Strategy):
                 "so that nobody knows the norm of the whole"
             )
 
-    def refusals_of_model(
-        self, model: nn.Module, trial: Trial, worker: base.Worker
-    ) -> Iterator[str]:
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         dtypes = {
             str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad
         }
@@ -338,18 +335,6 @@ class ParameterServer(base.Strategy):
         from stratbench.ps.snapshots import drop_snapshot
 
         drop_snapshot(self.channel.snapshot_dir, epoch)
-
-    def model_states(self) -> dict[str, int]:
-        whole, trained = (
-            sum(p.numel() * p.element_size() for p in parameters)
-            for parameters in (self.model.parameters(), self.flat.parameters)
-        )
-        return {
-            "parameters_bytes": whole,
-            "gradients_bytes": trained,
-            "optimizer_bytes": 0,  # on the servers
-            "buffers_bytes": sum(b.numel() * b.element_size() for b in self.model.buffers()),
-        }
 
     def report(self) -> dict[str, Any]:
         s = self.worker.settings

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from stratbench.workload.trial import Trial
-
 
 class Bucket:
     """Parameters that lie in one flat tensor, and their gradients in another, both in equal parts.
@@ -90,9 +88,8 @@ class ZeRO1(base.Collective):
             ring_copies=2,
         )
 
-    def refusals_of_model(
-        self, model: nn.Module, trial: Trial, worker: base.Worker
-    ) -> Iterator[str]:
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        trial = worker.trial
         if trial.sparse:
             yield base.sparse_gradient(trial.sparse, "has no place in a flat bucket")
 

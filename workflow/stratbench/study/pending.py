@@ -18,7 +18,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.study import nodes
 from stratbench.study.resources import JobRequest
-from stratbench.study.slurm import comment_of, tell
+from stratbench.study.slurm import comment_of, files_of, tell
 
 #: The time between two looks at the pending jobs, and how long a job must have waited, in seconds.
 LOOK_S = 20
@@ -58,10 +58,11 @@ def submitted_request(resources: Any) -> JobRequest:
 Submission = tuple[Any, Cell, Settings, JobRequest]
 
 
-def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
+def before_submission(workflow: Any, jobs: Sequence[Submission], lists: Path) -> list[str]:
     """Sentences on why no node can hold some jobs; if none, starts to report refused and stuck jobs.
 
-    `workflow` is Snakemake's, about to submit to SLURM. With another scheduler this does nothing.
+    `workflow` is Snakemake's, about to submit to SLURM. With another scheduler this does nothing. `lists`:
+    the folder that tells which cells share a job.
     """
     if workflow.local_exec or workflow.executor_plugin.name != "slurm":
         return []
@@ -81,6 +82,7 @@ def before_submission(workflow: Any, jobs: Sequence[Submission]) -> list[str]:
                 for job, *_ in jobs
             },
             Path.cwd(),
+            lists,
         )
     return nodes.lines_of_refusals(refused_cells)
 
@@ -154,7 +156,7 @@ def show_refusals_plainly(asks: Mapping[str, str]) -> None:
 # ---------------------------------------------------------------- pending for ever
 
 
-def watch(cells: Mapping[str, str], directory: Path) -> None:
+def watch(cells: Mapping[str, str], directory: Path, lists: Path) -> None:
     """Looks at the pending jobs of `directory` until this process ends, and reports those that are stuck.
 
     `cells`: the file that a job makes, by the job's comment. Runs in a thread, so nothing waits for it.
@@ -165,7 +167,7 @@ def watch(cells: Mapping[str, str], directory: Path) -> None:
         told: set[str] = set()
         while True:
             time.sleep(LOOK_S)
-            for job, sentence in newly_stuck(seen, cells, directory, time.monotonic()):
+            for job, sentence in newly_stuck(seen, cells, directory, lists, time.monotonic()):
                 if job not in told:
                     told.add(job)
                     tell(sentence)
@@ -177,6 +179,7 @@ def newly_stuck(
     seen: dict[tuple[str, str], float],
     cells: Mapping[str, str],
     directory: Path,
+    lists: Path,
     now_s: float,
 ) -> list[tuple[str, str]]:
     """(job id, sentence) of each job that has waited PATIENCE_S for a reason that does not pass.
@@ -193,11 +196,13 @@ def newly_stuck(
     found = []
     for (job, comment), (reason, remedy) in stuck.items():
         since_s = seen.setdefault((job, reason), now_s)
-        if comment in cells and now_s - since_s >= PATIENCE_S:
+        files = files_of(comment, cells, lists)
+        if files and now_s - since_s >= PATIENCE_S:
+            rest = f" and {len(files) - 1} more" if files[1:] else ""
             found.append(
                 (
                     job,
-                    f"SLURM job {job} ({cells[comment]}) waits for a reason that does not pass by "
+                    f"SLURM job {job} ({files[0]}{rest}) waits for a reason that does not pass by "
                     f"itself, {reason}: {remedy.replace('JOB', job)}; scancel {job} gives it up",
                 )
             )

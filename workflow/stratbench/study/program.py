@@ -3,7 +3,7 @@
     python -m stratbench.study.program $PPID [--hold FOLDER] -m stratbench.MODULE ARGUMENTS [-m ...]
 
 It ends with the Snakemake that has started it, and so do the processes that a program has started. The first
-program that fails is the last.
+program that fails is the last; a file that cannot be read or written ends it in one sentence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from stratbench.cell.files import in_one_sentence
+from stratbench.cell.files import reason_of
 from stratbench.cell.parent import end_with
 
 LOCK = ".lock"
@@ -41,7 +41,11 @@ def main() -> int:
             held.enter_context(hold(args.hold))
         for module, *arguments in programs:
             sys.argv = [module, *arguments]
-            code = in_one_sentence(main_of(module))
+            try:
+                code = main_of(module)()
+            except OSError as error:
+                print(f"error: {reason_of(error)}", file=sys.stderr)
+                return 1
             sys.stdout.flush()
             if code:
                 return code

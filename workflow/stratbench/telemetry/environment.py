@@ -54,7 +54,7 @@ def names_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def names_no_figure(name: str) -> bool:
+def hides_number(name: str) -> bool:
     """Whether even a number of this name is a secret: of `api_key`, and not of `token_dim` or `tokens`."""
     return _SECRET_WORDS.fullmatch(" ".join(_WORDS.findall(name)).lower()) is not None
 

@@ -40,12 +40,8 @@ class Datasheet:
 
 
 _GEN3, _GEN4, _GEN5 = ("PCIe 3 x16", 16), ("PCIe 4 x16", 32), ("PCIe 5 x16", 64)
-_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5 = (
-    ("NVLink 2", 150),
-    ("NVLink 3", 300),
-    ("NVLink 4", 450),
-    ("NVLink 5", 900),
-)
+_NV2, _NV3 = ("NVLink 2", 150), ("NVLink 3", 300)
+_NV4, _NV5 = ("NVLink 4", 450), ("NVLink 5", 900)
 
 # Multiprocessors times the threads that each holds by its compute capability (CUDA C++ Programming Guide,
 # technical specifications), as cudaGetDeviceProperties tells both.
@@ -60,38 +56,29 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
     # NVIDIA T4 datasheet.
     (r"T4", Datasheet("T4", 8.1, None, 65, None, 16, 320, *_GEN3, _T4)),
     # NVIDIA V100 datasheet.
-    (
-        r"V100-SXM2-16GB",
-        Datasheet("V100 SXM2 16 GB", 15.7, None, 125, None, 16, 900, *_NVLINK2, _V100),
-    ),
+    (r"V100-SXM2-16GB", Datasheet("V100 SXM2 16 GB", 15.7, None, 125, None, 16, 900, *_NV2, _V100)),
     (
         r"V100-SXM[23]-32GB",
-        Datasheet("V100 SXM 32 GB", 15.7, None, 125, None, 32, 900, *_NVLINK2, _V100),
+        Datasheet("V100 SXM 32 GB", 15.7, None, 125, None, 32, 900, *_NV2, _V100),
     ),
     (r"V100-PCIE-16GB", Datasheet("V100 PCIe 16 GB", 14, None, 112, None, 16, 900, *_GEN3, _V100)),
     (r"V100-PCIE-32GB", Datasheet("V100 PCIe 32 GB", 14, None, 112, None, 32, 900, *_GEN3, _V100)),
     # A10G datasheet (the variant of the A10 in AWS G5).
     (r"A10G", Datasheet("A10G", 35, 35, 70, 70, 24, 600, *_GEN4, _A10G)),
     # NVIDIA A100 datasheet.
-    (
-        r"A100-SXM4-40GB",
-        Datasheet("A100 SXM 40 GB", 19.5, 156, 312, 312, 40, 1555, *_NVLINK3, _A100),
-    ),
-    (
-        r"A100-SXM4-80GB",
-        Datasheet("A100 SXM 80 GB", 19.5, 156, 312, 312, 80, 2039, *_NVLINK3, _A100),
-    ),
+    (r"A100-SXM4-40GB", Datasheet("A100 SXM 40 GB", 19.5, 156, 312, 312, 40, 1555, *_NV3, _A100)),
+    (r"A100-SXM4-80GB", Datasheet("A100 SXM 80 GB", 19.5, 156, 312, 312, 80, 2039, *_NV3, _A100)),
     (r"A100-PCIE-40GB", Datasheet("A100 PCIe 40 GB", 19.5, 156, 312, 312, 40, 1555, *_GEN4, _A100)),
     (r"A100 80GB PCIe", Datasheet("A100 PCIe 80 GB", 19.5, 156, 312, 312, 80, 1935, *_GEN4, _A100)),
     # NVIDIA H100 datasheet.
-    (r"H100 80GB HBM3", Datasheet("H100 SXM", 67, 494.7, 989.4, 989.4, 80, 3350, *_NVLINK4, _H100)),
+    (r"H100 80GB HBM3", Datasheet("H100 SXM", 67, 494.7, 989.4, 989.4, 80, 3350, *_NV4, _H100)),
     (r"H100 PCIe", Datasheet("H100 PCIe", 51, 378, 756, 756, 80, 2000, *_GEN5, _H100_PCIE)),
     (r"H100 NVL", Datasheet("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, *_GEN5, _H100)),
     # NVIDIA H200 datasheet.
-    (r"H200", Datasheet("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NVLINK4, _H100)),
+    (r"H200", Datasheet("H200 SXM", 67, 494.7, 989.4, 989.4, 141, 4800, *_NV4, _H100)),
     (r"H200 NVL", Datasheet("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, *_GEN5, _H100)),
     # NVIDIA Blackwell architecture brief, HGX B200.
-    (r"B200", Datasheet("B200", 80, 1100, 2250, 2250, 180, 8000, *_NVLINK5, _B200)),
+    (r"B200", Datasheet("B200", 80, 1100, 2250, 2250, 180, 8000, *_NV5, _B200)),
     # NVIDIA L4 and L40S datasheets.
     (r"L4", Datasheet("L4", 30.3, 60, 121, 121, 24, 300, *_GEN4, _L4)),
     (r"L40S", Datasheet("L40S", 91.6, 183, 362, 362, 48, 864, *_GEN4, _L40S)),

@@ -1,8 +1,7 @@
 """The pulse of a worker: when it last got on, in a small file that its agent reads.
 
-It tells a cell that hangs from a slow one. The file is mapped into memory: a step costs no system
-call where that lies on the node, as it does for a cell on one node.
-No torch.
+It tells a cell that hangs from a slow one. The file is on the node's own disk and mapped into memory: a
+step costs no system call. No torch.
 """
 
 from __future__ import annotations

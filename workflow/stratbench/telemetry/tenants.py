@@ -24,7 +24,7 @@ OTHERS_BYTES = 1 * GIB
 _BROKERS = ("nvidia-cuda-mps-server",)
 
 
-def place_of(nvml: Nvml, name: str) -> dict[str, Any]:
+def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
     """`index` and `uuid` of a GPU, or the `name` alone by which CUDA knows it."""
     gpu = nvml.gpu_named(name)
     known = {} if gpu is None else gpu.static()

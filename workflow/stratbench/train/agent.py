@@ -24,11 +24,12 @@ from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
 from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.sampler import Sampler, busy_check
-from stratbench.telemetry.tenants import place_of
+from stratbench.telemetry.tenants import gpu_place
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train import devices, standing
-from stratbench.train.forkserver import Process, fork_server
+from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
+from stratbench.train.locks import scratch
 
 #: How long the peers of a failed worker may take to report before they are ended, in seconds.
 GRACE_S = 3.0
@@ -83,7 +84,7 @@ def run_node(job: Job, node: int) -> Exits:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
         devices.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
-    with fork_server(may_share=job.in_block or not job.use_cuda) as path:
+    with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
         text = job.to_json()
         servers = [
             Process(
@@ -133,7 +134,8 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
     return {
-        name: host | ({"gpu": place_of(nvml, gpus[name])} if name in gpus else {}) for name in names
+        name: host | ({"gpu": gpu_place(nvml, gpus[name])} if name in gpus else {})
+        for name in names
     }
 
 
@@ -253,11 +255,12 @@ def main() -> None:
     parser.add_argument("job", type=Path, help="JSON file written by the launcher")
     parser.add_argument("spent_s", type=float, help="of the cell's time, when srun was called")
     args = parser.parse_args()
-    job = Job.from_json(args.job.read_text(encoding="utf-8")).on_another_node(args.spent_s)
+    job = Job.from_json(args.job.read_text(encoding="utf-8"))
     on_signals(raise_stopped)
     node = int(os.environ["SLURM_NODEID"])
     try:
-        exits = run_node(job, node)
+        with scratch() as local:
+            exits = run_node(job.on_another_node(args.spent_s, local), node)
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)
     for p in exits.processes:

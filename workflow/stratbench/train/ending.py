@@ -34,24 +34,27 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     consequences: when one worker is out of memory or killed, its peers fail too, because their partner
     is gone. A worker's own report wins over the deadline.
     """
-    if job.has_servers:
-        return classify_served(job, exits, kills_before)
     workers = job.folder.read_workers(job.world_size)
-    by_status = {
-        status: [w for w in workers.values() if w["status"] == status]
-        for status in ("refused", "oom", "error", "diverged")
-    }
-    if by_status["refused"]:
-        return Ending("refused", by_status["refused"][0]["reason"])
-    if by_status["oom"]:
+    if refused := first_reason(workers, "refused"):
+        return Ending("refused", refused)
+    if first_reason(workers, "oom"):
         return out_of_memory(job, workers)
     if host_out_of_memory(exits, kills_before):
-        return Ending("oom", "the kernel killed a worker because the host had no memory left")
+        return Ending("oom", "the kernel killed a process because the host had no memory left")
+    return (classify_served if job.has_servers else classify_collective)(job, exits, workers)
+
+
+def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
+    """Why the first of the workers with this status ended so; None: none has it."""
+    return next((w["reason"] for w in workers.values() if w["status"] == status), None)
+
+
+def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
+    """How a cell ended whose workers need one another, and none of whom lacked memory."""
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
         return Ending("error", told_by_watchdog(job, killed) or str(killed[0]))
-    if by_status["error"]:
-        reason = by_status["error"][0]["reason"]
+    if reason := first_reason(workers, "error"):
         # A peer did not come to a collective in time. Whoever still runs is the one.
         waits = why_hung(standings_of(job)) if "Timed out waiting" in reason else None
         return Ending("error", f"{reason}; {waits}" if waits else reason)
@@ -63,23 +66,16 @@ def classify(job: Job, exits: Exits, kills_before: int | None = None) -> Ending:
     if len(workers) < job.world_size:
         missing = sorted(set(range(job.world_size)) - set(workers))
         return Ending("error", f"ranks {missing} ended without a result")
-    if by_status["diverged"]:
-        return Ending("diverged", by_status["diverged"][0]["reason"])
+    if diverged := first_reason(workers, "diverged"):
+        return Ending("diverged", diverged)
     return Ending("ok", None)
 
 
-def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
-    """The same for a cell with parameter servers: they decide whether a lost worker matters."""
-    workers = job.folder.read_workers(job.world_size)
+def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
+    """The same of a cell with parameter servers: they decide whether a lost worker matters."""
     servers = job.folder.read_servers(job.n_servers)
-    for status in ("refused", "oom", "diverged"):
-        found = next((w for w in workers.values() if w["status"] == status), None)
-        if status == "oom" and found is None and host_out_of_memory(exits, kills_before):
-            return Ending("oom", "the kernel killed a process because the host had no memory left")
-        if found is not None:
-            return (
-                out_of_memory(job, workers) if status == "oom" else Ending(status, found["reason"])
-            )
+    if diverged := first_reason(workers, "diverged"):
+        return Ending("diverged", diverged)
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
         own = [own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
@@ -95,8 +91,7 @@ def classify_served(job: Job, exits: Exits, kills_before: int | None) -> Ending:
         return Ending("error", str(dead or "a parameter server left no statistics"))
     evaluates = not job.settings.steps  # else whoever is through tells as much
     if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):
-        failed = next((w for w in workers.values() if w["status"] == "error"), None)
-        return Ending("error", failed["reason"] if failed else "no worker lived to evaluate")
+        return Ending("error", first_reason(workers, "error") or "no worker lived to evaluate")
     return Ending("ok", None)
 
 

@@ -2,8 +2,8 @@
 
 A launcher starts one for its cell. Cells on the CPUs of one machine share the import, whatever number of
 threads they have: Snakemake starts a server for them and names its folder in STRATBENCH_FORK_SERVER.
-That server imports PyTorch when the first cell asks. A cell on GPUs has a server of its own, started
-with its choice of GPUs.
+That server imports PyTorch when the first cell asks. So do cells in one SLURM job. A cell on GPUs has a
+server of its own, started with its choice of GPUs, unless the shared one was started with the same.
 
 Each process has its own connection between its launcher and the server: a socket in a folder that only
 their user can open. A line of JSON asks for the process; its pid and, at the end, its exit code come
@@ -35,10 +35,13 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.telemetry.pulse import STACK_SIGNAL
+from stratbench.train.devices import VARIABLE as VISIBLE_GPUS
 from stratbench.train.locks import scratch
 
 #: The folder of the server that the cells of this run share.
 FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
+#: The GPUs that it sees, as CUDA_VISIBLE_DEVICES named them when it started.
+GPUS_VARIABLE = "STRATBENCH_FORK_SERVER_GPUS"
 _ANSWER = struct.Struct("!i")  # a greeting, a pid or the negative error of the fork, an exit code
 _REQUEST_TIMEOUT_S = 10.0
 _ACCEPT_AGAIN_S = 0.1
@@ -143,11 +146,19 @@ def shared_server() -> Iterator[None]:
     with scratch() as folder:
         server = ForkServer(folder)
         os.environ[FOLDER_VARIABLE] = str(folder)
+        os.environ[GPUS_VARIABLE] = os.environ.get(VISIBLE_GPUS, "")
         try:
             yield
         finally:
             os.environ.pop(FOLDER_VARIABLE, None)
+            os.environ.pop(GPUS_VARIABLE, None)
             server.stop()
+
+
+def shares_gpus() -> bool:
+    """Whether the shared server was started with this process's choice of GPUs, and with a choice."""
+    chosen = os.environ.get(VISIBLE_GPUS, "")
+    return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 
 
 def share_until_exit() -> None:

@@ -63,14 +63,16 @@ class Job:
         """Seconds since the origin."""
         return time.monotonic() - self.origin_s
 
-    def on_another_node(self, spent_s: float) -> Job:
-        """The same job by this node's clock; `spent_s` had elapsed when this node was called.
+    def on_another_node(self, spent_s: float, local: Path) -> Job:
+        """The same job by this node's clock, which was called after `spent_s`, and in its folder `local`.
 
         If the dates of both nodes agree, they correct it by the seconds that the call took.
         """
         by_date_s = time.time() - self.origin_unix_s
         agree = spent_s <= by_date_s <= spent_s + LONGEST_CALL_S
-        return replace(self, origin_s=time.monotonic() - (by_date_s if agree else spent_s))
+        folder = replace(self.folder, local=local)
+        origin_s = time.monotonic() - (by_date_s if agree else spent_s)
+        return replace(self, origin_s=origin_s, folder=folder)
 
     @property
     def has_servers(self) -> bool:

@@ -228,7 +228,7 @@ def job_of(
             settings=settings,
             data_dir=args.data.resolve(),
             data=meta,
-            folder=RunFolder.of_logs(logs or args.logs, local if n_nodes == 1 else None),
+            folder=RunFolder.of_logs(logs or args.logs, local),
             n_nodes=n_nodes,
             workers_per_node=per_node,
             use_cuda=use_cuda,
@@ -250,7 +250,8 @@ def launch(job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
         exits = agent.run_node(job, 0) if one else launch_with_srun(job, cpus_per_node)
     finally:
         job.folder.secret.unlink(missing_ok=True)
-        shutil.rmtree(job.folder.snapshots, ignore_errors=True)  # of a cell that was not evaluated
+        # Of a cell that was not evaluated.
+        shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
     return exits, classify(job, exits, kills_before)
 
 

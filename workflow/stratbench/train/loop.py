@@ -262,10 +262,6 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
         let_go_of_collectives(worker.device)
 
 
-#: NCCL's watchdog in PyTorch looks every 0.1 s for collectives that have ended.
-WATCHDOG_S = 0.25
-
-
 def let_go_of_collectives(device: torch.device) -> None:
     """Free what the warm-up's collectives still hold, such as DDP's first buckets, before it is measured.
 
@@ -273,7 +269,7 @@ def let_go_of_collectives(device: torch.device) -> None:
     called; after a quick warm-up they would lie in the peak, as large as all gradients.
     """
     torch.cuda.synchronize(device)
-    time.sleep(WATCHDOG_S)
+    dist.group.WORLD._wait_for_pending_works()  # which the watchdog has not seen
     dist.all_reduce(torch.zeros(1, device=device))
 
 

@@ -73,10 +73,10 @@ def note_standing(job: Job, node: int, processes: Sequence[Process], at_limit: b
     """Keep where the workers of this node are now; `processes`: all of the cell on it, ended or not."""
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
-    beats, found = {}, {}
+    found = {}
     for rank in job.ranks_of(node):
         name = worker_name(rank)
-        beat = beats[name] = read_pulse(job.folder.pulse(rank), now_s)
+        beat = read_pulse(job.folder.pulse(rank), now_s)
         found[name] = {
             "steps": beat.steps if beat else 0,
             "phase": phase_of(job, rank),

@@ -198,9 +198,10 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             watch=watch,
             pulse=pulse,
             mesh=strategy.mesh(job.world_size),
+            trial=trial,
         )
         if trial is not None:
-            acceptance.check_model(strategy, network, model, trial, worker)
+            acceptance.check_model(strategy, network, model, worker)
         strategy.setup(model, worker)
         # From here on only what is random per copy (dropout) draws from the global generator.
         torch.manual_seed(s.seed + 1 + worker.data_rank)

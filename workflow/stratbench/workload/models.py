@@ -308,12 +308,12 @@ def trial_of(
     classes: int,
     shape: tuple[int, ...],
     groups: list[tuple[str, list[nn.Module]]],
-    task: Task | None = None,
+    task: Task,
 ) -> Trial:
     """One step of the network that `for_training` made, on two samples; `groups`: its shard groups.
 
-    `task` says what the outputs are; None: scores of the classes.
-    ModelError tells what does not fit. Neither weights nor buffers are changed.
+    `task` says what the outputs are. ModelError tells what does not fit. Neither weights nor buffers are
+    changed.
     """
     import torch
 
@@ -322,11 +322,8 @@ def trial_of(
 
     like = next(model.parameters())
     dtype = like.dtype if like.is_floating_point() else torch.float32
-    task = task or tasks.Classification()
-    x, y = example_batch(
-        *(trial.SAMPLES, shape, classes, like.device, dtype, torch.contiguous_format),
-        tasks.takes_values(task),
-    )
+    values, layout = tasks.takes_values(task), torch.contiguous_format
+    x, y = example_batch(trial.SAMPLES, shape, classes, like.device, dtype, layout, values)
     outputs = tasks.outputs_of(task, y.shape, classes)
     return trial.take_trial(in_words(name), model, x, y, outputs, groups)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from stratbench.workload.own import ModelError, told
 from stratbench.workload.tasks import Classification
@@ -50,7 +51,8 @@ class Trial:
     buffers in whose place it put another tensor; `overwritten`: parameters that it changed.
     `by_chance`: modules that not every forward calls (`modules_by_chance`). `unopened`: labels of shard
     groups of which forward called no module; `reads_values`: whether it read values of tensors, so that
-    other data may make it call others.
+    other data may make it call others. `in_backward`: the numbers of those that it called, in this order,
+    and whether backward comes to them: not where all before them is frozen, and they are themselves.
     """
 
     unused: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ class Trial:
     by_chance: tuple[str, ...] = ()
     unopened: tuple[str, ...] = ()
     reads_values: bool = False
+    in_backward: dict[int, bool] = field(default_factory=dict)
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -111,8 +114,9 @@ def take_trial(
         replaced=tuple(changed["replaced"]),
         overwritten=tuple(overwritten),
         by_chance=modules_by_chance(model, x),
-        unopened=gathering.unopened,
+        unopened=tuple(g[0] for i, g in enumerate(groups) if i not in gathering.in_backward),
         reads_values=gathering.reads_values,
+        in_backward=gathering.in_backward,
     )
 
 
@@ -235,13 +239,13 @@ class _Gathering(TorchFunctionMode):
         self.uncalled: dict[nn.Parameter, None] = {}
         self.late: dict[nn.Parameter, None] = {}
         self.reads_values = False
+        #: Of each group that was called: whether what comes out of it needs a gradient.
+        self.in_backward: dict[int, bool] = {}
         self._group_of = {
             p: i for i, (_, modules) in enumerate(groups) for m in modules for p in m.parameters()
         }
-        self._labels = [label for label, _ in groups]
         self._groups = [modules for _, modules in groups]
         self._waiting: list[set[nn.Module]] = [set() for _ in groups]
-        self._opened: set[int] = set()
 
     def __enter__(self) -> _Gathering:
         self._hooks = []
@@ -257,18 +261,14 @@ class _Gathering(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
-    @property
-    def unopened(self) -> tuple[str, ...]:
-        """The labels of the groups of which no module has been called."""
-        return tuple(name for i, name in enumerate(self._labels) if i not in self._opened)
-
     def _open(self, i: int, _module: nn.Module, _inputs: Any) -> None:
-        self._opened.add(i)
         if not self._waiting[i]:
             self._waiting[i] = set(self._groups[i])
 
-    def _close(self, i: int, module: nn.Module, _inputs: Any, _output: Any) -> None:
+    def _close(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
         self._waiting[i].discard(module)
+        found = any(t.requires_grad for t in tree_leaves(output) if isinstance(t, Tensor))
+        self.in_backward[i] = self.in_backward.get(i, False) or found
 
     def __torch_function__(
         self,
@@ -283,7 +283,7 @@ class _Gathering(TorchFunctionMode):
             for p in _parameters_in([*args, *(kwargs or {}).values()]):
                 i = self._group_of.get(p)
                 if i is not None and not self._waiting[i]:
-                    (self.late if i in self._opened else self.uncalled)[p] = None
+                    (self.late if i in self.in_backward else self.uncalled)[p] = None
         return result
 
 

@@ -3,7 +3,6 @@
 import sys
 
 from stratbench.analysis.audit import main
-from stratbench.cell.files import in_one_sentence
 
 if __name__ == "__main__":
-    sys.exit(in_one_sentence(main))
+    sys.exit(main())
