@@ -27,7 +27,7 @@ class Style:
 
 GREY, BLACK = "#6b6b6b", "#000000"
 ORANGE, GREEN = "#e69f00", "#009e73"
-BLUE, VERMILLION, PURPLE, SKY = "#0072b2", "#d55e00", "#cc79a7", "#56b4e9"
+BLUE, VERMILLION, PURPLE, INDIGO = "#0072b2", "#d55e00", "#cc79a7", "#4b0082"
 
 #: The hue of each family, and the index at which its marks begin in the lists below: the first members of
 #: two families have different markers.
@@ -35,7 +35,7 @@ FAMILIES = {
     "alone": (GREY, 13),
     "replicas": (BLUE, 0),
     "shards": (VERMILLION, 1),
-    "splits": (SKY, 5),
+    "splits": (INDIGO, 5),
     "own weights": (PURPLE, 8),
     "averaging servers": (GREEN, 2),
     "servers": (ORANGE, 3),

@@ -20,7 +20,7 @@ PARTS = (
 GLOO_SEGMENTS_BYTES = 2 << 20
 
 
-def on_gloo(call: CollectiveCall) -> CollectiveCall:
+def sent_by_gloo(call: CollectiveCall) -> CollectiveCall:
     """What gloo sends in its place: it scatters by all-reducing the whole input."""
     return replace(call, kind="all_reduce") if call.kind == "reduce_scatter" else call
 
@@ -43,11 +43,11 @@ def staging_bytes(call: CollectiveCall) -> int:
 
 
 def wire_bytes(
-    collectives: Iterable[Sequence[Any]], world_size: int, over_gloo: bool, samples: int = 0
+    collectives: Iterable[Sequence[Any]], world_size: int, on_gloo: bool, samples: int = 0
 ) -> float:
     """Bytes that a rank sends for a step's collectives, given as `CollectiveCall.listed`.
 
     `samples`: those that a worker computes on in the step.
     """
     each = (CollectiveCall(*c) for c in collectives)
-    return sum((on_gloo(c) if over_gloo else c).wire_bytes(world_size, samples) for c in each)
+    return sum((sent_by_gloo(c) if on_gloo else c).wire_bytes(world_size, samples) for c in each)

@@ -99,7 +99,7 @@ class Worker:
     #: A step of the network, if it is a user's.
     trial: Trial | None = None
     #: How the workers divide the work; None: each has a copy of the network.
-    mesh: Mesh = None
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh(self.world_size)

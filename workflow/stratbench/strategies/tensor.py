@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from stratbench.strategies.saved import SavedState
-    from stratbench.workload.trial import Trial
 
 
 class TensorParallel(Sharded):
@@ -106,9 +105,7 @@ class TensorParallel(Sharded):
                         f"{shape[0]} tokens evenly (sequence: true); set sequence: false"
                     )
 
-    def refusals_of_model(
-        self, model: nn.Module, trial: Trial, worker: base.Worker
-    ) -> Iterator[str]:
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         if not models.has_tensor_plan(models.model_of(worker.settings)):
             yield "it states no plan by which its layers can be divided among workers"
 
