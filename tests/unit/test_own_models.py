@@ -43,6 +43,10 @@ class Averages(Named):
     def forward(self, x):
         return nn.Linear.forward(self, self.norm(x.flatten(1)))
 
+class Looks(nn.Linear):
+    def __init__(self, num_classes, in_channels):
+        super().__init__(in_channels, num_classes)
+
 class Reads(nn.Module):
     def __init__(self, vocab_size, block_size):
         super().__init__()
@@ -213,7 +217,8 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
         (
             "{nets}.Reads",
             "called with (), it raised TypeError: Reads.__init__() missing 2 required positional "
-            "arguments: 'vocab_size' and 'block_size'",
+            "arguments: 'vocab_size' and 'block_size'; the data are images, which have no block_size and no "
+            "vocab_size",
         ),
     ],
 )
@@ -222,6 +227,11 @@ def test_a_model_that_cannot_be_trained_says_why_in_one_sentence(nets, call, sen
     with pytest.raises(ModelError) as raised:
         trained_as(call)
     assert str(raised.value) == f"model 'mine' ({call}): {sentence.format(nets=nets)}"
+
+
+def test_a_network_of_images_is_told_that_the_data_are_texts(nets):
+    with pytest.raises(ModelError, match=r"; the data are texts, which have no in_channels$"):
+        trained_as(f"{nets}.Looks", shape=(16,))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.words import counted
@@ -32,21 +32,26 @@ def _lines(checked: Checked) -> Iterator[str]:
     if checked.refused:
         n = len(checked.refused)
         yield f"{n} of {counted(len(checked.subjects), 'cell')} would be refused:"
-        yield from (f"  {line}" for line in refused_lines(checked.refused))
+        yield from (f"  {line}" for line in lines_by_reason(checked.refused.items()))
     else:
         yield f"none of {counted(len(checked.subjects), 'cell')} would be refused"
 
 
-def refused_lines(refused: Mapping[Cell, str]) -> list[str]:
-    """Cells with the reasons why they cannot be trained; those of one reason in one line."""
-    groups: dict[tuple[str, str, str, str], list[Cell]] = {}
-    for cell, why in refused.items():
-        groups.setdefault((cell.experiment, cell.strategy, cell.model, why), []).append(cell)
+def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
+    """Why cells are not trained, or were not: a line for each reason, with all of its cells."""
+    groups: dict[str, list[Cell]] = {}
+    for cell, why in reasons:
+        groups.setdefault(_without_subject(why), []).append(cell)
     return [
-        f"{experiment}, {strategy}, {model}, {_workers({c.gpus for c in cells})} "
-        f"({counted(len(cells), 'cell')}): {why}"
-        for (experiment, strategy, model, why), cells in groups.items()
+        f"{_names(c.model for c in cells)} with {_names(c.strategy for c in cells)} on "
+        f"{_workers({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
+        f"{_names(c.experiment for c in cells)}): {why}"
+        for why, cells in groups.items()
     ]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
 
 
 def _network(
@@ -60,7 +65,7 @@ def _network(
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = "tokens" if len(network.input_shape) == 1 else "images"
-    gives = f"scores for {network.classes:,} classes"
+    gives = f"scores for {network.classes:,} {'tokens' if kind == 'tokens' else 'classes'}"
     if network.values:
         gives = counted(network.classes, "value")
     frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
@@ -91,7 +96,7 @@ def _network(
 
 
 def _without_subject(why: str) -> str:
-    """A reason under the heading of its model and strategy, which need not be told again."""
+    """A reason beside the names of its model and strategy, which need not be told again."""
     return why.partition(" cannot train it: ")[2] or why
 
 

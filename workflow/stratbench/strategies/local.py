@@ -43,6 +43,7 @@ class Local(base.Collective):
     def refusals_of_model(
         self, model: nn.Module, trial: Trial, worker: base.Worker
     ) -> Iterator[str]:
+        yield from super().refusals_of_model(model, trial, worker)
         if found := [name for name, p in model.named_parameters() if p.is_complex()]:
             yield (
                 f"how far workers are apart is summed in real numbers, and {listed(found)} is complex; keep "
