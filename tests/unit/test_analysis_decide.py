@@ -290,14 +290,14 @@ def test_memory_and_deadline_exclude_and_say_what_would_change():
     assert "peak 2.93 GiB, and 2.00 GiB are given" in found.excluded[0][1]
     assert any(c.startswith("More memory: then ddp on 4 (10.0 s") for c in found.changes)
     assert any("then fsdp on 4 (900 MiB)" in c for c in decided(rows).changes)
+    late = decided(rows, gpu_memory_gib=2, deadline_s=20)
+    assert late.choice is None
+    assert any(c.startswith("A later deadline: then fsdp") for c in late.changes)
 
 
 def test_the_memory_of_a_small_network_is_told_in_a_unit_that_shows_it():
     found = decided([cell("ddp", 10.0, peak_memory_bytes=348 << 10, device_kind="cpu")])
     assert found.reason.endswith(" with a peak of 348 KiB a worker above its base."), found.reason
-    late = decided(rows, gpu_memory_gib=2, deadline_s=20)
-    assert late.choice is None
-    assert any(c.startswith("A later deadline: then fsdp") for c in late.changes)
 
 
 def test_a_price_ranks_by_cost():
