@@ -253,7 +253,9 @@ def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch)
     monkeypatch.setattr(
         check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
     )
-    config, study = study_of({"Unused": ["Block"]}, strategies=["local-sgd", "fsdp", "ps-sync"])
+    config, study = study_of(
+        {"Unused": ["Block"]}, strategies=["local-sgd", "ddp", "fsdp", "ps-sync"]
+    )
     text = check_text(check.check_study(config | {"results": str(tmp_path)}, study))
     assert (
         "without a gradient in some steps, spare.weight, spare.bias: left as it is (local-sgd, fsdp); "

@@ -79,10 +79,11 @@ def _network(
     )
     yield f"   {normalises}; {'dropout' if found.dropout else 'no dropout'}"
     yield f"   shard groups, {found.rule}: {_groups(found)}"
-    if found.writes_buffers:
-        yield f"   buffers that forward writes: {_buffers(subjects)}"
-    if found.skipped:
-        yield f"   without a gradient in some steps, {listed(found.skipped)}: {_without_gradient(subjects)}"
+    trained = [s for s in subjects if s.cell not in refused]
+    if found.writes_buffers and trained:
+        yield f"   buffers that forward writes: {_buffers(trained)}"
+    if found.skipped and trained:
+        yield f"   without a gradient in some steps, {listed(found.skipped)}: {_without_gradient(trained)}"
     yield from (f"   {remark}" for remark in found.remarks)
     if found.unseen is not None:
         yield f"   {found.unseen}"
