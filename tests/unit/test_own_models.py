@@ -247,6 +247,24 @@ def test_an_error_of_the_users_code_is_the_plans_sentence(tmp_path, monkeypatch,
     assert sentence.startswith(f"model 'mine' ({name}.Net): importing {name} raised "), sentence
 
 
+def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "asking.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self, num_classes, in_channels, image_size):\n"
+        "        super().__init__(in_channels * image_size**2, num_classes)\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x.flatten(1)) * (1 if x.mean().item() > 0 else 2)\n"
+    )
+    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config, study = study_of({"call": "asking.Net"}, tmp_path)
+    sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
+    assert sentence == "its forward asks for the values of tensors, and a prediction has none"
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
