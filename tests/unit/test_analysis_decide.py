@@ -287,12 +287,17 @@ def test_memory_and_deadline_exclude_and_say_what_would_change():
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 3000 MiB, and 2048 MiB are given" in found.excluded[0][1]
+    assert "peak 2.93 GiB, and 2.00 GiB are given" in found.excluded[0][1]
     assert any(c.startswith("More memory: then ddp on 4 (10.0 s") for c in found.changes)
     assert any("then fsdp on 4 (900 MiB)" in c for c in decided(rows).changes)
     late = decided(rows, gpu_memory_gib=2, deadline_s=20)
     assert late.choice is None
     assert any(c.startswith("A later deadline: then fsdp") for c in late.changes)
+
+
+def test_the_memory_of_a_small_network_is_told_in_a_unit_that_shows_it():
+    found = decided([cell("ddp", 10.0, peak_memory_bytes=348 << 10, device_kind="cpu")])
+    assert found.reason.endswith(" with a peak of 348 KiB a worker above its base."), found.reason
 
 
 def test_a_price_ranks_by_cost():
@@ -369,7 +374,7 @@ def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
     assert found.changes[0].startswith("Cells on 8 workers: train them")
     assert not any("repeats" in change for change in found.changes)
     assert decided(rows, gpus=2).choice.gpus == 2
-    assert verdicts(decided(rows, gpus=2))[("ddp", 4)] == "needs more GPUs"
+    assert verdicts(decided(rows, gpus=2))[("ddp", 4)] == "needs more workers"
     # Two counts fit any line: nothing is made up from them, nor for CPU processes.
     two = decided([row for row in rows if row["gpus"] > 1], gpus=8)
     assert two.choice.gpus == 4
@@ -400,7 +405,7 @@ def test_a_peak_needs_a_reserve_before_it_fits():
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 1900 MiB (a reserve of 15% on top), and 2048 MiB are given" in found.excluded[0][1]
+    assert "peak 1.86 GiB (a reserve of 15% on top), and 2.00 GiB are given" in found.excluded[0][1]
     assert decided(rows, gpu_memory_gib=2, memory_margin=0.05).choice.strategy == "ddp"
 
 
@@ -495,7 +500,7 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     matrix = pd.read_csv(tmp_path / "d.csv")
     assert tuple(matrix.columns) == decide.MATRIX_COLUMNS
     assert len(matrix) == len(cells)
-    assert set(matrix.loc[matrix["gpus"] == 4, "verdict"]) >= {"needs more GPUs"}
+    assert set(matrix.loc[matrix["gpus"] == 4, "verdict"]) >= {"needs more workers"}
     told = json.loads((tmp_path / "answers.json").read_text())
     assert all(answer["headline"] in said for answer in told["answers"])
 

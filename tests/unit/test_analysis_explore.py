@@ -289,6 +289,26 @@ def test_the_table_sorts_and_axes_change(browser, page, study):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_mark_of_a_pale_colour_is_seen_on_white(browser, study):
+    """By the darkest dot of its mark in the legend."""
+    folder, cells = study
+    palest = max(known_styles(), key=lambda name: int(known_styles()[name].colour[3:5], 16))
+    assert int(known_styles()[palest].colour[3:5], 16) > 200
+    path = folder / "pale.html"
+    explore.write_page(path, cells.replace("ps-async", palest), [FINDING], folder, [])
+    open_page(browser, path)
+    darkest = browser.run(
+        "(() => { const all = [...document.querySelectorAll('#legend button')];"
+        f" const canvas = all.find((b) => b.textContent === '{palest}').querySelector('canvas');"
+        " const dots = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+        " let least = 255; for (let i = 0; i < dots.length; i += 4)"
+        " if (dots[i + 3] > 200) least = Math.min(least, dots[i + 1]); return String(least); })()"
+    )
+    assert int(darkest) < 170
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_mouse_and_keys_show_where_a_cell_came_from(browser, page, study):
     folder, _ = study
     hover_leftmost(browser)

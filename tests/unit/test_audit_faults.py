@@ -976,8 +976,15 @@ FAULTS = [
     Fault(
         "another environment",
         DDP,
-        put(worker("environment.OMP_NUM_THREADS"), "8"),
+        put(worker("environment.KMP_AFFINITY"), "compact"),
         "mixed-environments",
+        "KMP",
+    ),
+    Fault(
+        "other threads of libraries",
+        DDP,
+        put(worker("environment.OMP_NUM_THREADS"), "8"),
+        "mixed-cores",
         "OMP",
     ),
     Fault(
@@ -1112,6 +1119,13 @@ FAULTS = [
         put("strategy.traits.synchronous_alone", False),
         "traits-unlike-strategy",
         "synchronous_alone",
+    ),
+    Fault(
+        "moved by zeros, and said to equal DDP",
+        DDP,
+        put("strategy.details.moved_by_zeros", ["spare.weight"]),
+        "traits-unlike-strategy",
+        "equals_ddp is True, but that of ddp is False",
     ),
     Fault(
         "no traffic told",
@@ -1347,6 +1361,27 @@ def test_bytes_over_links_are_held_against_what_the_servers_counted(placement):
             figures = [found.figures for found in rule.check(evidence)]
             assert len(figures) == bool(field), figures
             assert all(field in found for found in figures)
+
+
+def test_a_network_that_is_moved_by_zeros_is_believed_to_equal_no_ddp():
+    records = copy.deepcopy(sound("cpu"))
+    record = records[DDP]
+    record["strategy"]["details"]["moved_by_zeros"] = ["spare.weight"]
+    record["strategy"]["traits"] |= {"equals_ddp": False, "synchronous_alone": False}
+    assert not any(RULE["traits-unlike-strategy"].check(planted.study(records, "cpu")))
+
+
+def test_workers_may_have_other_threads_where_there_are_more_of_them():
+    """The launcher divides a machine's cores among the cell's workers, and tells libraries so."""
+    records = copy.deepcopy(sound("cpu"))
+    for record in records.values():
+        for one in record["workers"]:
+            threads = str(8 // record["cell"]["gpus"])
+            one["provenance"]["environment"]["OMP_NUM_THREADS"] = threads
+    study = planted.study(records, "cpu")
+    assert len({record["cell"]["gpus"] for record in records.values()}) > 1
+    for rule in ("mixed-environments", "mixed-cores"):
+        assert [f.figures for f in RULE[rule].check(study)] == []
 
 
 def test_a_strategy_that_does_not_say_how_it_communicates_is_not_held_to_it():

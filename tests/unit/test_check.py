@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import odd_networks
 import pytest
@@ -18,9 +19,10 @@ from process_groups import forking
 from torch import nn
 
 from launching import LaunchedCell, settings, sharing
+from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
-from stratbench.plan.check_text import check_text
+from stratbench.plan.check_text import check_text, lines_by_reason
 from stratbench.plan.subject import subject_of
 from stratbench.ps.flat import FlatSpace
 from stratbench.strategies import option_defaults, strategy_class
@@ -251,7 +253,9 @@ def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch)
     monkeypatch.setattr(
         check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
     )
-    config, study = study_of({"Unused": ["Block"]}, strategies=["local-sgd", "fsdp", "ps-sync"])
+    config, study = study_of(
+        {"Unused": ["Block"]}, strategies=["local-sgd", "ddp", "fsdp", "ps-sync"]
+    )
     text = check_text(check.check_study(config | {"results": str(tmp_path)}, study))
     assert (
         "without a gradient in some steps, spare.weight, spare.bias: left as it is (local-sgd, fsdp); "
@@ -276,9 +280,61 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
         "buffers that forward writes: rank 0's are sent to all before each forward, and evaluated (ddp); ",
         "forward writes the buffers calls, mean",
         "asks for the values of tensors (aten._local_scalar_dense.default): it was tried with zeros",
-        "2 of 16 cells would be refused:\n  e, ddp, Unused, 1, 2 workers (2 cells): model 'Unused' (odd_",
+        "2 of 16 cells would be refused:\n  Unused with ddp on 1, 2 workers (2 cells of e): spare.weight, ",
+        "groups of about 1/12 of the parameters: stem 520, blocks.0.inner to blocks.0.outer 144, ",
     ):
         assert line in text, text
+
+
+def test_the_list_of_refused_cells_has_a_line_for_each_reason():
+    """Also where a plan lists them, and where a record says it of a cell that was tried."""
+    said = "returned a dict for a batch; return one tensor"
+    cannot = "got no gradient in a step"
+    cells = [
+        Cell("s", experiment, strategy, model, "digits", gpus, 0)
+        for experiment in ("x", "y")
+        for model in ("a", "b")
+        for strategy in ("ddp", "zero1-torch")
+        for gpus in (1, 2)
+    ]
+    whys = [
+        said if c.model == "a" else f"model 'b' (m.B): {c.strategy} cannot train it: {cannot}"
+        for c in cells
+    ]
+    assert lines_by_reason(zip(cells, whys, strict=True)) == [
+        f"a with ddp, zero1-torch on 1, 2 workers (8 cells of x, y): {said}",
+        f"b with ddp, zero1-torch on 1, 2 workers (8 cells of x, y): {cannot}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"optimizer": "adamw"}, "which AdamW does not take; make the layer with sparse=False"),
+        ({"weight_decay": 0.1}, "which weight_decay cannot be added to; make the layer with"),
+        ({"clip_norm": 1.0}, "which clip_norm cannot measure; make the layer with sparse=False"),
+    ],
+)
+def test_who_trains_a_sparse_gradient_refuses_what_pytorch_does_not_take(changes, why):
+    named = {"gossip": {"strategy": "gossip"}, "local": VARIANTS["local"]}
+    for gpus, strategies in (([1], ["single"]), ([2], list(named))):
+        said = found_of("Sparse", None, gpus=gpus, strategies=strategies, **changes)
+        for strategy in strategies:
+            if why is None:
+                assert said[strategy] is None, said
+            else:
+                assert f"the gradient of table.weight is sparse, {why}" in said[strategy], said
+
+
+def test_fused_kernels_are_left_out_on_a_gpu_where_a_gradient_is_sparse():
+    """PyTorch's fused SGD takes none. What stands for the device is all that is asked of it."""
+    for name in ("Plain", "Sparse"):
+        strategy = strategy_class("single")(strategy_class("single").Options())
+        strategy.worker = SimpleNamespace(settings=settings("single"))
+        strategy.model = getattr(odd_networks, name)(CLASSES)
+        strategy.local = [SimpleNamespace(device=torch.device("cuda"))]
+        assert strategy.optimizer_kind()[1]["fused"] == (name == "Plain")
 
 
 TASKS = """

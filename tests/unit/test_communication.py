@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.plan.trace import ranks_of_group
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
 from stratbench.strategies.fsdp import FSDP
 from stratbench.strategies.single import Single
 from stratbench.strategies.zero import TorchZeRO1, ZeRO1
+from stratbench.telemetry.collective_count import ranks_of_group
 from stratbench.workload.trial import take_trial
 
 pytestmark = pytest.mark.timeout(120)

@@ -1122,3 +1122,25 @@ def test_without_room_on_the_disk_the_reason_names_the_file(start_cell):
     assert failed.endswith(("/record.json'", "/timeline.csv'"))  # more samples on a busy machine
     assert "Traceback" not in output
     assert not launched.record.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "exit_code"),
+    [("launch", "argparse", -signal.SIGINT), ("forkserver", "socket", 7)],
+)
+def test_ctrl_c_while_a_process_still_imports_leaves_no_traceback(
+    tmp_path, module, imported, exit_code
+):
+    """The launcher ends, and the fork server leaves it to its launchers."""
+    pressed = "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit(7)\n"
+    (tmp_path / f"{imported}.py").write_text(pressed)
+    found = os.pathsep.join([str(tmp_path), str(WORKFLOW)])
+    done = subprocess.run(
+        [sys.executable, "-m", f"stratbench.train.{module}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": found},
+    )
+    assert (done.returncode, done.stdout) == (exit_code, "")

@@ -44,6 +44,10 @@ class Averages(Named):
     def forward(self, x):
         return nn.Linear.forward(self, self.norm(x.flatten(1)))
 
+class Looks(nn.Linear):
+    def __init__(self, num_classes, in_channels):
+        super().__init__(in_channels, num_classes)
+
 class Reads(nn.Module):
     def __init__(self, vocab_size, block_size):
         super().__init__()
@@ -214,7 +218,8 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
         (
             "{nets}.Reads",
             "called with (), it raised TypeError: Reads.__init__() missing 2 required positional "
-            "arguments: 'vocab_size' and 'block_size'",
+            "arguments: 'vocab_size' and 'block_size'; the data are images, which have no block_size and no "
+            "vocab_size",
         ),
     ],
 )
@@ -223,6 +228,11 @@ def test_a_model_that_cannot_be_trained_says_why_in_one_sentence(nets, call, sen
     with pytest.raises(ModelError) as raised:
         trained_as(call)
     assert str(raised.value) == f"model 'mine' ({call}): {sentence.format(nets=nets)}"
+
+
+def test_a_network_of_images_is_told_that_the_data_are_texts(nets):
+    with pytest.raises(ModelError, match=r"; the data are texts, which have no in_channels$"):
+        trained_as(f"{nets}.Looks", shape=(16,))
 
 
 @pytest.mark.parametrize(
@@ -236,6 +246,24 @@ def test_an_error_of_the_users_code_is_the_plans_sentence(tmp_path, monkeypatch,
     config, study = study_of({"call": f"{name}.Net"}, tmp_path)
     sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
     assert sentence.startswith(f"model 'mine' ({name}.Net): importing {name} raised "), sentence
+
+
+def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "asking.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self, num_classes, in_channels, image_size):\n"
+        "        super().__init__(in_channels * image_size**2, num_classes)\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x.flatten(1)) * (1 if x.mean().item() > 0 else 2)\n"
+    )
+    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config, study = study_of({"call": "asking.Net"}, tmp_path)
+    sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
+    assert sentence == "its forward asks for the values of tensors, and a prediction has none"
 
 
 @pytest.mark.parametrize(

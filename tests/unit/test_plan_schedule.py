@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.words import bytes_text
 from stratbench.plan import __main__ as command
 from stratbench.plan import cache, devices, figures, projection, rows, schedule, servers, traffic
 from stratbench.plan.answers import answered_questions
@@ -277,10 +278,10 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
 
 
 def test_amounts_have_units_in_which_they_are_at_least_one():
-    assert figures.bytes_text(3 * GIB / 2) == "1.50 GiB"
-    assert figures.bytes_text(5 << 20) == "5 MiB"
-    assert figures.bytes_text(-(2 << 10)) == "-2 KiB"
-    assert figures.bytes_text(0) == "0"
+    assert bytes_text(3 * GIB / 2) == "1.50 GiB"
+    assert bytes_text(5 << 20) == "5 MiB"
+    assert bytes_text(-(2 << 10)) == "-2 KiB"
+    assert bytes_text(0) == "0"
     assert figures.in_unit(1023 << 20, 1 << 20) == "1023"
     assert figures.in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
     assert figures.span_text(Span(0.01, 0.4, "")) == "under 1 s"

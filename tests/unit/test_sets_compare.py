@@ -157,6 +157,7 @@ def test_what_differs_comes_first_and_other_work_has_no_ratio(sets):
     assert "No ratio can be put down to one of them alone." in text
     assert {cell.group.model for cell in found.with_ratio} == {"vgg16"}
     assert [c.why_not for c in found.without_ratio] == ["lr 0.01 against 0.5"] * 4
+    assert text.endswith(" 4 of 8 shared kinds of cells have no ratio: of ddp, fsdp.")
     assert [(d.path, d.first, d.other) for d in found.work] == [("settings.lr", "0.01", "0.5")]
     assert {d.path for d in found.place} == {
         "settings.threads", "worker.gpu.name", "worker.software.torch"

@@ -79,13 +79,13 @@ def test_the_check_refuses_one_network_for_one_strategy_and_says_what_to_do(trai
         "   tied: blocks.0.second.weight = again.weight is one parameter",
         "   fsdp: works with 2 workers",
         f"   ddp: refused with 2 workers: {REFUSAL}",
-        f"first, ddp, spared, 2 workers (1 cell): model 'spared' (my_net:Spared): {DDP}",
+        f"spared with ddp on 2 workers (1 cell of first): {REFUSAL}",
     ):
         assert line in trained.check, trained.check
 
 
 def test_the_plan_says_the_same_and_plans_the_others(trained):
-    refused = f"refused: first, ddp, spared, 2 workers: model 'spared' (my_net:Spared): {DDP}"
+    refused = f"refused: spared with ddp on 2 workers (1 cell of first): {REFUSAL}"
     assert refused in trained.plan
     with open(trained.work.folder / "results/tiny/plan.csv", newline="") as file:
         states = {(r["strategy"], r["model"]): r["state"] for r in csv.DictReader(file)}

@@ -14,7 +14,7 @@ from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
 from stratbench.analysis.score import Score, score_of
 from stratbench.analysis.tolerance import judge_scores
 from stratbench.analysis.verdicts import Raced
-from stratbench.cell.words import GIB, MIB
+from stratbench.cell.words import GIB, bytes_text
 from stratbench.strategies.base import Traits
 
 #: Times are extrapolated up to this multiple of the largest measured count. On public series of training
@@ -232,7 +232,7 @@ def exclude_by_race(found: list[Candidate]) -> None:
 def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
     """Exclude a candidate that the constraints rule out."""
     if given.gpus is not None and candidate.gpus > given.gpus:
-        candidate.exclude("needs more GPUs", f"{candidate.gpus}, and {given.gpus} are at hand")
+        candidate.exclude("needs more workers", f"{candidate.gpus}, and {given.gpus} are at hand")
     if given.gpu_memory_gib is not None:
         exclude_by_memory(candidate, given.gpu_memory_gib * GIB, given.memory_margin)
     time_s = candidate.time_s
@@ -250,12 +250,12 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
     The reserve is the plan's: a peak leaves out the memory of the driver, of the libraries and of a
     fragmented allocator.
     """
-    limit = f"{limit_bytes / MIB:.0f} MiB are given"
+    limit = f"{bytes_text(limit_bytes)} are given"
     held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
     what = "model states alone" if candidate.on_cpu else "peak"
     if held is not None and held * (1 + margin) > limit_bytes:
         reserve = f" (a reserve of {margin:.0%} on top)" if held <= limit_bytes else ""
-        candidate.exclude("does not fit", f"{what} {held / MIB:.0f} MiB{reserve}, and {limit}")
+        candidate.exclude("does not fit", f"{what} {bytes_text(held)}{reserve}, and {limit}")
     elif candidate.on_cpu or held is None:
         why = "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
         candidate.doubts.append(f"whether it fits is not known: {why}")

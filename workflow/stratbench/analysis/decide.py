@@ -29,7 +29,7 @@ from stratbench.analysis.measures import format_number
 from stratbench.analysis.ranking import AgainstRival, Ranking, rankings_of_bouts
 from stratbench.analysis.verdicts import Raced, raced_groups, read_verdict
 from stratbench.cell.files import write_atomic
-from stratbench.cell.words import MIB, counted, worker_noun
+from stratbench.cell.words import MIB, bytes_text, counted, worker_noun
 
 MATRIX_COLUMNS = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
@@ -196,7 +196,7 @@ def reason_for(ranking: Ranking, noun: str) -> str:
     if first.memory_bytes is not None:
         above = " above its base" if first.on_cpu else ""
         text += " with" if first.mean_score is not None else "; it has"
-        text += f" a peak of {first.memory_bytes / MIB:.0f} MiB a worker{above}"
+        text += f" a peak of {bytes_text(first.memory_bytes)} a worker{above}"
     return text + "."
 
 
@@ -234,8 +234,8 @@ def sentences_on_changes(
     smaller = [c for c in ranked if smaller_than(c, first)]
     if smaller and first.memory_bytes:
         yield (
-            f"GPUs with less memory than {first.memory_bytes / MIB:.0f} MiB: then "
-            f"{smaller[0].strategy} on {smaller[0].gpus} ({smaller[0].memory_bytes / MIB:.0f} MiB)."
+            f"GPUs with less memory than {bytes_text(first.memory_bytes)}: then "
+            f"{smaller[0].strategy} on {smaller[0].gpus} ({bytes_text(smaller[0].memory_bytes)})."
         )
     if first.traits.waits_for_slowest and given.price_per_gpu_hour is None:
         yield from sentences_on_slow_workers(first, ranked)
@@ -254,7 +254,7 @@ def sentences_on_constraints(found: list[Candidate], first: Candidate | None) ->
         "too slow": "A later deadline",
         "worse score": "A worse score allowed",
         "needs all workers": "Workers that stay until the end",
-        "needs more GPUs": "More GPUs",
+        "needs more workers": "More workers",
     }
     for kind, words in lift.items():
         kept_out = [c for c in found if c.kind == kind and c.time_s is not None]

@@ -6,8 +6,20 @@ from collections.abc import Iterable
 
 MIB = 1 << 20
 GIB = 1 << 30
+_UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10))
 #: What a worker is called, by the kind of its device.
 WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
+
+
+def unit_for(n_bytes: float) -> tuple[str, int]:
+    """The unit in which an amount is at least one, and its bytes; KiB for less."""
+    return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
+
+
+def bytes_text(n_bytes: float) -> str:
+    """Bytes as text, in GiB, MiB or KiB."""
+    name, unit = unit_for(n_bytes)
+    return f"{n_bytes / unit:.{2 if unit == GIB else 0}f} {name}" if n_bytes else "0"
 
 
 def counted(count: int, noun: str) -> str:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.places import INSTALLED, PACKAGE
+from stratbench.cell.words import counted
 from stratbench.plan import rows
 from stratbench.plan.check import check_study
-from stratbench.plan.check_text import check_text, refused_lines
+from stratbench.plan.check_text import check_text
 from stratbench.plan.devices import named_gpus
 from stratbench.plan.schedule import make_plan
 from stratbench.plan.text import plan_text
@@ -38,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
             print(check_text(checked))
             return 1 if checked.refused else 0
         if checked.refused:
-            print("would be refused (`snakemake check` says more):")
-            print("\n".join(f"  {line}" for line in refused_lines(checked.refused)), flush=True)
+            told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"
+            print(f"{told}: see below, and `snakemake check`", flush=True)
         plan = make_plan(config, study, args.gpu, args.partition, checked.refused)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

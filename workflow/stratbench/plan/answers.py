@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from stratbench.cell.words import counted
-from stratbench.plan.figures import bytes_text
+from stratbench.cell.words import bytes_text, counted
 from stratbench.plan.schedule import Plan, Planned
 from stratbench.plan.verdict_cost import sentences_on_a_verdict
 

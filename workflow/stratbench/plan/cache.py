@@ -110,11 +110,15 @@ def try_footprint(request: Request) -> Footprint | str:
     """The footprint, or the error in one line: one model that fails must not stop the whole plan."""
     import torch
 
+    from stratbench.workload.trial import NO_VALUES
+
     torch.set_num_threads(1)
     try:
         return make_footprint(request)
     except ModelError as error:  # says by itself what is wrong
         return str(error)
+    except NO_VALUES:
+        return "its forward asks for the values of tensors, and a prediction has none"
     except Exception as error:  # whatever a model or strategy raises
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -228,7 +228,11 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
         groups = worker.wrap_groups
         network, shape = request.network, request.input_shape
         trial = models.trial_of(network, model, request.classes, shape, groups, worker.task)
-        sizes = [(label, _numel(p for m in ms for p in m.parameters())) for label, ms in groups]
+        names = {module: name for name, module in model.named_modules()}
+        sizes = [
+            (_span(names[ms[0]], names[ms[-1]]), _numel(p for m in ms for p in m.parameters()))
+            for _, ms in groups
+        ]
         parameters = _numel(model.parameters())
         return trial, CheckResult(
             parameters=parameters,
@@ -242,6 +246,11 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
             skipped=trial.skipped,
             remarks=list(acceptance.remarks(model, trial)),
         )
+
+
+def _span(first: str, last: str) -> str:
+    """A shard group by its modules, which are neighbours."""
+    return first if first == last else f"{first} to {last}"
 
 
 def _numel(parameters: Any) -> int:

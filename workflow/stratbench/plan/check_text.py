@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.words import counted
@@ -38,21 +38,26 @@ def _lines(checked: Checked) -> Iterator[str]:
     if checked.refused:
         n = len(checked.refused)
         yield f"{n} of {counted(len(checked.subjects), 'cell')} would be refused:"
-        yield from (f"  {line}" for line in refused_lines(checked.refused))
+        yield from (f"  {line}" for line in lines_by_reason(checked.refused.items()))
     else:
         yield f"none of {counted(len(checked.subjects), 'cell')} would be refused"
 
 
-def refused_lines(refused: Mapping[Cell, str]) -> list[str]:
-    """Cells with the reasons why they cannot be trained; those of one reason in one line."""
-    groups: dict[tuple[str, str, str, str], list[Cell]] = {}
-    for cell, why in refused.items():
-        groups.setdefault((cell.experiment, cell.strategy, cell.model, why), []).append(cell)
+def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
+    """Why cells are not trained, or were not: a line for each reason, with all of its cells."""
+    groups: dict[str, list[Cell]] = {}
+    for cell, why in reasons:
+        groups.setdefault(_without_subject(why), []).append(cell)
     return [
-        f"{experiment}, {strategy}, {model}, {_workers({c.gpus for c in cells})} "
-        f"({counted(len(cells), 'cell')}): {why}"
-        for (experiment, strategy, model, why), cells in groups.items()
+        f"{_names(c.model for c in cells)} with {_names(c.strategy for c in cells)} on "
+        f"{_workers({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
+        f"{_names(c.experiment for c in cells)}): {why}"
+        for why, cells in groups.items()
     ]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
 
 
 def _network(
@@ -66,7 +71,7 @@ def _network(
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = "tokens" if len(network.input_shape) == 1 else "images"
-    gives = f"scores for {network.classes:,} classes"
+    gives = f"scores for {network.classes:,} {'tokens' if kind == 'tokens' else 'classes'}"
     if network.values:
         gives = counted(network.classes, "value")
     frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
@@ -80,11 +85,12 @@ def _network(
     )
     yield f"   {normalises}; {'dropout' if found.dropout else 'no dropout'}"
     yield f"   shard groups, {found.rule}: {_groups(found)}"
-    if found.writes_buffers:
-        said = _by_note(subjects, lambda strategy: strategy.buffers_note)
+    trained = [s for s in subjects if s.cell not in refused]
+    if found.writes_buffers and trained:
+        said = _by_note(trained, lambda strategy: strategy.buffers_note)
         yield f"   buffers that forward writes: {said}"
-    if found.skipped:
-        said = _by_note(subjects, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
+    if found.skipped and trained:
+        said = _by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
         yield f"   without a gradient in some steps, {listed(found.skipped)}: {said}"
     yield from (f"   {remark}" for remark in found.remarks)
     if found.unseen is not None:
@@ -99,7 +105,7 @@ def _network(
 
 
 def _without_subject(why: str) -> str:
-    """A reason under the heading of its model and strategy, which need not be told again."""
+    """A reason beside the names of its model and strategy, which need not be told again."""
     return why.partition(" cannot train it: ")[2] or why
 
 

@@ -6,11 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from stratbench.cell.words import GIB, MIB
 from stratbench.plan.projection import Span
 from stratbench.plan.schedule import Plan, Planned
-
-_UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10))
 
 
 @dataclass(frozen=True)
@@ -71,17 +68,6 @@ def cells_by_experiment(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
     """The plan's cells by experiment, in the study's order."""
     for name in dict.fromkeys(c.cell.experiment for c in plan.cells):
         yield name, [c for c in plan.cells if c.cell.experiment == name]
-
-
-def unit_for(n_bytes: float) -> tuple[str, int]:
-    """The unit in which an amount is at least one, and its bytes; KiB for less."""
-    return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
-
-
-def bytes_text(n_bytes: float) -> str:
-    """Bytes as text, in GiB, MiB or KiB."""
-    name, unit = unit_for(n_bytes)
-    return f"{n_bytes / unit:.{2 if unit == GIB else 0}f} {name}" if n_bytes else "0"
 
 
 def in_unit(n_bytes: float, unit: int) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 from stratbench.cell.files import write_atomic
 from stratbench.cell.pages import render
+from stratbench.cell.words import bytes_text
 from stratbench.plan.answers import PART_NAMES, answered_questions
-from stratbench.plan.figures import bytes_text, cells_by_experiment, hours_text, span_text, totals
+from stratbench.plan.figures import cells_by_experiment, hours_text, span_text, totals
 from stratbench.plan.schedule import Plan
 
 TEMPLATES = Path(__file__).parent / "templates"

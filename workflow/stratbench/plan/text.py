@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
 
-from stratbench.cell.words import counted
+from stratbench.cell.words import bytes_text, counted, unit_for
 from stratbench.plan.answers import answered_questions
+from stratbench.plan.check_text import lines_by_reason
 from stratbench.plan.figures import (
     Totals,
-    bytes_text,
     cells_by_experiment,
     hours_text,
     in_unit,
     seconds_text,
     span_text,
     totals,
-    unit_for,
 )
 from stratbench.plan.schedule import Plan, Planned
 
@@ -171,9 +169,6 @@ def _on(plan: Plan, name: str) -> Iterator[str]:
 
 
 def _listed(state: str, cells: Iterable[Planned]) -> Iterator[str]:
-    """Cells in one state by reason, a line each; repeats count once."""
-    key = lambda c: (c.cell.experiment, c.cell.strategy, c.cell.model, c.cell.gpus, c.why)  # noqa: E731
-    for (experiment, strategy, model, gpus, why), found in groupby(sorted(cells, key=key), key):
-        n = len(list(found))
-        times = f" (x{n})" if n > 1 else ""
-        yield f"   {state}: {experiment}, {strategy}, {model}, {counted(gpus, 'worker')}{times}: {why}"
+    """Cells in one state by reason, a line each."""
+    for line in lines_by_reason((c.cell, c.why) for c in cells):
+        yield f"   {state}: {line}"

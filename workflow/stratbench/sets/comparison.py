@@ -355,5 +355,9 @@ def headline_of(found: Comparison) -> str:
             f"{found.only_other} in {b}."
         )
     if found.without_ratio:
-        told += f" {len(found.without_ratio)} of {len(found.cells)} shared kinds of cells have no ratio."
+        names = ", ".join(dict.fromkeys(cell.group.strategy for cell in found.without_ratio))
+        told += (
+            f" {len(found.without_ratio)} of {len(found.cells)} shared kinds of cells have no ratio: "
+            f"of {names}."
+        )
     return told

@@ -7,7 +7,7 @@ torch inside functions only, so that the workflow can read a strategy's name and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -61,10 +61,19 @@ def stated_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, 
     return {k: v for k, v in options.items() if k not in later or v != later[k]}
 
 
-def traits_of(name: str, options: Mapping[str, Any], gpus: int) -> Traits:
-    """What is true of the strategy registered as `name`, with these options, on `gpus` workers."""
+def traits_of(
+    name: str, options: Mapping[str, Any], gpus: int, moves_by_zeros: bool = False
+) -> Traits:
+    """What is true of the strategy registered as `name`, with these options, on `gpus` workers.
+
+    `moves_by_zeros`: of a network of which it moves parameters in steps that have no gradient for them
+    (`acceptance.moves_by_zeros`), which one process and DDP leave as they are.
+    """
     cls = strategy_class(name)
-    return cls(cls.Options(**options)).traits(gpus)
+    traits = cls(cls.Options(**options)).traits(gpus)
+    if not moves_by_zeros:
+        return traits
+    return replace(traits, synchronous_alone=False, equals_ddp=False)
 
 
 def mesh_of(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:

@@ -188,7 +188,14 @@ class Strategy:
 
     def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:
         """Why it cannot train `model`, with the remedy, by `worker.trial`. Asked before `setup`."""
-        yield from ()
+        s, sparse = worker.settings, worker.trial.sparse
+        by = {
+            "AdamW does not take": s.optimizer == "adamw",
+            "weight_decay cannot be added to": bool(s.weight_decay),
+            "clip_norm cannot measure": s.clip_norm is not None,
+        }
+        if sparse and any(by.values()):
+            yield sparse_gradient(sparse, next(why for why, set_ in by.items() if set_))
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
@@ -372,8 +379,10 @@ class Collective(Strategy):
             "momentum": s.momentum,
             "weight_decay": s.weight_decay,
             "nesterov": s.nesterov,
-            # Fused kernels take the loss scaler's verdict on the device, without a synchronisation.
-            "fused": self.local[0].device.type == "cuda",
+            # Fused kernels take the loss scaler's verdict on the device, without a synchronisation. They
+            # take no sparse gradient.
+            "fused": self.local[0].device.type == "cuda"
+            and not any(getattr(module, "sparse", False) for module in self.model.modules()),
         }
 
     def begin_states(self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:

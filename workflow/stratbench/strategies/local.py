@@ -40,6 +40,7 @@ class Local(base.Collective):
             )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().refusals_of_model(model, worker)
         if found := [name for name, p in model.named_parameters() if p.is_complex()]:
             yield (
                 f"how far workers are apart is summed in real numbers, and {listed(found)} is complex; keep "

@@ -42,7 +42,7 @@ def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     if kind == "":
         return None
     each = [t.numel() * t.element_size() for t in tensors_in((args, kwargs))]
-    ranks = _ranks_of_group((args, kwargs))
+    ranks = ranks_of_group((args, kwargs))
     # Of input and output the larger is the whole; the others are a rank's share of it.
     n_bytes = max(each) if "gather" in kind or "scatter" in kind else sum(each)
     if op.namespace == _FUNCTIONAL and kind == "all_gather":
@@ -51,7 +51,7 @@ def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     return CollectiveCall(kind, n_bytes, None if is_all else ranks)
 
 
-def _ranks_of_group(arguments: Any) -> int | None:
+def ranks_of_group(arguments: Any) -> int | None:
     """How many ranks a collective operator's group has; None where it names none."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 

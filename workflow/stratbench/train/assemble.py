@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,8 @@ def make_record(job: Job, ending: Ending) -> Record:
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     reported = first.get("strategy", {})
-    traits = traits_of(s.strategy, s.options, s.gpus)
-    if reported.get("details", {}).get("moved_by_zeros"):
-        traits = replace(traits, synchronous_alone=False, equals_ddp=False)
+    by_zeros = bool(reported.get("details", {}).get("moved_by_zeros"))
+    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros)
     communication = efficiency.communication_figures(job, whole, servers, run)
     return {
         "schema_version": SCHEMA_VERSION,

@@ -13,13 +13,17 @@ processes die too.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # from the start: see _Server
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 import atexit
 import contextlib
 import gc
 import json
 import os
 import selectors
-import signal
 import socket
 import struct
 import subprocess

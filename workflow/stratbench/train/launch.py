@@ -8,6 +8,13 @@ failed; the end of every process's log is printed and kept, with exit codes, in 
 
 from __future__ import annotations
 
+import signal
+
+if (
+    __name__ == "__main__"
+):  # Ctrl-C ends what follows, until `main` has its own way, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import contextlib
 import fcntl

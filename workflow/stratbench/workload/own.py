@@ -301,7 +301,9 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     except Exception as e:
         _raise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        raise ModelError(f"{own}: called with ({called}), it raised {told(e)}") from e
+        raise ModelError(
+            f"{own}: called with ({called}), it raised {told(e)}{_not_of_data(own, shape, e)}"
+        ) from e
     if not isinstance(made, nn.Module):
         raise ModelError(f"{own}: returned {_kind(made)}, which is no torch.nn.Module")
     for name, p in made.named_parameters():
@@ -310,6 +312,20 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     if not any(p.requires_grad for p in made.parameters()):
         raise ModelError(f"{own}: has no parameter to train")
     return made
+
+
+def _not_of_data(own: OwnModel, shape: Sequence[int], e: Exception) -> str:
+    """What an error about arguments of `own` wants, and data of this kind do not have; or nothing."""
+    wanted = [
+        key
+        for role in ROLES.keys() - facts_of_data(0, shape).keys()
+        for key in ROLES[role]
+        if f"'{key}'" in str(e)
+    ]
+    if not isinstance(e, TypeError) or not wanted:
+        return ""
+    kind = "texts" if len(shape) == 1 else "images"
+    return f"; the data are {kind}, which have no {' and no '.join(sorted(wanted))}"
 
 
 def _raise_out_of_memory(e: Exception) -> None:

@@ -69,7 +69,7 @@ def unequal_start(evidence: Evidence) -> Iterator[Found]:
 
 @rule(
     "no-common-cell",
-    "unusable",
+    "doubtful",  # each of its figures may be used, and whoever ranks the two kinds has nothing to go by
     "all",
     "Collective strategies and parameter servers never trained the same model on the same data, so "
     "these records cannot rank one against the other.",

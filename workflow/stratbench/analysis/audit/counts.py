@@ -386,7 +386,8 @@ def traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     name = facts("strategy.name")
     if name not in REGISTRY:
         return
-    traits = asdict(traits_of(name, facts("strategy.options"), facts.gpus))
+    by_zeros = bool(facts("strategy.details.moved_by_zeros"))
+    traits = asdict(traits_of(name, facts("strategy.options"), facts.gpus, by_zeros))
     for trait, said in (facts("strategy.traits") or {}).items():
         if said != traits.get(trait):
             yield f"strategy.traits.{trait} is {said}, but that of {name} is {traits.get(trait)}"

@@ -151,7 +151,7 @@ TABLE = (
         "Cells of a comparison on as many workers had different cores, threads or memory.",
         (
             *("worker.host", "cores", "provenance.threads_per_worker", "provenance.nodes"),
-            "provenance.workers_per_node",
+            *("provenance.workers_per_node", "worker.environment.OMP_NUM_THREADS"),
         ),
         ("gpus",),
     ),

@@ -232,15 +232,14 @@ function trace(g, marker, x, y, r) {
   }
 }
 
+/** Outlined in dark, as in the figures: some strategies' colours are nearly white. */
 function drawMark(g, colour, marker, failed, x, y, r) {
   trace(g, marker, x, y, r);
+  g.fillStyle = failed ? "#ffffff" : colour; g.fill();
+  g.strokeStyle = INK; g.lineWidth = failed ? 2.2 : 0.8; g.stroke();
   if (failed) {  // hollow and crossed out
-    g.fillStyle = "#ffffff"; g.fill();
     g.strokeStyle = colour; g.lineWidth = 1.4; g.stroke();
     g.beginPath(); g.moveTo(x - r, y - r); g.lineTo(x + r, y + r); g.moveTo(x - r, y + r); g.lineTo(x + r, y - r); g.stroke();
-  } else {
-    g.fillStyle = colour; g.fill();
-    g.strokeStyle = "#ffffff"; g.lineWidth = 0.8; g.stroke();
   }
 }
 
