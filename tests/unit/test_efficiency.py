@@ -13,6 +13,7 @@ import pytest
 from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
+from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 from stratbench.train import assemble, efficiency
 from stratbench.train.job import Job
@@ -216,5 +217,5 @@ def test_steps_that_overflowed_were_no_training():
          "per_epoch": [], "strategy": {"updates_applied": 7}}
         for r in range(2)
     ]  # fmt: skip
-    run = assemble.collective_run(workers)
+    run = assemble.collective_run(workers, Mesh(2))
     assert (run["samples_seen"], run["samples_applied"]) == (80, 56)

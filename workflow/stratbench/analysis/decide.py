@@ -360,9 +360,9 @@ def decision_by_theory(
 
 
 def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
-    """The audit's `unusable` findings on the study as a whole, as texts; they limit every decision."""
+    """What the audit finds against the study as a whole, as texts; it limits every decision."""
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
-    whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] == "unusable")]
+    whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] != "note")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
 
 
