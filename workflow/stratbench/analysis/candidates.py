@@ -12,7 +12,7 @@ import pandas as pd
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
 from stratbench.analysis.score import Score, score_of
-from stratbench.analysis.tolerance import judge_scores
+from stratbench.analysis.tolerance import UNUSABLE, judge_scores
 from stratbench.analysis.verdicts import Raced
 from stratbench.cell.words import GIB, MIB
 from stratbench.strategies.base import Traits
@@ -53,6 +53,8 @@ class Candidate:
     #: Upper bound (95 %) on how much worse its score may be, as shown; None: not known.
     may_lose: float | None = None
     price_per_gpu_hour: float | None = None
+    #: Whether it has the repeats that its records say were planned before they ran.
+    repeats_fixed: bool = False
     kind: str = ""
     why: str = ""
     doubts: list[str] = field(default_factory=list)
@@ -154,7 +156,18 @@ def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candida
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
+        repeats_fixed=has_planned_repeats(frame),
     )
+
+
+def has_planned_repeats(frame: pd.DataFrame) -> bool:
+    """Whether every record of a group says that as many repeats were planned as there are.
+
+    A record has the number that the config had when its cell was trained. So a repeat that was added
+    later says another one than those before it, and where some are still to come there are too few.
+    """
+    planned = set(frame["planned_repeats"])
+    return planned == {len(frame)}
 
 
 def take_blocks(candidate: Candidate, found: Raced) -> None:
@@ -169,6 +182,7 @@ def take_blocks(candidate: Candidate, found: Raced) -> None:
     candidate.hosts, candidate.on_cpu = found.hosts, found.on_cpu
     candidate.traits, candidate.served = found.traits, found.served
     candidate.claim, candidate.slower_than = found.claim, found.slower_than
+    candidate.repeats_fixed = False  # a race looks after every block
 
 
 def traits_of_group(frame: pd.DataFrame) -> Traits:
@@ -199,7 +213,7 @@ def exclude_by_records(
             case "diverged":
                 candidate.exclude("worse score", f"{share}training diverged")
             case "unusable":
-                candidate.exclude("unusable record", f"{share}{reason}")
+                candidate.exclude(UNUSABLE, f"{share}{reason}")
             case "refused":
                 candidate.exclude("refused", f"{share}{reason}")
             case "error":
@@ -212,7 +226,7 @@ def exclude_by_records(
             continue
         if finding["severity"] == "unusable":
             text = f"the audit: {finding['rule']} ({finding['figures']})"
-            candidate.exclude("unusable record", text)
+            candidate.exclude(UNUSABLE, text)
         elif finding["rule"] == FLOOR_RULE:
             candidate.exclude(
                 "does not learn", f"the audit: {candidate.score.name} {finding['figures']}"

@@ -75,14 +75,11 @@ def decisions(
         (rows, candidates_among(rows, listed, constraints, raced))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
-    left = [[c for c in found if not c.kind] for _, found in studied]
     # All models are ranked together, even if only one is wanted: all variances together say more.
-    rankings = iter(
-        rankings_of_bouts([bout for bout in left if bout], constraints.equivalence_margin)
-    )
+    rankings = rankings_of_bouts([found for _, found in studied], constraints.equivalence_margin)
     made = [
-        decide(rows, found, next(rankings) if bout else None, constraints)
-        for (rows, found), bout in zip(studied, left, strict=True)
+        decide(rows, found, ranking, constraints)
+        for (rows, found), ranking in zip(studied, rankings, strict=True)
     ]
     if constraints.model is not None:
         made = [decision for decision in made if decision.model == constraints.model]
