@@ -138,11 +138,20 @@ class Ranking:
     at_most: float | None
     #: What the repeats of the bout and of its study tell of their noise; None: nothing.
     noise: Noise | None = None
+    #: Whether the intervals pay for further looks: the number of repeats is not known to be planned.
+    looked_again: bool = False
 
     @property
     def tied(self) -> list[Candidate]:
         """The candidates that the records cannot distinguish from the chosen one."""
         return [c.rival for c in self.compared if c.stand == "tied"]
+
+    @property
+    def nearest(self) -> list[AgainstRival]:
+        """The next rival, and the next of another strategy than the choice, which may be the same."""
+        others = [c for c in self.compared if c.rival.strategy != self.first.strategy]
+        found = [*self.compared[:1], *others[:1]]
+        return found[:1] if len({id(c) for c in found}) == 1 else found
 
     @property
     def is_clear(self) -> bool:
@@ -232,7 +241,9 @@ class Bout:
             moderated.tail_among(len(bout), 1.0 if fixed else moderated.REPEATED_LOOKS),
             margin,
         )
-        return replace(ranking_of_bout(bout, stood, margin), noise=self.noise)
+        again = not fixed and stood.repeats.max() > 1
+        made = ranking_of_bout(bout, stood, margin)
+        return replace(made, noise=self.noise, looked_again=bool(again))
 
     @property
     def noise(self) -> Noise | None:

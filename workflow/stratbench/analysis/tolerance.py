@@ -55,7 +55,7 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
         if not np.isfinite(width):
             width = chance_difference(members[0], classes[best][0])
         for c in members:
-            c.may_lose = lost + width
+            c.may_lose, c.best_score = lost + width, names[best]
             if lost - width > tolerance:
                 chance = f", {width:.{score.decimals}f} may be chance" if width else ""
                 c.exclude(
@@ -64,11 +64,13 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
                     f"{names[best]} ({tolerance:g} allowed{chance})",
                 )
     for c in unknown:
-        c.may_lose = next((k.may_lose for k in usable if shares_score(c, k)), None)
+        like = next((k for k in usable if shares_score(c, k)), None)
+        if like is not None:
+            c.may_lose, c.best_score = like.may_lose, like.best_score
     for c in found:
         if c.extrapolated:
             for like in (k for k in usable if k.scores is c.scores):
-                c.may_lose = like.may_lose
+                c.may_lose, c.best_score = like.may_lose, like.best_score
                 if like.kind:
                     c.exclude(like.kind, like.why)
 
