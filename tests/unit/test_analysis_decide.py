@@ -575,7 +575,7 @@ def test_what_counts_as_equal_is_told_by_how_much_it_differs():
     ]
     found = decided(rows)
     assert (
-        "zero1 on 8 CPU processes takes 2.0% less (9.91 s), within the 3% that count as equal: of "
+        "zero1 on 8 CPU processes takes 2.0% less (9.92 s), within the 3% that count as equal: of "
         "equals the one on fewer CPU processes comes first, then the one with less memory."
     ) in found.reason
     assert "GPU" not in found.reason
