@@ -36,9 +36,8 @@ from stratbench.analysis.sentences import (
 from stratbench.analysis.verdicts import Raced, raced_groups, read_verdict
 from stratbench.cell.files import in_one_sentence, write_atomic
 from stratbench.cell.words import MIB, worker_noun
-from stratbench.study.messages import ConfigError, wrong_value_message
-from stratbench.workload.models import MODELS
-from stratbench.workload.tasks import TASKS
+from stratbench.study.consistency import check_model
+from stratbench.study.messages import ConfigError
 
 MATRIX_COLUMNS = (
     *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
@@ -81,9 +80,9 @@ def decisions(
 ) -> list[Decision]:
     """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
 
-    ConfigError if the constraints name a model or a score that nobody knows.
+    ConfigError if the constraints name a model that nobody knows.
     """
-    check_names(cells, constraints)
+    check_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
     studied = [
         (rows, candidates_among(rows, listed, constraints, raced))
@@ -101,20 +100,6 @@ def decisions(
             why = f"it is not a model of the study, which has {', '.join(cells['model'].unique())}"
             made = [decision_by_theory("", "", constraints.model, constraints, [], why)]
     return made
-
-
-def check_names(cells: pd.DataFrame, given: Constraints) -> None:
-    """Raises ConfigError for a name that is neither in the records nor built in: it is misspelt."""
-    models = list(dict.fromkeys(cells["model"].astype(str)))
-    if given.model is not None and given.model not in {*models, *MODELS}:
-        what = "is not a model of the study"
-        raise ConfigError(wrong_value_message("decide.model", given.model, what, models))
-    known = {*cells["score_name"].dropna(), *(task.score_name for task in TASKS.values())}
-    for name in given.score_tolerance:
-        if name not in known:
-            what = "is not a score of the study"
-            where = "decide.score_tolerance"
-            raise ConfigError(wrong_value_message(where, name, what, sorted(known)))
 
 
 def decide(

@@ -140,7 +140,7 @@ def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Itera
         width = width_pt(svg)
         yield {
             "title": plot.title_of(score),
-            "caption": plot.caption,
+            "caption": plot.caption_of(rows),
             "alt": f"{plot.chart}: {plot.title_of(score)} of {distinct_values(rows, 'strategy')} for "
             f"{distinct_values(rows, 'model')} on {distinct_values(rows, 'gpus')} "
             f"{plural(worker_noun(rows['device_kind']))}.",
