@@ -582,7 +582,7 @@ def test_what_counts_as_equal_is_told_by_how_much_it_differs():
 def test_costs_have_the_unit_of_their_price_and_equal_ones_are_not_1_times():
     rows = [cell("ddp", 10.0, gpus=4), cell("ddp", 20.001, gpus=2)]
     found = decided(rows, price_per_gpu_hour=2.5)
-    assert "It trains in 20.0 s; 0.0111 GPU-hours at 2.5 cost 0.0278," in found.reason
+    assert "It trains in 20.0 s at a cost of 0.0278 (0.0111 GPU-hours at 2.5 each)," in found.reason
     cheap = decided([rows[0], cell("fsdp", 10.004)], price_per_gpu_hour=2.5)
     assert "fsdp on 4 GPUs takes 1.0004 times the cost (" in cheap.reason
     alike = decided([rows[0], cell("fsdp", 10.0)], price_per_gpu_hour=2.5)

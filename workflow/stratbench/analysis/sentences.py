@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from stratbench.analysis.candidates import Candidate
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.measures import format_number
-from stratbench.analysis.ranking import AgainstRival, Ranking
+from stratbench.analysis.ranking import MOST_REPEATS, AgainstRival, Ranking
 from stratbench.cell.words import MIB, counted, plural
 from stratbench.moderated import ROUGH
 
@@ -119,7 +119,7 @@ def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: C
 
 def figures_of(first: Candidate) -> str:
     """A sentence with the figures of the choice."""
-    parts = [f"It trains in {describe_amount(first)}"]
+    parts = [f"It trains in {describe_amount(first)}{unit_of_cost(first)}"]
     if first.mean_score is not None:
         parts.append(f"reaches {first.score.name} {first.score.text(first.mean_score)}")
     if first.memory_bytes is not None:
@@ -155,13 +155,18 @@ def describe_ratio(found: AgainstRival) -> str:
 
 
 def describe_amount(c: Candidate) -> str:
-    """The training time of a candidate, and its cost if there is a price, in the price's unit."""
+    """The training time of a candidate, and its cost if there is a price."""
     seconds = f"{format_number(c.time_s or 0.0, None)} s"
+    return seconds if c.cost is None else f"{seconds} at a cost of {c.cost:.3g}"
+
+
+def unit_of_cost(c: Candidate) -> str:
+    """The hours and the price that a cost is of, whose unit is the price's; empty without a price."""
     if c.cost is None or not c.price_per_gpu_hour:
-        return seconds
-    hours = c.cost / c.price_per_gpu_hour
+        return ""
     unit = "process-hours" if c.on_cpu else "GPU-hours"
-    return f"{seconds}; {hours:.3g} {unit} at {c.price_per_gpu_hour:g} cost {c.cost:.3g}"
+    hours = c.cost / c.price_per_gpu_hour
+    return f" ({hours:.3g} {unit} at {c.price_per_gpu_hour:g} each)"
 
 
 # ---------------------------------------------------------------- what would change it
@@ -204,7 +209,7 @@ def what_repeats_say(ranking: Ranking) -> str:
     if ranking.noise is None:
         return f"{told} One tells nothing of the noise; five are a good start."
     noise, enough = ranking.noise, ranking.noise.repeats_for(ROUGH)
-    takes = "more than are practical" if enough is None else str(enough)
+    takes = f"more than {MOST_REPEATS}" if enough is None else str(enough)
     return (
         f"{told} At your noise of {noise.sd:.1%} a difference of {ROUGH:.0%} takes {takes} repeats."
     )
