@@ -14,7 +14,7 @@ from PIL import Image
 
 from stratbench.analysis import audit, collect, plots, style
 from stratbench.analysis.columns import COLUMNS, read_cells
-from stratbench.analysis.measures import PLOTS
+from stratbench.analysis.figure_list import PLOTS
 from stratbench.analysis.score import Score
 from stratbench.analysis.summary import read_summary, summarise
 from stratbench.analysis.timelines import COLOURS

@@ -25,7 +25,8 @@ from stratbench.analysis import (
     sections,
     tables,
 )
-from stratbench.analysis.measures import MEASURES, PLOTS
+from stratbench.analysis.figure_list import PLOTS
+from stratbench.analysis.measures import MEASURES
 from stratbench.study import config
 
 pytest_plugins = ["browser_fixtures"]

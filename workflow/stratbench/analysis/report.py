@@ -21,7 +21,8 @@ from PIL import Image
 from stratbench.analysis import explore, paper_audit
 from stratbench.analysis.audit import SEVERITIES, read_audit
 from stratbench.analysis.columns import CELL_COLUMNS, Row, read_cells
-from stratbench.analysis.measures import MEASURES, NO_CELL, PLOTS, Measure, measures_of
+from stratbench.analysis.figure_list import PLOTS
+from stratbench.analysis.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.numbered import read_paper_tables
 from stratbench.analysis.score import score_of
 from stratbench.analysis.sections import (
