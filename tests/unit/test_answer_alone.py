@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from types import SimpleNamespace
 
@@ -20,20 +21,23 @@ from stratbench.study.answer_alone import leave_answers_alone
         (None, False, ["Job stats", "a warning"]),
     ],
 )
-def test_snakemake_is_quiet_where_a_decision_alone_is_asked_for(targets, dryrun, told):
+def test_snakemake_is_quiet_where_a_decision_alone_is_asked_for(tmp_path, targets, dryrun, told):
+    """On the screen; its log file has all."""
     asked = None if targets is None else SimpleNamespace(targets=targets)
     logger = logging.getLogger("snakemake.logging")
-    before, level, seen = list(logger.filters), logger.level, []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())
+    level, screen = logger.level, io.StringIO()
+    handlers = [logging.StreamHandler(screen), logging.FileHandler(tmp_path / "log")]
     try:
+        for handler in handlers:
+            logger.addHandler(handler)
         leave_answers_alone(SimpleNamespace(dag_settings=asked, dryrun=dryrun))
-        logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.info("Job stats")
         logger.warning("a warning")
     finally:
-        logger.filters[:] = before
         logger.setLevel(level)
-        logger.removeHandler(handler)
-    assert seen == told
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+    assert screen.getvalue().splitlines() == told
+    assert (tmp_path / "log").read_text().splitlines() == ["Job stats", "a warning"]

@@ -12,8 +12,8 @@ ANSWERS = ("decide",)
 def leave_answers_alone(workflow: Any) -> None:
     """From now on, Snakemake's information is left out if nothing but rules of ANSWERS is asked for.
 
-    Warnings and errors are not, nor is a dry run. `workflow` is Snakemake's, which knows its targets
-    only after it has read the rules.
+    Warnings and errors are not, nor is a dry run, nor anything from Snakemake's log file. `workflow` is
+    Snakemake's, which knows its targets only after it has read the rules.
     """
 
     def is_told(record: logging.LogRecord) -> bool:
@@ -21,4 +21,8 @@ def leave_answers_alone(workflow: Any) -> None:
         alone = asked is not None and asked.targets and set(map(str, asked.targets)) <= {*ANSWERS}
         return record.levelno > logging.INFO or not alone or workflow.dryrun
 
-    logging.getLogger("snakemake.logging").addFilter(is_told)
+    for handler in logging.getLogger("snakemake.logging").handlers:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(
+            handler, logging.FileHandler
+        ):
+            handler.addFilter(is_told)
