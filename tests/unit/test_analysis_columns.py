@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis import audit, columns, groups
-from stratbench.analysis.measures import FACTORS, MEASURES, PLOTS
+from stratbench.analysis.figure_list import PLOTS
+from stratbench.analysis.measures import FACTORS, MEASURES
 from stratbench.analysis.plots import CHARTS, OTHERS
 from stratbench.analysis.score import Score
 from stratbench.cell.record import RecordError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 
 import numpy as np
@@ -13,6 +14,7 @@ from stratbench.analysis import audit, decide, paper, theory
 from stratbench.analysis.columns import COLUMNS
 from stratbench.analysis.constraints import Constraints
 from stratbench.strategies import option_defaults, strategy_class, traits_of
+from stratbench.study.messages import ConfigError
 
 MIB = 2**20
 
@@ -101,8 +103,8 @@ def test_repeats_that_do_not_tell_two_apart_leave_a_tie():
 def test_of_equals_the_one_that_needs_less_memory_is_named_first():
     rows = [cell("ddp", 10.0), cell("fsdp", 10.0, peak_memory_bytes=400 * MIB)]
     found = decided(rows)
-    assert found.headline.startswith("No clear winner: fsdp on 4 GPUs, or ddp on 4 GPUs")
-    assert "exactly as ddp" in found.reason
+    assert found.headline == "Fastest in its one run: fsdp on 4 GPUs."
+    assert "ddp on 4 GPUs takes exactly as long (10.0 s)." in found.reason
 
 
 @pytest.mark.parametrize(("gpus", "memory", "first"), [(2, 1000, 2), (4, 400, 4), (8, 400, 4)])
@@ -168,18 +170,21 @@ def test_a_tie_is_never_of_high_confidence_and_says_how_far_it_may_be_off():
     assert "something may be up to" in found.confidence_why
 
 
+WORSE = "; the accuracy of ps-async on 4 GPUs may be up to {} points worse than that of ddp on 4 (1 allowed)."
+
+
 @pytest.mark.parametrize(
     ("lost", "samples", "verdict", "said"),
     [
         # By one repeat: what the test set leaves to chance, 0.8 points at 10,000 samples.
-        ([0.5], 10_000, "recommended", "its accuracy may be up to 1.3 points worse (1 allowed)"),
+        ([0.5], 10_000, "recommended", WORSE.format(1.3)),
         ([0.1], 10_000, "recommended", None),
         ([3.0], 10_000, "worse score", None),
-        ([3.0], 360, "recommended", "its accuracy may be up to 7.7 points worse (1 allowed)"),
+        ([3.0], 360, "recommended", WORSE.format(7.7)),
         # By repeats: how they scatter, whatever the test set leaves to chance.
         ([0.4, 0.5, 0.6], 360, "recommended", None),
         ([2.9, 3.0, 3.1], 360, "worse score", None),
-        ([-1.0, 0.5, 2.0], 10_000, "recommended", "its accuracy may be up to 3.0 points worse"),
+        ([-1.0, 0.5, 2.0], 10_000, "recommended", WORSE.format("3.0")),
     ],
 )
 def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(lost, samples, verdict, said):
@@ -224,7 +229,7 @@ def test_strategies_of_equal_arithmetic_share_their_accuracy():
 def test_one_repeat_gives_no_interval_and_little_confidence():
     found = decided([cell("ddp", 10.0), cell("fsdp", 30.0)])
     assert found.confidence == "low"
-    assert found.headline == "ddp on 4 GPUs (measured in one repeat: it may be chance)."
+    assert found.headline == "Fastest in its one run: ddp on 4 GPUs."
     assert "no interval tells" in found.confidence_why
     assert any(change.startswith("More repeats") for change in found.changes)
 
@@ -287,7 +292,7 @@ def test_memory_and_deadline_exclude_and_say_what_would_change():
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 2.93 GiB, and 2.00 GiB are given" in found.excluded[0][1]
+    assert "peak 2.93 GiB, and 2 GiB are given" in found.excluded[0][1]
     assert any(c.startswith("More memory: then ddp on 4 (10.0 s") for c in found.changes)
     assert any("then fsdp on 4 (900 MiB)" in c for c in decided(rows).changes)
     late = decided(rows, gpu_memory_gib=2, deadline_s=20)
@@ -297,7 +302,7 @@ def test_memory_and_deadline_exclude_and_say_what_would_change():
 
 def test_the_memory_of_a_small_network_is_told_in_a_unit_that_shows_it():
     found = decided([cell("ddp", 10.0, peak_memory_bytes=348 << 10, device_kind="cpu")])
-    assert found.reason.endswith(" with a peak of 348 KiB a worker above its base."), found.reason
+    assert "has a peak of 348 KiB a worker above its base." in found.reason
 
 
 def test_a_price_ranks_by_cost():
@@ -354,7 +359,14 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
     assert "more than 1.40 times slower" in change
     assert pytest.approx(10 * 1.4) == 13 * 4 / (3 + 1 / 1.4)
     unequal = decided(rows, homogeneous=False)
-    assert "yours are said to differ" in unequal.confidence_why
+    # It was asked: it comes first, and what turns the order round is part of the reason.
+    assert unequal.headline.startswith(
+        "Nothing is known of unequal workers: only equally fast ones"
+    )
+    assert unequal.headline.endswith("Of what was measured: Fastest in its one run: ddp on 4 GPUs.")
+    assert change in unequal.reason
+    assert change not in unequal.changes
+    assert unequal.confidence == "low"
     slowed = [row | {"slowdown": "rank 0 4 times slower"} for row in rows]
     assert "slowed on purpose" in decided(slowed).confidence_why
 
@@ -378,8 +390,15 @@ def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
     # Two counts fit any line: nothing is made up from them, nor for CPU processes.
     two = decided([row for row in rows if row["gpus"] > 1], gpus=8)
     assert two.choice.gpus == 4
-    assert "Nothing is known of 8 workers" in two.confidence_why
-    assert decided([row | {"device_kind": "cpu"} for row in rows], gpus=8).choice.gpus == 4
+    assert two.headline == (
+        "Nothing is known of 8 GPUs: 2 numbers of workers can be used, and an extrapolation takes three. "
+        "Of what was measured: Fastest in its one run: ddp on 4 GPUs."
+    )
+    cpu = decided([row | {"device_kind": "cpu"} for row in rows], gpus=8)
+    assert cpu.choice.gpus == 4
+    assert cpu.headline.startswith(
+        "Nothing is known of 8 CPU processes: CPU processes are not extrapolated"
+    )
 
 
 def test_extrapolation_ends_at_twice_the_largest_count_and_where_more_workers_did_not_help():
@@ -388,10 +407,13 @@ def test_extrapolation_ends_at_twice_the_largest_count_and_where_more_workers_di
     for far in (9, 16):
         found = decided(rows, gpus=far)
         assert found.choice.gpus == 4
-        assert f"Nothing is known of {far} workers" in found.confidence_why
+        assert found.headline.startswith(
+            f"Nothing is known of {far} GPUs: it is more than 2 times the most that were measured, 4. "
+        )
     # 20 s on 2 and 22 s on 4: a fit would promise an improvement on 8.
     worse = decided([*rows[:1], cell("ddp", 20.0, gpus=2), cell("ddp", 22.0, gpus=4)], gpus=8)
     assert worse.choice.gpus == 2
+    assert "of 8 GPUs: 4 workers were no faster than fewer." in worse.headline
     assert ("ddp", 8) not in verdicts(worse)
     # Nor is a smaller count than any that was measured made up: its memory would be more.
     assert ("ddp", 1) not in verdicts(decided([c | {"gpus": 2 * c["gpus"]} for c in rows], gpus=1))
@@ -405,7 +427,7 @@ def test_a_peak_needs_a_reserve_before_it_fits():
     ]
     found = decided(rows, gpu_memory_gib=2)
     assert found.choice.strategy == "fsdp"
-    assert "peak 1.86 GiB (a reserve of 15% on top), and 2.00 GiB are given" in found.excluded[0][1]
+    assert "peak 1.86 GiB (a reserve of 15% on top), and 2 GiB are given" in found.excluded[0][1]
     assert decided(rows, gpu_memory_gib=2, memory_margin=0.05).choice.strategy == "ddp"
 
 
@@ -470,7 +492,7 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
     for (experiment, _), decision in found.items():
         assert decision.confidence in ("low", "none")
         if experiment == "ddp-fsdp":
-            assert decision.headline.startswith("ddp on 4 GPUs (measured in one repeat: it may")
+            assert decision.headline == "Fastest in its one run: ddp on 4 GPUs."
             assert "Doubts on fsdp on 4: sharding-slow-alone" in decision.confidence_why
             assert "its accuracy was not recorded" in decision.confidence_why
     # Only VGG16 under sync on one GPU trains as it should; the rest of the server's cells do not.
@@ -493,10 +515,7 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     assert decide.main([*arguments, "--answers-out", str(tmp_path / "answers.json")]) == 0
     said = capsys.readouterr().out
     assert "at most 2 GPUs" in said
-    assert (
-        "convnext_large (ddp-fsdp, cifar10): ddp on 2 GPUs (measured in one repeat: it may be"
-        in said
-    )
+    assert "convnext_large (ddp-fsdp, cifar10): Fastest in its one run: ddp on 2 GPUs." in said
     matrix = pd.read_csv(tmp_path / "d.csv")
     assert tuple(matrix.columns) == decide.MATRIX_COLUMNS
     assert len(matrix) == len(cells)
@@ -519,3 +538,133 @@ def test_where_nothing_can_be_recommended_the_headline_says_why():
     assert (
         "(the audit: learns-nothing (f)); ps-sync: does not fit (out of memory)." in found.headline
     )
+
+
+def test_a_misspelt_model_is_refused_with_those_there_are(tmp_path, capsys):
+    """A typing error got a recommendation by theory, and exit code 0."""
+    rows = [cell("ddp", 10.0), cell("ddp", 9.0, model="resnet50")]
+    with pytest.raises(ConfigError) as refused:
+        decided(rows, model="vgg61")
+    assert str(refused.value) == (
+        "config: decide.model = 'vgg61': is not a model of the study. Did you mean 'vgg16'? "
+        "Allowed: vgg16, resnet50."
+    )
+    pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(tmp_path / "cells.csv", index=False)
+    pd.DataFrame(columns=list(audit.AUDIT_COLUMNS)).to_csv(tmp_path / "audit.csv", index=False)
+    arguments = ["--cells", f"{tmp_path}/cells.csv", "--audit", f"{tmp_path}/audit.csv"]
+    arguments += ["--out", f"{tmp_path}/d.csv", "--answers-out", f"{tmp_path}/a.json"]
+    assert decide.main([*arguments, "--constraints", '{"model": "nonsense"}']) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("config: decide.model = 'nonsense': is not a model of the study.")
+    assert not said.out
+    assert not (tmp_path / "d.csv").exists()
+
+
+def test_the_figures_of_the_choice_come_first_and_those_of_its_rival_in_a_sentence_of_their_own():
+    found = decided(
+        repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15], gpus=8)
+    )
+    assert found.reason == (
+        "It trains in 10.1 s, reaches accuracy 90.00 % and has a peak of 1000 MiB a worker. "
+        "fsdp on 8 GPUs takes 1.50 [1.50, 1.50] times the time (15.1 s)."
+    )
+
+
+def test_what_counts_as_equal_is_told_by_how_much_it_differs():
+    times = [10.0, 10.5, 9.8, 10.2, 10.1]
+    rows = [r | {"device_kind": "cpu"} for r in repeats("ddp", times)]
+    rows += [
+        r | {"device_kind": "cpu"} for r in repeats("zero1", [0.98 * t for t in times], gpus=8)
+    ]
+    found = decided(rows)
+    assert (
+        "zero1 on 8 CPU processes takes 2.0% less (9.92 s), within the 3% that count as equal: of "
+        "equals the one on fewer CPU processes comes first, then the one with less memory."
+    ) in found.reason
+    assert "GPU" not in found.reason
+
+
+def test_costs_have_the_unit_of_their_price_and_equal_ones_are_not_1_times():
+    rows = [cell("ddp", 10.0, gpus=4), cell("ddp", 20.001, gpus=2)]
+    found = decided(rows, price_per_gpu_hour=2.5)
+    assert "It trains in 20.0 s at a cost of 0.0278 (0.0111 GPU-hours at 2.5 each)," in found.reason
+    cheap = decided([rows[0], cell("fsdp", 10.004)], price_per_gpu_hour=2.5)
+    assert "fsdp on 4 GPUs takes 1.0004 times the cost (" in cheap.reason
+    alike = decided([rows[0], cell("fsdp", 10.0)], price_per_gpu_hour=2.5)
+    assert "fsdp on 4 GPUs costs exactly as much (" in alike.reason
+
+
+def test_what_alone_is_left_says_what_was_excluded_and_why():
+    found = decided([cell("ddp", 10.0), failed("fsdp", "oom"), failed("ps-sync", "diverged")])
+    assert found.headline == "ddp on 4 GPUs, the only one left."
+    assert found.reason.endswith(
+        "Nothing else is left: fsdp: does not fit (out of memory); "
+        "ps-sync: worse score (training diverged)."
+    )
+
+
+def test_one_run_is_called_one_whether_near_or_far():
+    near, far = (decided([cell("ddp", 10.0), cell("fsdp", t)]) for t in (10.1, 12.5))
+    for found in (near, far):
+        assert found.headline == "Fastest in its one run: ddp on 4 GPUs."
+    fewer = decided([cell("ddp", 10.0), cell("fsdp", 10.1, gpus=2)])
+    assert fewer.headline == "Within 3% of the best in one run each: fsdp on 2 GPUs."
+
+
+def test_amounts_that_print_alike_get_a_digit_more():
+    held = 12.31 * MIB
+    rows = [cell("ddp", 10.0, device_kind="cpu", model_states_bytes=held)]
+    found = decided(rows, gpu_memory_gib=0.012, memory_margin=0.0)
+    assert "model states alone 12.31 MiB, and 12.29 MiB are given" in found.excluded[0][1]
+    late = decided([cell("ddp", 1.164)], deadline_s=1)
+    assert late.changes == ("A later deadline: then ddp on 4 (1.164 s, and 1 s are given).",)
+
+
+def test_more_repeats_are_asked_for_in_numbers():
+    noisy = repeats("ddp", [10.0, 10.4, 10.1]) + repeats("fsdp", [10.9, 10.5, 10.8])
+    (change,) = [c for c in decided(noisy).changes if c.startswith("More repeats")]
+    found = re.search(r"At your noise of (.*)% a difference of 10% takes (\d+) repeats\.", change)
+    assert 1.5 < float(found[1]) < 3.5
+    assert 4 <= int(found[2]) <= 8
+
+
+@pytest.mark.parametrize(
+    ("planned", "pays"),
+    [([3, 3, 3], False), ([2, 2, 3], True), ([5, 5, 5], True), ([None] * 3, True)],
+)
+def test_intervals_pay_for_looking_again_unless_every_record_planned_as_many(planned, pays):
+    """Added after a look, still to come, or not said."""
+    rows = [
+        row | {"planned_repeats": planned[k % 3]}
+        for k, row in enumerate(
+            repeats("ddp", [10.0, 10.3, 10.1]) + repeats("fsdp", [15.0, 15.2, 15.4])
+        )
+    ]
+    found = decided(rows)
+    assert ("the intervals pay for looking again" in found.confidence_why) is pays
+    assert found.matrix[1]["high"] > 1.52
+    other = decided([row | {"planned_repeats": 3} for row in rows])
+    assert (found.matrix[1]["high"] > other.matrix[1]["high"]) is pays
+
+
+def test_doubts_that_do_not_touch_the_choice_are_left_to_the_audit():
+    rows = repeats("ddp", [10.0, 12.0, 11.0]) + repeats("fsdp", [12.0, 10.5, 11.2])
+    rows += repeats("zero1", [13.0, 11.0, 12.0])
+    doubt = finding("sharding-slow-alone", "doubtful", strategy="zero1")
+    assert "sharding-slow-alone" not in decided(rows, [doubt]).confidence_why
+    near = finding("sharding-slow-alone", "doubtful", strategy="fsdp")
+    assert "Doubts on fsdp on 4: sharding-slow-alone." in decided(rows, [near]).confidence_why
+
+
+def test_what_holds_for_every_decision_is_said_once():
+    rows = [
+        row | {"device_kind": "cpu", "model": model}
+        for model in ("vgg16", "resnet50")
+        for row in repeats("ddp", [10.0, 10.1]) + repeats("fsdp", [15.0, 15.3])
+    ]
+    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    none = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
+    found = decide.decisions(frame, none, Constraints())
+    said = decide.describe_decisions(found, [], Constraints())
+    assert said.count("says nothing of GPUs") == 1
+    assert "Of all of them: It holds for CPU processes on this machine" in said

@@ -13,8 +13,9 @@ from matplotlib.colors import rgb_to_hsv, to_rgb
 from PIL import Image
 
 from stratbench.analysis import audit, collect, plots, style
-from stratbench.analysis.columns import read_cells
-from stratbench.analysis.measures import PLOTS
+from stratbench.analysis.columns import COLUMNS, read_cells
+from stratbench.analysis.figure_list import PLOTS
+from stratbench.analysis.score import Score
 from stratbench.analysis.summary import read_summary, summarise
 from stratbench.analysis.timelines import COLOURS
 from stratbench.analysis.tradeoffs import OTHER_PHASE_LOOKS, PHASE_LOOKS
@@ -321,3 +322,29 @@ def test_a_legend_fits_its_figure():
         assert columns == 1 or columns * widest <= width_in * 2
     assert legend_columns(names, 9.9) > legend_columns(names, 4.2)
     assert legend_columns(["ddp"], 1.0) == 1
+
+
+def test_a_caption_speaks_of_what_is_drawn_alone():
+    """A report of GPUs without failures and repeats: no cross, no CPU, no loss, no median."""
+    row = dict.fromkeys(COLUMNS) | {
+        "status": "ok", "repeat": 0, "strategy": "ddp", "gpus": 2, "device_kind": "cuda",
+        "score_name": "accuracy", "strategy_kind": "collective",
+    }  # fmt: skip
+    rows = pd.DataFrame([row])
+    captions = {name: plot.caption_of(rows) for name, plot in PLOTS.items()}
+    for name, caption in captions.items():
+        for absent in ("A cross", "CPU", "Dotted", "median", "servers"):
+            if (name, absent) not in {("training_time", "CPU"), ("utilisation", "CPU")}:
+                assert absent not in caption, (name, absent)
+    assert "entropy" not in captions["score"]
+    other = pd.DataFrame([
+        row | {"device_kind": "cpu", "score_name": "loss", "least_loss": 1.0},
+        row | {"status": "oom", "repeat": 1},
+    ])  # fmt: skip
+    assert "Dotted: the least possible loss." in PLOTS["score"].caption_of(other)
+    assert "high-water mark" in PLOTS["memory"].caption_of(other)
+    assert "cross" in PLOTS["training_time"].caption_of(other)
+
+
+def test_a_figure_over_epochs_is_not_called_by_the_last_one():
+    assert PLOTS["score"].title_of(Score()) == "Test accuracy by epoch (%)"

@@ -79,3 +79,17 @@ def test_policies_side_by_side_train_as_each_does_alone(monkeypatch):
     for variant in few.variants:
         alone = list(benchmark.train("", condition, few, [variant]))
         assert alone == [r for r in together if (r["strategy"], r["options"]) == variant]
+
+
+@pytest.mark.slow
+def test_the_decisions_rates_come_out_as_a_page(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import decision
+
+    monkeypatch.setattr(decision, "DECISIONS", 6)
+    decision.main()
+    page = capsys.readouterr().out
+    committed = (FOLDER / "results" / "decision.md").read_text()
+    headings = [line for line in page.splitlines() if line.startswith("#")]
+    assert headings == [line for line in committed.splitlines() if line.startswith("#")]
+    assert page.count("\n|") == committed.count("\n|")

@@ -217,6 +217,11 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     [
         ("study", "dem", ["study = 'dem'", "Did you mean 'demo'?"]),
         ("study", 3, ["study = 3: must be text"]),
+        (
+            "decide model",
+            "vgg-compakt",
+            ["decide.model = 'vgg-compakt': is not a model", "Did you mean 'vgg-compact'?"],
+        ),
         ("resuls", "x", ["resuls = 'x'", "Did you mean 'results'?"]),
         ("results", "", ["results: must not be empty"]),
         ("studies", {}, ["studies: must not be empty"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,11 @@ def test_steps_that_overflowed_were_no_training():
     ]  # fmt: skip
     run = assemble.collective_run(workers, Mesh(2))
     assert (run["samples_seen"], run["samples_applied"]) == (80, 56)
+
+
+def test_a_record_says_how_many_repeats_were_planned(tmp_path):
+    """Without the config's number, as of a segment, it says nothing."""
+    planned = replace(job(tmp_path), planned_repeats=5)
+    now = datetime.now(UTC)
+    assert assemble.launcher_provenance(planned, now)["planned_repeats"] == 5
+    assert "planned_repeats" not in assemble.launcher_provenance(job(tmp_path), now)

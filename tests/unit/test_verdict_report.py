@@ -44,8 +44,8 @@ def test_a_decision_goes_by_blocks_where_there_are_some_and_says_so(told):
     (answer,) = json.loads((told.root / "answers.json").read_text())["answers"]
     assert "ps-dana on 2 GPUs" in answer["headline"]
     assert answer["confidence"] == "high"
-    assert "Measured in paired blocks. Over 3 blocks" in answer["confidence_why"]
-    assert "The verdict on 2 workers: ps-dana is within 3 %" in answer["confidence_why"]
+    assert "Measured in paired blocks. Over 3 blocks" in " ".join(answer["sure"])
+    assert "The verdict on 2 workers: ps-dana is within 3 %" in " ".join(answer["sure"])
     excluded = dict(answer["excluded"])
     assert "slower: in the race: slower than ps-dana" in excluded["fsdp"]
     matrix = (told.root / "decision.csv").read_text()
@@ -59,7 +59,7 @@ def test_without_a_verdict_a_decision_goes_by_records_alone(told, tmp_path):
         "--out", str(tmp_path / "decision.csv"), "--answers-out", str(out),
     ])  # fmt: skip
     (answer,) = json.loads(out.read_text())["answers"]
-    assert "blocks" not in answer["confidence_why"]
+    assert "blocks" not in " ".join(answer["sure"])
     assert read_verdict("") is None
 
 

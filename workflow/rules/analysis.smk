@@ -1,6 +1,6 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
 from stratbench.analysis import brief
-from stratbench.analysis.measures import PLOTS
+from stratbench.analysis.figure_list import PLOTS
 
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"

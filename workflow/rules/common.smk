@@ -13,6 +13,7 @@ from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
 from stratbench.plan.devices import named_gpus
 from stratbench.study import resume
+from stratbench.study.answer_alone import leave_answers_alone
 from stratbench.study.config import load_config
 from stratbench.study.failed_jobs import speak_of_failed_jobs
 from stratbench.study.job_environment import image_of_jobs, set_job_environment
@@ -34,6 +35,7 @@ except ConfigError as error:
 
 JOBS = Jobs(CONFIG, STUDY)
 speak_of_failed_jobs()
+leave_answers_alone(workflow)
 set_job_environment(CONFIG, PACKAGE_ROOT)
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.

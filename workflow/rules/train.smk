@@ -80,6 +80,8 @@ rule train_cell:
         mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
         runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
+        # The record says how many repeats were planned; more of them retrain none.
+        repeats=lambda w: STUDY.experiments[w.experiment].matrix["repeats"],
         gpu_slots=1,
     params:
         **setting_parameters(),
@@ -99,7 +101,7 @@ rule train_cell:
         "exec python -m stratbench.train.launch --parent $PPID"
         " --cell {params.cell:q} --settings {params.settings:q}"
         " --data {params.data:q} --record {output.record:q} --timeline {output.timeline:q}"
-        " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --nodes {resources.nodes}"
+        " --logs {params.logs:q} --time-limit-s {resources.time_limit_s} --repeats {resources.repeats} --nodes {resources.nodes}"
         " --cpus-per-node {resources.cpus_per_task} --server-cpus {resources.server_cpus}"
         " >> {log:q} 2>&1"
 

@@ -23,6 +23,8 @@ SCREEN = 1.5
 ROUGH = 0.10
 #: Number of variances for a prior at all, and for full trust in it; most degrees of freedom in between.
 FEWEST_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
+#: The same for a prior from the variances of groups, which are there whatever is compared with what.
+FEWEST_GROUPS, FEW_DOF_OF_GROUPS = 2, 4.0
 
 
 class Differences(NamedTuple):
@@ -61,20 +63,27 @@ class Prior(NamedTuple):
     variance: np.ndarray
 
 
-def variance_prior(variances: np.ndarray, dof: np.ndarray, known: np.ndarray) -> Prior:
+def variance_prior(
+    variances: np.ndarray,
+    dof: np.ndarray,
+    known: np.ndarray,
+    fewest: int = FEWEST_VARIANCES,
+    few_dof: float = FEW_DOF,
+) -> Prior:
     """The prior of `variances` with `dof` degrees of freedom, both shape [..., G]; shape [...].
 
     Only variances in the mask `known` count. The prior's `dof` is infinite where they scatter no more
-    than estimates of one common variance do, and 0 where there are too few of them.
+    than estimates of one common variance do, at most `few_dof` below ENOUGH_VARIANCES of them, and 0
+    below `fewest`.
     """
     count = known.sum(-1)
-    if np.all(count < FEWEST_VARIANCES):
+    if np.all(count < fewest):
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
     from scipy.special import digamma  # takes 0.2 s: not for those who compare nothing
 
-    # Degrees of freedom are a few different whole numbers: each is worked out once.
-    place = np.where(known, dof, 2).astype(int) - 1
-    half = np.arange(1, place.max() + 2) / 2
+    # Degrees of freedom are a few different numbers: each is worked out once.
+    several, place = np.unique(np.where(known, dof, 1.0), return_inverse=True)
+    place, half = place.reshape(known.shape), several / 2
     logs = np.log(np.where(known, variances, 1.0))
     e = np.where(known, logs - digamma(half)[place] + np.log(half)[place], 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -85,8 +94,8 @@ def variance_prior(variances: np.ndarray, dof: np.ndarray, known: np.ndarray) ->
     d0 = np.where(spread, 2 * trigamma_inverse(np.where(spread, excess, 1.0)), np.inf)
     finite = np.where(spread, d0, 2.0)
     correction = np.where(spread, digamma(finite / 2) - np.log(finite / 2), 0.0)
-    d0 = np.where(count < ENOUGH_VARIANCES, np.minimum(d0, FEW_DOF), d0)
-    d0 = np.where(count < FEWEST_VARIANCES, 0.0, d0)
+    d0 = np.where(count < ENOUGH_VARIANCES, np.minimum(d0, few_dof), d0)
+    d0 = np.where(count < fewest, 0.0, d0)
     return Prior(d0, np.where(d0 > 0, np.exp(mean + correction), 0.0))
 
 
@@ -118,21 +127,100 @@ def moderated_variances(found: Differences, kinds: np.ndarray) -> tuple[np.ndarr
     differently. A kind with too few variances borrows from all kinds. Variances of 0 are not used for
     the prior. Where there is no variance the result is NaN, with 0 degrees.
     """
-    kinds = np.broadcast_to(kinds, found.mean.shape)
     own_dof = np.maximum(found.dof, 0)
     known = (own_dof > 0) & (np.nan_to_num(found.variance) > 0)
-    d0, s0 = np.zeros(found.mean.shape), np.zeros(found.mean.shape)
+    prior = prior_of_kind(found.variance, own_dof, known, kinds)
+    return drawn_to(prior._replace(dof=np.minimum(prior.dof, 2 * own_dof + 4)), found)
+
+
+def prior_of_kind(
+    variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
+) -> Prior:
+    """The prior of each variance, from those of its kind, else of all kinds; all shape [..., G].
+
+    `few`: as `variance_prior` takes them.
+    """
+    kinds = np.broadcast_to(kinds, known.shape)
+    d0, s0 = np.zeros(known.shape), np.zeros(known.shape)
     for kind in np.unique(kinds):
         alike = known & (kinds == kind)
         enough = alike.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
-        prior = variance_prior(found.variance, own_dof, np.where(enough, alike, known))
+        prior = variance_prior(variances, dof, np.where(enough, alike, known), **few)
         d0 = np.where(kinds == kind, prior.dof[..., None], d0)
         s0 = np.where(kinds == kind, prior.variance[..., None], s0)
-    d0 = np.minimum(d0, 2 * own_dof + 4)
-    dof = np.where(own_dof > 0, d0 + own_dof, 0.0)
+    return Prior(d0, s0)
+
+
+def drawn_to(prior: Prior, found: Differences) -> tuple[np.ndarray, np.ndarray]:
+    """Variances drawn towards their `prior`, and their degrees of freedom: 0, and NaN, without repeats."""
+    own_dof = np.maximum(found.dof, 0)
+    dof = np.where(own_dof > 0, prior.dof + own_dof, 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        variance = (d0 * s0 + own_dof * found.variance) / dof
+        variance = (prior.dof * prior.variance + own_dof * found.variance) / dof
     return variance, dof
+
+
+class Scatter(NamedTuple):
+    """The variance of each group of repeats, and its degrees of freedom, which may be fractions."""
+
+    variance: np.ndarray
+    dof: np.ndarray
+
+    @property
+    def pooled(self) -> np.ndarray:
+        """The mean variance by degrees of freedom, shape [...]; NaN without any."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            squares = np.where(self.dof > 0, self.variance * self.dof, 0.0).sum(-1)
+            return squares / self.dof.sum(-1)
+
+
+def scatter_of_groups(logs: np.ndarray) -> Scatter:
+    """The variance of each group of repeats around its mean, shape [..., groups].
+
+    `logs`: shape [..., groups, repeats], NaN for a repeat that is missing. It is that of every group,
+    whatever it is compared with. What a repeat has in common (an allocation, a drift) is taken off
+    first, by the median of the groups, which one restless group does not move.
+    """
+    there = np.isfinite(logs)
+    n, groups = there.sum(-1), there.sum(-2)
+
+    def centred(x: np.ndarray) -> np.ndarray:
+        return x - (np.where(there, x, 0.0).sum(-1) / n)[..., None]
+
+    with np.errstate(invalid="ignore", divide="ignore"):
+        apart = centred(logs)
+        common = np.median(apart, -2) if there.all() else _median_of_known(apart)
+        rest = centred(apart - common[..., None, :])
+        squares = np.where(there, rest**2, 0.0).sum(-1)
+        share = np.where(there, (1 - 1 / groups)[..., None, :], 0.0).sum(-1)
+        dof = np.where(n > 1, share * (n - 1) / n, 0.0)
+        return Scatter(squares / dof, dof)
+
+
+def _median_of_known(values: np.ndarray) -> np.ndarray:
+    """The median over the last axis but one, without NaN; 0 where all are."""
+    known = np.isfinite(values)
+    return np.nanmedian(np.where(known | known.any(-2, keepdims=True), values, 0.0), -2)
+
+
+def moderated_by_groups(
+    found: Differences, groups: Scatter, served: np.ndarray, first: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Variances of differences drawn towards those of a study's groups, and their degrees of freedom.
+
+    All shape [..., G]. `found`: the differences of group i from group `first`[i], an index into the
+    last axis; `served`: groups with a parameter server. The prior of a difference is the sum of its
+    groups'; it counts no more than what the others know, and little where a difference has two repeats.
+    """
+    known = (groups.dof > 0) & (np.nan_to_num(groups.variance) > 0)
+    prior = prior_of_kind(
+        groups.variance, groups.dof, known, served, fewest=FEWEST_GROUPS, few_dof=FEW_DOF_OF_GROUPS
+    )
+    d0, s0 = (np.stack([part, np.take_along_axis(part, first, -1)]) for part in prior)
+    own_dof = np.maximum(found.dof, 0)
+    others = np.maximum(groups.dof.sum(-1, keepdims=True) - own_dof, 0.0)
+    most = np.minimum(others, np.maximum(0, 4 * own_dof - 2))
+    return drawn_to(Prior(np.minimum(d0.min(0), most), s0.sum(0)), found)
 
 
 def half_widths(
@@ -160,3 +248,12 @@ def tail_of(rivals: int | np.ndarray) -> np.ndarray:
     so at least two rivals are counted.
     """
     return ALPHA / (REPEATED_LOOKS * np.maximum(2, rivals))
+
+
+def tail_among(candidates: int | np.ndarray, looks: float = 1.0) -> np.ndarray:
+    """The probability that an interval leaves out on each side, in a decision among candidates.
+
+    The repeats that decide chose the candidate to compare with as well, so every pair counts, at either
+    end, and a little more. `looks`: 1 if the number of repeats was fixed before, else REPEATED_LOOKS.
+    """
+    return ALPHA / (looks * np.square(np.maximum(2, candidates), dtype=float))

@@ -12,9 +12,9 @@ import pandas as pd
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.groups import Group, findings_by_group, rows_by_group
 from stratbench.analysis.score import Score, score_of
-from stratbench.analysis.tolerance import judge_scores
+from stratbench.analysis.tolerance import UNUSABLE, judge_scores
 from stratbench.analysis.verdicts import Raced
-from stratbench.cell.words import GIB, bytes_text
+from stratbench.cell.words import GIB, unit_for
 from stratbench.strategies.base import Traits
 
 #: Times are extrapolated up to this multiple of the largest measured count. On public series of training
@@ -52,7 +52,13 @@ class Candidate:
     hosts: frozenset[str] = frozenset()  # all hosts of a repeat are one text
     #: Upper bound (95 %) on how much worse its score may be, as shown; None: not known.
     may_lose: float | None = None
+    #: Why its strategy has no times on the number of workers that is asked for, if it has none.
+    not_extrapolated: str = ""
+    #: Whose score is the best.
+    best_score: str = ""
     price_per_gpu_hour: float | None = None
+    #: Whether it has the repeats that its records say were planned before they ran.
+    repeats_fixed: bool = False
     kind: str = ""
     why: str = ""
     doubts: list[str] = field(default_factory=list)
@@ -154,7 +160,18 @@ def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candida
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
+        repeats_fixed=has_planned_repeats(frame),
     )
+
+
+def has_planned_repeats(frame: pd.DataFrame) -> bool:
+    """Whether every record of a group says that as many repeats were planned as there are.
+
+    A record has the number that the config had when its cell was trained. So a repeat that was added
+    later says another one than those before it, and where some are still to come there are too few.
+    """
+    planned = set(frame["planned_repeats"])
+    return planned == {len(frame)}
 
 
 def take_blocks(candidate: Candidate, found: Raced) -> None:
@@ -169,6 +186,7 @@ def take_blocks(candidate: Candidate, found: Raced) -> None:
     candidate.hosts, candidate.on_cpu = found.hosts, found.on_cpu
     candidate.traits, candidate.served = found.traits, found.served
     candidate.claim, candidate.slower_than = found.claim, found.slower_than
+    candidate.repeats_fixed = False  # a race looks after every block
 
 
 def traits_of_group(frame: pd.DataFrame) -> Traits:
@@ -199,7 +217,7 @@ def exclude_by_records(
             case "diverged":
                 candidate.exclude("worse score", f"{share}training diverged")
             case "unusable":
-                candidate.exclude("unusable record", f"{share}{reason}")
+                candidate.exclude(UNUSABLE, f"{share}{reason}")
             case "refused":
                 candidate.exclude("refused", f"{share}{reason}")
             case "error":
@@ -212,7 +230,7 @@ def exclude_by_records(
             continue
         if finding["severity"] == "unusable":
             text = f"the audit: {finding['rule']} ({finding['figures']})"
-            candidate.exclude("unusable record", text)
+            candidate.exclude(UNUSABLE, text)
         elif finding["rule"] == FLOOR_RULE:
             candidate.exclude(
                 "does not learn", f"the audit: {candidate.score.name} {finding['figures']}"
@@ -237,8 +255,7 @@ def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
         exclude_by_memory(candidate, given.gpu_memory_gib * GIB, given.memory_margin)
     time_s = candidate.time_s
     if given.deadline_s is not None and time_s is not None and time_s > given.deadline_s:
-        why = f"{time_s:.4g} s, and {given.deadline_s:g} s are given"
-        candidate.exclude("too slow", why)
+        candidate.exclude("too slow", f"{exceeding(time_s, given.deadline_s, 's')} are given")
     stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
     if stops and not given.gang_scheduled:
         candidate.exclude("needs all workers", "the job stops when a worker is lost")
@@ -250,38 +267,50 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
     The reserve is the plan's: a peak leaves out the memory of the driver, of the libraries and of a
     fragmented allocator.
     """
-    limit = f"{bytes_text(limit_bytes)} are given"
     held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
     what = "model states alone" if candidate.on_cpu else "peak"
     if held is not None and held * (1 + margin) > limit_bytes:
         reserve = f" (a reserve of {margin:.0%} on top)" if held <= limit_bytes else ""
-        candidate.exclude("does not fit", f"{what} {bytes_text(held)}{reserve}, and {limit}")
+        name, unit = unit_for(limit_bytes)
+        sizes = exceeding(held / unit, limit_bytes / unit, f"{name}{reserve}", name)
+        candidate.exclude("does not fit", f"{what} {sizes} are given")
     elif candidate.on_cpu or held is None:
         why = "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
         candidate.doubts.append(f"whether it fits is not known: {why}")
+
+
+def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None) -> str:
+    """Two amounts, one of which is too much for the other, in as many digits as tell them apart."""
+    for digits in range(2 if max(held, limit) < 10 else 0, 6):
+        texts = [
+            f"{x:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{x:.0f}"
+            for x in (held, limit)
+        ]
+        if texts[0] != texts[1]:
+            break
+    return f"{texts[0]} {unit}, and {texts[1]} {of_limit or unit}"
 
 
 def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Iterator[Candidate]:
     """A candidate for each strategy on the GPUs at hand, if that count was not measured.
 
     Time = a + b/N with a, b >= 0 (least squares over the measured counts): a is the share that does not
-    get shorter with more workers, b/N the share that does. Needs at least three counts, since any two
-    fit. Covers counts from the least to FARTHEST times the largest. Leaves out CPU processes, because
-    more of them are no more hardware, and strategies whose largest count was no faster than some smaller
-    one: more workers would not help them, whatever a fit says. Memory and score are those of the nearest
-    lower measured count; with the same global batch that memory is an upper bound.
+    get shorter with more workers, b/N the share that does. `why_not_extrapolated` says where there is
+    none. Memory and score are those of the nearest lower measured count; with the same global batch that
+    memory is an upper bound.
     """
     for name in dict.fromkeys(c.strategy for c in found):
         line = [c for c in found if c.strategy == name]
-        usable = sorted((c for c in line if not c.kind and not c.on_cpu), key=lambda c: c.gpus)
-        if given.gpus is None or given.gpus in [c.gpus for c in line] or len(usable) < 3:
+        if given.gpus is None or given.gpus in [c.gpus for c in line]:
             continue
-        if not usable[0].gpus < given.gpus <= FARTHEST * usable[-1].gpus:
+        why = why_not_extrapolated(line, given.gpus)
+        if why is not None:
+            for c in line:
+                c.not_extrapolated = why
             continue
+        usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
         counts = np.array([c.gpus for c in usable], dtype=float)
         times = np.array([c.time_s for c in usable], dtype=float)
-        if times[-1] >= times[:-1].min():
-            continue
         design = np.stack([np.ones_like(counts), 1 / counts], axis=1)
         from scipy.optimize import nnls  # takes 0.3 s, and few decisions need it
 
@@ -300,3 +329,27 @@ def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Itera
             slower_than=None,
             doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
         )
+
+
+def why_not_extrapolated(line: list[Candidate], gpus: int) -> str | None:
+    """Why the times of one strategy are not extrapolated to a number of workers; None if they are.
+
+    Any two counts fit, so three are needed. Counts reach from the least to FARTHEST times the largest.
+    CPU processes are left out, because more of them are no more hardware, and strategies whose largest
+    count was no faster than some smaller one: more workers would not help them, whatever a fit says.
+    """
+    usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
+    if any(c.on_cpu for c in usable):
+        return "CPU processes are not extrapolated, since more of them are no more hardware"
+    if len(usable) < 3:
+        many = "one number" if len(usable) == 1 else f"{len(usable)} numbers"
+        return f"{many} of workers can be used, and an extrapolation takes three"
+    least, most = usable[0].gpus, usable[-1].gpus
+    if gpus < least:
+        return f"{least} workers are the fewest that were measured"
+    if gpus > FARTHEST * most:
+        return f"it is more than {FARTHEST} times the most that were measured, {most}"
+    times = [c.time_s or 0.0 for c in usable]
+    if times[-1] >= min(times[:-1]):
+        return f"{most} workers were no faster than fewer"
+    return None

@@ -205,6 +205,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("driver", "text", "", derived.driver_versions, "Version of the GPU driver."),
     Column("revision", "text", "", derived.revision,
            "Commit of the code that trained the cell; +changes: files differed from it."),
+    Column("planned_repeats", "number", "", "provenance.planned_repeats"),
     Column("other_cpu_cores", "number", "", derived.other_cpu_cores,
            "CPU cores that other processes used when the cell started, on the busiest node."),
     Column("start_skew_ms", "number", "ms", derived.start_skew_ms,

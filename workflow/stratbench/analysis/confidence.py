@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pandas as pd
+from collections.abc import Iterator, Sequence
 
 from stratbench.analysis.candidates import Candidate
 from stratbench.analysis.constraints import Constraints
@@ -13,67 +11,70 @@ from stratbench.analysis.tolerance import chance_difference
 from stratbench.cell.words import counted
 from stratbench.moderated import ROUGH
 
+LEVELS = ("low", "medium", "high")
+#: What is said where the intervals pay for several looks.
+LOOKED_AGAIN = (
+    "Not every record says that so many repeats were planned: the intervals pay for looking again."
+)
 
-def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> tuple[str, str]:
-    """`high`, `medium` or `low`, and the sentences that say why; docs/decision.md has the rules."""
+
+def confidence_in(
+    ranking: Ranking, given: Constraints, slowed: Sequence[str]
+) -> tuple[str, tuple[str, ...]]:
+    """`high`, `medium` or `low`, and the sentences that say why; docs/decision.md has the rules.
+
+    `slowed`: how workers were slowed down on purpose. Repeats come first, then hosts, then doubts.
+    """
     first, rivals = ranking.first, [c.rival for c in ranking.compared]
-    told = [f"{first.basis[0].upper()}{first.basis[1:]}."]
-    if given.gpus is not None and given.gpus not in set(rows["gpus"]) and first.gpus != given.gpus:
-        told.append(
-            f"Nothing is known of {counted(given.gpus, 'worker')}: too few counts were measured, or too far "
-            "from it, or more workers did not help."
-        )
+    told = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
     level, claim = level_and_claim(ranking)
     told.append(claim)
     if first.claim is not None:
         told.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
         if rests_on_verdict(ranking):
             # Arms that left the race early have few blocks; the verdict counts the blocks of all.
-            level = max(level, ("low", "medium", "high").index(first.claim[1]))
+            level = max(level, LEVELS.index(first.claim[1]))
+    elif ranking.looked_again:
+        told.append(LOOKED_AGAIN)
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
-    alone = min(len(c.hosts) for c in (first, *rivals)) < 2
-    if alone:
+    if min(len(c.hosts) for c in (first, *rivals)) < 2:
         level = min(level, 1)
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         told.append(
             f"All {first.unit}s ran on {on}: others may order them differently." if hosts else ""
         )
     told += score_caveats(first, given)
-    if first.may_lose is None or first.may_lose > given.tolerance_of(first.score):
+    doubts = list(sentences_on_doubts(ranking))
+    losable = first.may_lose is None or first.may_lose > given.tolerance_of(first.score)
+    if losable or doubts or first.on_cpu:
         level = min(level, 1)
-    for c in (first, *nearest_rivals(ranking)):
-        others = [doubt for doubt in c.doubts if c is first or doubt not in first.doubts]
-        if others:
-            level = min(level, 1)
-            whose = "Doubts" if c is first else f"Doubts on {c.strategy} on {c.gpus}"
-            told.append(f"{whose}: {', '.join(others)}.")
+    told += doubts
     if first.on_cpu:
-        level = min(level, 1)
         told.append("It holds for CPU processes on this machine and says nothing of GPUs.")
-    slowed = sorted(set(rows["slowdown"].dropna()))
     if slowed and given.homogeneous:
-        level = min(level, 0)
         told.append(
             f"Workers were slowed on purpose ({'; '.join(slowed)}); yours are said to be equal."
         )
-    if not slowed and not given.homogeneous:
-        level = min(level, 0)
-        told.append("Measured on equally fast workers; yours are said to differ.")
-    return ("low", "medium", "high")[level], " ".join(filter(None, told))
+    if bool(slowed) == given.homogeneous:
+        level = 0
+    return LEVELS[level], tuple(filter(None, told))
+
+
+def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:
+    """The doubts on the choice, and on the rivals that its reason names."""
+    first = ranking.first
+    if first.doubts:
+        yield f"Doubts: {', '.join(first.doubts)}."
+    for c in (found.rival for found in ranking.nearest):
+        others = [doubt for doubt in c.doubts if doubt not in first.doubts]
+        if others:
+            yield f"Doubts on {c.strategy} on {c.gpus}: {', '.join(others)}."
 
 
 def rests_on_verdict(ranking: Ranking) -> bool:
     """Whether the choice leads its bout, and is clearly faster than all on other numbers of workers."""
     others = (c for c in ranking.compared if c.rival.gpus != ranking.first.gpus)
     return ranking.first.claim is not None and all(c.stand == "slower" for c in others)
-
-
-def nearest_rivals(ranking: Ranking) -> list[Candidate]:
-    """The next rival, and of each other strategy the best one that is not clearly slower."""
-    close = [c.rival for c in ranking.compared if c.stand != "slower"]
-    best = {c.strategy: c for c in reversed(close) if c.strategy != ranking.first.strategy}
-    following = [c.rival for c in ranking.compared[:1] if c.rival not in best.values()]
-    return [*following, *(c for c in close if best.get(c.strategy) is c)]
 
 
 def level_and_claim(ranking: Ranking) -> tuple[int, str]:
@@ -109,12 +110,6 @@ def score_caveats(first: Candidate, given: Constraints) -> Iterator[str]:
             yield f"Nothing is known of how much worse its {first.score.name} is."
         return
     score, tolerance = first.score, given.tolerance_of(first.score)
-    if first.may_lose > tolerance:
-        by = "repeats" if len(first.scores) > 1 else "its one repeat"
-        yield (
-            f"Its {score.name} may be up to {score.difference(first.may_lose, score.decimals - 1)} worse "
-            f"by {by} (95 %), more than the {tolerance:g} allowed."
-        )
     chance = chance_difference(first, first)
     if chance > tolerance:
         yield (

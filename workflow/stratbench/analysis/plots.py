@@ -25,7 +25,8 @@ from matplotlib.ticker import MaxNLocator
 
 from stratbench.analysis.columns import read_cells, read_epochs
 from stratbench.analysis.figure_data import FigureData, figure_data_by_experiment, styles_in_order
-from stratbench.analysis.measures import MEASURES, PLOTS, Measure
+from stratbench.analysis.figure_list import PLOTS
+from stratbench.analysis.measures import MEASURES, Measure
 from stratbench.analysis.panels import (
     INK,
     LEAST_LOOK,

@@ -6,14 +6,22 @@ The arithmetic works on arrays, so that a simulation can run it a hundred thousa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from stratbench import moderated
 from stratbench.analysis.candidates import Candidate
+from stratbench.analysis.tolerance import UNUSABLE
+
+#: A study is asked for so many repeats at most.
+MOST_REPEATS = 40
+#: The share of studies in which a difference may be missed.
+MISSED = 0.2
 
 
 class Standings(NamedTuple):
@@ -57,17 +65,17 @@ def standings_against_chosen(
     means: np.ndarray,
     variance: np.ndarray,
     dof: np.ndarray,
-    rivals: int | np.ndarray,
+    tail: float | np.ndarray,
     margin: float,
 ) -> Standings:
     """The standings that paired differences `found` from the `chosen` allow, with moderated variances.
 
-    `means` are used where there is no common repeat.
+    `means` are used where there is no common repeat; `tail` is what an interval leaves out on each side.
     """
     itself = np.arange(means.shape[-1]) == chosen[..., None]
     first = np.take_along_axis(means, chosen[..., None], axis=-1)
     mean = np.where(np.isfinite(found.mean) & ~itself, found.mean, means - first)
-    half = moderated.half_widths(variance, dof, found.repeats, moderated.tail_of(rivals))
+    half = moderated.half_widths(variance, dof, found.repeats, tail)
     low, high = mean - half, mean + half
     beyond = mean > np.log1p(margin) + 1e-12
     screened = (found.repeats == 1) & (mean >= np.log(moderated.SCREEN)) & (dof == 0)
@@ -95,6 +103,32 @@ class AgainstRival:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """How repeats of one bout scatter, and what that asks of a study like it."""
+
+    #: Standard deviation of the logarithm of a time (cost), repeats paired.
+    sd: float
+    candidates: int
+    #: Degrees of freedom behind each difference's prior, for each repeat beyond the first.
+    others: float
+
+    def repeats_for(self, difference: float) -> int | None:
+        """Repeats until a rival slower by this share is told apart in four studies of five.
+
+        In a study whose number of repeats is fixed before. None if that takes more than MOST_REPEATS.
+        """
+        from scipy.special import nctdtr, stdtrit  # takes 0.2 s
+
+        n = np.arange(3, MOST_REPEATS + 1)
+        # The weight of a prior is estimated, too, and is often less than it may be: half is counted.
+        dof = n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.others * (n - 1)) / 2
+        needed = -stdtrit(dof, float(moderated.tail_among(self.candidates)))
+        apart = np.log1p(difference) / np.sqrt(2 * self.sd**2 / n)
+        enough = n[nctdtr(dof, apart, needed) <= MISSED]
+        return int(enough[0]) if len(enough) else None
+
+
+@dataclass(frozen=True)
 class Ranking:
     """The chosen candidate and every other against it, in the order of their objectives."""
 
@@ -102,11 +136,22 @@ class Ranking:
     compared: tuple[AgainstRival, ...]
     #: The share by which something may be faster (cheaper) than the chosen; None: not known.
     at_most: float | None
+    #: What the repeats of the bout and of its study tell of their noise; None: nothing.
+    noise: Noise | None = None
+    #: Whether the intervals pay for further looks: the number of repeats is not known to be planned.
+    looked_again: bool = False
 
     @property
     def tied(self) -> list[Candidate]:
         """The candidates that the records cannot distinguish from the chosen one."""
         return [c.rival for c in self.compared if c.stand == "tied"]
+
+    @property
+    def nearest(self) -> list[AgainstRival]:
+        """The next rival, and the next of another strategy than the choice, which may be the same."""
+        others = [c for c in self.compared if c.rival.strategy != self.first.strategy]
+        found = [*self.compared[:1], *others[:1]]
+        return found[:1] if len({id(c) for c in found}) == 1 else found
 
     @property
     def is_clear(self) -> bool:
@@ -131,47 +176,99 @@ class Ranking:
         return None
 
 
-def rankings_of_bouts(bouts: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking]:
-    """The ranking of each bout: the candidates (at least one) among which to choose for one model.
+def rankings_of_bouts(
+    studied: Sequence[Sequence[Candidate]], margin: float
+) -> list[Ranking | None]:
+    """The ranking of each bout: of those of its candidates that nothing excludes; None if all are.
 
-    Variances are pooled over bouts, so all bouts of a study are ranked together.
+    The variances of all groups of the study are pooled, so all bouts of a study are ranked together.
     """
-    drawn = []
-    for bout in bouts:
-        logs, means = log_objectives(bout)
-        chosen = index_of_choice(means, preference_places(bout), margin)
-        drawn.append((means, chosen, differences_from_chosen(logs, chosen)))
-    if not drawn:
-        return []
-    parts = zip(*(found for _, _, found in drawn), strict=True)
-    joined = moderated.Differences(*(np.concatenate(part) for part in parts))
-    rankings, start = [], 0
-    served = np.concatenate(
-        [
-            [c.served or bout[int(chosen)].served for c in bout]
-            for bout, (_, chosen, _) in zip(bouts, drawn, strict=True)
-        ]
-    )
-    variance, dof = moderated.moderated_variances(joined, served)
-    for bout, (means, chosen, found) in zip(bouts, drawn, strict=True):
-        part = slice(start, start := start + len(bout))
-        found = standings_against_chosen(
-            found, chosen, means, variance[part], dof[part], len(bout) - 1, margin
+    bouts = [Bout.of(found, margin) for found in studied]
+    if not any(bout.left for bout in bouts):
+        return [None] * len(bouts)
+    groups = moderated.Scatter(*map(np.concatenate, zip(*(b.groups for b in bouts), strict=True)))
+    found = moderated.Differences(*map(np.concatenate, zip(*(b.found for b in bouts), strict=True)))
+    served = np.array([c.served for bout in bouts for c in bout.all], dtype=bool)
+    sizes = [len(bout.all) for bout in bouts]
+    starts = np.cumsum([0, *sizes[:-1]])
+    first = np.repeat(starts + [bout.chosen for bout in bouts], sizes)
+    variance, dof = moderated.moderated_by_groups(found, groups, served, first)
+    return [
+        bout.ranking(variance[start:][:size], dof[start:][:size], margin) if bout.left else None
+        for bout, start, size in zip(bouts, starts, sizes, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Bout:
+    """The candidates of one model with their differences from the chosen one; arrays by candidate."""
+
+    all: Sequence[Candidate]
+    #: Indices of those that nothing excludes.
+    left: list[int]
+    #: The index of the chosen one; 0 if there is none.
+    chosen: int
+    #: The differences of those that are left from the chosen one.
+    found: moderated.Differences
+    groups: moderated.Scatter
+
+    @classmethod
+    def of(cls, found: Sequence[Candidate], margin: float) -> Bout:
+        """The bout of `found`; what an unusable record measured tells nothing of the noise."""
+        left = [i for i, c in enumerate(found) if not c.kind]
+        told = [c.times if c.kind != UNUSABLE else c.times[:0] for c in found]
+        logs = logs_by_repeat(found, told)
+        chosen = 0
+        if left:
+            bout = [found[i] for i in left]
+            among = index_of_choice(log_objectives(bout), preference_places(bout), margin)
+            chosen = left[int(among)]
+        differences = differences_from_chosen(logs, np.array(chosen))
+        out = np.array([bool(c.kind) for c in found], dtype=bool)
+        differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
+        return cls(found, left, chosen, differences, moderated.scatter_of_groups(logs))
+
+    def ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
+        """The ranking, from moderated variances of the differences."""
+        bout = [self.all[i] for i in self.left]
+        fixed = all(c.repeats_fixed for c in bout)
+        stood = standings_against_chosen(
+            moderated.Differences(*(part[self.left] for part in self.found)),
+            np.array(self.left.index(self.chosen)),
+            log_objectives(bout),
+            variance[self.left],
+            dof[self.left],
+            moderated.tail_among(len(bout), 1.0 if fixed else moderated.REPEATED_LOOKS),
+            margin,
         )
-        rankings.append(ranking_of_bout(bout, found, margin))
-    return rankings
+        again = not fixed and stood.repeats.max() > 1
+        made = ranking_of_bout(bout, stood, margin)
+        return replace(made, noise=self.noise, looked_again=bool(again))
+
+    @property
+    def noise(self) -> Noise | None:
+        """The noise of the bout's own repeats; None without two of a candidate."""
+        groups = moderated.Scatter(*(part[self.left] for part in self.groups))
+        if not groups.pooled > 0:  # nan without repeats
+            return None
+        others = float(groups.dof.sum()) / (max(len(c.times) for c in self.all) - 1) - 1
+        return Noise(math.sqrt(groups.pooled), len(self.left), max(0.0, others))
 
 
-def log_objectives(bout: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of the objective by repeat, shape [candidates, repeats], and for each candidate.
+def log_objectives(bout: Sequence[Candidate]) -> np.ndarray:
+    """The logarithm of each candidate's objective."""
+    return np.log([c.objective for c in bout])
+
+
+def logs_by_repeat(bout: Sequence[Candidate], times: Sequence[pd.Series]) -> np.ndarray:
+    """Logarithms of the objective by repeat, shape [candidates, repeats], from times in s.
 
     Repeats are paired by name: a block of a verdict is not paired with a cell's repeat.
     """
-    repeats = list(dict.fromkeys(repeat for c in bout for repeat in c.times.index))
-    per_second = np.array([c.objective / c.time_s for c in bout])
-    times = np.array([c.times.reindex(repeats).to_numpy(dtype=float) for c in bout])
-    logs = np.log(times.reshape(len(bout), -1) * per_second[:, None])
-    return logs, np.log([c.objective for c in bout])
+    repeats = list(dict.fromkeys(repeat for found in times for repeat in found.index))
+    per_second = [c.objective / c.time_s if c.time_s else np.nan for c in bout]
+    values = np.array([found.reindex(repeats).to_numpy(dtype=float) for found in times])
+    return np.log(values.reshape(len(bout), -1) * np.array(per_second)[:, None])
 
 
 def preference_places(bout: Sequence[Candidate]) -> np.ndarray:

@@ -21,7 +21,8 @@ from PIL import Image
 from stratbench.analysis import explore, paper_audit
 from stratbench.analysis.audit import SEVERITIES, read_audit
 from stratbench.analysis.columns import CELL_COLUMNS, Row, read_cells
-from stratbench.analysis.measures import MEASURES, NO_CELL, PLOTS, Measure, measures_of
+from stratbench.analysis.figure_list import PLOTS
+from stratbench.analysis.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.numbered import read_paper_tables
 from stratbench.analysis.score import score_of
 from stratbench.analysis.sections import (
@@ -140,7 +141,7 @@ def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Itera
         width = width_pt(svg)
         yield {
             "title": plot.title_of(score),
-            "caption": plot.caption,
+            "caption": plot.caption_of(rows),
             "alt": f"{plot.chart}: {plot.title_of(score)} of {distinct_values(rows, 'strategy')} for "
             f"{distinct_values(rows, 'model')} on {distinct_values(rows, 'gpus')} "
             f"{plural(worker_noun(rows['device_kind']))}.",

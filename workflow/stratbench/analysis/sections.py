@@ -139,10 +139,10 @@ def prediction_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_errors(percent: pd.Series) -> str:
-    """The median size of the errors and the worst error; empty if there are none."""
+    """The median of the errors and the one that is farthest from 0; empty if there are none."""
     if percent.empty:
         return ""
-    return f"{percent.abs().median():.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
+    return f"{percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
 
 
 def whole_number(value: float) -> str:

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from stratbench.analysis.candidates import Candidate
     from stratbench.analysis.constraints import Constraints
 
+#: Excludes a candidate whose record is no measurement.
+UNUSABLE = "unusable record"
 #: Kinds of exclusion whose scores are no reference: training that does not work.
-NO_MEASURE = ("unusable record", "does not learn")
+NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
@@ -45,15 +47,15 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
     names = [" and ".join(f"{c.strategy} on {c.gpus}" for c in members[:2]) for members in classes]
     series = [pd.concat([c.scores for c in m], axis=1).mean(axis=1) for m in classes]
     best = max(range(len(classes)), key=lambda i: score.sign * series[i].mean())
-    widths = loss_uncertainties(series, series[best])
+    repeats = sorted(set().union(*(own.index for own in series)))
+    values = np.array([own.reindex(repeats).to_numpy(dtype=float) for own in series])
+    widths = loss_widths(values, np.array(best))
     for members, own, width in zip(classes, series, widths, strict=True):
         lost = score.sign * float(series[best].mean() - own.mean())
-        if own is series[best]:
-            width = 0.0
-        elif not np.isfinite(width):
+        if not np.isfinite(width):
             width = chance_difference(members[0], classes[best][0])
         for c in members:
-            c.may_lose = lost + width
+            c.may_lose, c.best_score = lost + width, names[best]
             if lost - width > tolerance:
                 chance = f", {width:.{score.decimals}f} may be chance" if width else ""
                 c.exclude(
@@ -62,11 +64,13 @@ def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
                     f"{names[best]} ({tolerance:g} allowed{chance})",
                 )
     for c in unknown:
-        c.may_lose = next((k.may_lose for k in usable if shares_score(c, k)), None)
+        like = next((k for k in usable if shares_score(c, k)), None)
+        if like is not None:
+            c.may_lose, c.best_score = like.may_lose, like.best_score
     for c in found:
         if c.extrapolated:
             for like in (k for k in usable if k.scores is c.scores):
-                c.may_lose = like.may_lose
+                c.may_lose, c.best_score = like.may_lose, like.best_score
                 if like.kind:
                     c.exclude(like.kind, like.why)
 
@@ -106,18 +110,23 @@ def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candi
     return result
 
 
-def loss_uncertainties(series: Sequence[pd.Series], best: pd.Series) -> np.ndarray:
-    """The uncertainty of each class's loss (95 %, one side), from the repeats.
+def loss_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """How much of each class's loss against the `best` one may be chance, shape [..., classes].
 
-    In the shown unit, by moderated t on differences paired by repeat; infinite without two repeats.
+    95 %, one side, for all classes together. `values`: scores as shown, shape [..., classes, repeats],
+    NaN for a repeat that is missing; `best`: the index of the best class, shape [...]. By moderated t
+    on differences paired by repeat; infinite without two repeats, 0 for the best class.
     """
-    repeats = sorted(set(best.index).union(*(s.index for s in series)))
-    values = np.array([s.reindex(repeats).to_numpy(dtype=float) for s in series])
-    found = moderated.paired_differences(values, best.reindex(repeats).to_numpy(dtype=float))
-    itself = np.array([s is best for s in series])
+    first = np.take_along_axis(values, best[..., None, None], axis=-2)
+    itself = np.arange(values.shape[-2]) == best[..., None]
+    found = moderated.paired_differences(values, first)
     found = found._replace(repeats=np.where(itself, 0, found.repeats))
-    variance, dof = moderated.moderated_variances(found, np.zeros(len(series), dtype=bool))
-    return moderated.half_widths(variance, dof, found.repeats, moderated.ALPHA)
+    groups = moderated.scatter_of_groups(values)
+    against = best[..., None] + np.zeros(itself.shape, dtype=int)
+    variance, dof = moderated.moderated_by_groups(found, groups, np.array(False), against)
+    tail = moderated.ALPHA / max(1, values.shape[-2] - 1)
+    half = moderated.half_widths(variance, dof, found.repeats, tail)
+    return np.where(itself, 0.0, half)
 
 
 def chance_difference(one: Candidate, other: Candidate) -> float:

@@ -69,7 +69,10 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     given["optimizers"] = other_optimizers(config, found.study)
     claim_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
-    said = write_decisions(found.cells, found.findings, Constraints(**given), *written)
+    try:
+        said = write_decisions(found.cells, found.findings, Constraints(**given), *written)
+    except ConfigError as error:
+        raise CommandError(str(error)) from None
     print(printable(said))
     print(f"Written: {', '.join(map(str, written))}")
     return 0

@@ -45,9 +45,11 @@ def describe_set(found: ResultSet) -> Iterator[str]:
 def machines(cells: pd.DataFrame) -> str:
     """A text on the workers' devices, and on the version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
-    noun = plural(worker_noun(known["device_kind"])) if len(known) else "workers"
+    counts = sorted(map(int, cells["gpus"].unique()))
+    noun = worker_noun(known["device_kind"])
     return (
-        f"{distinct_values(known, 'device_name')}, as {distinct_values(cells, 'gpus')} {noun}; "
+        f"{distinct_values(known, 'device_name')}; cells on "
+        f"{' or '.join(map(str, counts))} {plural(noun) if counts[-1] > 1 else noun}; "
         f"torch {distinct_values(cells, 'torch')}"
     )
 

@@ -315,26 +315,45 @@ def changed_outcomes(cells: tuple[ComparedCell, ...]) -> list[ComparedCell]:
     return [cell for cell in cells if cell.first_outcome != cell.other_outcome]
 
 
+def answer_first(found: Comparison) -> Iterator[str]:
+    """What came of the comparison: copied times, and the least and the largest mean ratio."""
+    a, b, n = found.first.name, found.other.name, len(found.with_ratio)
+    same = sum(cell.first_times == cell.other_times for cell in found.with_ratio)
+    if same:
+        copied = f"{same} of {n} are equal to the last digit, so they were not measured twice"
+        yield f"{b} holds {a}'s times: {copied}."
+    means = sorted((m for m in found.strategies if m.gpus is None), key=lambda m: m.time.value)
+    if not means or same == n:
+        return
+    least, most = means[0], means[-1]
+    text = f"Training in {b} takes {least.time.value:.2f} times as long as in {a} with {least.strategy}"
+    if most is not least:
+        text += f", {most.time.value:.2f} times with {most.strategy}"
+        text += f", and {counted(len(means) - 2, 'other')} between them" if len(means) > 2 else ""
+    yield f"{text}."
+
+
 def headline_of(found: Comparison) -> str:
-    """Sentences on what differs between the sets, and on what may explain a ratio."""
+    """Sentences on what came out, on what differs between the sets, and on what may explain a ratio."""
     a, b = found.first.name, found.other.name
     if not found.cells:
         return (
             f"{a} and {b} share no cell of equal strategy, model, data set and number of workers."
         )
     kinds = list(dict.fromkeys(d.kind for d in found.place if d.kind not in ("hosts", "seeds")))
+    told = " ".join(answer_first(found))
     if not kinds:
-        told = (
-            f"Of hardware, versions and flags nothing that both state differs between {a} and {b}."
+        told += (
+            f" Of hardware, versions and flags nothing that both state differs between {a} and {b}."
         )
     elif len(kinds) == 1:
         [kind] = kinds
         paths = [named(d.path) for d in found.place if d.kind == kind]
         listed = ", ".join(dict.fromkeys(paths[:4]))
-        told = f"Between {a} and {b} one thing differs that the records state: {kind} ({listed})."
+        told += f" Between {a} and {b} one thing differs that the records state: {kind} ({listed})."
     else:
-        told = (
-            f"Between {a} and {b} differ: {', '.join(kinds)}. "
+        told += (
+            f" Between {a} and {b} differ: {', '.join(kinds)}. "
             "No ratio can be put down to one of them alone."
         )
     if found.unknown:
@@ -346,18 +365,13 @@ def headline_of(found: Comparison) -> str:
         told += (
             f" The audit doubts times of {len(doubted)} of {len(found.with_ratio)} ratios: {rules}."
         )
-    same = sum(cell.first_times == cell.other_times for cell in found.with_ratio)
-    if same:
-        told += f" {same} of {len(found.with_ratio)} times are equal to the last digit: not measured twice."
-    if found.only_first or found.only_other:
-        told += (
-            f" Finished in one of them alone: {counted(found.only_first, 'kind')} of cells in {a}, "
-            f"{found.only_other} in {b}."
-        )
+    for name, alone in ((a, found.only_first), (b, found.only_other)):
+        if alone:
+            told += f" {counted(alone, 'kind')} of cells finished in {name} alone."
     if found.without_ratio:
         names = ", ".join(dict.fromkeys(cell.group.strategy for cell in found.without_ratio))
         told += (
             f" {len(found.without_ratio)} of {len(found.cells)} shared kinds of cells have no ratio: "
             f"of {names}."
         )
-    return told
+    return told.strip()

@@ -55,11 +55,10 @@ def decisions_over(
         for parts in jobs.values()
         if len({part.set_name for part in parts}) > 1
     ]
-    left = [[c for c in found if not c.kind] for _, found in studied]
-    rankings = iter(rankings_of_bouts([bout for bout in left if bout], given.equivalence_margin))
+    rankings = rankings_of_bouts([found for _, found in studied], given.equivalence_margin)
     return [
-        decide(named_alike(rows), found, next(rankings) if bout else None, given)
-        for (rows, found), bout in zip(studied, left, strict=True)
+        decide(named_alike(rows), found, ranking, given)
+        for (rows, found), ranking in zip(studied, rankings, strict=True)
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from itertools import chain
@@ -76,6 +76,17 @@ def check_models(config: Mapping[str, Any]) -> None:
                 f"config: code = {repr_of(folder)}: is no folder; name those with your Python files, "
                 "relative to the working directory"
             )
+
+
+def check_model(wanted: str | None, there: Iterable[str]) -> None:
+    """Raises ConfigError if `decide.model` is neither one of those in the study nor built in: a typing error.
+
+    Of a built-in model that was not measured theory knows something; None: all models are wanted.
+    """
+    there = list(dict.fromkeys(there))
+    if wanted is not None and wanted not in {*there, *models.MODELS}:
+        what = "is not a model of the study"
+        raise ConfigError(wrong_value_message("decide.model", wanted, what, there))
 
 
 def check_experiment(

@@ -9,6 +9,7 @@ from typing import Any
 
 from stratbench.study.consistency import (
     check_experiment,
+    check_model,
     check_models,
     check_tolerances,
     check_variants,
@@ -50,6 +51,8 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
     check_sets(config)
     check_models(config)
+    asked = config["studies"][config["study"]]["experiments"].values()
+    check_model(config["decide"]["model"], (m for block in asked for m in block["models"]))
     known = DataSets(config)
     check_tolerances(config)
     for study, values in config["studies"].items():

@@ -337,6 +337,7 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
         "workers_per_node": job.workers_per_node,
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
+        **({"planned_repeats": job.planned_repeats} if job.planned_repeats else {}),
         **({"software_gpu": True} if job.use_cuda and software_gpu.is_here() else {}),
         "busy_at_start": job.folder.read_busy(),
         "gpus": {

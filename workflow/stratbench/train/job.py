@@ -42,6 +42,8 @@ class Job:
     time_limit_s: float | None
     #: Whether it is a segment: those of a block share a fork server, on the same devices.
     in_block: bool = False
+    #: Repeats of the cell that the configuration asks for; None: not known.
+    planned_repeats: int | None = None
 
     @property
     def data_shape(self) -> tuple[int, ...]:

@@ -184,6 +184,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeline", required=True, type=Path, help="where the timeline goes")
     parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
     parser.add_argument("--time-limit-s", type=float, default=0, help="the cell's limit; 0: none")
+    parser.add_argument("--repeats", type=int, help="repeats of the cell that the config asks for")
     add_job_arguments(parser)
     return parser.parse_args(argv)
 
@@ -244,6 +245,7 @@ def job_of(
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
             in_block=in_block,
+            planned_repeats=None if in_block else args.repeats,
         )
 
 
