@@ -237,7 +237,7 @@ def run(
         judged = course.open.copy()
         blocks = int(course.blocks.max())
         target = race.next_look(blocks)
-        new = []
+        new, began = [], course.logs.shape[-1]
         for _ in range(target - blocks):
             logs = block_of_segments(rng, s, noise, node)
             ran = course.active & judged[..., None]
@@ -253,7 +253,10 @@ def run(
                 new += [np.where(ran, logs[..., i], np.nan) for i in (0, 1)]
             else:
                 new.append(np.where(ran, values_of_segments(logs), np.nan))
-        step = course.advance(np.stack(new, -1), judged * len(new), first_limits[:, None, None])
+        nodes = np.arange(began, began + len(new))  # a node a block, or taken for one
+        step = course.advance(
+            np.stack(new, -1), judged * len(new), nodes, first_limits[:, None, None]
+        )
         look = step.look
         gaps = s.mu - race.at(s.mu, look.leader)[..., None]
         holds = ~look.rivals | ((look.low <= gaps) & (gaps <= look.high))
@@ -307,7 +310,7 @@ def uncorrected():
 def screening_whatever_the_noise():
     """The known mistake of dropping arms after one block without a look at how it scatters."""
     advance = race.Race.advance
-    return _with(race.Race, advance=lambda self, *of: advance(self, *of[:2]))
+    return _with(race.Race, advance=lambda self, *of: advance(self, *of[:3]))
 
 
 def intervals_of_a_leader_known_before():

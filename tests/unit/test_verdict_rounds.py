@@ -227,8 +227,9 @@ def test_arms_are_compared_over_the_blocks_that_all_of_them_are_in():
     logs = np.array([[[0.0, 3.0, 0.0], [0.01, np.nan, 0.02]]])
     everywhere = np.ones((1, 2), dtype=bool)
     look = race.judge(
-        logs, everywhere, everywhere, ~everywhere, np.array([2]), np.array([True]), 0.03, np.inf
-    )
+        logs, everywhere, everywhere, ~everywhere, np.array([2]), np.array([True]), 0.03, np.inf,
+        np.arange(3)[None],
+    )  # fmt: skip
     assert (look.leader[0], look.blocks[0]) == (0, 2)
     assert look.mean[0, 1] == pytest.approx(0.015)
     assert not look.decided[0]  # two blocks count

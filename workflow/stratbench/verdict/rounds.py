@@ -168,7 +168,10 @@ class Course:
         self.round += 1
         blocks, targets = self._race.blocks, self._targets()
         step = self._race.advance(
-            self._values(blocks, targets), np.array(targets) - blocks, self.disagreement(1) or 0.0
+            self._values(blocks, targets),
+            np.array(targets) - blocks,
+            self._nodes(blocks, targets),
+            self.disagreement(1) or 0.0,
         )
         self._note(step)
         self._ask(step)
@@ -207,6 +210,19 @@ class Course:
                     if self._race.active[i, j]:
                         values[i, j, k] = block.value(arm)
         return values
+
+    def _nodes(self, blocks: np.ndarray, targets: list[int]) -> np.ndarray:
+        """A number for the node set of each new block; shape [bouts, new blocks]."""
+        new = max(max(t - int(b) for b, t in zip(blocks, targets, strict=True)), 1)
+        nodes = np.zeros((len(self.states), new), dtype=int)
+        for i, state in enumerate(self.states):
+            seen: dict[tuple[str, ...], int] = {}
+            for number in range(1, targets[i] + 1):
+                hosts = self.evidence.blocks[state.bout.place, number].hosts
+                label = seen.setdefault(hosts, len(seen))
+                if number > blocks[i]:
+                    nodes[i, number - 1 - int(blocks[i])] = label
+        return nodes
 
     def _note(self, step: race.Step) -> None:
         """Records a round's looks and drops in words."""
