@@ -106,11 +106,11 @@ def test_the_report_begins_with_the_verdict(values):
     html = report.render(values)
     first, second = html.index('id="verdict"'), html.index('id="answer"')
     section = html[first:second]
-    assert section.count("ps-dana is within 3 % of the fastest (95 %).") == 2
+    assert section.count("ps-dana is within 3 % of the fastest (95 %, on 3 nodes).") == 2
     assert "more than 1.5 times as slow in the first block" in section
     assert "strategy × allocation" in section
     assert "nothing is faster by more than" in section
-    assert '<th scope="col">at least</th>' in section
+    assert "at least" in section
     assert "data:image/svg+xml" in section
     assert "GPU-hours" in section
 

@@ -117,6 +117,7 @@ def judge(
     margin: float,
     screen: np.ndarray | float,
     nodes: np.ndarray,
+    doubtful: np.ndarray | bool = False,
 ) -> Look:
     """Judges every bout of the mask `judged` by its blocks so far.
 
@@ -124,7 +125,8 @@ def judge(
     lead because their score is known to be good; `served`: arms with a parameter server; `started`: the
     number of arms that the bout began with; `margin`: a bout is decided when nothing may be faster than
     its leader by more than this share; `screen`: the log ratio from which one block shows an arm slower;
-    `nodes`: the node set of each block (by_node_set).
+    `nodes`: the node set of each block (by_node_set); `doubtful`: arms of which a block is not believed, so
+    that they are not called slower.
 
     Where few nodes came again, blocks may depend on their predecessor, and a claim is about these nodes and
     hours. So it takes FEWEST_ALIKE blocks, only arms beyond the margin are told apart, and intervals are as
@@ -156,7 +158,7 @@ def judge(
     )
     screened = (blocks == 1)[..., None] & (mean > screen)
     least = np.where(waits, np.inf, np.where(alike, np.log1p(margin), 0.0))[..., None]
-    slower = rivals & ((bound > least) | screened)
+    slower = rivals & ((bound > least) | screened) & ~np.asarray(doubtful)
     at_most = np.maximum(0.0, -np.where(rivals & ~slower, bound, np.inf).min(-1))
     decided = (
         (blocks >= FEWEST_BLOCKS)
@@ -167,7 +169,19 @@ def judge(
     )
     low, high = mean - reported, mean + reported
     return Look(
-        leader, blocks, sets, alike, unlike, mean, bound, low, high, slower, rivals, at_most, decided
+        leader,
+        blocks,
+        sets,
+        alike,
+        unlike,
+        mean,
+        bound,
+        low,
+        high,
+        slower,
+        rivals,
+        at_most,
+        decided,
     )
 
 
@@ -245,13 +259,15 @@ class Race:
         new: np.ndarray,
         nodes: np.ndarray,
         disagreement: np.ndarray | float = 0.0,
+        doubtful: np.ndarray | bool = False,
     ) -> Step:
         """Judges the open bouts after their next blocks.
 
         `values`: shape [..., bouts, arms, blocks]; NaN beyond the `new` blocks of a bout, and where an
         arm has no value: that arm then leaves the race. `nodes`: the node set of each of these blocks, shape
-        [..., bouts, blocks], the same number for the same nodes in all calls. `disagreement`: the difference from which two
-        segments of one arm in a first block disagree; no screen is below it.
+        [..., bouts, blocks], the same number for the same nodes in all calls. `disagreement`: the difference
+        from which two segments of one arm in a first block disagree; no screen is below it. `doubtful`: as
+        in judge.
         """
         judged = self.open.copy()
         count = np.isfinite(values).sum(-1)
@@ -267,7 +283,7 @@ class Race:
         screen = np.maximum(np.log(moderated.SCREEN), disagreement)
         look = judge(
             self.logs, self.active, self.admissible, self.served, self.started, judged, self.margin,
-            screen, self.nodes,
+            screen, self.nodes, doubtful,
         )  # fmt: skip
         alone = self.active.sum(-1) <= 1
         ended = judged & (look.decided | (self.blocks >= LOOKS[-1]) | alone)
