@@ -272,6 +272,9 @@ def run(
         np.arange(bouts[1]) // 3 % 2 == 0, True, s.gpus == 1
     )  # BatchNorm: each count
     training = training + reference * full[..., 0]
+    # A leader of equal arithmetic is trained, too, to check its steps; others have been, for their scores.
+    own = race.at(s.equal, result["leader"]) & ~(reference & (result["leader"] == 0))
+    training = training + own * race.at(full, result["leader"])
     total = 3 * (full * s.there).sum((-1, -2))
     within = (result["at_most"] <= np.log1p(MARGIN) + 1e-9) & race.at(
         course.admissible, result["leader"]

@@ -58,7 +58,7 @@ class World:
         """The block that an entry of round.json asks for; the same whenever it is asked for."""
         place = Place(entry["experiment"], entry["model"], entry["gpus"])
         rng = np.random.default_rng([study_seed, entry["block"], place.gpus])
-        common = rng.normal(0, 0.05)
+        common = rng.normal(0, 0.01)
         known = sorted(self.steps_s)
         drawn = {arm: rng.normal(0, self.noise, 3) for arm in known}
         order = list(entry["arms"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from stratbench.analysis.candidates import Candidate
+from stratbench.analysis.candidates import PAIRED_BLOCKS, Candidate
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.ranking import Ranking
 from stratbench.analysis.tolerance import chance_difference
@@ -27,9 +27,12 @@ def confidence_in(rows: pd.DataFrame, ranking: Ranking, given: Constraints) -> t
     told.append(claim)
     if first.claim is not None:
         told.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
-        if rests_on_verdict(ranking):
-            # Arms that left the race early have few blocks; the verdict counts the blocks of all.
-            level = max(level, ("low", "medium", "high").index(first.claim[1]))
+        # The verdict counts the blocks of all arms, and knows nodes, full runs and dependence.
+        by_verdict = ("low", "medium", "high").index(first.claim[1])
+        level = by_verdict if rests_on_verdict(ranking) else min(level, by_verdict)
+    elif first.basis == PAIRED_BLOCKS:
+        level = min(level, 1)
+        told.append(f"The verdict on {counted(first.gpus, 'worker')} does not claim it.")
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     alone = min(len(c.hosts) for c in (first, *rivals)) < 2
     if alone:

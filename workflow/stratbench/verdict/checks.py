@@ -67,18 +67,18 @@ def moved_by(
     `off`: off_from_steps; `bounds`: of each rival the lower bound of its log time over the leader's, by so
     many `blocks`; `level`: level_scatter. Where the leader's full runs are slower than its steps by more than
     MOST_OFF beyond what the rival's are, the rival's bound moves: by the difference, and by what chance
-    may have made of it (95 %), since a full run is in another allocation than the blocks. For a rival
-    without full runs those of the others count, if they were slower than their steps, too.
+    may have made of it (95 %), since a full run is in another allocation than the blocks. A rival's counts
+    where it is off by more than MOST_OFF; for one without full runs those of the others, if slower, too.
     """
     mean = {arm: statistics.fmean(logs) for arm, logs in off.items()}
     others = [log for arm, logs in off.items() if arm != leader for log in logs]
-    like_others = max(0.0, statistics.fmean(others)) if others else 0.0
+    like_others = max(0.0, beyond_chance(statistics.fmean(others))) if others else 0.0
     own, scatter, dof = mean.get(leader, 0.0), *level
     moved = {}
     for arm, bound in bounds.items():
         if leader not in mean and arm not in mean:
             continue
-        shift = own - mean.get(arm, like_others)
+        shift = own - (beyond_chance(mean[arm]) if arm in mean else like_others)
         if shift > MOST_OFF:
             runs = [len(off.get(leader, ())), len(off.get(arm, others))]
             variance = scatter**2 * sum(1 / (n or blocks) for n in runs)
@@ -90,6 +90,16 @@ def moved_by(
         return None
     nearest = min(moved, key=moved.__getitem__)
     return Moved(max(0.0, -moved[nearest]), moved[nearest] > 0, nearest)
+
+
+def beyond_chance(off: float) -> float:
+    """How far a full run is off its steps; 0 for what one allocation more than another may do."""
+    return off if abs(off) > MOST_OFF else 0.0
+
+
+def check_scatter(runs: int, blocks: int, level: tuple[float, int]) -> float:
+    """The standard deviation of what the mean of full runs is off their steps, if both agree."""
+    return level[0] * math.sqrt(1 / runs + 1 / blocks)
 
 
 def level_scatter(evidence: RaceEvidence) -> tuple[float, int]:

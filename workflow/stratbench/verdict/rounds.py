@@ -8,6 +8,7 @@ where it was.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 
 from stratbench import moderated
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.segments import MATRIX_REPEATS, disagreement_limit
+from stratbench.cell.segments import MATRIX_REPEATS, MOST_OFF, disagreement_limit
 from stratbench.verdict import checks, race
 from stratbench.verdict.evidence import Bout, RaceEvidence
 from stratbench.verdict.scores import Scores
@@ -331,30 +332,43 @@ class Course:
             if leader not in state.active:
                 continue
             runs = len(self.scores.runs_of(bout, leader))
-            moved = self.moved(state)
-            loss = (
-                None if bout.equal[bout.arms.index(leader)] else self.scores.loss_of(bout, leader)
-            )
-            certain = moved is None and (loss is None or loss.settled)
+            moved, off = self.moved(state), self.off_from_steps(state)
+            near = moved is None and statistics.fmean(off.get(leader, [0.0])) <= MOST_OFF / 2
+            equal = bout.equal[bout.arms.index(leader)]
+            loss = None if equal else self.scores.loss_of(bout, leader)
+            certain = near and (loss is None or loss.settled)
             if not runs or (not certain and runs < MATRIX_REPEATS):
                 self.asked.setdefault(self.evidence.cell(bout, leader, runs))
-            if moved and not any(self.evidence.runs_of(bout, a) for a in bout.arms if a != leader):
-                self.asked.setdefault(self.evidence.cell(bout, moved.nearest))
+            if moved and (moved.nearest in off or not off.keys() - {leader}):
+                runs = len(off.get(moved.nearest, ()))
+                if runs < MATRIX_REPEATS:
+                    self.asked.setdefault(self.evidence.cell(bout, moved.nearest, runs))
         return len(self.asked) > before
+
+    def off_from_steps(self, state: State) -> dict[str, list[float]]:
+        """How far the full runs of a bout are off the steps in the blocks that were judged, by arm."""
+        blocks = self.evidence.blocks_of(state.bout.place)[
+            : state.last.blocks if state.last else None
+        ]
+        return checks.off_from_steps(self.evidence, state.bout, blocks)
+
+    def checked(self, state: State) -> bool:
+        """Whether full runs of the leader could be compared with its steps, to about MOST_OFF."""
+        runs = len(self.off_from_steps(state).get(state.last.leader, ())) if state.last else 0
+        return runs > 0 and checks.check_scatter(runs, state.last.blocks, self._level) <= MOST_OFF
 
     def moved(self, state: State) -> checks.Moved | None:
         """What full runs that contradict the blocks leave of a bout's claim; None if they do not."""
-        last, bout = state.last, state.bout
+        last = state.last
         if last is None or last.leader not in state.active:
             return None
-        blocks = self.evidence.blocks_of(bout.place)[: last.blocks]
         bounds = {arm: ratio.bound for arm, ratio in last.ratios.items()}
         for drop in state.drops:
             if drop.ratio is not None:
                 told = drop.ratio.bound if drop.kind == "slower" else math.log(moderated.SCREEN)
                 bounds[drop.strategy] = told
-        off = checks.off_from_steps(self.evidence, bout, blocks)
-        return checks.moved_by(off, last.leader, bounds, len(blocks), self._level)
+        off = self.off_from_steps(state)
+        return checks.moved_by(off, last.leader, bounds, last.blocks, self._level)
 
     def claimed(self, state: State) -> Judged | None:
         """The latest look with what full runs leave of it: what a claim rests on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from stratbench.cell.blocks import VERDICT_VERSION, Block
@@ -26,7 +26,8 @@ CLAIMS = ("fastest", "within", "at most")
 def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, Any]:
     """The content of verdict.json."""
     costs = Costs(course)
-    blocks = list(course.evidence.blocks.values())
+    # In one order, so that sums have the same last digit whatever the order of files.
+    blocks = [course.evidence.blocks[key] for key in sorted(course.evidence.blocks)]
     noise, margin = noise_of(blocks), course.evidence.margin
     rivals = max((len(s.bout.arms) - 1 for s in course.states), default=1)
     bouts = [bout_values(course, costs, state) for state in course.states]
@@ -67,10 +68,8 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
     if unusable and claim != "only":
         claim, text = "none", f"Nothing is claimed: {unusable}."
     matrix_s = costs.matrix_s(state)
-    off = checks.off_from_steps(course.evidence, bout, blocks)
-    doubts = list(doubts_on(course, state, blocks, off))
-    checked = last is not None and last.leader in off
-    level, why = confidence_in(course, state, blocks, claim, doubts, checked)
+    doubts = list(doubts_on(course, state, blocks))
+    level, why = confidence_in(course, state, blocks, claim, doubts)
     return {
         "experiment": bout.place.experiment,
         "model": bout.place.model,
@@ -85,6 +84,7 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
         "node_sets": len({block.hosts for block in blocks}),
         "blocks": last.blocks if last else len(blocks),
         "unusable": unusable,
+        "checked": course.checked(state),
         "steps": blocks[0].steps if blocks else None,
         "open": is_open(state),
         "claim": claim,
@@ -106,11 +106,9 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
     }
 
 
-def doubts_on(
-    course: Course, state: State, blocks: Sequence[Block], off: Mapping[str, Sequence[float]]
-) -> Iterator[str]:
-    """Sentences on what speaks against a bout's blocks. `off`: how far full runs are from their steps."""
-    for arm, logs in off.items():
+def doubts_on(course: Course, state: State, blocks: Sequence[Block]) -> Iterator[str]:
+    """Sentences on what speaks against a bout's blocks."""
+    for arm, logs in course.off_from_steps(state).items():
         found = sorted(log for log in logs if abs(log) > MOST_OFF)
         if found:
             ends = " to ".join(
@@ -127,10 +125,10 @@ def doubts_on(
         )
     for block in blocks:
         for arm, factor in checks.far_from_full_run(course.evidence, state.bout, block):
-            times = f"{factor:.3g} times" if factor > 1 else f"a {1 / factor:.3g}th of"
+            times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
             yield f"a step of {arm} in block {block.number} takes {times} that of its own full run"
     last = state.last
-    if last and last.unlike > (dependence.SUSPECT if last.alike else dependence.CERTAIN):
+    if last and last.unlike > dependence.CERTAIN:
         wider = ", so that the intervals are wider" if last.alike else ""
         yield f"blocks are more like the one before them than chance makes them{wider}"
 
@@ -173,6 +171,8 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
     if last is None:
         return "none", "Nothing is known yet: no block was judged."
     where, sure = on_node(blocks), f"(95 %{of_how_many(blocks)})"
+    if not course.checked(state):
+        where = f" by its steps{where}"  # no full run could tell whether whole trainings agree
     if not state.active:
         return (
             "none",
@@ -316,12 +316,8 @@ def confidence_in(
     blocks: list[Block],
     claim: str,
     doubts: list[str],
-    checked: bool,
 ) -> tuple[str, str]:
-    """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules.
-
-    `checked`: whether a full run of the leader could be compared with its step times.
-    """
+    """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules."""
     last = course.claimed(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
@@ -339,9 +335,12 @@ def confidence_in(
     if open_score := unsettled_score(course, state):
         sure = False
         told.append(open_score)
-    if not checked:
+    if not course.checked(state):
         sure = False
-        told.append("No full run of it has checked the step times yet.")
+        if last.leader not in course.off_from_steps(state):
+            told.append("No full run of it has checked the step times yet.")
+        else:
+            told.append("Allocations differ too much for its full runs to check the step times.")
     if doubts:
         sure = False
         told.append(f"Doubts: {'; '.join(doubts)}.")
