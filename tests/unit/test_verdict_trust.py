@@ -76,17 +76,22 @@ def test_full_runs_that_are_all_slower_alike_change_no_claim():
     assert bout_of(replace(LEADS, sustained=1.1))["claim"] == "fastest"
 
 
-def test_a_leader_is_trained_in_full_whatever_its_arithmetic():
-    evidence, _ = replace(LEADS, equal=("ddp", "fsdp", "ps-x")).to_the_end()
-    assert "ps-x" in {cell.strategy for cell in evidence.full_runs}
+#: Two numbers of workers, and one full run of DDP's arithmetic is enough for the scores of both.
+BOTH = replace(LEADS, equal=("ddp", "fsdp", "ps-x"), places=[ONE, Place("e", "m", 2)])
+
+
+def test_a_leader_is_trained_in_full_on_its_number_of_workers_whatever_its_arithmetic():
+    evidence, _ = BOTH.to_the_end()
+    assert {(cell.strategy, cell.gpus) for cell in evidence.full_runs} == {("ps-x", 1), ("ps-x", 2)}
 
 
 def test_high_takes_a_full_run_of_the_leader_itself():
-    evidence, _ = LEADS.to_the_end()
-    assert told(evidence)["bouts"][0]["confidence"] == "high"
-    others = {cell: run for cell, run in evidence.full_runs.items() if cell.strategy != "ps-x"}
-    (bout,) = told(replace(evidence, full_runs=others))["bouts"]
-    assert bout["confidence"] != "high"
+    evidence, _ = BOTH.to_the_end()
+    assert {bout["confidence"] for bout in told(evidence)["bouts"]} == {"high"}
+    first = {cell: run for cell, run in evidence.full_runs.items() if cell.gpus == 1}
+    one, two = told(replace(evidence, full_runs=first))["bouts"]
+    assert (one["confidence"], two["confidence"]) == ("high", "medium")
+    assert "by its steps" in two["text"]
 
 
 def test_where_allocations_differ_too_much_for_a_check_the_claim_is_of_steps():

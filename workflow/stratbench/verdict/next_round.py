@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from stratbench.cell.words import counted
 from stratbench.verdict import race
 from stratbench.verdict.costs import Costs
 from stratbench.verdict.evidence import RaceEvidence
-from stratbench.verdict.rounds import Course, State, decided, most_allowed
+from stratbench.verdict.rounds import Course, State
 
 SCHEMA_VERSION = 1
 
@@ -97,6 +98,16 @@ def round_of(course: Course) -> NextRound:
         expected_gpu_hours=expected_s / 3600 if known else None,
         may_follow=0 if done else course.may_follow,
     )
+
+
+def decided(course: Course, state: State) -> bool:
+    """Whether a bout has ended with the claim that it was asked for."""
+    last = course.claimed(state)
+    return last is not None and not state.open and last.at_most <= most_allowed(course.evidence)
+
+
+def most_allowed(evidence: RaceEvidence) -> float:
+    return math.log1p(evidence.margin) + 1e-9
 
 
 def entry(course: Course, state: State, number: int) -> dict[str, Any]:

@@ -333,16 +333,21 @@ class Course:
                 continue
             runs = len(self.scores.runs_of(bout, leader))
             moved, off = self.moved(state), self.off_from_steps(state)
-            near = moved is None and statistics.fmean(off.get(leader, [0.0])) <= MOST_OFF / 2
+            mean = {arm: statistics.fmean(logs) for arm, logs in off.items()}
+            own = mean.pop(leader, 0.0)
             equal = bout.equal[bout.arms.index(leader)]
             loss = None if equal else self.scores.loss_of(bout, leader)
+            near = moved is None and own <= MOST_OFF / 2
             certain = near and (loss is None or loss.settled)
             if not runs or (not certain and runs < MATRIX_REPEATS):
                 self.asked.setdefault(self.evidence.cell(bout, leader, runs))
-            if moved and (moved.nearest in off or not off.keys() - {leader}):
-                runs = len(off.get(moved.nearest, ()))
-                if runs < MATRIX_REPEATS:
-                    self.asked.setdefault(self.evidence.cell(bout, moved.nearest, runs))
+            # The rival that makes up for the leader's full runs, or does not.
+            rival = max(mean, key=mean.__getitem__, default=None)
+            if moved and (moved.nearest in mean or not mean):
+                rival = moved.nearest
+            done = len(off.get(rival, ()))
+            if rival and (moved or own > MOST_OFF) and done < MATRIX_REPEATS:
+                self.asked.setdefault(self.evidence.cell(bout, rival, done))
         return len(self.asked) > before
 
     def off_from_steps(self, state: State) -> dict[str, list[float]]:
@@ -387,13 +392,3 @@ FAILURES = {
     "refused": "cannot train the network",
     "missing": "has no segment in a block",
 }
-
-
-def decided(course: Course, state: State) -> bool:
-    """Whether a bout has ended with the claim that it was asked for."""
-    last = course.claimed(state)
-    return last is not None and not state.open and last.at_most <= most_allowed(course.evidence)
-
-
-def most_allowed(evidence: RaceEvidence) -> float:
-    return math.log1p(evidence.margin) + 1e-9

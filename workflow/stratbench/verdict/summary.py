@@ -13,9 +13,9 @@ from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.moderated import ROUGH
 from stratbench.verdict import checks, dependence, race
 from stratbench.verdict.costs import Costs
-from stratbench.verdict.next_round import NextRound
+from stratbench.verdict.next_round import NextRound, decided
 from stratbench.verdict.noise import Noise, noise_of
-from stratbench.verdict.rounds import Course, Drop, Judged, State, decided
+from stratbench.verdict.rounds import Course, Drop, Judged, State
 
 #: Above this bound, "at most so much slower than the fastest" is no useful claim.
 MUCH = 1.0
