@@ -122,7 +122,7 @@ def cost_tables() -> Iterator[str]:
     for name, (base_s, steps, segment) in REGIMES.items():
         yield f"\n## Cost against the matrix of 3 repeats, {name}\n"
         yield (
-            "| strategies, nodes | blocks, % | with full runs for scores, % | within 3 % claimed, % | "
+            "| strategies, nodes | blocks, % | with full runs, % | within 3 % claimed, % | "
             "something may be faster by (median), % | wrong, % | blocks |"
         )
         yield "|---|--:|--:|--:|--:|--:|--:|"
@@ -150,6 +150,8 @@ def page() -> Iterator[str]:
     yield f"{COST_BOUTS}. A claim is wrong when `fastest` names a strategy that is not, or one of several"
     yield "that are equally fast; when `within 3 %` names one that is slower by more; or when something is"
     yield "faster by more than `at most` says. With a true rate of 5 % a row of 9000 shows 4.5 to 5.5 %."
+    yield "Each block has a node of its own, and blocks are independent of one another; where that is not so:"
+    yield "[limits.md](limits.md)."
     yield from error_tables()
     yield from controls()
     yield from cost_tables()

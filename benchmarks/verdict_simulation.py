@@ -237,7 +237,7 @@ def run(
         judged = course.open.copy()
         blocks = int(course.blocks.max())
         target = race.next_look(blocks)
-        new = []
+        new, began = [], course.logs.shape[-1]
         for _ in range(target - blocks):
             logs = block_of_segments(rng, s, noise, node)
             ran = course.active & judged[..., None]
@@ -253,7 +253,10 @@ def run(
                 new += [np.where(ran, logs[..., i], np.nan) for i in (0, 1)]
             else:
                 new.append(np.where(ran, values_of_segments(logs), np.nan))
-        step = course.advance(np.stack(new, -1), judged * len(new), first_limits[:, None, None])
+        nodes = np.arange(began, began + len(new))  # a node a block, or taken for one
+        step = course.advance(
+            np.stack(new, -1), judged * len(new), nodes, first_limits[:, None, None]
+        )
         look = step.look
         gaps = s.mu - race.at(s.mu, look.leader)[..., None]
         holds = ~look.rivals | ((look.low <= gaps) & (gaps <= look.high))
@@ -269,6 +272,9 @@ def run(
         np.arange(bouts[1]) // 3 % 2 == 0, True, s.gpus == 1
     )  # BatchNorm: each count
     training = training + reference * full[..., 0]
+    # A leader of equal arithmetic is trained, too, to check its steps; others have been, for their scores.
+    own = race.at(s.equal, result["leader"]) & ~(reference & (result["leader"] == 0))
+    training = training + own * race.at(full, result["leader"])
     total = 3 * (full * s.there).sum((-1, -2))
     within = (result["at_most"] <= np.log1p(MARGIN) + 1e-9) & race.at(
         course.admissible, result["leader"]
@@ -307,7 +313,7 @@ def uncorrected():
 def screening_whatever_the_noise():
     """The known mistake of dropping arms after one block without a look at how it scatters."""
     advance = race.Race.advance
-    return _with(race.Race, advance=lambda self, *of: advance(self, *of[:2]))
+    return _with(race.Race, advance=lambda self, *of: advance(self, *of[:3]))
 
 
 def intervals_of_a_leader_known_before():

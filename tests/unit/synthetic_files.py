@@ -17,7 +17,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.study.config import load_config
 from stratbench.verdict import __main__ as command
 from stratbench.verdict.evidence import read_evidence
-from stratbench.verdict.rounds import next_round
+from stratbench.verdict.next_round import next_round
 
 WORLD = World(
     steps_s={"ddp": 0.1, "fsdp": 0.11, "ps-dana": 0.099, "ps-async": 0.3},

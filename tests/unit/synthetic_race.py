@@ -11,7 +11,7 @@ import numpy as np
 from stratbench.cell.blocks import Block, Place, Segment
 from stratbench.cell.coordinates import Cell
 from stratbench.verdict.evidence import Bout, FullRun, RaceEvidence
-from stratbench.verdict.rounds import NextRound, next_round
+from stratbench.verdict.next_round import NextRound, next_round
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class World:
     equal: Sequence[str] = ("ddp", "fsdp")
     oom: Sequence[str] = ()
     noise: float = 0.004
-    hosts: Sequence[str] = ("node1", "node2")
+    #: Of the blocks, in turn: here a node a block.
+    hosts: Sequence[str] = tuple(f"node{n}" for n in range(1, 11))
     places: Sequence[Place] = (Place("e", "m", 1), Place("e", "m", 2))
     full_steps: int = 2000
     #: Factor of the full runs' times over steps x step time.
@@ -57,7 +58,7 @@ class World:
         """The block that an entry of round.json asks for; the same whenever it is asked for."""
         place = Place(entry["experiment"], entry["model"], entry["gpus"])
         rng = np.random.default_rng([study_seed, entry["block"], place.gpus])
-        common = rng.normal(0, 0.05)
+        common = rng.normal(0, 0.01)
         known = sorted(self.steps_s)
         drawn = {arm: rng.normal(0, self.noise, 3) for arm in known}
         order = list(entry["arms"])
@@ -71,7 +72,7 @@ class World:
                 )
                 segments.append(
                     Segment(len(segments), passed, arm, "oom" if bad else "ok",
-                            None if bad else step_s, None, None, 1.0, 5.0)
+                            None if bad else step_s, None, None, 1.0, 5.0 + 75 * step_s)
                 )  # fmt: skip
         return Block(
             place=place,

@@ -617,7 +617,7 @@ def test_amounts_that_print_alike_get_a_digit_more():
     found = decided(rows, gpu_memory_gib=0.012, memory_margin=0.0)
     assert "model states alone 12.31 MiB, and 12.29 MiB are given" in found.excluded[0][1]
     late = decided([cell("ddp", 1.164)], deadline_s=1)
-    assert late.changes == ("A later deadline: then ddp on 4 (1.164 s, and 1 s are given).",)
+    assert late.changes == ("A later deadline: then ddp on 4 (1.16 s, and 1 s are given).",)
 
 
 def test_more_repeats_are_asked_for_in_numbers():

@@ -36,7 +36,10 @@ def test_a_study_is_raced_from_its_files_alone(raced, capsys):
     assert {b["claim"] for b in found["bouts"]} == {"within"}
     assert found["done"]
     assert found["spent_gpu_hours"] < found["matrix_gpu_hours"]
-    assert "vgg-compact on 2 GPUs (first): ps-dana is within 3 % of the fastest (95 %)." in told
+    assert (
+        "vgg-compact on 2 GPUs (first): ps-dana is within 3 % of the fastest (95 %, on 3 nodes)."
+        in told
+    )
     assert "Cost so far" in told
     assert "Done: everything is decided." in told
 

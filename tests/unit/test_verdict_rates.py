@@ -117,5 +117,15 @@ def test_the_check_figures_of_the_procedure():
     for arm, variance in enumerate(np.append(variances, np.zeros(4)), 1):
         logs[0, arm] = 1.0 + np.sqrt(variance) * np.array([-1, 0, 1])
     there = np.ones((1, 15), dtype=bool)
-    look = race.judge(logs, there, there, ~there, np.array([15]), np.array([True]), 0.03, np.inf)
+    look = race.judge(
+        logs,
+        there,
+        there,
+        ~there,
+        np.array([15]),
+        np.array([True]),
+        0.03,
+        np.inf,
+        np.arange(3)[None],
+    )
     np.testing.assert_allclose(look.mean[0, 1] - look.bound[0, 1], 0.05075, atol=5e-6)

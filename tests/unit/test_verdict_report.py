@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -63,6 +64,20 @@ def test_without_a_verdict_a_decision_goes_by_records_alone(told, tmp_path):
     assert read_verdict("") is None
 
 
+@pytest.mark.parametrize("confidence", ["medium", None])
+def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence):
+    """Three blocks on hosts of their own would do for high; the verdict knows what speaks against them."""
+    cells = read_cells(told.root / "cells.csv")
+    findings = audit.read_audit(told.root / "audit.csv")
+    raced = raced_groups(read_verdict(verdict_of(told)))
+    for group, found in raced.items():
+        claim = found.claim and confidence and (found.claim[0], confidence)
+        raced[group] = replace(found, claim=claim)
+    (found,) = decide.decisions(cells, findings, decide.Constraints(), raced)
+    assert found.confidence == "medium"
+    assert ("does not claim it" in found.confidence_why) == (confidence is None)
+
+
 def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     """The user's GPUs are too small for the leader: the race does not decide against the others."""
     cells = read_cells(told.root / "cells.csv")
@@ -106,11 +121,11 @@ def test_the_report_begins_with_the_verdict(values):
     html = report.render(values)
     first, second = html.index('id="verdict"'), html.index('id="answer"')
     section = html[first:second]
-    assert section.count("ps-dana is within 3 % of the fastest (95 %).") == 2
+    assert section.count("ps-dana is within 3 % of the fastest (95 %, on 3 nodes).") == 2
     assert "more than 1.5 times as slow in the first block" in section
     assert "strategy × allocation" in section
     assert "nothing is faster by more than" in section
-    assert '<th scope="col">at least</th>' in section
+    assert "at least" in section
     assert "data:image/svg+xml" in section
     assert "GPU-hours" in section
 

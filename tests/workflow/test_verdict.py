@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -95,7 +96,9 @@ def test_rounds_follow_one_another_to_the_end_of_the_race(raced):
     found = json.loads((raced.folder / "results/tiny/verdict/verdict.json").read_text())
     assert found["margin"] == 0.001 < found["noise"]["ratio"]
     assert found["bouts"][0]["claim"] != "within"
-    # The decision goes by these blocks, and by none of strategies that were trained otherwise.
+    # The decision goes by these blocks, and by none of strategies that were trained otherwise. So short a
+    # training learns nothing, and is excluded for it: one strategy is left without a record.
+    shutil.rmtree(raced.folder / "results/tiny/cells/first/same", ignore_errors=True)
     assert "Measured in paired blocks" in raced.run("decide").stdout
     other = "studies={tiny: {experiments: {first: {lr: 0.02}}}}"
     done = raced.run("decide", "--config", other)

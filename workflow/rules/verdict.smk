@@ -61,8 +61,9 @@ rule verdict:
         ENV
     params:
         config=lambda w: json.dumps(STUDY_CONFIG, sort_keys=True),
+        outlook=lambda w: told(lambda: ROUND.outlook),  # all that a dry run can say
     message:
-        f"tell what is decided of the study {STUDY.name}"
+        f"tell what is decided of the study {STUDY.name}. {{params.outlook}}"
     shell:
         f"{PROGRAM}"
         "-m stratbench.verdict tell --config {params.config:q} 2>&1 | tee {log:q}"

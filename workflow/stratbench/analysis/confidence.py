@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stratbench.analysis.candidates import Candidate
+from stratbench.analysis.candidates import PAIRED_BLOCKS, Candidate
 from stratbench.analysis.constraints import Constraints
 from stratbench.analysis.ranking import Ranking
 from stratbench.analysis.tolerance import chance_difference
@@ -31,9 +31,12 @@ def confidence_in(
     told.append(claim)
     if first.claim is not None:
         told.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
-        if rests_on_verdict(ranking):
-            # Arms that left the race early have few blocks; the verdict counts the blocks of all.
-            level = max(level, LEVELS.index(first.claim[1]))
+        # The verdict counts the blocks of all arms, and knows nodes, full runs and dependence.
+        by_verdict = LEVELS.index(first.claim[1])
+        level = by_verdict if rests_on_verdict(ranking) else min(level, by_verdict)
+    elif first.basis == PAIRED_BLOCKS:
+        level = min(level, 1)
+        told.append(f"The verdict on {counted(first.gpus, 'worker')} does not claim it.")
     elif ranking.looked_again:
         told.append(LOOKED_AGAIN)
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))

@@ -1,4 +1,4 @@
-"""The report's section on the verdict: claims, dropped strategies, intervals, noise and cost."""
+"""The report's section on the verdict: claims, dropped strategies, bounds, noise and cost."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def at_most_text(bout: Mapping[str, Any]) -> str:
 
 
 def nearest_interval(bout: Mapping[str, Any]) -> str:
-    """The interval of the rival that may be the fastest, with its name."""
+    """The ratio and bound of the rival that may be the fastest, with its name."""
     known = [r for r in bout["ratios"] if r["low"] is not None and r["against"] == bout["leader"]]
     if not known:
         return ""
@@ -95,7 +95,6 @@ def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
         "state": f"dropped after {counted(ratio['blocks'], 'block')}" if dropped
         else words.get(ratio["state"], ratio["state"]),
         "ratio": ratio["text"],
-        "at_least": f"{ratio['at_least']:.3f}" if ratio["at_least"] else "",
         "against": ratio["against"] or "",
         "why": ratio["why"],
     }  # fmt: skip
@@ -132,7 +131,7 @@ def noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 def interval_figures(
     verdict: Mapping[str, Any], looks: Mapping[str, Style]
 ) -> Iterator[dict[str, Any]]:
-    """A figure for each experiment: the interval of each rival, shrinking with the number of blocks."""
+    """A figure for each experiment: the bound of each rival, which rises with the number of blocks."""
     for experiment in dict.fromkeys(bout["experiment"] for bout in verdict["bouts"]):
         bouts = [
             bout
@@ -155,8 +154,8 @@ def interval_figures(
                 for arm in drawn
             ]
             note = (
-                "The leader at each look is 1. Shaded: the margin. Dash: the bound that decides. "
-                "Arrows lead out of the figure, and so do rivals that are missing."
+                "The leader at each look is 1. Shaded: the margin. Dash: the least that the ratio may be, "
+                "which decides. Arrows lead out of the figure, and so do rivals that are missing."
             )
             add_legend_and_note(figure, handles, note)
             out = io.BytesIO()
@@ -167,7 +166,7 @@ def interval_figures(
             "experiment": experiment,
             "uri": "data:image/svg+xml;base64," + base64.b64encode(out.getvalue()).decode(),
             "width_pt": width,
-            "alt": f"Intervals of every strategy's time against the leader's in {experiment}, by blocks.",
+            "alt": f"Every strategy's time against the leader's in {experiment}, and its bound, by blocks.",
         }
 
 
@@ -193,19 +192,14 @@ def draw_intervals(
         if not shown:
             continue
         yield arm
-        x, mean, low, high, bound = np.array(shown).T
-        ends = np.clip([low, high], *nearest)
+        x, mean, _, _, bound = np.array(shown).T
+        least = np.maximum(bound, nearest[0])
         style = looks[arm]
-        axis.vlines(x, *ends, color=style.colour, linewidth=1.4)
+        axis.vlines(x, least, mean, color=style.colour, linewidth=1.4)
         axis.plot(x, mean, style.marker, color=style.colour, markersize=3.5)
         inside = bound >= nearest[0]
         axis.plot(x[inside], bound[inside], "_", color=style.colour, markersize=8)
-        for at, beyond, end in zip(x, high > nearest[1], ends[1], strict=True):
-            if beyond:
-                axis.plot([at], [end], "^", color=style.colour, markersize=2.5)
-        for at, beyond, end in zip(x, low < nearest[0], ends[0], strict=True):
-            if beyond:
-                axis.plot([at], [end], "v", color=style.colour, markersize=2.5)
+        axis.plot(x[~inside], least[~inside], "v", color=style.colour, markersize=2.5)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2f}"))
     axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))

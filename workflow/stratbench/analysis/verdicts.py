@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,6 +12,7 @@ import pandas as pd
 from stratbench.analysis.groups import Group
 from stratbench.cell.blocks import VERDICT_VERSION
 from stratbench.cell.files import read_json
+from stratbench.cell.seal import why_broken
 from stratbench.strategies.base import Traits
 
 #: States of an arm that exclude it, with the words of the decision.
@@ -45,14 +47,20 @@ def read_verdict(path: str) -> dict[str, Any] | None:
         found = read_json(path)
     except (OSError, ValueError):
         return None
-    known = isinstance(found, dict) and found.get("schema_version") == VERDICT_VERSION
-    return found if known else None
+    if not isinstance(found, dict) or found.get("schema_version") != VERDICT_VERSION:
+        return None
+    if why := why_broken(found, path):
+        print(f"{path} is not used: {why}; `snakemake verdict` writes it anew", file=sys.stderr)
+        return None
+    return found
 
 
 def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
     """The results of a verdict for each strategy, model and number of workers in the race."""
     found = {}
     for bout in verdict["bouts"]:
+        if bout["unusable"]:
+            continue
         states = {ratio["strategy"]: ratio for ratio in bout["ratios"]}
         for arm in bout["arms"]:
             times = {

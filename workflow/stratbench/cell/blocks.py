@@ -25,7 +25,7 @@ BLOCK_PATTERN = "{experiment}/{model}/{gpus}gpu/block{block}"
 BLOCK_FILE = "block.json"
 SCHEMA_VERSION = 1
 #: Of verdict.json.
-VERDICT_VERSION = 2
+VERDICT_VERSION = 3
 #: The passes of a block: a segment that does not count, each strategy twice, and once more where the two
 #: disagree.
 PASSES = BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"
@@ -187,6 +187,8 @@ class Block:
     gpu_seconds: float
     #: What each strategy was trained with, as `trained_digest` has it.
     trained: Mapping[str, str] = field(default_factory=dict)
+    #: Names of its GPUs; empty for CPU processes, and for blocks of versions that did not record them.
+    gpu_names: tuple[str, ...] = ()
 
     def of(self, strategy: str) -> list[Segment]:
         """A strategy's segments that count, in the order first, mirror, third."""
@@ -237,6 +239,7 @@ def read_block(path: str | Path) -> Block:
         device=found["device"],
         gpu_seconds=found["gpu_seconds"],
         trained={name: trained_digest(s) for name, s in found["trained"].items()},
+        gpu_names=tuple(sorted(found.get("gpu_names", ()))),
     )
 
 
@@ -246,8 +249,9 @@ def _faults(found: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(found.get(key), kind):
             yield f"{key} is {str(found.get(key))[:40]!r}"
             return
-    if not isinstance(found["settings"].get("steps"), int):
-        yield f"settings.steps is {str(found['settings'].get('steps'))[:40]!r}"
+    if not isinstance(steps := found["settings"].get("steps"), int):
+        yield f"settings.steps is {str(steps)[:40]!r}"
+        return
     for name in found["order"]:
         if not isinstance(found["trained"].get(name), dict):
             yield f"trained does not say with what {str(name)[:40]!r} was"
@@ -262,6 +266,11 @@ def _faults(found: Mapping[str, Any]) -> Iterator[str]:
         mean_s, ok = segment.mean_step_s, segment.status == "ok"
         if not (isinstance(mean_s, float) and 0 < mean_s < math.inf if ok else mean_s is None):
             yield f"segments[{n}].mean_step_s is {mean_s!r} with status {segment.status!r}"
+        elif ok and segment.in_pass != BURN_IN and steps * mean_s > segment.wall_s:
+            yield (
+                f"segments[{n}]: {steps} steps of {mean_s:.4g} s are more than the {segment.wall_s:.4g} s "
+                "that it took in all"
+            )
 
 
 _FIELDS: dict[str, Any] = {

@@ -69,6 +69,11 @@ class Round:
                 f"{self.file} cannot be read: {e}; start it with `snakemake verdict`"
             ) from None
 
+    @property
+    def outlook(self) -> str:
+        """What the round may cost, and how many may follow: a sentence."""
+        return self.content["outlook"]
+
     def keep(self) -> None:
         """Writes the file that the jobs of the round read."""
         write_atomic(self.file, json.dumps(self.content, indent=1) + "\n")

@@ -33,7 +33,6 @@ from stratbench.strategies import strategy_class
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, devices
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
-from stratbench.train.job import Job
 from stratbench.train.launch import (
     add_job_arguments,
     begin_log,
@@ -128,6 +127,7 @@ class BlockRun:
         self._slot = 0
         self._preceding: str | None = None
         self._hosts: set[str] = set()
+        self._gpu_names: set[str] = set()
         self._use_cuda = False
 
     def run(self) -> None:
@@ -165,6 +165,7 @@ class BlockRun:
             "segments": [segment.as_dict() for segment in done],
             "hosts": sorted(self._hosts),
             "device": "cuda" if self._use_cuda else "cpu",
+            "gpu_names": sorted(self._gpu_names),
             "software_gpu": self._use_cuda and software_gpu.is_here(),
             "allocation": os.environ.get("SLURM_JOB_ID"),
             "started": started.isoformat(timespec="seconds"),
@@ -226,7 +227,13 @@ class BlockRun:
             raise SegmentError(f"worker {lost[0]['worker']} was lost: {lost[0]['reason']}", [])
         found = assemble.make_record(job, ending)
         steps = timed_steps(job, discarded, timed) if ending.status == "ok" else None
-        hosts = self._hosts_of(job)
+        told = [
+            w["provenance"]
+            for w in job.folder.read_workers(job.world_size).values()
+            if "provenance" in w
+        ]  # a worker that told nothing has none
+        hosts = sorted({p["host"]["name"] for p in told})
+        self._gpu_names.update(p["gpu"]["name"] for p in told if "gpu" in p)
         found["block"] = {
             "id": plan.path,
             "host": ", ".join(hosts),
@@ -242,8 +249,8 @@ class BlockRun:
         self._preceding = strategy
         self.at = "between its segments"
         mean_s = steps and steps["mean_s"]
-        told = f"{1e3 * mean_s:.2f} ms a step" if mean_s else f"{ending.status}: {ending.reason}"
-        print(f"segment {name} ({in_pass}): {told}; {wall_s:.1f} s", flush=True)
+        text = f"{1e3 * mean_s:.2f} ms a step" if mean_s else f"{ending.status}: {ending.reason}"
+        print(f"segment {name} ({in_pass}): {text}; {wall_s:.1f} s", flush=True)
         return Segment(
             slot,
             in_pass,
@@ -255,11 +262,6 @@ class BlockRun:
             wall_s - (found["time"]["train_time_s"] or 0.0),
             wall_s,
         )
-
-    def _hosts_of(self, job: Job) -> list[str]:
-        """The names of the hosts that a segment ran on; empty if no worker told its own."""
-        workers = job.folder.read_workers(job.world_size).values()
-        return sorted({w["provenance"]["host"]["name"] for w in workers if "provenance" in w})
 
 
 if __name__ == "__main__":

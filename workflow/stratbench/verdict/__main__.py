@@ -10,7 +10,8 @@ from pathlib import Path
 
 from stratbench.cell.files import write_atomic
 from stratbench.verdict.evidence import read_evidence
-from stratbench.verdict.rounds import Course, round_of
+from stratbench.verdict.next_round import round_of
+from stratbench.verdict.rounds import Course
 from stratbench.verdict.summary import verdict_of
 from stratbench.verdict.words import verdict_lines
 

@@ -12,11 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from stratbench import moderated
+from stratbench.verdict import dependence
 
 #: Numbers of blocks at which a bout is judged; nothing is decided at others.
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
-#: No bout is decided with fewer blocks.
-FEWEST_BLOCKS = 3
+#: No bout is decided with fewer blocks, nor with fewer of those on nodes that come again.
+FEWEST_BLOCKS, FEWEST_ALIKE = 3, 6
+#: From so many node sets on they are the unit that repeats, and a claim is about all nodes of their kind.
+FEWEST_SETS = 3
 #: Two arms are called equal if the reported interval lies within this share either way.
 EQUAL = 0.03
 
@@ -29,6 +32,9 @@ class Look(NamedTuple):
 
     leader: np.ndarray  # index of the fastest arm that may be chosen
     blocks: np.ndarray  # number of blocks that count: all arms in the race are in them
+    sets: np.ndarray  # number of node sets that they ran on
+    alike: np.ndarray  # whether they are on fewer than FEWEST_SETS, and one of these came again
+    unlike: np.ndarray  # by how many standard deviations neighbours are too much alike
     mean: np.ndarray
     bound: np.ndarray  # lower bound of the arm's ratio, by which it is judged
     low: np.ndarray  # of the interval that is reported
@@ -77,6 +83,30 @@ def mean_logs(logs: np.ndarray) -> np.ndarray:
         return np.where(there, logs, 0.0).sum(-1) / there.sum(-1)
 
 
+def by_node_set(logs: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The values that repeat, how many node sets there are, and whether few of them came again.
+
+    Arms differ by several percent between nodes, so blocks on the same nodes are no two repeats of a claim
+    about others. From FEWEST_SETS node sets on the values are the means of each; else the blocks, and the
+    claim is about their nodes alone. `nodes`, shape [..., bouts, blocks]: a number from 0 for each node set.
+    """
+    there = np.isfinite(logs).any(-2)
+    nodes = np.where(there, nodes, -1)
+    labels = np.arange(max(nodes.max(initial=0) + 1, logs.shape[-1]))
+    inside = nodes[..., None] == labels  # [..., bouts, blocks, sets]
+    sets = inside.any(-2).sum(-1)
+    again = sets < there.sum(-1)
+    many = again & (sets >= FEWEST_SETS)
+    if not many.any():
+        return logs, sets, again
+    count = np.isfinite(logs).astype(float) @ inside
+    with np.errstate(invalid="ignore"):
+        means = (np.where(np.isfinite(logs), logs, 0.0) @ inside) / count
+    blocks = np.pad(logs, [(0, 0)] * (logs.ndim - 1) + [(0, len(labels) - logs.shape[-1])],
+                    constant_values=np.nan)  # fmt: skip
+    return np.where(many[..., None, None], means, blocks), sets, again & ~many
+
+
 def judge(
     logs: np.ndarray,
     active: np.ndarray,
@@ -86,16 +116,25 @@ def judge(
     judged: np.ndarray,
     margin: float,
     screen: np.ndarray | float,
+    nodes: np.ndarray,
+    doubtful: np.ndarray | bool = False,
 ) -> Look:
     """Judges every bout of the mask `judged` by its blocks so far.
 
     `logs`: NaN where an arm was not in a block; `active`: arms in the race; `admissible`: arms that may
     lead because their score is known to be good; `served`: arms with a parameter server; `started`: the
     number of arms that the bout began with; `margin`: a bout is decided when nothing may be faster than
-    its leader by more than this share; `screen`: the log ratio from which one block shows an arm slower.
+    its leader by more than this share; `screen`: the log ratio from which one block shows an arm slower;
+    `nodes`: the node set of each block (by_node_set); `doubtful`: arms of which a block is not believed, so
+    that they are not called slower.
+
+    Where few nodes came again, blocks may depend on their predecessor, and a claim is about these nodes and
+    hours. So it takes FEWEST_ALIKE blocks, only arms beyond the margin are told apart, and intervals are as
+    much wider as the blocks are too much alike (dependence.py).
     """
     logs = in_common(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)
+    logs, sets, alike = by_node_set(logs, nodes)
     means = mean_logs(logs)
     ahead = index_of_fastest(means, active)  # whether or not it may be chosen
     may_lead = active & admissible
@@ -107,20 +146,43 @@ def judge(
     counted = rivals & judged[..., None]
     found = found._replace(repeats=np.where(counted, found.repeats, 0))
     variance, dof = _moderated(found, served | at(served, leader)[..., None])
+    ratio, unlike = dependence.neumann_ratio(logs, active)
+    wider = np.where(alike, dependence.widening(ratio, blocks), 1.0)[..., None]
     tails = moderated.tail_of(rivals.sum(-1))[..., None], reported_tail(started)[..., None]
-    half, reported = (moderated.half_widths(variance, dof, found.repeats, tail) for tail in tails)
+    half, reported = (
+        wider * moderated.half_widths(variance, dof, found.repeats, tail) for tail in tails
+    )
     bound = np.where(rivals, mean - half, np.inf)
+    waits = alike & (
+        (blocks < FEWEST_ALIKE) | ((unlike > dependence.SUSPECT) & (blocks < LOOKS[-1]))
+    )
     screened = (blocks == 1)[..., None] & (mean > screen)
-    slower = rivals & ((bound > 0) | screened)
+    least = np.where(waits, np.inf, np.where(alike, np.log1p(margin), 0.0))[..., None]
+    slower = rivals & ((bound > least) | screened) & ~np.asarray(doubtful)
     at_most = np.maximum(0.0, -np.where(rivals & ~slower, bound, np.inf).min(-1))
     decided = (
         (blocks >= FEWEST_BLOCKS)
+        & ~waits
         & (at_most <= np.log1p(margin) + 1e-12)
         & at(admissible, leader)
         & at(admissible, ahead)
     )
     low, high = mean - reported, mean + reported
-    return Look(leader, blocks, mean, bound, low, high, slower, rivals, at_most, decided)
+    return Look(
+        leader,
+        blocks,
+        sets,
+        alike,
+        unlike,
+        mean,
+        bound,
+        low,
+        high,
+        slower,
+        rivals,
+        at_most,
+        decided,
+    )
 
 
 def _moderated(found: moderated.Differences, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -185,19 +247,27 @@ class Race:
         #: Bouts that a score has opened again; they are judged by the blocks that they have.
         self.again = np.zeros(self.open.shape, dtype=bool)
         self.logs = np.empty((*there.shape, 0))
+        self.nodes = np.empty((*self.open.shape, 0), dtype=int)
         #: Blocks so far, and the leader at the last look, shape [..., bouts].
         self.blocks, self.leader = np.zeros((2, *self.open.shape), dtype=int)
         #: The leader that an arm was dropped against, -1 for none, shape [..., bouts, arms].
         self.against = np.full(there.shape, -1)
 
     def advance(
-        self, values: np.ndarray, new: np.ndarray, disagreement: np.ndarray | float = 0.0
+        self,
+        values: np.ndarray,
+        new: np.ndarray,
+        nodes: np.ndarray,
+        disagreement: np.ndarray | float = 0.0,
+        doubtful: np.ndarray | bool = False,
     ) -> Step:
         """Judges the open bouts after their next blocks.
 
         `values`: shape [..., bouts, arms, blocks]; NaN beyond the `new` blocks of a bout, and where an
-        arm has no value: that arm then leaves the race. `disagreement`: the difference from which two
-        segments of one arm in a first block disagree; no screen is below it.
+        arm has no value: that arm then leaves the race. `nodes`: the node set of each of these blocks, shape
+        [..., bouts, blocks], the same number for the same nodes in all calls. `disagreement`: the difference
+        from which two segments of one arm in a first block disagree; no screen is below it. `doubtful`: as
+        in judge.
         """
         judged = self.open.copy()
         count = np.isfinite(values).sum(-1)
@@ -207,10 +277,13 @@ class Race:
         if not self.logs.shape[-1]:
             self.started = self.active.sum(-1)
         self.logs = np.concatenate([self.logs, values], axis=-1)
+        self.nodes = np.concatenate(
+            [self.nodes, np.broadcast_to(nodes, (*self.open.shape, values.shape[-1]))], axis=-1
+        )
         screen = np.maximum(np.log(moderated.SCREEN), disagreement)
         look = judge(
             self.logs, self.active, self.admissible, self.served, self.started, judged, self.margin,
-            screen,
+            screen, self.nodes, doubtful,
         )  # fmt: skip
         alone = self.active.sum(-1) <= 1
         ended = judged & (look.decided | (self.blocks >= LOOKS[-1]) | alone)

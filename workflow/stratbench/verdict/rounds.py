@@ -1,4 +1,4 @@
-"""Rounds: replays what the evidence has decided so far, and finds what the next round shall run.
+"""Rounds: replays what the evidence has decided so far, and finds what is missing of the next round.
 
 This is a pure function of the evidence: a round is judged once all its blocks and full runs exist, and
 by those alone. So neither the order of files nor of their arrival matters, and a killed run goes on
@@ -8,21 +8,19 @@ where it was.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from stratbench import moderated
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.segments import MATRIX_REPEATS, disagreement_limit, discarded_steps
-from stratbench.verdict import race
-from stratbench.verdict.costs import Costs
+from stratbench.cell.segments import MATRIX_REPEATS, MOST_OFF, disagreement_limit
+from stratbench.verdict import checks, race
 from stratbench.verdict.evidence import Bout, RaceEvidence
 from stratbench.verdict.scores import Scores
-
-SCHEMA_VERSION = 1
 
 
 class Ratio(NamedTuple):
@@ -40,6 +38,9 @@ class Judged:
 
     blocks: int
     counted: int  # blocks that all arms in the race are in
+    sets: int  # node sets that these ran on
+    alike: bool  # whether these are few, and came again
+    unlike: float  # by how many standard deviations neighbouring blocks are too much alike
     leader: str
     at_most: float
     fastest: bool
@@ -81,32 +82,6 @@ class State:
         return len(self.active) + sum(drop.against is not None for drop in self.drops)
 
 
-@dataclass(frozen=True)
-class NextRound:
-    """The next round to run; `done`: there is none, for the `reason`."""
-
-    number: int
-    blocks: tuple[dict[str, Any], ...]
-    full_runs: tuple[Cell, ...]
-    done: bool
-    reason: str
-    spent_gpu_hours: float
-    expected_gpu_hours: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The content of round.json."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "round": self.number,
-            "bouts": list(self.blocks),
-            "full_runs": [cell.as_dict() for cell in self.full_runs],
-            "done": self.done,
-            "spent_gpu_hours": self.spent_gpu_hours,
-            "expected_gpu_hours": self.expected_gpu_hours,
-            "reason": self.reason,
-        }
-
-
 class Course:
     """The replay of a study's rounds, as far as its evidence goes."""
 
@@ -120,6 +95,7 @@ class Course:
         self.missing_blocks: list[tuple[State, int]] = []
         self.missing_runs: list[Cell] = []
         self._limits: dict[int, float | None] = {}
+        self._level = checks.level_scatter(evidence)
         self._arms = max((len(bout.arms) for bout in evidence.bouts), default=0)
         self._race = race.Race(
             self._array("served"),
@@ -168,7 +144,11 @@ class Course:
         self.round += 1
         blocks, targets = self._race.blocks, self._targets()
         step = self._race.advance(
-            self._values(blocks, targets), np.array(targets) - blocks, self.disagreement(1) or 0.0
+            self._values(blocks, targets),
+            np.array(targets) - blocks,
+            self._nodes(blocks, targets),
+            self.disagreement(1) or 0.0,
+            self._doubtful(targets),
         )
         self._note(step)
         self._ask(step)
@@ -196,6 +176,14 @@ class Course:
             for at, waits in zip(self._race.blocks, waiting, strict=True)
         ]
 
+    @property
+    def may_follow(self) -> int:
+        """The most rounds of blocks that may follow the next one."""
+        ends = zip(self._targets(), self._race.open, strict=True)
+        return max(
+            (sum(n > end for n in race.LOOKS) for end, is_open in ends if is_open), default=0
+        )
+
     def _values(self, blocks: np.ndarray, targets: list[int]) -> np.ndarray:
         """The new blocks' values, NaN for arms out of the race; shape [bouts, arms, new blocks]."""
         new = max(max(t - int(b) for b, t in zip(blocks, targets, strict=True)), 1)
@@ -207,6 +195,28 @@ class Course:
                     if self._race.active[i, j]:
                         values[i, j, k] = block.value(arm)
         return values
+
+    def _nodes(self, blocks: np.ndarray, targets: list[int]) -> np.ndarray:
+        """A number for the node set of each new block; shape [bouts, new blocks]."""
+        new = max(max(t - int(b) for b, t in zip(blocks, targets, strict=True)), 1)
+        nodes = np.zeros((len(self.states), new), dtype=int)
+        for i, state in enumerate(self.states):
+            seen: dict[tuple[str, ...], int] = {}
+            for number in range(1, targets[i] + 1):
+                hosts = self.evidence.blocks[state.bout.place, number].hosts
+                label = seen.setdefault(hosts, len(seen))
+                if number > blocks[i]:
+                    nodes[i, number - 1 - int(blocks[i])] = label
+        return nodes
+
+    def _doubtful(self, targets: list[int]) -> np.ndarray:
+        """The arms of which a block says something else than their own full run; shape [bouts, arms]."""
+        found = np.zeros_like(self._race.active)
+        for i, state in enumerate(self.states):
+            for block in self.evidence.blocks_of(state.bout.place)[: targets[i]]:
+                for arm, _ in checks.far_from_full_run(self.evidence, state.bout, block):
+                    found[i, state.bout.arms.index(arm)] = True
+        return found
 
     def _note(self, step: race.Step) -> None:
         """Records a round's looks and drops in words."""
@@ -236,6 +246,9 @@ class Course:
                 Judged(
                     blocks=blocks,
                     counted=int(look.blocks[i]),
+                    sets=int(look.sets[i]),
+                    alike=bool(look.alike[i]),
+                    unlike=float(look.unlike[i]),
                     leader=leader,
                     at_most=float(look.at_most[i]),
                     fastest=bool(look.fastest[i]),
@@ -315,14 +328,60 @@ class Course:
         for state in self.states:
             if not state.last or not state.bout.scored or state.compared < 2:
                 continue
-            leader = state.last.leader
-            if state.bout.equal[state.bout.arms.index(leader)] or leader not in state.active:
+            bout, leader = state.bout, state.last.leader
+            if leader not in state.active:
                 continue
-            loss = self.scores.loss_of(state.bout, leader)
-            seeds = loss.seeds if loss else 0
-            if loss is None or (not loss.settled and seeds < MATRIX_REPEATS):
-                self.asked.setdefault(self.evidence.cell(state.bout, leader, seeds))
+            runs = len(self.scores.runs_of(bout, leader))
+            moved, off = self.moved(state), self.off_from_steps(state)
+            mean = {arm: statistics.fmean(logs) for arm, logs in off.items()}
+            own = mean.pop(leader, 0.0)
+            equal = bout.equal[bout.arms.index(leader)]
+            loss = None if equal else self.scores.loss_of(bout, leader)
+            near = moved is None and own <= MOST_OFF / 2
+            certain = near and (loss is None or loss.settled)
+            if not runs or (not certain and runs < MATRIX_REPEATS):
+                self.asked.setdefault(self.evidence.cell(bout, leader, runs))
+            # The rival that makes up for the leader's full runs, or does not.
+            rival = max(mean, key=mean.__getitem__, default=None)
+            if moved and (moved.nearest in mean or not mean):
+                rival = moved.nearest
+            done = len(off.get(rival, ()))
+            if rival and (moved or own > MOST_OFF) and done < MATRIX_REPEATS:
+                self.asked.setdefault(self.evidence.cell(bout, rival, done))
         return len(self.asked) > before
+
+    def off_from_steps(self, state: State) -> dict[str, list[float]]:
+        """How far the full runs of a bout are off the steps in the blocks that were judged, by arm."""
+        blocks = self.evidence.blocks_of(state.bout.place)[
+            : state.last.blocks if state.last else None
+        ]
+        return checks.off_from_steps(self.evidence, state.bout, blocks)
+
+    def checked(self, state: State) -> bool:
+        """Whether full runs of the leader could be compared with its steps, to about MOST_OFF."""
+        runs = len(self.off_from_steps(state).get(state.last.leader, ())) if state.last else 0
+        return runs > 0 and checks.check_scatter(runs, state.last.blocks, self._level) <= MOST_OFF
+
+    def moved(self, state: State) -> checks.Moved | None:
+        """What full runs that contradict the blocks leave of a bout's claim; None if they do not."""
+        last = state.last
+        if last is None or last.leader not in state.active:
+            return None
+        bounds = {arm: ratio.bound for arm, ratio in last.ratios.items()}
+        for drop in state.drops:
+            if drop.ratio is not None:
+                told = drop.ratio.bound if drop.kind == "slower" else math.log(moderated.SCREEN)
+                bounds[drop.strategy] = told
+        off = self.off_from_steps(state)
+        return checks.moved_by(off, last.leader, bounds, last.blocks, self._level)
+
+    def claimed(self, state: State) -> Judged | None:
+        """The latest look with what full runs leave of it: what a claim rests on."""
+        last, moved = state.last, self.moved(state)
+        if last is None or moved is None:
+            return last
+        at_most = max(last.at_most, moved.at_most)
+        return replace(last, at_most=at_most, fastest=last.fastest and moved.fastest)
 
 
 #: Why an arm left the race in a block, in words.
@@ -333,68 +392,3 @@ FAILURES = {
     "refused": "cannot train the network",
     "missing": "has no segment in a block",
 }
-
-
-def next_round(evidence: RaceEvidence) -> NextRound:
-    """The next round to run, from the evidence alone."""
-    return round_of(Course(evidence))
-
-
-def round_of(course: Course) -> NextRound:
-    """The next round of a replayed course."""
-    evidence = course.evidence
-    costs = Costs(course)
-    spent_s = costs.spent_s
-    pending = (*course.missing_blocks, *course.missing_runs)
-    expected_s = costs.expected_s if pending else 0.0
-    known = expected_s is not None
-    budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
-    over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
-    # The cost of an unmeasured round is not known: it is refused only once the budget is spent.
-    raced = any(state.looks for state in course.states)
-    reason = "everything is decided" if raced else "there is nothing to compare"
-    if not pending and any(s.last and not decided(s, evidence.margin) for s in course.states):
-        reason = f"the race is over: {race.LOOKS[-1]} blocks are the most"
-    elif over:
-        reason = (
-            f"the next round would exceed the budget of {evidence.budget_gpu_hours:g} GPU-hours"
-        )
-    elif pending:
-        reason = "open"
-    done = not pending or bool(over)
-    return NextRound(
-        number=course.round + (0 if done else 1),
-        blocks=() if done else tuple(entry(course, s, n) for s, n in course.missing_blocks),
-        full_runs=() if done else tuple(course.missing_runs),
-        done=done,
-        reason=reason,
-        spent_gpu_hours=spent_s / 3600,
-        expected_gpu_hours=expected_s / 3600 if known else None,
-    )
-
-
-def decided(state: State, margin: float) -> bool:
-    """Whether a bout has ended with the claim that it was asked for."""
-    last = state.last
-    return last is not None and not state.open and last.at_most <= math.log1p(margin) + 1e-9
-
-
-def entry(course: Course, state: State, number: int) -> dict[str, Any]:
-    """A block of round.json."""
-    evidence, place = course.evidence, state.bout.place
-    first = evidence.blocks.get((place, 1))
-    steps = first.steps if first else None
-    return {
-        "experiment": place.experiment,
-        "model": place.model,
-        "dataset": state.bout.dataset,
-        "gpus": place.gpus,
-        "block": number,
-        "arms": evidence.order(state.bout, number, state.active),
-        "settings": {
-            "steps": steps,
-            "discard": None if steps is None else discarded_steps(steps),
-            "disagreement": course.disagreement(state.last.blocks if state.last else 0),
-        },
-        "seed": evidence.block_seed(state.bout, number),
-    }

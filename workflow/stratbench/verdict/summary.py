@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from stratbench.cell.blocks import VERDICT_VERSION, Block
+from stratbench.cell.seal import sealed
 from stratbench.cell.segments import MATRIX_REPEATS, MOST_OFF
 from stratbench.cell.words import counted, plural, worker_noun
 from stratbench.moderated import ROUGH
-from stratbench.verdict import race
+from stratbench.verdict import checks, dependence, race
 from stratbench.verdict.costs import Costs
+from stratbench.verdict.next_round import NextRound, decided
 from stratbench.verdict.noise import Noise, noise_of
-from stratbench.verdict.rounds import Course, Drop, Judged, NextRound, State, decided
+from stratbench.verdict.rounds import Course, Drop, Judged, State
 
 #: Above this bound, "at most so much slower than the fastest" is no useful claim.
 MUCH = 1.0
@@ -24,18 +26,15 @@ CLAIMS = ("fastest", "within", "at most")
 def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, Any]:
     """The content of verdict.json."""
     costs = Costs(course)
-    blocks = list(course.evidence.blocks.values())
+    # In one order, so that sums have the same last digit whatever the order of files.
+    blocks = [course.evidence.blocks[key] for key in sorted(course.evidence.blocks)]
     noise, margin = noise_of(blocks), course.evidence.margin
     rivals = max((len(s.bout.arms) - 1 for s in course.states), default=1)
-    off = [list(off_from_steps(course, costs, state)) for state in course.states]
-    # One full run of a model checks it on any number of workers.
-    checked = {model_of(s) for s, found in zip(course.states, off, strict=True) if found}
-    bouts = [
-        bout_values(course, costs, state, of_bout, checked)
-        for state, of_bout in zip(course.states, off, strict=True)
-    ]
+    bouts = [bout_values(course, costs, state) for state in course.states]
+    unusable = [f"{b['experiment']}, {b['model']} on {b['gpus']}: {b['unusable']}"
+                for b in bouts if b["unusable"]]  # fmt: skip
     matrix = [bout["matrix_gpu_hours"] for bout in bouts if len(bout["arms"]) > 1]
-    return {
+    return sealed({
         "schema_version": VERDICT_VERSION,
         "study": course.evidence.study,
         "margin": margin,
@@ -48,28 +47,29 @@ def verdict_of(course: Course, found: NextRound, notes: list[str]) -> dict[str, 
         "budget_gpu_hours": course.evidence.budget_gpu_hours,
         "matrix_gpu_hours": None if None in matrix else sum(matrix),
         "matrix_repeats": MATRIX_REPEATS,
-        "next": {"blocks": len(found.blocks), "full_runs": [str(c) for c in found.full_runs]},
+        "next": {
+            "blocks": len(found.blocks),
+            "full_runs": [str(c) for c in found.full_runs],
+            "may_follow": found.may_follow,
+        },
         "bouts": bouts,
         "noise": vars(noise) | {"text": noise_text(noise, margin, rivals)},
-        "notes": notes,
-    }
+        "notes": [*notes, *unusable],
+    })  # fmt: skip
 
 
-def bout_values(
-    course: Course,
-    costs: Costs,
-    state: State,
-    off: list[tuple[str, float]],
-    checked: Container[tuple[str, str]],
-) -> dict[str, Any]:
-    """The entry of a bout. `off`: how far its full runs are from their steps; `checked`: models with any."""
-    last, bout = state.last, state.bout
+def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
+    """The entry of a bout."""
+    last, bout = course.claimed(state), state.bout
     # A block that no look has judged yet supports no claim.
     blocks = course.evidence.blocks_of(bout.place)[: last.blocks if last else None]
+    unusable = next(checks.why_unusable(blocks), None)
     claim, text = claim_of(course, state, blocks)
+    if unusable and claim != "only":
+        claim, text = "none", f"Nothing is claimed: {unusable}."
     matrix_s = costs.matrix_s(state)
-    doubts = list(doubts_of(off))
-    level, why = confidence_in(course, state, blocks, claim, doubts, model_of(state) in checked)
+    doubts = list(doubts_on(course, state, blocks))
+    level, why = confidence_in(course, state, blocks, claim, doubts)
     return {
         "experiment": bout.place.experiment,
         "model": bout.place.model,
@@ -81,7 +81,10 @@ def bout_values(
         "trained": dict(zip(bout.arms, bout.trained, strict=False)),
         "device": blocks[0].device if blocks else None,
         "hosts": sorted({host for block in blocks for host in block.hosts}),
+        "node_sets": len({block.hosts for block in blocks}),
         "blocks": last.blocks if last else len(blocks),
+        "unusable": unusable,
+        "checked": course.checked(state),
         "steps": blocks[0].steps if blocks else None,
         "open": is_open(state),
         "claim": claim,
@@ -103,10 +106,10 @@ def bout_values(
     }
 
 
-def doubts_of(off: list[tuple[str, float]]) -> Iterator[str]:
-    """A sentence on each arm whose full runs took another time than their steps, and by how much."""
-    for arm in dict.fromkeys(arm for arm, _ in off):
-        found = sorted(log for a, log in off if a == arm and abs(log) > MOST_OFF)
+def doubts_on(course: Course, state: State, blocks: Sequence[Block]) -> Iterator[str]:
+    """Sentences on what speaks against a bout's blocks."""
+    for arm, logs in course.off_from_steps(state).items():
+        found = sorted(log for log in logs if abs(log) > MOST_OFF)
         if found:
             ends = " to ".join(
                 f"{math.expm1(log):+.1%}" for log in dict.fromkeys(found[:1] + found[-1:])
@@ -115,6 +118,19 @@ def doubts_of(off: list[tuple[str, float]]) -> Iterator[str]:
                 f"{counted(len(found), 'full run')} of {arm} took {ends} against the steps times the "
                 "blocks' step time"
             )
+    if (moved := course.moved(state)) and (before := share_of(state.last.at_most)) < MUCH:
+        yield (
+            f"by the blocks alone nothing would be faster than {state.last.leader} by more than "
+            f"{before:.1%}; the full runs let {moved.nearest} be"
+        )
+    for block in blocks:
+        for arm, factor in checks.far_from_full_run(course.evidence, state.bout, block):
+            times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
+            yield f"a step of {arm} in block {block.number} takes {times} that of its own full run"
+    last = state.last
+    if last and last.unlike > dependence.CERTAIN:
+        wider = ", so that the intervals are wider" if last.alike else ""
+        yield f"blocks are more like the one before them than chance makes them{wider}"
 
 
 def noise_text(noise: Noise, margin: float, rivals: int) -> str:
@@ -136,11 +152,6 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def model_of(state: State) -> tuple[str, str]:
-    """The experiment and model of a bout."""
-    return state.bout.place.experiment, state.bout.place.model
-
-
 def is_open(state: State) -> bool:
     """Whether a bout with rivals has not ended."""
     return state.open and len(state.bout.arms) > 1
@@ -151,7 +162,7 @@ def is_open(state: State) -> bool:
 
 def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, str]:
     """The kind of the claim (one of CLAIMS, `only` or `none`), and its sentence."""
-    last, margin = state.last, course.evidence.margin
+    last, margin = course.claimed(state), course.evidence.margin
     if len(state.bout.arms) == 1:
         return (
             "only",
@@ -159,7 +170,9 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
         )
     if last is None:
         return "none", "Nothing is known yet: no block was judged."
-    where = on_node(blocks)
+    where, sure = on_node(blocks), f"(95 %{of_how_many(blocks)})"
+    if not course.checked(state):
+        where = f" by its steps{where}"  # no full run could tell whether whole trainings agree
     if not state.active:
         return (
             "none",
@@ -177,28 +190,45 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
             f"{race.FEWEST_BLOCKS}."
         )
     if last.fastest:
-        return "fastest", f"{last.leader} is the fastest of {state.compared}{where} (95 %)."
+        return "fastest", f"{last.leader} is the fastest of {state.compared}{where} {sure}."
     shown = share_of(last.at_most)
-    if decided(state, margin):
+    if decided(course, state):
         return (
             "within",
-            f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} (95 %).",
+            f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} {sure}.",
         )
     if shown > MUCH:
         return "none", (
             f"{last.leader} leads after {counted(last.counted, 'block')}{where}, and nothing is claimed: "
             "by these blocks something may be more than twice as fast."
         )
-    return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} (95 %)."
+    return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} {sure}."
 
 
 def on_node(blocks: list[Block]) -> str:
-    """The words `` on node X`` if all blocks ran on the same nodes: others may order arms differently."""
-    hosts = {block.hosts for block in blocks}
-    if len(hosts) != 1:
+    """The words `` on node X`` where blocks ran on few sets of nodes: others may order arms differently."""
+    sets = sorted({block.hosts for block in blocks})
+    if not 0 < len(sets) < race.FEWEST_SETS:
         return ""
-    named = next(iter(hosts))
-    return f" on {'node' if len(named) == 1 else 'nodes'} {', '.join(named)}"
+    if len(sets) == 1:
+        return f" on {'node' if len(sets[0]) == 1 else 'nodes'} {', '.join(sets[0])}"
+    named = " and ".join(", ".join(hosts) for hosts in sets)
+    return f" on {node_sets(len(sets), sets)} alone, {named}"
+
+
+def of_how_many(blocks: Sequence[Block]) -> str:
+    """The words ``, on 4 nodes`` of a claim that is about more than its own nodes."""
+    sets = {block.hosts for block in blocks}
+    return f", on {node_sets(len(sets), sets)}" if len(sets) >= race.FEWEST_SETS else ""
+
+
+def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
+    """`2 nodes`, or `2 sets of nodes` where a block takes several."""
+    return (
+        f"{count} sets of nodes"
+        if any(len(hosts) > 1 for hosts in sets)
+        else counted(count, "node")
+    )
 
 
 def ratio_values(state: State, arm: str) -> dict[str, Any]:
@@ -224,20 +254,17 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
         values |= {n: ratio_from(v) for n, v in zip(names, found, strict=True)}
         if values["low"] is None or values["high"] is None or values["low"] == 0:
             values |= {"low": None, "high": None, "at_least": None}
-    return values | {"text": interval_text(values)}
+    return values | {"text": ratio_text(values)}
 
 
-def interval_text(ratio: dict[str, Any]) -> str:
-    """A ratio with its interval; an end beyond ten times is shown as `below 0.1` or `above 10`."""
+def ratio_text(ratio: dict[str, Any]) -> str:
+    """A ratio with the bound that it is judged by: `1.105 (at least 1.072)`."""
     if ratio["ratio"] is None:
         return ""
-    if ratio["low"] is None:
+    if ratio["at_least"] is None:
         return f"{ratio['ratio']:.3f}"
-    ends = (
-        "below 0.1" if end < 0.1 else "above 10" if end > 10 else f"{end:.3f}"
-        for end in (ratio["low"], ratio["high"])
-    )
-    return f"{ratio['ratio']:.3f} [{', '.join(ends)}]"
+    least = "below 0.1" if ratio["at_least"] < 0.1 else f"at least {ratio['at_least']:.3f}"
+    return f"{ratio['ratio']:.3f} ({least})"
 
 
 def ratio_from(log: float) -> float | None:
@@ -283,39 +310,24 @@ def score_state(course: Course, state: State, arm: str) -> str:
     return "worse" if course.scores.why_failed(state.bout, arm) else "good"
 
 
-def off_from_steps(course: Course, costs: Costs, state: State) -> Iterator[tuple[str, float]]:
-    """The arms with the log ratio of each full run's time to its steps x the blocks' step time.
-
-    Covers runs that ended well, whether the race asked for them or not.
-    """
-    for arm in state.bout.arms:
-        step_s = costs.step_s(state, arm)
-        for run in course.evidence.runs_of(state.bout, arm):
-            if run.status == "ok" and step_s is not None and run.train_time_s and run.steps:
-                yield arm, math.log(run.train_time_s / (run.steps * step_s))
-
-
 def confidence_in(
     course: Course,
     state: State,
     blocks: list[Block],
     claim: str,
     doubts: list[str],
-    checked: bool,
 ) -> tuple[str, str]:
-    """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules.
-
-    `checked`: whether a full run of the model could be compared with its step times.
-    """
-    last = state.last
+    """The confidence (`high`, `medium` or `low`), and why; docs/verdict.md has the rules."""
+    last = course.claimed(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
     told, sure = [], True
     hosts = {host for block in blocks for host in block.hosts}
-    if len({block.hosts for block in blocks}) < 2:
+    if (sets := len({block.hosts for block in blocks})) < race.FEWEST_SETS:
         sure = False
+        which = "" if sets == 1 else f", and {race.FEWEST_SETS} are the fewest that tell of others"
         told.append(
-            f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently."
+            f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently{which}."
         )
     if any(block.device == "cpu" for block in blocks):
         sure = False
@@ -323,9 +335,12 @@ def confidence_in(
     if open_score := unsettled_score(course, state):
         sure = False
         told.append(open_score)
-    if not checked:
+    if not course.checked(state):
         sure = False
-        told.append("No full run has checked the step times yet.")
+        if last.leader not in course.off_from_steps(state):
+            told.append("No full run of it has checked the step times yet.")
+        else:
+            told.append("Allocations differ too much for its full runs to check the step times.")
     if doubts:
         sure = False
         told.append(f"Doubts: {'; '.join(doubts)}.")

@@ -18,11 +18,6 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
             yield f"{title}:"
             for bout in found:
                 yield from bout_lines(bout)
-    if any(ratio["at_least"] for bout in verdict["bouts"] for ratio in bout["ratios"]):
-        yield (
-            "In brackets: the interval that holds with those of all pairs, at all looks. "
-            '"At least": the bound of this rival alone, by which it is told apart.'
-        )
     yield from cost_lines(verdict)
     yield f"Noise: {verdict['noise']['text']}."
     yield from (f"Note: {note}" for note in verdict["notes"])
@@ -50,8 +45,6 @@ def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
 def ratio_text(ratio: dict[str, Any]) -> str:
     """A few words on an arm against the leader."""
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
-    if ratio["at_least"]:
-        figures += f", at least {ratio['at_least']:.3f}"
     match ratio["state"]:
         case "open":
             return figures and f"{figures}: not told apart"
@@ -94,4 +87,5 @@ def next_lines(verdict: dict[str, Any]) -> Iterator[str]:
     cost = "its cost is not known before the first block"
     if expected is not None:
         cost = f"about {expected:.3g} {verdict['hours']}"
-    yield f"Next round: {' and '.join(parts)}; {cost}."
+    more = f"{counted(after['may_follow'], 'round')} of blocks may follow it at most"
+    yield f"Next round: {' and '.join(parts)}; {cost}; {more}."
