@@ -1,4 +1,4 @@
-from stratbench.study import pending, resume, slurm
+from stratbench.study import order, pending, resume, slurm
 from stratbench.train import forkserver
 
 
@@ -27,6 +27,7 @@ onstart:
         slurm.hold_until_ended(workflow, planned)
         slurm.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
+    order.start_by_priority(workflow)
     if workflow.local_exec and requests:
         forkserver.share_until_exit()
 
@@ -42,6 +43,8 @@ rule train_cell:
         timeline=f"{RESULTS}/{CELL}/timeline.csv",
     log:
         f"{RESULTS}/{LOGS}.log",
+    # Repeat after repeat, shuffled within; no reason to train again.
+    priority: lambda w: order.priority(cell_of(w))
     conda:
         ENV
     resources:
