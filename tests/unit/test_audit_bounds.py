@@ -213,6 +213,9 @@ def slowed(block: dict[str, Any], phase_ms: float | None, slept_ms: float = 4.0)
         (slowed({"workers": [5], "factor": 3}, None), True),  # no worker of this cell
         (slowed({"workers": [0], "factor": 1}, 0.0, 0.0), True),
         (both(slowed(SLOWED, 4.1), put("settings.slowdown", None)), False),
+        (both(slowed(SLOWED, 4.1), put("strategy.details.slowdown.factor", 2.0)), False),
+        (both(slowed(SLOWED, 4.1), put("strategy.details.slowdown.mean_factor", 1.0)), False),
+        (both(slowed(SLOWED, 4.1), put("strategy.details.slowdown.sigma", 0.5)), False),
     ],
 )
 def test_workers_are_slowed_where_the_settings_say_so_and_only_there(strategy, plant, believed):

@@ -148,6 +148,18 @@ def test_one_strategy_on_a_node_of_its_own_is_doubted_and_no_other():
     assert findings(evidence) == {"confounded-host": {"ps-dana"}}
 
 
+@pytest.mark.parametrize("repeats", [2, 3, 5])
+def test_collectives_on_one_node_and_servers_on_another_are_doubted(repeats):
+    evidence = study(in_turns(cells(repeats)), host=lambda place, cell: cell.strategy[:2])
+    assert findings(study(in_turns(cells(repeats, STRATEGIES[:1])))) == {}
+    assert findings(evidence) == {"confounded-host": set(STRATEGIES)}
+
+
+def test_halves_of_the_strategies_that_ran_one_after_the_other_are_doubted():
+    halves = in_turns(cells(3, STRATEGIES[:2])) + in_turns(cells(3, STRATEGIES[2:4]))
+    assert findings(study(halves)) == {"confounded-order": set(STRATEGIES[:4])}
+
+
 # ---- honest
 
 
@@ -167,6 +179,16 @@ def test_repeats_that_are_spread_over_nodes_are_believed_and_so_are_two_clusters
         lambda place, cell: f"{cell.strategy}-{cell.repeat}",  # a node for each cell
     ):
         assert findings(study(order, host=host)) == {}
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+@pytest.mark.parametrize("repeats", [3, 5])
+def test_cells_that_land_on_nodes_by_chance_are_believed(repeats, nodes):
+    rng = random.Random(nodes)
+    order = in_turns(fixture.expand(STRATEGIES, ("resnet50", "vgg16"), (2, 4), repeats=repeats))
+    for _ in range(5):
+        evidence = study(order, host=lambda place, cell: f"n{rng.randrange(nodes)}", at_once=nodes)
+        assert findings(evidence) == {}
 
 
 def test_two_clusters_that_train_a_model_each_are_believed():

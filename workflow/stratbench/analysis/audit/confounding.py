@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +22,8 @@ from stratbench.cell.record import Record
 EXPLAINED = 1.25
 #: The rule fires by chance in one experiment of a thousand, and a lesser change does not matter.
 CHANCE, CHANGE = 0.001, 0.03
+#: Runs on a host where no other strategy ran, from which that is no chance.
+ALONE = 3
 #: Residuals of runs that follow one another: standard deviations of their correlation by chance.
 NEIGHBOURS = 3.3
 
@@ -82,26 +84,6 @@ def rivals_by_group(
             )
 
 
-def confounded(
-    evidence: Evidence,
-    on_equal_counts: bool,
-    apart: Callable[[list[Run], list[Run]], str],
-) -> Iterator[tuple[Group, dict[str, list[str]]]]:
-    """The groups that are apart from most of their rivals: the rivals' names by how they are apart.
-
-    One that was added later is apart from all others, and each of those from it alone. `apart` says how
-    two groups are apart; empty if they are not.
-    """
-    runs = runs_of(evidence)
-    for group, rivals in rivals_by_group(evidence, on_equal_counts):
-        named: defaultdict[str, list[str]] = defaultdict(list)
-        for other in rivals:
-            if how := apart(runs[group], runs[other]):
-                named[how].append(f"{other.strategy} on {other.gpus}")
-        if 2 * sum(map(len, named.values())) > len(rivals):
-            yield group, named
-
-
 @rule(
     "confounded-order",
     "doubtful",
@@ -110,9 +92,16 @@ def confounded(
     "a machine that changed meanwhile makes such a difference. Train all of them anew, as one study.",
 )
 def confounded_order(evidence: Evidence) -> Iterator[Found]:
-    for group, named in confounded(evidence, False, order_apart):
-        told = [f"{how} {', '.join(names)}" for how, names in named.items()]
-        yield Found(coordinates_of_group(group), f"trained {' and '.join(told)}, not in turns")
+    runs = runs_of(evidence)
+    for group, rivals in rivals_by_group(evidence, on_equal_counts=False):
+        named: defaultdict[str, list[str]] = defaultdict(list)
+        for other in rivals:
+            if how := order_apart(runs[group], runs[other]):
+                named[how].append(f"{other.strategy} on {other.gpus}")
+        # One that was added later is apart from all others, and each of those from it alone.
+        if 2 * sum(map(len, named.values())) > len(rivals):
+            told = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
+            yield Found(coordinates_of_group(group), f"trained {told}, not in turns")
 
 
 def order_apart(own: list[Run], others: list[Run]) -> str:
@@ -137,23 +126,32 @@ def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
     "confounded-host",
     "doubtful",
     "time",
-    "All repeats of the strategy ran on a host of their own, and most that are about as fast ran elsewhere: "
-    "what differs may be the hosts. Spread repeats over hosts, or train all strategies on the same.",
+    "The strategy is known by its host, and one that is about as fast ran elsewhere: what differs may be "
+    "the hosts. Spread repeats over hosts, or train all strategies on the same.",
 )
 def confounded_host(evidence: Evidence) -> Iterator[Found]:
-    for group, named in confounded(evidence, True, host_apart):
-        for host, names in named.items():
-            yield Found(
-                coordinates_of_group(group),
-                f"all repeats on {host}, and none there of {', '.join(names)}",
-            )
-
-
-def host_apart(own: list[Run], others: list[Run]) -> str:
-    """The one host, or set of hosts, of all of the group's repeats if none of the others' ran there."""
-    hosts = {run.hosts for run in own}
-    alone = len(hosts) == 1 and hosts.isdisjoint(run.hosts for run in others)
-    return own[0].hosts if alone and all(run.hosts for run in others) else ""
+    homes: defaultdict[tuple[str, int], defaultdict[str, list[str]]]
+    homes = defaultdict(lambda: defaultdict(list))
+    for group, runs in runs_of(evidence).items():
+        homes[group.experiment, group.gpus][group.strategy] += [run.hosts for run in runs]
+    for group, rivals in rivals_by_group(evidence, on_equal_counts=True):
+        hosts = homes[group.experiment, group.gpus]
+        own = hosts[group.strategy]
+        elsewhere = [r.strategy for r in rivals if own[0] not in hosts[r.strategy]]
+        if len(set(own)) > 1 or not own[0] or not elsewhere:
+            continue
+        # By chance two runs are often on one host, and three seldom where nobody else is.
+        others = [theirs for name, theirs in hosts.items() if name != group.strategy]
+        if len(own) >= ALONE and not any(own[0] in theirs for theirs in others):
+            why = "where no other strategy ran"
+        elif all(len(set(theirs)) == 1 for theirs in others):
+            why = "as each strategy on one host"
+        else:
+            continue
+        yield Found(
+            coordinates_of_group(group),
+            f"all {len(own)} runs on {own[0]}, {why}; elsewhere: {', '.join(elsewhere)}",
+        )
 
 
 @rule(

@@ -256,6 +256,12 @@ def faults_of_slowdown(facts: Facts, phases: dict[str, float]) -> Iterator[str]:
         return
     # What one worker says that it slept; a phase is the mean over all workers.
     if told := facts("strategy.details.slowdown"):
+        if told["factor"] not in (1, asked.get("factor", 1)):
+            yield f"the factor of a slowdown is {told['factor']:g}, but the settings say {asked}"
+        yield from unless_same("sigma of a slowdown", told["sigma"], "asked", asked.get("sigma", 0))
+        yield from unless_at_least(
+            "mean_factor of a slowdown", told["mean_factor"], "its factor", told["factor"]
+        )
         slept_ms = (told["mean_factor"] - 1) * told["step_without_ms"] / facts.gpus
         yield from unless_at_least(
             "time.breakdown_ms.slowdown", phase_ms, "what the slowed worker slept", slept_ms, 0.05
