@@ -190,12 +190,14 @@ def slowed(block: dict[str, Any], phase_ms: float | None, slept_ms: float = 4.0)
         phases = record["time"]["breakdown_ms"]
         if phase_ms is not None:
             phases["slowdown"] = phase_ms
-        factor = block.get("factor", 1.5)
+        factor = block.get("factor", 1)
         if 0 in block.get("workers", [0]) and phase_ms is not None:
             record["strategy"]["details"]["slowdown"] = {
-                "factor": factor, "sigma": block.get("sigma", 0.0), "mean_factor": factor,
+                "factor": factor,
+                "sigma": block.get("sigma", 0.0),
+                "mean_factor": max(factor, 1.5 if "sigma" in block else 1),
                 "step_without_ms": slept_ms,
-            }  # fmt: skip
+            }
 
     return plant
 
