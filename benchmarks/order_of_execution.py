@@ -149,7 +149,7 @@ def judged(
     """What the decision and the audit say of cells that ran one after another in this order."""
     at = np.arange(len(cells)) / (len(cells) - 1)
     times = 600 * np.exp(change(at, rng) + noise * rng.normal(size=len(cells)))
-    # What was added later began a week later; the rules look at the order alone.
+    # The rules look at the order alone, not at how long nothing ran.
     starts = [datetime(2000, 1, 1, tzinfo=UTC) + timedelta(hours=i) for i in range(len(cells))]
     by_strategy: dict[str, dict[int, float]] = {}
     records = []

@@ -81,3 +81,20 @@ def test_policies_side_by_side_train_as_each_does_alone():
     for variant in few.variants:
         alone = list(benchmark.train("", condition, few, [variant]))
         assert alone == [r for r in together if (r["strategy"], r["options"]) == variant]
+
+
+@pytest.mark.slow
+def test_a_machine_that_slows_makes_no_equal_strategy_slower_in_the_workflows_order(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import order_of_execution as benchmark
+
+    monkeypatch.setattr(benchmark, "STUDIES", 60)
+    slowing = benchmark.CHANGES["slower by 10 %, steadily"]
+    for size in ((3, 3), (5, 3), (3, 5)):
+        old, new = (
+            benchmark.rates(*size, benchmark.ORDERS[name], slowing, 0.01)
+            for name in ("strategy by strategy", "the workflow's")
+        )
+        assert old["false"] > 40
+        assert old["unsaid"] == 0
+        assert new["false"] <= 5
