@@ -92,11 +92,14 @@ def rivals_by_group(
     "a machine that changed meanwhile makes such a difference. Train all of them anew, as one study.",
 )
 def confounded_order(evidence: Evidence) -> Iterator[Found]:
-    runs = runs_of(evidence)
+    timed = {
+        group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
+        for group, runs in runs_of(evidence).items()
+    }
     for group, rivals in rivals_by_group(evidence, on_equal_counts=False):
         named: defaultdict[str, list[str]] = defaultdict(list)
         for other in rivals:
-            if how := order_apart(runs[group], runs[other]):
+            if how := order_apart(timed[group], timed[other]):
                 named[how].append(f"{other.strategy} on {other.gpus}")
         # One that was added later is apart from all others, and each of those from it alone.
         if 2 * sum(map(len, named.values())) > len(rivals):
@@ -104,21 +107,21 @@ def confounded_order(evidence: Evidence) -> Iterator[Found]:
             yield Found(coordinates_of_group(group), f"trained {told}, not in turns")
 
 
-def order_apart(own: list[Run], others: list[Run]) -> str:
+def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
     """`before` or `after` if most pairs of equal repeats ran so with other repeats of the two in between."""
-    both = [run for run in (*own, *others) if run.begun_s is not None and run.ended_s is not None]
-    firsts = {run.repeat: run for run in own if run in both}
-    pairs = [(firsts[b.repeat], b) for b in others if b.repeat in firsts and b in both]
+    pairs = [(run, others[repeat]) for repeat, run in own.items() if repeat in others]
     if len(pairs) < 2:
         return ""
-    ahead = sum(ahead_of(a, b, both) for a, b in pairs) / len(pairs)
+    both = [*own.values(), *others.values()]
+    ahead = sum(ahead_of(one, other, both) for one, other in pairs) / len(pairs)
     return "" if abs(ahead) <= 0.5 else "before" if ahead > 0 else "after"
 
 
 def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
     """1 if `one` ended before `other` began and another of `runs` ran in between, -1 the other way round."""
     first, last = (one, other) if one.begun_s <= other.begun_s else (other, one)
-    between = any(first.ended_s <= r.begun_s and r.ended_s <= last.begun_s for r in runs)
+    from_s, to_s = first.ended_s, last.begun_s
+    between = from_s < to_s and any(from_s <= r.begun_s and r.ended_s <= to_s for r in runs)
     return 0 if not between else 1 if first is one else -1
 
 
