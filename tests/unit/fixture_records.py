@@ -280,9 +280,9 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         used |= asked
         used["nvml_used_bytes"] = peak + 700 * MIB
     total_s = {"timeout": TIME_LIMIT_S + 1, "oom": 9.0}.get(status, 14.0 + sum(epoch_times_s))
-    # No two cells at the same time.
+    # No two cells at the same time, and repeat after repeat.
     started = datetime(2000, 1, 1, tzinfo=UTC)
-    started += timedelta(days=random_of("start", cell).randrange(10**5))
+    started += timedelta(hours=10**5 * cell.repeat + random_of("start", cell).randrange(10**5))
     slow = TIME_LIMIT_S / EPOCHS if status == "timeout" else 0.0
     for entry in per_epoch if slow else ():
         entry["train_time_s"] = slow * entry["epoch"]

@@ -212,7 +212,10 @@ def test_a_doubted_figure_has_a_dagger_and_the_note_says_what_it_means(tmp_path,
     for name in names:
         figure = draw(experiment, name)
         assert sum("†" in text for text in texts(figure)) == 1, name
-        assert "†: doubted by the audit" in figure.get_supxlabel().replace("\n", " ")
+        assert "†: doubtful, says the audit" in figure.get_supxlabel().replace("\n", " ")
+    doubted.loc[doubted["flags"] != "", "flags"] = "some-rule; same-value-twice"
+    note = draw(experiment, "training_time").get_supxlabel().replace("\n", " ")
+    assert "†: unusable or doubtful, says the audit" in note
 
 
 def test_numbers_of_updates_and_epochs_have_whole_ticks(tmp_path, draw):

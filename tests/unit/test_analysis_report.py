@@ -279,6 +279,23 @@ def test_mixed_machines_are_pointed_out(tmp_path):
     assert "The records come from different devices" in text
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_hosts_are_a_notice_only_where_a_strategy_is_known_by_its_host(tmp_path, alone):
+    """`alone`: each strategy on a node of its own; else repeats are spread over both."""
+
+    def change(cell, record):
+        for worker in record["workers"]:
+            worker["provenance"]["host"]["name"] = f"node-{cell.strategy if alone else cell.repeat}"
+        return record
+
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",), gpus=(2,), repeats=2)
+    text = write_page(tmp_path, cells, change=change, figures=False).read_text()
+    notice = "Strategies ran on hosts of their own: ddp, fsdp. What differs may be the hosts"
+    assert (notice in text) == alone
+    assert ("Compare with care" in text) == alone
+    assert ("†: doubtful (confounded-host), says the audit" in text) == alone
+
+
 def test_predictions_are_told_by_strategy_with_their_worst(tmp_path):
     path = tmp_path / "prediction.csv"
     path.write_text(

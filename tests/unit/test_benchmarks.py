@@ -93,3 +93,20 @@ def test_the_decisions_rates_come_out_as_a_page(capsys, monkeypatch):
     headings = [line for line in page.splitlines() if line.startswith("#")]
     assert headings == [line for line in committed.splitlines() if line.startswith("#")]
     assert page.count("\n|") == committed.count("\n|")
+
+
+@pytest.mark.slow
+def test_a_machine_that_slows_makes_no_equal_strategy_slower_in_the_workflows_order(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import order_of_execution as benchmark
+
+    monkeypatch.setattr(benchmark, "STUDIES", 60)
+    slowing = benchmark.CHANGES["slower by 10 %, steadily"]
+    for size in ((3, 3), (5, 3), (3, 5)):
+        old, new = (
+            benchmark.rates(*size, benchmark.ORDERS[name], slowing, 0.01)
+            for name in ("strategy by strategy", "the workflow's")
+        )
+        assert old["false"] > 40
+        assert old["unsaid"] == 0
+        assert new["false"] <= 5

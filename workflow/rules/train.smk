@@ -1,7 +1,7 @@
 import signal
 from threading import Thread
 
-from stratbench.study import pending, resume, sharing, slurm
+from stratbench.study import order, pending, resume, sharing, slurm
 from stratbench.train import forkserver
 
 # Which cells share a SLURM job.
@@ -49,6 +49,7 @@ onstart:
         from stratbench.study.sharing_executor import begin_sharing
 
         begin_sharing(workflow, rules.train_cell.rule.name, most, SHARED_LISTS)
+    order.start_by_priority(workflow)
     if workflow.local_exec and requests:
         forkserver.share_until_exit()
 
@@ -64,6 +65,8 @@ rule train_cell:
         timeline=f"{RESULTS}/{CELL}/timeline.csv",
     log:
         f"{RESULTS}/{LOGS}.log",
+    # Repeat after repeat, shuffled within; no reason to train again.
+    priority: lambda w: order.priority(cell_of(w))
     conda:
         ENV
     resources:

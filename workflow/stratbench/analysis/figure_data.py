@@ -10,7 +10,7 @@ import pandas as pd
 from stratbench.analysis.measures import DOUBT, Measure, measures_of
 from stratbench.analysis.score import Score, score_of
 from stratbench.analysis.style import Style, styles_by_strategy
-from stratbench.analysis.tables import spread_note, workers_are
+from stratbench.analysis.tables import rules_by_severity, spread_note, workers_are
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class FigureData:
 
     def doubt_note(self, *measures: str) -> str:
         """The meaning of a dagger, if one of these measures has one, after a space; else empty."""
-        told = self.summary["measure"].isin(measures) & (self.summary["flags"] != "")
-        return f" {DOUBT}: doubted by the audit." if told.any() else ""
+        told = rules_by_severity(self.summary["flags"][self.summary["measure"].isin(measures)])
+        return f" {DOUBT}: {' or '.join(told)}, says the audit." if told else ""
 
     def note_on(self, measure: Measure) -> str:
         """The line below a figure of one measure, which also explains bars and daggers."""

@@ -20,6 +20,7 @@ from PIL import Image
 
 from stratbench.analysis import explore, paper_audit
 from stratbench.analysis.audit import SEVERITIES, read_audit
+from stratbench.analysis.audit.confounding import confounded_host
 from stratbench.analysis.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.figure_list import PLOTS
 from stratbench.analysis.measures import MEASURES, NO_CELL, Measure, measures_of
@@ -102,8 +103,10 @@ def length_of_training(rows: pd.DataFrame) -> str:
     return distinct_values(rows, "epochs")
 
 
-def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
-    """Notices that a reader must see before any number."""
+def notices_above(
+    cells: pd.DataFrame, partial: bool, findings: Sequence[Row] = ()
+) -> Iterator[str]:
+    """Notices that a reader must see before any number; `findings`: the audit's."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
     if (unusable := (cells["status"] == "unusable").sum()) > 0:
@@ -120,7 +123,6 @@ def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
         yield "Some cells train on generated data: their score means nothing outside this study."
     for column, name in (
         ("device_name", "devices"),
-        ("host", "hosts"),
         ("torch", "torch versions"),
         ("revision", "revisions of the code"),
     ):
@@ -128,6 +130,13 @@ def notices_above(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
         if len(distinct) > 1:
             listed = ", ".join(distinct)
             yield f"The records come from different {name}: {listed}. Compare with care."
+    alone = [finding["strategy"] for finding in findings if finding["rule"] == confounded_host.id]
+    if alone:
+        listed = ", ".join(dict.fromkeys(alone))
+        yield (
+            f"Strategies ran on hosts of their own: {listed}. What differs may be the hosts. Compare with "
+            "care."
+        )
 
 
 def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -342,7 +351,7 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
     counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
-        "notices": list(notices_above(cells, partial)),
+        "notices": list(notices_above(cells, partial, findings.to_dict("records"))),
         "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
         "decided": decided,
         "verdict": verdict,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit import read_audit
+from stratbench.analysis.audit import RULES, SEVERITIES, read_audit
 from stratbench.analysis.columns import read_cells
 from stratbench.analysis.measures import DOUBT, NO_CELL, Measure, measures_of
 from stratbench.analysis.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
@@ -140,10 +140,20 @@ def marked_text(row: Mapping[str, Any]) -> str:
 
 
 def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
-    """A sentence that names the rules behind a table's marks; empty without marks."""
-    flags = (row["flags"] for _, _, found in lines for row in found.values() if row["flags"])
-    rules = dict.fromkeys(rule for flag in flags for rule in flag.split("; "))
-    return f" {DOUBT}: doubted by the audit ({', '.join(rules)})." if rules else ""
+    """A sentence that says what a table's marks mean, with the rules; empty without marks."""
+    found = rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
+    told = " or ".join(f"{severity} ({', '.join(rules)})" for severity, rules in found.items())
+    return f" {DOUBT}: {told}, says the audit." if found else ""
+
+
+def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
+    """The rules in the flags of summary rows, by what the audit calls a figure: the worst first."""
+    named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
+    severity = {rule.id: rule.severity for rule in RULES}
+    found: dict[str, list[str]] = {}
+    for rule in named:
+        found.setdefault(severity.get(rule, "doubtful"), []).append(rule)
+    return {name: found[name] for name in SEVERITIES if name in found}
 
 
 def wide_table(

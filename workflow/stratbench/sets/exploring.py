@@ -21,6 +21,6 @@ def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
         finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")
     ]
     title = ", ".join(one.name for one in sets)
-    notices = list(notices_above(cells, partial=False))
+    notices = list(notices_above(cells, partial=False, findings=findings))
     data = explore.page_data(cells, findings)
     write_atomic(path, explore.render(data, title, notices, INDEX))

@@ -17,6 +17,7 @@ import pandas as pd
 
 from stratbench.analysis.audit import (
     comparability,
+    confounding,
     counts,
     efficiency,
     full_runs,
@@ -63,6 +64,7 @@ KINDS = (
     mixed,
     comparability,
     speed,
+    confounding,
     full_runs,
     machines,
 )

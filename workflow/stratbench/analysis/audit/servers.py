@@ -18,8 +18,9 @@ from stratbench.strategies import REGISTRY, strategy_class
 
 #: The share by which shards may exceed the model: they are padded, and hold the float buffers too.
 PADDING = 0.1
-#: The number of batches from which a worker that does not wait must meet another's update.
-BUSY = 50
+#: The number of batches from which a worker counts as busy, and the share that its pushes at least have of
+#: the staleness that busy workers cannot avoid: (N - 1) x UNAVOIDABLE updates on average.
+BUSY, UNAVOIDABLE = 50, 0.25
 
 
 @record_rule(
@@ -154,15 +155,18 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
             "its updates x workers",
             made * facts.gpus,
         )
-        busy = [link for link in server["workers"] if (link.get("tickets") or 0) >= BUSY]
-        if (
-            made == pushes
-            and len(busy) > 1
-            and not waiting
-            and not late  # stale pushes may have been dropped
-            and len(without_trailing_zeros(count)) == 1
-        ):
-            yield f"no push to {shard} is stale, although {len(busy)} workers pushed without waiting"
+        busy = sum((link.get("tickets") or 0) >= BUSY for link in server["workers"])
+        # Stale pushes may have been dropped; who takes over from a lost one begins anew.
+        lossless = not late and not facts.lost and not server.get("reassigned")
+        if made == pushes and not waiting and lossless:
+            # Each update makes the N - 1 batches in progress older by one, so that the mean is N - 1 where
+            # each worker always has one; where all of them wait for all, half of that.
+            yield from unless_at_least(
+                f"the mean staleness of pushes to {shard}",
+                sum(age * n for age, n in enumerate(count)) / max(1, pushes),
+                f"what {busy} busy workers cannot avoid",
+                UNAVOIDABLE * max(0, busy - 1),
+            )
         if per_step is not None and not skips and not facts.lost and facts.status == "ok":
             yield from unless_equal(
                 f"updates of {shard}",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
+
+import numpy as np
 
 from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.audit.machines import OTHERS
@@ -35,7 +39,10 @@ DIGITS = {
     ),
 }
 #: Limits as shares of a training time, and of a step.
-UNEVEN_REPEATS, INPUT, SKEW = 0.10, 0.10, 0.02
+INPUT, SKEW = 0.10, 0.02
+#: Repeats are even at this relative standard deviation; the limit is what even ones exceed in one group of
+#: BY_CHANCE: 10 % with two repeats, 8 % with three, 5 % with ten.
+EVEN, BY_CHANCE = 0.03, 1000
 
 
 @rule(
@@ -178,16 +185,29 @@ def steps_uneven(evidence: Evidence) -> Iterator[Found]:
     "repeats-uneven",
     "doubtful",
     "time",
-    "The repeats differ so much that small differences between strategies mean nothing.",
+    "The repeats scatter more than repeats do: small differences between strategies mean little. Look at "
+    "what else ran on the machine.",
 )
 def repeats_uneven(evidence: Evidence) -> Iterator[Found]:
     for group, rows in evidence.groups.items():
-        times = rows["train_time_s"].dropna()
-        if len(times) > 1 and times.max() - times.min() > UNEVEN_REPEATS * times.median():
+        times = rows["train_time_s"].dropna().to_numpy(dtype=float)
+        if len(times) < 2 or not times.min() > 0:
+            continue
+        deviation = float(np.std(np.log(times), ddof=1))
+        if deviation > EVEN and deviation > deviation_by_chance(len(times)):
             yield Found(
                 coordinates_of_group(group),
-                f"{times.min():.4g} to {times.max():.4g} s over {len(times)} repeats",
+                f"standard deviation {deviation:.1%}: {times.min():.4g} to {times.max():.4g} s over "
+                f"{len(times)} repeats",
             )
+
+
+@cache
+def deviation_by_chance(repeats: int) -> float:
+    """The standard deviation that `repeats` normal values of deviation EVEN exceed once in BY_CHANCE."""
+    from scipy.special import chdtri  # takes 0.2 s, and even repeats need it not
+
+    return EVEN * math.sqrt(chdtri(repeats - 1, 1 / BY_CHANCE) / (repeats - 1))
 
 
 @record_rule(

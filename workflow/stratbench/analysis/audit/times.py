@@ -7,6 +7,7 @@ from datetime import datetime
 
 from stratbench.analysis.audit.checks import (
     Facts,
+    unless_absent,
     unless_at_least,
     unless_at_most,
     unless_equal,
@@ -234,6 +235,36 @@ def faults_of_phases(facts: Facts) -> Iterator[str]:
             phases.get("server_wait"),
             "communication.server_wait_ms",
             waits["server_wait_ms"],
+        )
+    if phases:
+        yield from faults_of_slowdown(facts, phases)
+
+
+def faults_of_slowdown(facts: Facts, phases: dict[str, float]) -> Iterator[str]:
+    """Checks that workers were slowed where the settings ask for it, and only there."""
+    asked, phase_ms = facts("settings.slowdown"), phases.get("slowdown")
+    if asked is None:
+        yield from unless_absent(
+            "time.breakdown_ms.slowdown", phase_ms, "although no worker was to be slowed"
+        )
+        return
+    slowed = [rank for rank in asked.get("workers", ()) if rank < facts.gpus]
+    if not ((slowed and asked["factor"] > 1) or asked.get("sigma", 0) > 0):
+        return
+    if not phase_ms or not phase_ms > 0:
+        yield f"time.breakdown_ms.slowdown is {phase_ms}, although workers were to be slowed: {asked}"
+        return
+    # What one worker says that it slept; a phase is the mean over all workers.
+    if told := facts("strategy.details.slowdown"):
+        if told["factor"] not in (1, asked.get("factor", 1)):
+            yield f"the factor of a slowdown is {told['factor']:g}, but the settings say {asked}"
+        yield from unless_same("sigma of a slowdown", told["sigma"], "asked", asked.get("sigma", 0))
+        yield from unless_at_least(
+            "mean_factor of a slowdown", told["mean_factor"], "its factor", told["factor"]
+        )
+        slept_ms = (told["mean_factor"] - 1) * told["step_without_ms"] / facts.gpus
+        yield from unless_at_least(
+            "time.breakdown_ms.slowdown", phase_ms, "what the slowed worker slept", slept_ms, 0.05
         )
 
 

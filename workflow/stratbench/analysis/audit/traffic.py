@@ -119,11 +119,11 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     # All parameters are gathered; of those that are trained, gradients are reduced.
     gathered = share * (facts.parameter_bytes if shards else size)
     whole = (copies - 1) * gathered + share * size if shards else share * copies * size
-    halved = shards and facts("settings.precision") in ("fp16", "bf16")
+    least = whole
+    if shards and gathers_in_16_bits(facts):  # gradients are reduced in their own format
+        least -= (copies - 1) * max(0.0, gathered - 2 * share * facts("model.parameters"))
     what = f"{copies:g} copies x (W - 1) / W of the parameters"
-    yield from unless_at_least(
-        "communication.sent_bytes_per_step", sent, what, whole / 2 if halved else whole, 0.01
-    )
+    yield from unless_at_least("communication.sent_bytes_per_step", sent, what, least, 0.01)
     # The strategy states the least that it sends; a sharded one may gather once more for backward, and
     # do both again for each part of a batch.
     gathers_more = 2 * (facts("settings.accumulate") or 1) - 1
@@ -137,6 +137,12 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
         f"{what} and the buffers, padded,",
         RING_PADDING * (whole + more + last) + 4 * buffers + 4096,
     )
+
+
+def gathers_in_16_bits(facts: Facts) -> bool:
+    """Whether the record says that parameters are gathered in fewer bits than they are kept in."""
+    in_16_bits = facts("settings.precision") in ("fp16", "bf16")
+    return in_16_bits and facts("strategy.options.mixed_precision") == "policy"
 
 
 def faults_of_servers(facts: Facts, sent: float, received: float) -> Iterator[str]:
@@ -258,6 +264,15 @@ def faults_of_waits(facts: Facts) -> Iterator[str]:
         )
         yield from unless_at_most("communication.exposed_ms", exposed, "total_ms", total)
         yield from unless_at_most("communication.overlapped_ms", hidden, "total_ms", total)
+    if facts("communication.method") == "ring":
+        buffers = facts("memory.model_states.buffers_bytes") or 0  # broadcast beside what is timed
+        moved = max(0.0, facts("communication.sent_bytes_per_step") - buffers)
+        yield from unless_at_least(
+            "communication.total_ms",
+            total,
+            "what is sent takes over the fastest link",
+            1e3 * moved / MOST_BYTES_PER_S["collective"],
+        )
     for name, value in (
         ("total_ms", total),
         ("server_wait_ms", facts("communication.server_wait_ms")),

@@ -1,0 +1,31 @@
+"""The order in which Snakemake trains the cells of a study on one machine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tiny_study import Workflow, tiny_config
+
+from stratbench.cell.coordinates import Cell
+from stratbench.study.order import priority
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_snakemake_trains_repeat_after_repeat_in_another_order_each(tmp_path):
+    config = tiny_config()
+    experiments = config["studies"]["tiny"]["experiments"]
+    del experiments["second"]
+    experiments["first"]["repeats"] = 3
+    done = Workflow(tmp_path, config).run("--until", "train_cell")
+    assert done.returncode == 0, done.stdout
+    begun = re.findall(
+        r"train tiny/first: (\S+), (\S+), workers: (\d), repeat (\d); log", done.stdout
+    )
+    cells = [
+        Cell("tiny", "first", strategy, model, "tiny-images", int(gpus), int(repeat))
+        for strategy, model, gpus, repeat in begun
+    ]
+    assert [cell.repeat for cell in cells] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert cells == sorted(cells, key=priority, reverse=True)

@@ -1,0 +1,48 @@
+"""The order in which the cells of a study are trained: repeat after repeat, shuffled within.
+
+A machine that changes while a study runs, by heat or by its neighbours, then changes all strategies alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+
+#: Repeats of a study at most, places of comparisons in a repeat, and places in a comparison; of a size that
+#: the arithmetic of a solver holds (Snakemake without `scheduler: greedy`).
+REPEATS, COMPARISONS, PLACES = 1000, 1000, 1000
+
+
+def priority(cell: Cell) -> int:
+    """Snakemake's priority of a cell's job, above 0: the highest is trained first.
+
+    An earlier repeat comes first. Within a repeat the cells that are compared, those of one experiment and
+    model, follow one another; their order, and that of the comparisons, is another in each repeat. It
+    is drawn from the cell's names alone: the same whoever asks, and for a cell that is added later.
+    """
+    comparison = drawn(COMPARISONS, cell.study, cell.experiment, cell.model, cell.repeat)
+    place = drawn(PLACES, cell.study, cell.path)
+    return (max(0, REPEATS - cell.repeat) * COMPARISONS + comparison) * PLACES + place + 1
+
+
+def drawn(below: int, *names: str | int) -> int:
+    """A whole number from 0 to `below` - 1 that looks like chance and depends on `names` alone."""
+    digest = hashlib.sha256("\n".join(map(str, names)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % below
+
+
+def start_by_priority(workflow: Any) -> None:
+    """Makes Snakemake start jobs that it has chosen together in the order of their priorities.
+
+    It chooses by priority and starts what it has chosen in any order, which on SLURM is that of the queue.
+    `workflow` is Snakemake's, about to start its first job.
+    """
+    run = workflow.scheduler.run
+
+    def in_order(jobs: Sequence[Any], *others: Any, **named: Any) -> Any:
+        return run(sorted(jobs, key=lambda job: -job.priority), *others, **named)
+
+    workflow.scheduler.run = in_order
