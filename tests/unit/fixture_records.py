@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import csv
 import hashlib
 import json
 import math
@@ -25,6 +26,7 @@ from stratbench.cell import coordinates
 from stratbench.cell.coordinates import Cell
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
+from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 MIB = 2**20
 GPU_NAME = "Constructed GPU (not measured)"
@@ -193,14 +195,73 @@ def communication(
     return found
 
 
-def write_timeline(path: Path, cell: Cell) -> None:
-    """Constructed samples of every GPU: 90 % busy while training."""
-    lines = ["t_s,kind,id,gpu_util_pct,mem_used_bytes,throttle,phase"]
-    for t_s in range(20):
-        phase = "train" if 5 <= t_s < 18 else "build"
-        for gpu in range(cell.gpus):
-            lines.append(f"{t_s},gpu,{gpu},{90 if phase == 'train' else 5},{2**30},,{phase}")
-    path.write_text("\n".join(lines) + "\n")
+def timeline_of(record: dict[str, Any], samples: int = 40) -> list[dict[str, Any]]:
+    """Constructed samples of a record's hosts, processes and GPUs, as `telemetry.timeline` merges them.
+
+    About `samples` of each, the GPUs 90 % busy while they train, with the power that the record's energy
+    needs and the memory of its peaks.
+    """
+    noise = random_of("timeline", *record["cell"].values())
+    workers, total_s = record["workers"], record["time"]["total_s"]
+    trained_s = workers[0]["train_time_s"] if workers else 0.0
+    setup_s = (total_s - trained_s) / 2
+    phases = [("build", setup_s / 2), ("train", setup_s), ("eval", setup_s + trained_s)]
+    joules = (record["energy"] or {}).get("train_joules", 0.0)
+    rows = []
+    period_s = max(0.5, total_s / samples)
+    for i in range(int(total_s / period_s) + 1):
+        t_s = round(min(i * period_s + 0.05 + 0.01 * noise.random(), total_s - 0.02), 3)
+        phase = next((name for name, begun_s in reversed(phases) if t_s >= begun_s), "")
+        busy = phase == "train"
+        by_host: dict[str, list[dict[str, Any]]] = {}
+        for worker in workers:
+            by_host.setdefault(worker["provenance"]["host"]["name"], []).append(worker)
+        for host, here in by_host.items():
+            servers = (
+                (record["server"] or {"servers": ()})["servers"] if here[0]["rank"] == 0 else ()
+            )
+            labels = [f"rank{w['rank']}" for w in here] + [
+                f"server{i}" for i in range(len(servers))
+            ]
+            cores = here[0]["provenance"]["host"]["cores_logical"]
+            shares = {label: 100 * noise.uniform(0.9, 1) if phase else 0.0 for label in labels}
+            used = 100 * (sum(shares.values()) / 100 + noise.uniform(0.02, 0.1)) / cores
+            common = {"t_s": t_s, "node": host, "phase": phase}
+            rows.append(
+                common
+                | {"kind": "host", "id": host, "cpu_pct": round(used, 2), "load_1m": 0.1}
+                | {"mem_available_bytes": 2**37 - noise.randrange(2**30)}
+            )
+            for label, share in shares.items() if phase else ():
+                held = here[0]["memory"]["peak_bytes"] if record["energy"] is None else 2**31
+                row = {
+                    "kind": "process",
+                    "id": label,
+                    "cpu_pct": round(share, 1),
+                    "rss_bytes": held,
+                }
+                rows.append(common | row)
+            for worker in here if record["energy"] else ():
+                gpu, memory = worker["provenance"]["gpu"], worker["memory"]
+                mean_w = joules / len(workers) / trained_s
+                rows.append(
+                    common
+                    | {"kind": "gpu", "id": gpu["index"]}
+                    | {"gpu_util_pct": round(90 * noise.uniform(0.95, 1.1)) if busy else 0}
+                    | {"mem_used_bytes": memory["nvml_used_bytes"] if phase else 10 * MIB}
+                    | {"power_w": mean_w * noise.uniform(0.9, 1.1) if busy else 60.0}
+                    | {"sm_clock_mhz": 1980, "temperature_c": 60, "throttle": ""}
+                )
+    return rows
+
+
+def write_timeline(path: Path, record: dict[str, Any]) -> None:
+    """The constructed samples of a record as a file."""
+    rows = timeline_of(record)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[str, Any]:
@@ -291,7 +352,9 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "rank": rank,
             "steps": own_steps,
             "samples": own_steps * per_step,
-            "train_time_s": train_time_s,
+            # Rank 0 is the slowest, and no two clocks agree.
+            "train_time_s": train_time_s
+            and train_time_s * (1 - 1e-4 * rank * noise.uniform(0.5, 1)),
             "memory": used,
             "provenance": provenance_of_worker(cell, rank, device),
         }
@@ -390,7 +453,9 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         "time": {
             "train_time_s": train_time_s,
             "epoch_times_s": epoch_times_s if finished else [],
-            "start_skew_ms": [0.4] * (1 if server else run) if run and cell.gpus > 1 else None,
+            "start_skew_ms": [noise.uniform(0.3, 0.5) for _ in range(1 if server else run)]
+            if run and cell.gpus > 1
+            else None,
             "step_ms": {
                 "count": own_steps * cell.gpus,
                 "mean": step_ms,
@@ -527,7 +592,7 @@ def write_study(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record))
         if timelines:
-            write_timeline(path.with_name("timeline.csv"), cell)
+            write_timeline(path.with_name("timeline.csv"), record)
     return study_dir
 
 

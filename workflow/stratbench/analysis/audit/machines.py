@@ -18,11 +18,15 @@ from stratbench.analysis.audit.rule import (
     rule,
 )
 from stratbench.analysis.derived import value_at
+from stratbench.analysis.samples import HELD
 from stratbench.cell.record import Record
 from stratbench.cell.words import GIB
+from stratbench.telemetry.tenants import OTHERS_BYTES
 
 #: Limits: a share of the samples, and a number of CPU cores.
 THROTTLED, OTHERS = 0.01, 0.25
+#: The most that a context, NCCL and cuDNN take of a GPU outside the allocator; some hundred MiB to 3 GiB.
+LIBRARIES_BYTES = 4 * GIB
 #: Start and end are recorded in whole seconds.
 TOGETHER_S = 2.5
 
@@ -134,11 +138,13 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
     "stranger-on-gpu",
     "doubtful",
     "time",
-    "A process of somebody else computed on a GPU of the cell: what it did there slowed the cell.",
+    "A process of somebody else computed on a GPU of the cell, or held memory there: what it did there "
+    "slowed the cell.",
 )
 def stranger_on_gpu(facts: Facts) -> Iterator[str]:
     if facts.status != "oom":
         yield from strangers_in(facts)
+        yield from memory_of_others(facts)
 
 
 @record_rule(
@@ -167,6 +173,24 @@ def strangers_in(facts: Facts) -> Iterator[str]:
             when = f"from {entry['first_s']:.0f} to {entry['last_s']:.0f} s"
             seen[node, entry["pid"]] = f"process {entry['pid']} on {gpu}{held}, seen {when}"
     yield from seen.values()
+
+
+def memory_of_others(facts: Facts) -> Iterator[str]:
+    """Memory of the cell's GPUs that is not the worker's: as NVML told the worker, and in the timeline."""
+    for worker in facts.workers:
+        own, one = worker["memory"] or {}, facts.gpu_series(worker)
+        used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
+        reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
+        if None not in (used, mine) and used - mine > OTHERS_BYTES:
+            yield f"{(used - mine) / GIB:.3g} GiB of {what} are not the worker's"
+        sampled = one.training.get(HELD["gpu"]) if one else None
+        most = max(used or 0, sampled.most if sampled else 0)
+        if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES:
+            yield (
+                f"{most / GIB:.3g} GiB of {what} are in use, the worker reserved {reserved / GIB:.3g} GiB"
+            )
+        if one and (one.before_bytes or 0) > OTHERS_BYTES:
+            yield f"{one.before_bytes / GIB:.3g} GiB of {what} were in use before the cell began"
 
 
 def own_gpus(facts: Facts) -> set[tuple[int, int]]:
