@@ -13,6 +13,7 @@ import argparse
 import copy
 import csv
 import hashlib
+import io
 import json
 import math
 import random
@@ -195,73 +196,87 @@ def communication(
     return found
 
 
-def timeline_of(record: dict[str, Any], samples: int = 40) -> list[dict[str, Any]]:
+def phases_of(record: dict[str, Any]) -> list[tuple[float, str]]:
+    """When each phase of a constructed cell begins: a server's workers evaluate once, others each epoch."""
+    times, spans = record["time"], record["time"]["epoch_times_s"]
+    trained_s = record["workers"][0]["train_time_s"]
+    eval_s = times["eval_s"] or 0.0
+    begun_s = times["total_s"] - trained_s - eval_s - 0.1
+    found = [(0.1 * begun_s, "rendezvous"), (0.5 * begun_s, "build"), (0.8 * begun_s, "warmup")]
+    for span_s in [trained_s] if record["server"] else spans:
+        found += [(begun_s, "train"), (begun_s + span_s, "eval")]
+        begun_s += span_s + (eval_s if record["server"] else eval_s / len(spans))
+    return [*found, (begun_s, "end")]
+
+
+def timeline_of(
+    record: dict[str, Any], period_s: float = 0.5, busy: float = 0.9
+) -> list[dict[str, Any]]:
     """Constructed samples of a record's hosts, processes and GPUs, as `telemetry.timeline` merges them.
 
-    About `samples` of each, the GPUs 90 % busy while they train, with the power that the record's energy
-    needs and the memory of its peaks.
+    The GPUs are `busy` while they train, at the power that the record's energy needs and with the memory of
+    its peaks; power follows the work by a second and wanders, as the driver's does.
     """
     noise = random_of("timeline", *record["cell"].values())
-    workers, total_s = record["workers"], record["time"]["total_s"]
-    trained_s = workers[0]["train_time_s"] if workers else 0.0
-    setup_s = (total_s - trained_s) / 2
-    phases = [("build", setup_s / 2), ("train", setup_s), ("eval", setup_s + trained_s)]
-    joules = (record["energy"] or {}).get("train_joules", 0.0)
-    rows = []
-    period_s = max(0.5, total_s / samples)
-    for i in range(int(total_s / period_s) + 1):
-        t_s = round(min(i * period_s + 0.05 + 0.01 * noise.random(), total_s - 0.02), 3)
-        phase = next((name for name, begun_s in reversed(phases) if t_s >= begun_s), "")
-        busy = phase == "train"
-        by_host: dict[str, list[dict[str, Any]]] = {}
-        for worker in workers:
-            by_host.setdefault(worker["provenance"]["host"]["name"], []).append(worker)
+    workers, total_s, phases = record["workers"], record["time"]["total_s"], phases_of(record)
+    by_host: dict[str, list[dict[str, Any]]] = {}
+    for worker in workers:
+        by_host.setdefault(worker["provenance"]["host"]["name"], []).append(worker)
+    joules = (record["energy"] or {}).get("train_joules")
+    mean_w = joules / sum(w["train_time_s"] for w in workers) if joules else 300.0
+    has_gpus = record["provenance"]["device"] == "cuda"
+    watts, wandering, rows = dict.fromkeys(range(len(workers)), 60.0), 0.0, []
+    times_s = [i * period_s + noise.uniform(0.05, 0.06) for i in range(int(total_s / period_s))]
+    for t_s in [*times_s, total_s - 0.03]:
+        phase = next((name for begun_s, name in reversed(phases) if t_s >= begun_s), "")
+        training, begun = phase == "train", phase not in ("", "rendezvous")
+        wandering = 0.7 * wandering + noise.gauss(0, 0.03)
         for host, here in by_host.items():
+            common = {"t_s": round(t_s, 3), "node": host, "phase": phase}
+            place = here[0]["provenance"]["host"]
             servers = (
                 (record["server"] or {"servers": ()})["servers"] if here[0]["rank"] == 0 else ()
             )
             labels = [f"rank{w['rank']}" for w in here] + [
                 f"server{i}" for i in range(len(servers))
             ]
-            cores = here[0]["provenance"]["host"]["cores_logical"]
-            shares = {label: 100 * noise.uniform(0.9, 1) if phase else 0.0 for label in labels}
-            used = 100 * (sum(shares.values()) / 100 + noise.uniform(0.02, 0.1)) / cores
-            common = {"t_s": t_s, "node": host, "phase": phase}
-            rows.append(
-                common
-                | {"kind": "host", "id": host, "cpu_pct": round(used, 2), "load_1m": 0.1}
-                | {"mem_available_bytes": 2**37 - noise.randrange(2**30)}
-            )
-            for label, share in shares.items() if phase else ():
-                held = here[0]["memory"]["peak_bytes"] if record["energy"] is None else 2**31
-                row = {
-                    "kind": "process",
-                    "id": label,
-                    "cpu_pct": round(share, 1),
-                    "rss_bytes": held,
-                }
+            share = len(place["affinity"]) / max(len(labels), len(place["affinity"]))
+            used = {label: 100 * share * noise.uniform(0.85, 1) for label in labels if phase}
+            host_pct = (sum(used.values()) + noise.uniform(2, 12)) / place["cores_logical"]
+            before = record["provenance"].get("busy_at_start", {}).get("0", {}).get("load_1m")
+            now = here[0]["provenance"]["load_1m"]
+            left = 0.0 if before is None else (before - now) * math.exp(-t_s / 30)
+            load = {"load_1m": now + left + noise.uniform(0, 0.1)}
+            load |= {"mem_available_bytes": 2**37 - noise.randrange(2**30)}
+            rows.append(common | {"kind": "host", "id": host, "cpu_pct": round(host_pct, 1)} | load)
+            held = {w["rank"]: w["memory"]["peak_bytes"] for w in here if not has_gpus}
+            for label, pct in used.items():
+                rss = held.get(int(label[4:]), 2**31) if label.startswith("rank") else 2**30
+                row = {"kind": "process", "id": label, "cpu_pct": round(pct, 1), "rss_bytes": rss}
                 rows.append(common | row)
-            for worker in here if record["energy"] else ():
-                gpu, memory = worker["provenance"]["gpu"], worker["memory"]
-                mean_w = joules / len(workers) / trained_s
+            for worker in here if has_gpus else ():
+                gpu, rank = worker["provenance"]["gpu"], worker["rank"]
+                aim_w = mean_w * (1 + wandering + noise.gauss(0, 0.02)) if training else 90.0
+                watts[rank] += (aim_w - watts[rank]) * min(1.0, period_s)
+                drawn_w = watts[rank] if begun else 60.0
+                memory_bytes = worker["memory"]["nvml_used_bytes"] if begun else 10 * MIB
+                used_pct = min(100, round(100 * busy * noise.uniform(0.9, 1.1))) if training else 0
                 rows.append(
                     common
-                    | {"kind": "gpu", "id": gpu["index"]}
-                    | {"gpu_util_pct": round(90 * noise.uniform(0.95, 1.1)) if busy else 0}
-                    | {"mem_used_bytes": memory["nvml_used_bytes"] if phase else 10 * MIB}
-                    | {"power_w": mean_w * noise.uniform(0.9, 1.1) if busy else 60.0}
-                    | {"sm_clock_mhz": 1980, "temperature_c": 60, "throttle": ""}
+                    | {"kind": "gpu", "id": gpu.get("index", gpu["uuid"]), "throttle": ""}
+                    | {"gpu_util_pct": used_pct, "power_w": round(drawn_w, 3)}
+                    | {"mem_used_bytes": memory_bytes, "sm_clock_mhz": 1980, "temperature_c": 60}
                 )
     return rows
 
 
-def write_timeline(path: Path, record: dict[str, Any]) -> None:
-    """The constructed samples of a record as a file."""
-    rows = timeline_of(record)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def timeline_text(rows: list[dict[str, Any]]) -> str:
+    """Samples as the text of a timeline.csv."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, (*SAMPLE_COLUMNS, "phase"), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[str, Any]:
@@ -592,7 +607,8 @@ def write_study(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record))
         if timelines:
-            write_timeline(path.with_name("timeline.csv"), record)
+            rows = timeline_of(record, record["time"]["total_s"] / 40) if record["workers"] else []
+            path.with_name("timeline.csv").write_text(timeline_text(rows))
     return study_dir
 
 

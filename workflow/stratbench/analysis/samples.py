@@ -74,8 +74,10 @@ class Series:
     #: By column: of all samples, and of those in training.
     overall: dict[str, Values]
     training: dict[str, Values]
-    #: Memory in the first sample of a GPU, where it was taken before the cell's first phase.
-    before_bytes: float | None
+    #: The first and the last sample, and the first one's phase: empty before the cell's first.
+    first: dict[str, float]
+    last: dict[str, float]
+    first_phase: str
     #: The number of samples in which heat or power brakes slowed a GPU.
     slowed: int
     #: Of the samples of training in which a GPU was working: clocks, and the share at the power limit.
@@ -91,9 +93,9 @@ class Series:
             for before, after in pairwise(samples)
         ]
         place = {name: i for i, name in enumerate(COLUMNS[kind])}
-        working, held = [], None
+        working = []
         if kind == "gpu":
-            used, held = place[BUSY[kind]], samples[0].values[place[HELD[kind]]]
+            used = place[BUSY[kind]]
             working = [sample for sample in trained if (sample.values[used] or 0) >= WORKING_PCT]
         clocks = [sample.values[place["sm_clock_mhz"]] for sample in working]
         return cls(
@@ -104,7 +106,9 @@ class Series:
             train_s=math.fsum(gap for gap, in_training in gaps if in_training),
             overall=_by_column(place, samples),
             training=_by_column(place, trained),
-            before_bytes=None if samples[0].phase else held,
+            first=_told(place, samples[0]),
+            last=_told(place, samples[-1]),
+            first_phase=samples[0].phase,
             slowed=sum(any(name in sample.reasons for name in SLOWED) for sample in samples),
             working_clock=Values.of(clocks),
             capped_share=sum(CAPPED in sample.reasons for sample in working) / max(1, len(working)),
@@ -114,6 +118,10 @@ class Series:
     def period_s(self) -> float:
         """The mean time from one sample to the next."""
         return (self.last_s - self.first_s) / max(1, self.count - 1)
+
+
+def _told(place: dict[str, int], sample: Sample) -> dict[str, float]:
+    return {name: v for name, i in place.items() if (v := sample.values[i]) is not None}
 
 
 def _by_column(place: dict[str, int], samples: Sequence[Sample]) -> dict[str, Values]:

@@ -24,9 +24,8 @@ POWER = 0.1
 DEVIATIONS = 3.0
 #: The time by which the power of an NVML sample is late, in s: it is averaged over about a second.
 LATE_S = 1.0
-#: The least that a working GPU draws, as a share of its limit. Idle ones draw about 50 W of an A100's
-#: 400 W and 70 W of an H100's 700 W.
-IDLE_POWER = 0.1
+#: The least that a working GPU draws, as a share of its limit: what an A100 of 400 W draws idle.
+IDLE_POWER = 0.125
 #: More operations per second than one core of a CPU can do.
 CORE_FLOPS = 5e11
 
@@ -159,7 +158,7 @@ def faults_of_power(facts: Facts, joules: float) -> Iterator[str]:
             slack_j += late_j + DEVIATIONS * power.std / math.sqrt(power.count) * time_s
     what = "energy.train_joules"
     yield from unless_at_least(
-        what, joules, f"{IDLE_POWER:.0%} of the power limit of GPUs that worked", least_j
+        what, joules, f"{IDLE_POWER:.1%} of the power limit of GPUs that worked", least_j
     )
     if sampled == facts.gpus:
         formula = "the mean power in the timeline x time"

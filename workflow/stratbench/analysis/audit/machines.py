@@ -189,8 +189,9 @@ def memory_of_others(facts: Facts) -> Iterator[str]:
             yield (
                 f"{most / GIB:.3g} GiB of {what} are in use, the worker reserved {reserved / GIB:.3g} GiB"
             )
-        if one and (one.before_bytes or 0) > OTHERS_BYTES:
-            yield f"{one.before_bytes / GIB:.3g} GiB of {what} were in use before the cell began"
+        before = one.first.get(HELD["gpu"], 0) if one and not one.first_phase else 0
+        if before > OTHERS_BYTES:
+            yield f"{before / GIB:.3g} GiB of {what} were in use before the cell began"
 
 
 def own_gpus(facts: Facts) -> set[tuple[int, int]]:

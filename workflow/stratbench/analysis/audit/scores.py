@@ -171,7 +171,8 @@ def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
     groups: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for record in evidence.records:
         facts = Facts(record)
-        if facts.status == "ok" and facts("strategy.traits.equals_ddp"):
+        plain = "equals_ddp" if facts.gpus > 1 else "synchronous_alone"
+        if facts.status == "ok" and facts(f"strategy.traits.{plain}"):
             groups[alike_in_arithmetic(facts)].append(facts)
     for members in groups.values():
         epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)

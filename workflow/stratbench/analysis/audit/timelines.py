@@ -52,6 +52,10 @@ BOUNDS = (
 )
 #: The time in which the kernel's `load_1m` forgets, in s.
 LOAD_S = 60.0
+#: The share of an older load in `load_1m` up to which a later one is known well enough.
+KEPT = 0.6
+#: The load of a machine that is shared, as a share of its cores, from which its neighbours matter.
+FULL = 0.75
 #: Cores that others may use in training: some, and a share of the host's, for its own services.
 OTHERS, OTHERS_SHARE = 0.5, 0.05
 
@@ -279,17 +283,21 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
         cores = value_at(place, "host.cores_logical")
         if not cores:
             continue
+        own_cores = set().union(
+            *(value_at(w["provenance"], "host.affinity") or () for w in workers)
+        )
         node = str(workers[0]["rank"] // per_node)
         before = value_at(facts("provenance.busy_at_start"), f"{node}.load_1m")
         ends = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in workers]
         one = None if facts.timeline is None else facts.timeline.series.get((host, "host", host))
         threads = facts("provenance.threads_per_worker") or 1
-        most = cores + 2 * threads * (len(workers) + len(facts.servers))
+        processes = len(workers) + len(facts.servers)
+        most = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
         load = load_while_running(facts("time.total_s"), before, max(ends), one)
         if load > most:
             yield (
-                f"a load of {load:.3g} on the {cores} cores of {host}, beside "
-                f"{len(workers) + len(facts.servers)} processes of the cell"
+                f"a load of {load:.3g} on {host}, where {processes} processes of the cell had "
+                f"{len(own_cores) or cores} of {cores} cores"
             )
         others = cores_of_others(facts, host, one, cores)
         if others > OTHERS + OTHERS_SHARE * cores:
@@ -299,19 +307,20 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
 def load_while_running(
     total_s: float, before: float | None, after: float, one: Series | None
 ) -> float:
-    """The number of processes that wanted a core in the time of the cell, from `load_1m`.
+    """The number of processes that wanted a core in the time of a cell, from `load_1m`.
 
-    That is an average which forgets with a time constant of a minute: what was before is taken out. 0
-    where most of it is from before.
+    The kernel's average forgets with a time constant of a minute: what was before is taken out. 0 where
+    most of it is from before.
     """
-    kept = math.exp(-total_s / LOAD_S)
-    told = [(after, kept)]
-    if one is not None and "load_1m" in one.overall:
-        told.append((one.overall["load_1m"].mean, LOAD_S / total_s * (1 - kept)))
-    return max(
-        (load - share * (load if before is None else before)) / (1 - share) if share < 0.5 else 0.0
-        for load, share in told
-    )
+    told = [(before, after, total_s)]
+    if one is not None and "load_1m" in one.first:
+        told.append((one.first["load_1m"], one.last["load_1m"], one.last_s - one.first_s))
+    loads = [0.0]
+    for begun, load, span_s in told:
+        kept = math.exp(-span_s / LOAD_S)
+        if kept < KEPT:
+            loads.append((load - kept * (load if begun is None else begun)) / (1 - kept))
+    return max(loads)
 
 
 def cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> float:
