@@ -195,8 +195,10 @@ def known_to_nvml(record: Record) -> None:
     for worker in record["workers"]:
         used = worker["memory"]["nvml_used_bytes"]
         worker["memory"] = worker["memory"] | {
-            "nvml_process_used_bytes": used - 300 * 2**20,
+            "nvml_process_used_bytes": used,
         }
+        if worker["rank"] == 0:  # the others' contexts
+            worker["memory"]["nvml_used_bytes"] = used + (len(record["workers"]) - 1) * 500 * 2**20
 
 
 def small_test_set(record: Record) -> None:
@@ -361,11 +363,11 @@ def fallback(util: float, watts: float) -> Callable[[Study], None]:
     return plant
 
 
-def idle_gpu(util: float) -> Callable[[Study], None]:
+def idle_gpu(util: float, place: Place = DDP) -> Callable[[Study], None]:
     """One GPU of four that never works."""
 
     def plant(study: Study) -> None:
-        record, rows = study.open(DDP)
+        record, rows = study.open(place)
         energy(record, (3 * 300 + 62) / 1200)
         for row in of_kind(rows, "gpu", 2):
             row |= {"gpu_util_pct": util, "power_w": 62.0}
@@ -477,12 +479,12 @@ def tenant(place: Place = DDP, device: str = "cuda", **what: Any) -> Callable[[S
         if "start" in what:
             record["provenance"]["busy_at_start"] = {"0": {"other_gpu_processes": what["start"]}}
         if "nvml" in what:
-            for worker in record["workers"][:1]:
+            for worker in record["workers"][1:2]:
                 own = worker["memory"] = dict(worker["memory"])
                 own["nvml_process_used_bytes"] = own["nvml_used_bytes"]
                 own["nvml_used_bytes"] += what["nvml"]
         if "unnamed" in what:
-            for worker in record["workers"][:1]:
+            for worker in record["workers"][1:2]:
                 own = worker["memory"] = dict(worker["memory"])
                 own["nvml_used_bytes"] += what["unnamed"]
         for row in of_kind(rows, "gpu", 1):
@@ -639,6 +641,7 @@ LIES: dict[str, dict[str, tuple[Callable[[Study], None], str]]] = {
         "the same on GPUs that blink": (fallback(2, 66.0), "plain"),
         "a GPU that never works": (idle_gpu(0), "plain"),
         "a GPU that works a tenth": (idle_gpu(9), "plain"),
+        "a GPU of a server's worker that hardly works": (idle_gpu(6, ASYNC), "plain"),
         "half of the clock, hot, without a reason": (slow_clock(0.5, 1.9), "plain"),
         "a clock that is a fifth lower": (slow_clock(0.8, 1.2), "plain"),
         "one GPU at half of its clock": (slow_clock(0.5, 1.9, gpu=3), "plain"),

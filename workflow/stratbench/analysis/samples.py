@@ -134,8 +134,10 @@ class Timeline:
     """What the timeline of a cell says. `series`: by node, kind (host, process, gpu) and id."""
 
     series: dict[tuple[str, str, str], Series]
-    #: Whether rows say their time, their phase, and what on which node they are of, as ours do.
+    #: Whether rows say their time, their phase and what they are of, as ours do.
     is_whole: bool
+    #: Whether they say on which node; without, a series' node is empty.
+    names_nodes: bool
     #: Whether rows say if a GPU was slowed down.
     tells_throttling: bool
     #: Equal where two timelines hold the same numbers, whatever their hosts are called.
@@ -181,7 +183,8 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
         digest.update(repr((sample.t_s, values)).encode())
     return Timeline(
         {key: Series.of(key[1], samples) for key, samples in found.items()},
-        None not in (t_at, phase_at, *place),
+        None not in (t_at, phase_at, place[2]),
+        place[0] is not None,
         throttle_at is not None,
         digest.hexdigest(),
     )

@@ -46,21 +46,22 @@ class Facts:
         a, b = self(one), self(other)
         return None if a is None or not b else a / b
 
-    def gpu_series(self, worker: dict[str, Any]) -> Series | None:
-        """The samples of a worker's GPU; None without."""
+    def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
+        """The samples of a worker's host, or of a process or GPU there; None without."""
         if self.timeline is None or not self.timeline.is_whole:
             return None
-        host, name = host_of(worker), name_of_gpu(worker)
-        return self.timeline.series.get((host or "", "gpu", name or ""))
+        node = host_of(worker) if self.timeline.names_nodes else ""
+        return self.timeline.series.get((node or "", kind, name or ""))
+
+    def gpu_series(self, worker: dict[str, Any]) -> Series | None:
+        """The samples of a worker's GPU; None without."""
+        return self.samples_on(worker, "gpu", name_of_gpu(worker))
 
     def series_of(self, worker: dict[str, Any]) -> tuple[str, Series | None]:
         """The samples of what a worker computed on, and their kind: of its GPU, or of its process."""
         if self("provenance.device") == "cuda":
             return "gpu", self.gpu_series(worker)
-        if self.timeline is None or not self.timeline.is_whole:
-            return "process", None
-        key = (host_of(worker) or "", "process", f"rank{worker['rank']}")
-        return "process", self.timeline.series.get(key)
+        return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
 
     @property
     def epochs_run(self) -> int:

@@ -25,6 +25,8 @@ from stratbench.telemetry.tenants import OTHERS_BYTES
 
 #: Limits: a share of the samples, and a number of CPU cores.
 THROTTLED, OTHERS = 0.01, 0.25
+#: What CUDA's context of a process takes of a GPU, rounded up: 300 to 600 MiB.
+CONTEXT_BYTES = GIB * 3 // 4
 #: The most that a context, NCCL and cuDNN take of a GPU outside the allocator; some hundred MiB to 3 GiB.
 LIBRARIES_BYTES = 4 * GIB
 #: Start and end are recorded in whole seconds.
@@ -177,15 +179,19 @@ def strangers_in(facts: Facts) -> Iterator[str]:
 
 def memory_of_others(facts: Facts) -> Iterator[str]:
     """Memory of the cell's GPUs that is not the worker's: as NVML told the worker, and in the timeline."""
+    per_node = facts("provenance.workers_per_node") or facts.gpus
     for worker in facts.workers:
+        # PyTorch may open a context of each process of a node on the node's first GPU.
+        siblings = 0 if worker["rank"] % per_node else per_node - 1 + len(facts.servers)
+        spare = OTHERS_BYTES + siblings * CONTEXT_BYTES
         own, one = worker["memory"] or {}, facts.gpu_series(worker)
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
         reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
-        if None not in (used, mine) and used - mine > OTHERS_BYTES:
+        if None not in (used, mine) and used - mine > spare:
             yield f"{(used - mine) / GIB:.3g} GiB of {what} are not the worker's"
         sampled = one.training.get(HELD["gpu"]) if one else None
         most = max(used or 0, sampled.most if sampled else 0)
-        if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES:
+        if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES + spare:
             yield (
                 f"{most / GIB:.3g} GiB of {what} are in use, the worker reserved {reserved / GIB:.3g} GiB"
             )

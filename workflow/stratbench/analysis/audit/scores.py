@@ -192,8 +192,8 @@ def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
 
 def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
     """What cells have in common whose updates differ by rounding: without BatchNorm not the worker count."""
-    by_sample = facts("model.batchnorm") is False and facts("model.dropout") is False
-    shared = by_sample and facts("settings.partition") in (None, "iid")
+    # Workers draw dropout for themselves, which changes a loss less than LOSS_SHARE.
+    shared = facts("model.batchnorm") is False and facts("settings.partition") in (None, "iid")
     cell = [facts(f"cell.{name}") for name in ("experiment", "model", "repeat")]
     return *cell, facts("batch.global_batch"), "any" if shared else facts.gpus
 

@@ -29,13 +29,14 @@ from stratbench.cell.record import Record
 
 #: The fewest samples of training by which a cell is judged: 5 s at the sampler's period of 0.5 s.
 SAMPLES = 10
-#: The time without a sample that is believed: a share of the cell, and seconds (six periods).
-MISSING, MISSING_S = 0.1, 3.0
+#: The time without a sample that is believed: a share of the cell, and seconds. The sampler runs at the
+#: lowest priority, and on crowded machines was seen to get no core for 4 s.
+MISSING, MISSING_S = 0.1, 10.0
 #: The load, in multiples of the cores, from which the sampler and the workers may get no core for seconds.
 CROWDED = 4.0
 #: The utilisation of one that trained, as a share of its computing time; idle GPUs show 0 to 2 %.
 IDLE = 0.03
-#: The utilisation of a collective's worker against the median worker's, which makes the same steps.
+#: The utilisation of a GPU for each step against the median worker's, which computes as much.
 UNLIKE_OTHERS = 0.25
 #: The share by which clocks of one kind of GPU differ under equal conditions; consumer GPUs lose 5 % warm.
 SLOW_CLOCK = 0.1
@@ -88,13 +89,14 @@ def timeline_unlike_record(facts: Facts) -> Iterator[str]:
 
 def faults_of_places(facts: Facts, timeline: Timeline) -> Iterator[str]:
     """Checks that the hosts, GPUs and workers of the samples are the record's."""
-    hosts = [host_of(worker) for worker in facts.workers]
-    used = {
-        "host": set(zip(hosts, hosts, strict=True)),
-        "process": {(h, f"rank{w['rank']}") for h, w in zip(hosts, facts.workers, strict=True)},
-    }
-    if facts("provenance.device") == "cuda":
-        used["gpu"] = {(h, name_of_gpu(w)) for h, w in zip(hosts, facts.workers, strict=True)}
+    used: dict[str, set[Any]] = defaultdict(set)
+    for worker in facts.workers:
+        host = host_of(worker)
+        node = host if timeline.names_nodes else ""
+        used["host"].add((node, host))
+        used["process"].add((node, f"rank{worker['rank']}"))
+        if facts("provenance.device") == "cuda":
+            used["gpu"].add((node, name_of_gpu(worker)))
     trained = max((count_in_training(one) for one in timeline.of_kind("host").values()), default=0)
     for kind, its in used.items():
         if any(None in place for place in its):
@@ -104,10 +106,15 @@ def faults_of_places(facts: Facts, timeline: Timeline) -> Iterator[str]:
             for node, name in timeline.of_kind(kind)
             if kind != "process" or name.startswith("rank")
         }
-        if others := seen - its:
+        # Samplers of earlier versions, whose records name no GPUs, took all that the cell could see.
+        sees_all = kind == "gpu" and facts("provenance.gpus") is None and its <= seen
+        if (others := seen - its) and not sees_all:
             yield f"samples of {described(kind, others)}, which no worker of the record used"
+        lacking = its - seen
+        if kind == "gpu":  # without a number, NVML does not know it, or not as an instance
+            lacking = {place for place in lacking if place[1].isdecimal()}
         # A worker that ended at once may never have been sampled.
-        if (lacking := its - seen) and (kind != "process" or trained >= SAMPLES):
+        if lacking and (kind != "process" or trained >= SAMPLES):
             yield f"no samples of {described(kind, lacking)}"
 
 
@@ -139,8 +146,8 @@ def faults_of_span(facts: Facts, timeline: Timeline) -> Iterator[str]:
         if one.last_s > total_s + slack_s:
             yield f"samples of {what} until {one.last_s:.4g} s, of a cell of {total_s:.4g} s"
     first = facts.workers[0]
-    host = host_of(first) or ""
-    one, trained_s = timeline.series.get((host, "host", host)), first["train_time_s"]
+    host = host_of(first)
+    one, trained_s = facts.samples_on(first, "host", host), first["train_time_s"]
     if one is None or not trained_s or facts.status != "ok":
         return
     # Each stretch of training begins and ends between two samples.
@@ -191,14 +198,14 @@ def idle_worker(facts: Facts) -> Iterator[str]:
         values = one and one.training.get(BUSY[kind])
         if values and values.count >= SAMPLES:
             busy[worker["rank"]] = values.mean
-    # A collective that waits for a slowed worker computes in a kernel of NCCL.
-    steps_are_alike = (
-        kind == "gpu" and facts("strategy.kind") == "collective" and not facts("settings.slowdown")
-    )
-    usual = median(busy.values()) if busy and steps_are_alike else 0.0
+    # Processes take turns on their cores; a GPU that waits for a slowed one is busy in a kernel of NCCL.
+    are_alike = kind == "gpu" and not facts("settings.slowdown")
+    steps = {worker["rank"]: worker["steps"] or 1 for worker in facts.workers}
+    usual = median(mean / steps[rank] for rank, mean in busy.items()) if busy and are_alike else 0.0
     for rank, mean in busy.items():
-        if mean < max(100 * IDLE * share, UNLIKE_OTHERS * usual):
-            others = f", the median worker's {usual:.3g} %" if mean < UNLIKE_OTHERS * usual else ""
+        its = usual * steps[rank]
+        if mean < max(100 * IDLE * share, UNLIKE_OTHERS * its):
+            others = f", others for as many steps in {its:.3g} %" if its else ""
             yield f"the {kind} of rank {rank} was busy in {mean:.3g} % of training{others}"
 
 
@@ -289,7 +296,7 @@ def loaded_machine(facts: Facts) -> Iterator[str]:
         node = str(workers[0]["rank"] // per_node)
         before = value_at(facts("provenance.busy_at_start"), f"{node}.load_1m")
         ends = [value_at(worker["provenance"], "load_1m") or 0.0 for worker in workers]
-        one = None if facts.timeline is None else facts.timeline.series.get((host, "host", host))
+        one = facts.samples_on(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
         most = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
@@ -331,6 +338,6 @@ def cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> 
     own = [
         series.training["cpu_pct"].mean
         for (node, _), series in facts.timeline.of_kind("process").items()
-        if node == host and "cpu_pct" in series.training
+        if node in (host, "") and "cpu_pct" in series.training
     ]
     return (cores * used.mean - sum(own)) / 100
