@@ -124,6 +124,15 @@ ELSEWHERE = {
     "processes-share-cores",
     "memory-held-by-others",  # tests/unit/test_audit_faults.py
     "full-run-against-steps",  # tests/unit/test_verdict_files.py
+    # tests/unit/test_audit_recorded.py
+    "timeline-unlike-record",
+    "same-timeline-twice",
+    "idle-worker",
+    "clock-low",
+    "contradictory-timeline",
+    "loaded-machine",
+    "repeats-uneven-memory",
+    "same-memory-twice",
 }
 
 
