@@ -140,7 +140,7 @@ class Timeline:
     names_nodes: bool
     #: Whether rows say if a GPU was slowed down.
     tells_throttling: bool
-    #: Equal where two timelines hold the same numbers, whatever their hosts are called.
+    #: Equal where two timelines hold the same numbers, whatever their hosts are called and their times are.
     digest: str
 
     def of_kind(self, kind: str) -> dict[tuple[str, str], Series]:
@@ -180,7 +180,7 @@ def timeline_of(lines: Iterable[str]) -> Timeline | None:
         values = [None if at is None else _number(row[at]) for at in wanted[kind]]
         sample = Sample(0.0 if t_at is None else float(row[t_at]), phase, reasons, values)
         found[node, kind, name].append(sample)
-        digest.update(repr((sample.t_s, values)).encode())
+        digest.update(repr(values).encode())
     return Timeline(
         {key: Series.of(key[1], samples) for key, samples in found.items()},
         None not in (t_at, phase_at, place[2]),

@@ -40,7 +40,7 @@ STEP_COUNTS_BYTES = 4 * 4096
 #: algorithm with another workspace, and allocates it in blocks.
 UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
 #: The share of a peak that samples show at least; on CPUs, memory is given back between them.
-SAMPLED = {"gpu": 1.0, "process": 0.5}
+SAMPLED = {"gpu": 0.98, "process": 0.5}
 #: The method of measuring on CUDA devices.
 ALLOCATOR = "cuda-allocator"
 
@@ -317,11 +317,13 @@ def faults_of_samples(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
     """Checks a worker's peak against the samples: the allocator keeps what it once took."""
     kind, one = facts.series_of(worker)
     held = one and one.training.get(HELD[kind])
-    peak = value_at(worker["memory"], "peak_bytes")
-    if held and held.count >= SAMPLES and peak is not None and not is_crowded(facts):
+    if not held or held.count < SAMPLES or is_crowded(facts):
+        return
+    for name in ("peak_bytes", "nvml_used_bytes") if kind == "gpu" else ("peak_bytes",):
+        value = value_at(worker["memory"], name)
         yield from unless_at_least(
             f"the memory of rank {worker['rank']} in the timeline",
             held.most,
-            f"{SAMPLED[kind]:.0%} of its peak_bytes",
-            SAMPLED[kind] * peak,
+            f"{SAMPLED[kind]:.0%} of its {name}",
+            None if value is None else SAMPLED[kind] * value,
         )

@@ -175,19 +175,31 @@ def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
         if facts.status == "ok" and facts(f"strategy.traits.{plain}"):
             groups[alike_in_arithmetic(facts)].append(facts)
     for members in groups.values():
-        epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
-        for epoch, entries in enumerate(epochs, 1) if len(members) > 1 else ():
-            for name in SERIES:
-                told = [entry[name] for entry in entries]
-                if None in told:
-                    continue
-                usual = median(told)
-                most = most_by_rounding(members[0], name, usual)
-                for facts, value in zip(members, told, strict=True):
-                    # The median of two is as far from both.
-                    if abs(value - usual) > (most if len(members) > 2 else most / 2):
-                        text = f"{name} of epoch {epoch} is {value:.4g}, the median {usual:.4g}"
-                        yield Found(coordinates_of_cell(facts.record["cell"]), text)
+        for name in SERIES if len(members) > 1 else ():
+            for facts, off in unlike_median(members, name):
+                epoch, value, usual = off[0]
+                more = f", and in {len(off) - 1} more epochs" if len(off) > 1 else ""
+                text = f"{name} of epoch {epoch} is {value:.4g}, the median {usual:.4g}{more}"
+                yield Found(coordinates_of_cell(facts.record["cell"]), text)
+
+
+def unlike_median(
+    members: list[Facts], name: str
+) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
+    """The cells whose loss or score is not the median of all: epoch, value and median of each case."""
+    off: list[list[tuple[int, float, float]]] = [[] for _ in members]
+    epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
+    for epoch, entries in enumerate(epochs, 1):
+        told = [entry[name] for entry in entries]
+        if None in told:
+            continue
+        usual = median(told)
+        most = most_by_rounding(members[0], name, usual)
+        for i, value in enumerate(told):
+            # The median of two is as far from both.
+            if abs(value - usual) > (most if len(members) > 2 else most / 2):
+                off[i].append((epoch, value, usual))
+    yield from ((facts, found) for facts, found in zip(members, off, strict=True) if found)
 
 
 def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
