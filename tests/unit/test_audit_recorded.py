@@ -103,3 +103,18 @@ def test_what_is_no_row_of_a_timeline_is_left_out(lines, expected):
 def test_a_timeline_that_holds_no_numbers_is_none(value):
     with pytest.raises(ValueError, match=value):
         timeline_of(["t_s,kind,id,load_1m", f"0.1,host,x,{value}"])
+
+
+def test_samples_of_another_host_name_it_and_what_is_lacking():
+    found = study(sound(), period_s=1.0)
+    for row in found.samples[DDP]:
+        row["node"] = "n7"
+        row["id"] = "n7" if row["kind"] == "host" else row["id"]
+    said = [
+        f["figures"] for f in whole_lies.findings(found) if f["rule"] == "timeline-unlike-record"
+    ]
+    assert "samples of n7, which no worker of the record used" in said
+    assert (
+        "no samples of gpu 0 of constructed-host, gpu 1 of constructed-host, gpu 2 of "
+        in "".join(said)
+    )

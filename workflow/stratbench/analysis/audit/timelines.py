@@ -123,7 +123,8 @@ def faults_of_places(facts: Facts, timeline: Timeline) -> Iterator[str]:
 def described(kind: str, places: set[Any]) -> str:
     """Up to three hosts, GPUs or processes in words."""
     names = [
-        node if kind == "host" else f"{kind} {name} of {node}" for node, name in sorted(places)
+        name if kind == "host" else f"{kind} {name}" + (f" of {node}" if node else "")
+        for node, name in sorted(places)
     ]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
@@ -172,7 +173,8 @@ def same_timeline_twice(evidence: Evidence) -> Iterator[Found]:
     alike: dict[str, list[Record]] = defaultdict(list)
     for record in evidence.records:
         timeline = evidence.timelines.get(key_of(record["cell"]))
-        if timeline is not None and sum(one.count for one in timeline.series.values()) >= SAMPLES:
+        told = [one.count for one in timeline.series.values() if one.overall] if timeline else ()
+        if sum(told) >= SAMPLES:
             alike[timeline.digest].append(record)
     for records in alike.values():
         cells = [record["cell"] for record in records]
