@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import csv
 import hashlib
+import io
 import json
 import math
 import random
@@ -25,6 +27,7 @@ from stratbench.cell import coordinates
 from stratbench.cell.coordinates import Cell
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
+from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 MIB = 2**20
 GPU_NAME = "Constructed GPU (not measured)"
@@ -193,14 +196,87 @@ def communication(
     return found
 
 
-def write_timeline(path: Path, cell: Cell) -> None:
-    """Constructed samples of every GPU: 90 % busy while training."""
-    lines = ["t_s,kind,id,gpu_util_pct,mem_used_bytes,throttle,phase"]
-    for t_s in range(20):
-        phase = "train" if 5 <= t_s < 18 else "build"
-        for gpu in range(cell.gpus):
-            lines.append(f"{t_s},gpu,{gpu},{90 if phase == 'train' else 5},{2**30},,{phase}")
-    path.write_text("\n".join(lines) + "\n")
+def phases_of(record: dict[str, Any]) -> list[tuple[float, str]]:
+    """When each phase of a constructed cell begins: a server's workers evaluate once, others each epoch."""
+    times, spans = record["time"], record["time"]["epoch_times_s"]
+    trained_s = record["workers"][0]["train_time_s"]
+    eval_s = times["eval_s"] or 0.0
+    begun_s = times["total_s"] - trained_s - eval_s - 0.1
+    found = [(0.1 * begun_s, "rendezvous"), (0.5 * begun_s, "build"), (0.8 * begun_s, "warmup")]
+    for span_s in [trained_s] if record["server"] else spans:
+        found += [(begun_s, "train"), (begun_s + span_s, "eval")]
+        begun_s += span_s + (eval_s if record["server"] else eval_s / len(spans))
+    return [*found, (begun_s, "end")]
+
+
+def timeline_of(
+    record: dict[str, Any], period_s: float = 0.5, busy: float = 0.9
+) -> list[dict[str, Any]]:
+    """Constructed samples of a record's hosts, processes and GPUs, as `telemetry.timeline` merges them.
+
+    The GPUs are `busy` while they train, at the power that the record's energy needs and with the memory of
+    its peaks; power follows the work by a second and wanders, as the driver's does.
+    """
+    noise = random_of("timeline", *record["cell"].values())
+    workers, total_s, phases = record["workers"], record["time"]["total_s"], phases_of(record)
+    by_host: dict[str, list[dict[str, Any]]] = {}
+    for worker in workers:
+        by_host.setdefault(worker["provenance"]["host"]["name"], []).append(worker)
+    joules = (record["energy"] or {}).get("train_joules")
+    mean_w = joules / sum(w["train_time_s"] for w in workers) if joules else 300.0
+    has_gpus = record["provenance"]["device"] == "cuda"
+    watts, wandering, rows = dict.fromkeys(range(len(workers)), 60.0), 0.0, []
+    times_s = [i * period_s + noise.uniform(0.05, 0.06) for i in range(int(total_s / period_s))]
+    for t_s in [*times_s, total_s - 0.03]:
+        phase = next((name for begun_s, name in reversed(phases) if t_s >= begun_s), "")
+        training, begun = phase == "train", phase not in ("", "rendezvous")
+        wandering = 0.7 * wandering + noise.gauss(0, 0.03)
+        for host, here in by_host.items():
+            common = {"t_s": round(t_s, 3), "node": host, "phase": phase}
+            place = here[0]["provenance"]["host"]
+            servers = (
+                (record["server"] or {"servers": ()})["servers"] if here[0]["rank"] == 0 else ()
+            )
+            labels = [f"rank{w['rank']}" for w in here] + [
+                f"server{i}" for i in range(len(servers))
+            ]
+            share = len(place["affinity"]) / max(len(labels), len(place["affinity"]))
+            used = {label: 100 * share * noise.uniform(0.85, 1) for label in labels if phase}
+            host_pct = (sum(used.values()) + noise.uniform(2, 12)) / place["cores_logical"]
+            before = record["provenance"].get("busy_at_start", {}).get("0", {}).get("load_1m")
+            now = here[0]["provenance"]["load_1m"]
+            left = 0.0 if before is None else (before - now) * math.exp(-t_s / 30)
+            load = {"load_1m": now + left + noise.uniform(0, 0.1)}
+            load |= {"mem_available_bytes": 2**37 - noise.randrange(2**30)}
+            rows.append(common | {"kind": "host", "id": host, "cpu_pct": round(host_pct, 1)} | load)
+            held = {w["rank"]: w["memory"]["peak_bytes"] for w in here if not has_gpus}
+            for label, pct in used.items():
+                rss = held.get(int(label[4:]), 2**31) if label.startswith("rank") else 2**30
+                row = {"kind": "process", "id": label, "cpu_pct": round(pct, 1), "rss_bytes": rss}
+                rows.append(common | row)
+            for worker in here if has_gpus else ():
+                gpu, rank = worker["provenance"]["gpu"], worker["rank"]
+                aim_w = mean_w * (1 + wandering + noise.gauss(0, 0.02)) if training else 90.0
+                watts[rank] += (aim_w - watts[rank]) * min(1.0, period_s)
+                drawn_w = watts[rank] if begun else 60.0
+                memory_bytes = worker["memory"]["nvml_used_bytes"] if begun else 10 * MIB
+                used_pct = min(100, round(100 * busy * noise.uniform(0.9, 1.1))) if training else 0
+                rows.append(
+                    common
+                    | {"kind": "gpu", "id": gpu.get("index", gpu["uuid"]), "throttle": ""}
+                    | {"gpu_util_pct": used_pct, "power_w": round(drawn_w, 3)}
+                    | {"mem_used_bytes": memory_bytes, "sm_clock_mhz": 1980, "temperature_c": 60}
+                )
+    return rows
+
+
+def timeline_text(rows: list[dict[str, Any]]) -> str:
+    """Samples as the text of a timeline.csv."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, (*SAMPLE_COLUMNS, "phase"), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[str, Any]:
@@ -291,7 +367,9 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "rank": rank,
             "steps": own_steps,
             "samples": own_steps * per_step,
-            "train_time_s": train_time_s,
+            # Rank 0 is the slowest, and no two clocks agree.
+            "train_time_s": train_time_s
+            and train_time_s * (1 - 1e-4 * rank * noise.uniform(0.5, 1)),
             "memory": used,
             "provenance": provenance_of_worker(cell, rank, device),
         }
@@ -391,7 +469,9 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         "time": {
             "train_time_s": train_time_s,
             "epoch_times_s": epoch_times_s if finished else [],
-            "start_skew_ms": [0.4] * (1 if server else run) if run and cell.gpus > 1 else None,
+            "start_skew_ms": [noise.uniform(0.3, 0.5) for _ in range(1 if server else run)]
+            if run and cell.gpus > 1
+            else None,
             "step_ms": {
                 "count": own_steps * cell.gpus,
                 "mean": step_ms,
@@ -528,7 +608,8 @@ def write_study(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record))
         if timelines:
-            write_timeline(path.with_name("timeline.csv"), cell)
+            rows = timeline_of(record, record["time"]["total_s"] / 40) if record["workers"] else []
+            path.with_name("timeline.csv").write_text(timeline_text(rows))
     return study_dir
 
 

@@ -151,7 +151,7 @@ def faster(factor: float):
             entry["train_time_s"] /= factor
         for worker in record["workers"]:
             worker["train_time_s"] /= factor
-        for key in ("achieved_flops_per_s", "mfu"):
+        for key in {"achieved_flops_per_s", "mfu"} & record["compute"].keys():
             record["compute"][key] *= factor
         for key in c:
             if key.endswith("_per_s"):

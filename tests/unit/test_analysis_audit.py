@@ -131,6 +131,15 @@ ELSEWHERE = {
     "confounded-order",  # tests/unit/test_confounding.py, and the next two
     "confounded-host",
     "times-follow-time",
+    # tests/unit/test_audit_recorded.py
+    "timeline-unlike-record",
+    "same-timeline-twice",
+    "idle-worker",
+    "clock-low",
+    "contradictory-timeline",
+    "loaded-machine",
+    "repeats-uneven-memory",
+    "same-memory-twice",
 }
 
 

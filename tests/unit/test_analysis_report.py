@@ -259,11 +259,11 @@ def test_the_audit_is_in_the_report_and_leads_to_the_figures_it_doubts(tmp_path)
             record["score"] |= {"final": 0.11, "best": 0.11}
         return record
 
-    cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",), gpus=(1, 2))
+    cells = fixture.expand(strategies=("single", "ddp"), models=("resnet50",), gpus=(1, 2))
     text = write_page(tmp_path, cells, change=change, figures=False).read_text()
     said = " ".join(" ".join(Page(text).text).split())
     assert "doubtful score-below-floor (1; affects score)" in said
-    assert "main, ddp, vgg16, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
+    assert "main, ddp, resnet50, 2 workers, repeat 0 11.0%; single on 1 reaches" in said
     assert text.count('<sup><a href="#audit" title="score-below-floor">') == 1
     assert "No rule was tripped" in write_page(tmp_path / "sound", cells, figures=False).read_text()
 

@@ -251,6 +251,38 @@ FAULTS = [
         "contradictory-time",
         "threads",
     ),
+    Fault(
+        "ranks with one clock",
+        DDP,
+        put("workers.*.train_time_s", sound("cuda")[DDP]["time"]["train_time_s"]),
+        "contradictory-time",
+        "the same train_time_s",
+    ),
+    Fault(
+        "steps that take equally long",
+        DDP,
+        put("time.step_ms.p10", sound("cuda")[DDP]["time"]["step_ms"]["p90"]),
+        "contradictory-time",
+        "to the last digit",
+    ),
+    Fault(
+        "more processes than cores, after training",
+        DDP,
+        put(worker("load_1m"), 64.0),
+        "loaded-machine",
+        "a load of 64",
+        "cpu",
+    ),
+    Fault(
+        "memory of others on a GPU",
+        DDP,
+        both(
+            put("workers.1.memory.nvml_process_used_bytes", 2**30),
+            put("workers.1.memory.nvml_used_bytes", 66 * 2**30),
+        ),
+        "stranger-on-gpu",
+        "65 GiB of the GPU of rank 1",
+    ),
     # Counts.
     Fault(
         "fewer samples seen",

@@ -53,18 +53,13 @@ def named(cell, record):
 @pytest.fixture(scope="module")
 def study_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cells = fixture.expand(("ddp", "ps-sync"), ("vgg16",), (1, 2), repeats=2)
-    folder = fixture.write_study(
+    return fixture.write_study(
         tmp_path_factory.mktemp("bundle"),
         cells,
         {("ddp", "vgg16", 1): "oom"},
         change=named,
         timelines=True,
     )
-    timeline = next(folder.glob("cells/**/timeline.csv"))
-    lines = timeline.read_text().splitlines()
-    lines = [f"{line},{'node' if n == 0 else socket.gethostname()}" for n, line in enumerate(lines)]
-    timeline.write_text("\n".join(lines) + "\n")
-    return folder
 
 
 CONFIG = {"study": "constructed", "data": {"root": str(Path.home() / "data"), "token": SECRET}}
@@ -204,6 +199,10 @@ def test_names_are_replaced_everywhere_and_alike(study_dir, tmp_path):
     assert list(found.cells["host"].factorize()[0]) == list(before.factorize()[0])
     assert set("; ".join(found.cells["host"].dropna()).split("; ")) <= {"node1", "node2", "node3"}
     assert found.hosts_replaced
+    # The hosts of the samples are still those of the workers.
+    told = ["rule", "strategy", "gpus", "repeat"]
+    assert found.findings[told].equals(read_set(str(study_dir)).findings[told])
+    assert "timeline-unlike-record" not in set(found.findings["rule"])
 
 
 def test_a_host_named_like_a_word_of_records_garbles_nothing():

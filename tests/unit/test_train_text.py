@@ -55,7 +55,7 @@ def test_a_transformer_learns_a_text(
     last, least = rec["score"]["per_epoch"][-1], rec["task"]["least_loss"]
     assert last["score"] == pytest.approx(last["test_loss"], rel=1e-9) == rec["score"]["final"]
     assert 0 < last["score_error"] < 0.2
-    evidence = SimpleNamespace(records=[rec])
+    evidence = SimpleNamespace(records=[rec], timelines={})
     for rule in (contradictory_score, loss_below_least):
         assert list(rule.check(evidence)) == []
     last["score"] += 0.01

@@ -5,17 +5,14 @@ Every function takes a record and returns the value of a column; None if the rec
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stratbench.analysis.samples import BUSY, read_timeline
 from stratbench.cell.record import Record
-
-#: Throttle reasons that mean a GPU is too hot or short of power, not at a normal limit.
-SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
 
 
 def value_at(value: Any, path: str) -> Any:
@@ -227,40 +224,28 @@ def staleness(record: Record) -> str | None:
 # ---------------------------------------------------------------- the timeline
 
 
-def timeline_figures(timeline: Path, device_kind: str | None) -> dict[str, float]:
+def timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
     """`throttled_share` and `utilisation_pct` from a cell's timeline; empty if it has no samples.
 
     Throttled is the share of GPU samples in which heat or power brakes slowed a GPU. Utilisation is a
     mean over the samples during training: of the GPUs, or on CPUs of the worker processes (in percent
     of one core each).
     """
-    kind, column = ("gpu", "gpu_util_pct") if device_kind == "cuda" else ("process", "cpu_pct")
-    samples = slowed = busy = 0
-    busy_pct = 0.0
-    try:
-        if not timeline.is_file():
-            return {}
-        with open(timeline, newline="", encoding="utf-8") as f:
-            rows = csv.reader(f)
-            names = {name: i for i, name in enumerate(next(rows, ()))}
-            kind_at, id_at = names.get("kind"), names.get("id")
-            throttle_at, phase_at, used_at = map(names.get, ("throttle", "phase", column))
-            if kind_at is None:
-                return {}
-            for row in rows:
-                if len(row) < len(names) or row[kind_at] != kind:
-                    continue
-                if kind == "gpu" and throttle_at is not None:
-                    samples += 1
-                    slowed += any(name in row[throttle_at] for name in SLOWED)
-                elif kind == "process" and (id_at is None or not row[id_at].startswith("rank")):
-                    continue
-                in_training = phase_at is not None and row[phase_at] == "train"
-                if in_training and used_at is not None and row[used_at]:
-                    busy, busy_pct = busy + 1, busy_pct + float(row[used_at])
-    except (OSError, ValueError, csv.Error):
+    timeline = read_timeline(path)
+    if timeline is None:
         return {}
-    found: dict[str, float] = {"throttled_share": slowed / samples} if samples else {}
-    return found | (
-        {"utilisation_pct": busy_pct / busy} if math.isfinite(busy_pct) and busy else {}
-    )
+    kind = "gpu" if device_kind == "cuda" else "process"
+    found: dict[str, float] = {}
+    series = timeline.of_kind(kind)
+    if kind == "gpu" and series and timeline.tells_throttling:
+        count = sum(one.count for one in series.values())
+        found["throttled_share"] = sum(one.slowed for one in series.values()) / count
+    used = [
+        one.training[BUSY[kind]]
+        for (_, name), one in series.items()
+        if BUSY[kind] in one.training and (kind == "gpu" or not name or name.startswith("rank"))
+    ]
+    if used:
+        whole = sum(values.mean * values.count for values in used)
+        found["utilisation_pct"] = whole / sum(values.count for values in used)
+    return found

@@ -12,9 +12,11 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis import paper
-from stratbench.analysis.audit import AUDIT_COLUMNS, audit, read_records
+from stratbench.analysis.audit import AUDIT_COLUMNS, audit, read_records, read_timelines
+from stratbench.analysis.audit.rule import Key
 from stratbench.analysis.collect import Expected, collect
 from stratbench.analysis.columns import EPOCH_COLUMNS, read_cells, read_epochs
+from stratbench.analysis.samples import Timeline
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
@@ -38,6 +40,8 @@ class ResultSet:
     epochs: pd.DataFrame
     #: None for the paper's tables.
     records: tuple[Record, ...] = ()
+    #: By the audit's key of their cell.
+    timelines: dict[Key, Timeline] = field(default_factory=dict)
     #: The resolved config, if it is known.
     config: dict[str, Any] | None = None
     #: plan.json, if there was a plan.
@@ -50,7 +54,7 @@ class ResultSet:
     @functools.cached_property
     def findings(self) -> pd.DataFrame:
         """The audit's findings, like audit.csv."""
-        found = audit(self.cells, self.records, self.floors)
+        found = audit(self.cells, self.records, self.floors, timelines=self.timelines)
         frame = pd.DataFrame(found, columns=list(AUDIT_COLUMNS))
         return frame.astype({"gpus": "Int64", "repeat": "Int64"})
 
@@ -151,7 +155,10 @@ def _read_folder(
     if manifest and study != manifest["study"]:
         raise told(f"its records are of study {study}, and its manifest names {manifest['study']}")
     config, plan = (_object_in(folder / file, told) for file in ("config.json", "plan.json"))
-    return ResultSet(name or study, source, study, frame, epochs, records, config, plan, manifest)
+    timelines = read_timelines(frame, folder)
+    return ResultSet(
+        name or study, source, study, frame, epochs, records, timelines, config, plan, manifest
+    )
 
 
 def _cells_in(folder: Path, manifest: dict[str, Any] | None, told: Any) -> list[Cell]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from stratbench.analysis.audit import (
     scores,
     servers,
     speed,
+    timelines,
     times,
     traffic,
 )
-from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Rule
+from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Key, Rule, key_of
 from stratbench.analysis.columns import read_cells, read_table
+from stratbench.analysis.samples import Timeline, read_timeline
 from stratbench.cell import blocks, record
 from stratbench.cell.coordinates import STATUSES
 from stratbench.cell.files import replacing
@@ -67,6 +69,7 @@ KINDS = (
     confounding,
     full_runs,
     machines,
+    timelines,
 )
 
 
@@ -87,15 +90,16 @@ def audit(
     records: Sequence[Record] = (),
     floors: dict[str, float] | None = None,
     of_blocks: Sequence[blocks.Block] = (),
+    timelines: Mapping[Key, Timeline] | None = None,
 ) -> list[dict[str, Any]]:
     """The findings on the rows of cells.csv and on `records`, the most severe first.
 
     Keys are AUDIT_COLUMNS.
 
     A missing coordinate means all its values: a finding without `strategy` is on a comparison.
-    `floors`, `of_blocks`: see `Evidence`.
+    `floors`, `of_blocks`, `timelines`: see `Evidence`.
     """
-    evidence = Evidence(cells, records, floors, of_blocks)
+    evidence = Evidence(cells, records, floors, of_blocks, timelines)
     findings = [
         {
             "rule": rule.id,
@@ -127,6 +131,16 @@ def read_records(
     return [read(study_dir / path) for path in paths]
 
 
+def read_timelines(cells: pd.DataFrame, study_dir: Path) -> dict[Key, Timeline]:
+    """The timelines of the cells that ended well, by `key_of` their cell; unreadable ones are left out."""
+    found = {}
+    for row in cells[cells["status"].eq("ok") & cells["record_path"].notna()].to_dict("records"):
+        timeline = read_timeline((study_dir / row["record_path"]).with_name("timeline.csv"))
+        if timeline is not None:
+            found[key_of(row)] = timeline
+    return found
+
+
 def read_blocks(study_dir: Path) -> list[blocks.Block]:
     """The complete blocks of a verdict below results/<study>; unreadable ones are left to the verdict."""
     found = []
@@ -151,7 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
     study_dir = args.study_dir or args.cells.parent
-    findings = audit(cells, read_records(cells, study_dir), of_blocks=read_blocks(study_dir))
+    findings = audit(
+        cells,
+        read_records(cells, study_dir),
+        of_blocks=read_blocks(study_dir),
+        timelines=read_timelines(cells, study_dir),
+    )
     with (
         replacing(args.out) as unfinished,
         open(unfinished, "x", newline="", encoding="utf-8") as f,

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from stratbench.analysis.derived import value_at
+from stratbench.analysis.samples import Series, Timeline
 from stratbench.cell.record import Record
 from stratbench.strategies.mesh import Mesh
 
@@ -18,8 +19,10 @@ ROUNDING = 1e-6
 class Facts:
     """A record by the paths of its fields: `facts("time.train_time_s")`; None where absent."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, timeline: Timeline | None = None) -> None:
         self.record = record
+        #: What was sampled while the cell ran; None if there is no timeline.
+        self.timeline = timeline
         self.workers: list[dict[str, Any]] = record["workers"]
         self.servers: list[dict[str, Any]] = self("server.servers") or []
         self.gpus: int = self("cell.gpus")
@@ -45,6 +48,23 @@ class Facts:
         """The ratio of two fields; None if one is absent or the second is 0."""
         a, b = self(one), self(other)
         return None if a is None or not b else a / b
+
+    def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
+        """The samples of a worker's host, or of a process or GPU there; None without."""
+        if self.timeline is None or not self.timeline.is_whole:
+            return None
+        node = host_of(worker) if self.timeline.names_nodes else ""
+        return self.timeline.series.get((node or "", kind, name or ""))
+
+    def gpu_series(self, worker: dict[str, Any]) -> Series | None:
+        """The samples of a worker's GPU; None without."""
+        return self.samples_on(worker, "gpu", name_of_gpu(worker))
+
+    def series_of(self, worker: dict[str, Any]) -> tuple[str, Series | None]:
+        """The samples of what a worker computed on, and their kind: of its GPU, or of its process."""
+        if self("provenance.device") == "cuda":
+            return "gpu", self.gpu_series(worker)
+        return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
 
     @property
     def epochs_run(self) -> int:
@@ -88,6 +108,17 @@ class Facts:
     def _bytes_of(self, count: int | None) -> float | None:
         wide = self("strategy.details.weights_dtype") == "float64"
         return None if count is None else count * (8 if wide else 4)
+
+
+def host_of(worker: dict[str, Any]) -> str | None:
+    """The name of a worker's host."""
+    return value_at(worker["provenance"], "host.name")
+
+
+def name_of_gpu(worker: dict[str, Any]) -> str | None:
+    """The id of a worker's GPU in a timeline: NVML's number, of a MIG instance its UUID."""
+    gpu = value_at(worker["provenance"], "gpu") or {}
+    return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
 
 def unless_equal(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most, unless_equal
 from stratbench.analysis.audit.rule import record_rule
+from stratbench.analysis.audit.timelines import SAMPLES
 from stratbench.analysis.derived import value_at
+from stratbench.analysis.samples import WORKING_PCT
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.hardware import datasheet_of
 
@@ -15,6 +18,14 @@ from stratbench.telemetry.hardware import datasheet_of
 MOST_W, LEAST_W = 2000.0, 5.0
 #: The share by which a GPU may exceed its limit for moments.
 OVERSHOOT = 0.1
+#: The share by which energy may miss its GPUs' mean power times the training time, besides chance.
+POWER = 0.1
+#: The number of standard errors of a mean power that chance explains.
+DEVIATIONS = 3.0
+#: The time by which the power of an NVML sample is late, in s: it is averaged over about a second.
+LATE_S = 1.0
+#: The least that a working GPU draws, as a share of its limit: what an A100 of 400 W draws idle.
+IDLE_POWER = 0.125
 #: More operations per second than one core of a CPU can do.
 CORE_FLOPS = 5e11
 
@@ -125,3 +136,30 @@ def contradictory_energy(facts: Facts) -> Iterator[str]:
         yield from unless_at_least(
             "energy.train_joules", joules, f"{LEAST_W:g} W x time x GPUs", LEAST_W * sum(times)
         )
+        yield from faults_of_power(facts, joules)
+
+
+def faults_of_power(facts: Facts, joules: float) -> Iterator[str]:
+    """Checks energy against the sampled power of the GPUs, and against what working GPUs draw at least."""
+    drawn_j = slack_j = least_j = 0.0
+    sampled = 0
+    for worker in facts.workers:
+        one, time_s = facts.gpu_series(worker), worker["train_time_s"] or 0.0
+        used, power = (
+            one.training.get(name) if one else None for name in ("gpu_util_pct", "power_w")
+        )
+        if used and used.count >= SAMPLES and used.mean > WORKING_PCT:
+            limit_w = value_at(worker["provenance"], "gpu.power_limit_w") or 0.0
+            least_j += IDLE_POWER * limit_w * time_s
+        if power and power.count >= SAMPLES:
+            sampled += 1
+            drawn_j += power.mean * time_s
+            late_j = LATE_S * len(facts("time.epoch_times_s")) * (power.most - power.least)
+            slack_j += late_j + DEVIATIONS * power.std / math.sqrt(power.count) * time_s
+    what = "energy.train_joules"
+    yield from unless_at_least(
+        what, joules, f"{IDLE_POWER:.1%} of the power limit of GPUs that worked", least_j
+    )
+    if sampled == facts.gpus:
+        formula = "the mean power in the timeline x time"
+        yield from unless_equal(what, joules, formula, drawn_j, POWER, slack_j)

@@ -18,11 +18,17 @@ from stratbench.analysis.audit.rule import (
     rule,
 )
 from stratbench.analysis.derived import value_at
+from stratbench.analysis.samples import HELD
 from stratbench.cell.record import Record
 from stratbench.cell.words import GIB
+from stratbench.telemetry.tenants import OTHERS_BYTES
 
 #: Limits: a share of the samples, and a number of CPU cores.
 THROTTLED, OTHERS = 0.01, 0.25
+#: What CUDA's context of a process takes of a GPU, rounded up: 300 to 600 MiB.
+CONTEXT_BYTES = GIB * 3 // 4
+#: The most that a context, NCCL and cuDNN take of a GPU outside the allocator; some hundred MiB to 3 GiB.
+LIBRARIES_BYTES = 4 * GIB
 #: Start and end are recorded in whole seconds.
 TOGETHER_S = 2.5
 
@@ -134,11 +140,13 @@ def contradictory_devices(facts: Facts) -> Iterator[str]:
     "stranger-on-gpu",
     "doubtful",
     "time",
-    "A process of somebody else computed on a GPU of the cell: what it did there slowed the cell.",
+    "A process of somebody else computed on a GPU of the cell, or held memory there: what it did there "
+    "slowed the cell.",
 )
 def stranger_on_gpu(facts: Facts) -> Iterator[str]:
     if facts.status != "oom":
         yield from strangers_in(facts)
+        yield from memory_of_others(facts)
 
 
 @record_rule(
@@ -167,6 +175,29 @@ def strangers_in(facts: Facts) -> Iterator[str]:
             when = f"from {entry['first_s']:.0f} to {entry['last_s']:.0f} s"
             seen[node, entry["pid"]] = f"process {entry['pid']} on {gpu}{held}, seen {when}"
     yield from seen.values()
+
+
+def memory_of_others(facts: Facts) -> Iterator[str]:
+    """Memory of the cell's GPUs that is not the worker's: as NVML told the worker, and in the timeline."""
+    per_node = facts("provenance.workers_per_node") or facts.gpus
+    for worker in facts.workers:
+        # PyTorch may open a context of each process of a node on the node's first GPU.
+        siblings = 0 if worker["rank"] % per_node else per_node - 1 + len(facts.servers)
+        spare = OTHERS_BYTES + siblings * CONTEXT_BYTES
+        own, one = worker["memory"] or {}, facts.gpu_series(worker)
+        used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
+        reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
+        if None not in (used, mine) and used - mine > spare:
+            yield f"{(used - mine) / GIB:.3g} GiB of {what} are not the worker's"
+        sampled = one.training.get(HELD["gpu"]) if one else None
+        most = max(used or 0, sampled.most if sampled else 0)
+        if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES + spare:
+            yield (
+                f"{most / GIB:.3g} GiB of {what} are in use, the worker reserved {reserved / GIB:.3g} GiB"
+            )
+        before = one.first.get(HELD["gpu"], 0) if one and not one.first_phase else 0
+        if before > OTHERS_BYTES:
+            yield f"{before / GIB:.3g} GiB of {what} were in use before the cell began"
 
 
 def own_gpus(facts: Facts) -> set[tuple[int, int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from stratbench.analysis.audit.checks import (
+    ROUNDING,
     Facts,
     unless_at_least,
     unless_at_most,
@@ -17,12 +19,15 @@ from stratbench.analysis.audit.rule import (
     Evidence,
     Found,
     coordinates_of_group,
+    coordinates_of_row,
     record_rule,
     rows_of,
     rule,
 )
+from stratbench.analysis.audit.timelines import SAMPLES, is_crowded
 from stratbench.analysis.derived import value_at
 from stratbench.analysis.groups import GROUP, Group
+from stratbench.analysis.samples import HELD
 from stratbench.cell.words import MIB
 
 #: A reduction by more than this times the number of workers cannot come from sharding alone.
@@ -31,6 +36,11 @@ REDUCED = 1.05
 PADDED = 1.25
 #: The most that AdamW's step counts may take: 4 bytes for each of 4096 tensors.
 STEP_COUNTS_BYTES = 4 * 4096
+#: The share by which the peaks of repeats on GPUs differ at most, and bytes: cuDNN may choose an
+#: algorithm with another workspace, and allocates it in blocks.
+UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
+#: The share of a peak that samples show at least; on CPUs, memory is given back between them.
+SAMPLED = {"gpu": 0.98, "process": 0.5}
 #: The method of measuring on CUDA devices.
 ALLOCATOR = "cuda-allocator"
 
@@ -87,6 +97,48 @@ def oom_with_more_workers(evidence: Evidence) -> Iterator[Found]:
                 coordinates_of_group(group),
                 f"out of memory on {row.gpus}, but not on {fewer[-1].gpus}",
             )
+
+
+@rule(
+    "repeats-uneven-memory",
+    "doubtful",
+    "memory",
+    "The allocator's peak is all but the same in each repeat of a cell on GPUs. Look for other batches, "
+    "other algorithms of cuDNN, or a figure of another cell.",
+)
+def repeats_uneven_memory(evidence: Evidence) -> Iterator[Found]:
+    for group, rows in evidence.groups.items():
+        peaks = rows["peak_memory_bytes"].dropna()
+        if rows["device_kind"].ne("cuda").any() or rows["device_name"].nunique() > 1:
+            continue
+        if len(peaks) > 1 and peaks.max() - peaks.min() > max(
+            UNEVEN_REPEATS * peaks.median(), UNEVEN_BYTES
+        ):
+            yield Found(
+                coordinates_of_group(group),
+                f"{peaks.min() / MIB:.4g} to {peaks.max() / MIB:.4g} MiB over {len(peaks)} repeats",
+            )
+
+
+@rule(
+    "same-memory-twice",
+    "doubtful",
+    "memory",
+    "A strategy never has the same peak on a GPU, to the byte, with batches of two sizes: one is a copy.",
+)
+def same_memory_twice(evidence: Evidence) -> Iterator[Found]:
+    seen: dict[tuple[Any, ...], Any] = {}
+    for row in evidence.rows:
+        peak, batch = row.peak_memory_bytes, row.per_worker_batch
+        if row.device_kind != "cuda" or not peak > 0 or not batch > 0:
+            continue
+        other = seen.setdefault((row.experiment, row.strategy, row.model, peak), row)
+        if other.per_worker_batch != batch:
+            for one in (other, row):
+                yield Found(
+                    coordinates_of_row(one),
+                    f"{peak:.0f} bytes with batches of {other.per_worker_batch:.0f} and {batch:.0f}",
+                )
 
 
 @record_rule(
@@ -181,8 +233,15 @@ def faults_of_peaks(facts: Facts) -> Iterator[str]:
     if facts("strategy.traits.states_on_host") and method == ALLOCATOR:
         states = {"buffers_bytes": states.get("buffers_bytes", 0)}
     if states:
+        inputs = facts("model.input_shape") if method == ALLOCATOR else None
+        # On a GPU at least a step's samples are beside them, of a byte for each value.
+        beside = (facts("batch.samples_per_step") or 0) * math.prod(inputs) if inputs else 0
         yield from unless_at_least(
-            "memory.peak_bytes", peak, "its model states", sum(states.values())
+            "memory.peak_bytes",
+            peak,
+            "its model states and a step's samples" if beside else "its model states",
+            sum(states.values()) + beside,
+            0.0 if beside else ROUNDING,
         )
     yield from unless_at_most(
         "memory.requested_peak_bytes", facts("memory.requested_peak_bytes"), "peak_bytes", peak
@@ -226,6 +285,7 @@ def faults_of_worker(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
     yield from unless_at_most(
         f"cublas_bytes of {name}", own.get("cublas_bytes"), "its requested_peak_bytes", requested
     )
+    yield from faults_of_samples(facts, worker)
     capacity = value_at(place, "gpu.memory_bytes")
     for group in ("peak", "reserved_peak", "nvml_used", "nvml_process_used"):
         yield from unless_at_most(
@@ -250,4 +310,20 @@ def faults_of_worker(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
     if own and facts("memory.method") is not None:
         yield from unless_same(
             f"memory.method of {name}", own.get("method"), "the cell's", facts("memory.method")
+        )
+
+
+def faults_of_samples(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
+    """Checks a worker's peak against the samples: the allocator keeps what it once took."""
+    kind, one = facts.series_of(worker)
+    held = one and one.training.get(HELD[kind])
+    if not held or held.count < SAMPLES or is_crowded(facts):
+        return
+    for name in ("peak_bytes", "nvml_used_bytes") if kind == "gpu" else ("peak_bytes",):
+        value = value_at(worker["memory"], name)
+        yield from unless_at_least(
+            f"the memory of rank {worker['rank']} in the timeline",
+            held.most,
+            f"{SAMPLED[kind]:.0%} of its {name}",
+            None if value is None else SAMPLED[kind] * value,
         )

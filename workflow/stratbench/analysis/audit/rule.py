@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import pandas as pd
 from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.columns import Row
 from stratbench.analysis.groups import GROUP, Group, rows_by_group
+from stratbench.analysis.samples import Timeline
 from stratbench.cell.blocks import Block
 from stratbench.cell.record import Record
 
@@ -28,6 +29,8 @@ SEVERITIES = ("unusable", "doubtful", "note")
 Severity = Literal["unusable", "doubtful", "note"]
 #: The figures of the cells that a rule casts doubt on.
 Affects = Literal["time", "memory", "score", "all"]
+#: The coordinates of a cell within its study, in the order of `coordinates_of_cell`.
+Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Evidence:
     """The evidence for all rules: the rows of cells.csv, and the records behind them if there are any.
 
     `floors`: accuracies by data set that any working training reaches, for tables that state too
-    little to be judged on their own. `blocks`: those of a verdict.
+    little to be judged on their own. `blocks`: those of a verdict. `timelines`: by `key_of` their cell.
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class Evidence:
         records: Sequence[Record] = (),
         floors: dict[str, float] | None = None,
         blocks: Sequence[Block] = (),
+        timelines: Mapping[Key, Timeline] | None = None,
     ) -> None:
         self.cells = cells
         self.records = records
         self.floors = floors or {}
         self.blocks = blocks
+        self.timelines = timelines or {}
         #: The cells with a result; then the same by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
         self.groups: dict[Group, pd.DataFrame] = rows_by_group(self.ok)
@@ -138,17 +143,18 @@ def record_rule(
         def over_records(evidence: Evidence) -> Iterator[Found]:
             for record in evidence.records:
                 where = coordinates_of_cell(record["cell"])
-                yield from (Found(where, text) for text in faults_of_record(check, record))
+                facts = Facts(record, evidence.timelines.get(key_of(record["cell"])))
+                yield from (Found(where, text) for text in faults_of_record(check, facts))
 
         return Rule(id, severity, affects, explanation, over_records)
 
     return made
 
 
-def faults_of_record(check: Callable[[Facts], Iterator[str]], record: Record) -> Iterator[str]:
+def faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
     """The faults that `check` finds; a field with an unexpected shape is a fault, too."""
     try:
-        yield from check(Facts(record))
+        yield from check(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         yield f"a field has a form that no cell writes ({type(e).__name__}: {e})"
 
@@ -166,6 +172,11 @@ def coordinates_of_strategy(group: Group) -> Row:
 def coordinates_of_cell(cell: Row) -> Row:
     """The coordinates of a finding on one cell, from the `cell` of its record."""
     return {name: cell[name] for name in (*GROUP, "repeat")}
+
+
+def key_of(cell: Row) -> Key:
+    """The key of a cell's timeline."""
+    return tuple(coordinates_of_cell(cell).values())
 
 
 def rows_of(frame: pd.DataFrame) -> Iterable[Any]:

@@ -26,6 +26,7 @@ from stratbench.analysis.audit.rule import (
     record_rule,
     rule,
 )
+from stratbench.analysis.groups import GROUP
 from stratbench.analysis.measures import ALONE
 from stratbench.analysis.score import Score, score_of
 
@@ -35,6 +36,14 @@ WORKING = 0.5
 DEVIATIONS = 3.0
 #: The most that rounding may make losses differ after some epochs: absolute, and as a share of the loss.
 LOSS, LOSS_SHARE = 0.05, 0.25
+#: The same of a share of right answers, beside chance, and LOSS_SHARE of the wrong ones.
+SCORE = 0.03
+#: The figures of an epoch that equal arithmetic makes equal.
+SERIES = ("train_loss", "test_loss", "score")
+#: The number of pairs with equal scores that chance may be expected to make in a study.
+RARE = 1e-3
+#: A train loss that rises by this factor and these nats while the test loss falls is of no one training.
+RISEN, RISEN_NATS = 1.5, 0.1
 
 
 @rule(
@@ -155,61 +164,138 @@ def async_alone_unlike_sync(evidence: Evidence) -> Iterator[Found]:
     "equal-arithmetic-unequal-loss",
     "doubtful",
     "score",
-    "These strategies say that their updates are DDP's, but for rounding, and on as many workers from "
-    "the same weights their losses differ by more than rounding grows to.",
+    "These strategies say that their updates are DDP's, but for rounding, and from the same weights their "
+    "losses or scores differ by more than rounding grows to. Of two, nobody can say which is wrong.",
 )
 def equal_arithmetic_unequal_loss(evidence: Evidence) -> Iterator[Found]:
     groups: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for record in evidence.records:
         facts = Facts(record)
-        if facts.status == "ok" and facts("strategy.traits.equals_ddp"):
-            cell = record["cell"]
-            names = ("experiment", "model", "gpus", "repeat")
-            groups[tuple(cell[name] for name in names)].append(facts)
-    for (experiment, model, gpus, repeat), members in groups.items():
-        where = {"experiment": experiment, "model": model, "gpus": gpus, "repeat": repeat}
-        if len(members) < 3:
-            continue  # nobody can say which of two is wrong
-        for epoch, entries in enumerate(
-            zip(*(facts("score.per_epoch") for facts in members), strict=False), 1
-        ):
-            for name in ("train_loss", "test_loss"):
-                losses = [entry[name] for entry in entries]
-                if None in losses:
-                    continue
-                usual = median(losses)
-                for facts, loss in zip(members, losses, strict=True):
-                    if abs(loss - usual) > LOSS + LOSS_SHARE * usual:
-                        text = f"{name} of epoch {epoch} is {loss:.4g}, of most {usual:.4g}"
-                        yield Found(where | {"strategy": facts("cell.strategy")}, text)
+        plain = "equals_ddp" if facts.gpus > 1 else "synchronous_alone"
+        if facts.status == "ok" and facts(f"strategy.traits.{plain}"):
+            groups[alike_in_arithmetic(facts)].append(facts)
+    for members in groups.values():
+        for name in SERIES if len(members) > 1 else ():
+            for facts, off in unlike_median(members, name):
+                epoch, value, usual = off[0]
+                more = f", and in {len(off) - 1} more epochs" if len(off) > 1 else ""
+                text = f"{name} of epoch {epoch} is {value:.4g}, the median {usual:.4g}{more}"
+                yield Found(coordinates_of_cell(facts.record["cell"]), text)
+
+
+def unlike_median(
+    members: list[Facts], name: str
+) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
+    """The cells whose loss or score is not the median of all: epoch, value and median of each case."""
+    off: list[list[tuple[int, float, float]]] = [[] for _ in members]
+    epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
+    for epoch, entries in enumerate(epochs, 1):
+        told = [entry[name] for entry in entries]
+        if None in told:
+            continue
+        usual = median(told)
+        most = most_by_rounding(members[0], name, usual)
+        for i, value in enumerate(told):
+            # The median of two is as far from both.
+            if abs(value - usual) > (most if len(members) > 2 else most / 2):
+                off[i].append((epoch, value, usual))
+    yield from ((facts, found) for facts, found in zip(members, off, strict=True) if found)
+
+
+def alike_in_arithmetic(facts: Facts) -> tuple[Any, ...]:
+    """What cells have in common whose updates differ by rounding: without BatchNorm not the worker count."""
+    # Workers draw dropout for themselves, which changes a loss less than LOSS_SHARE.
+    shared = facts("model.batchnorm") is False and facts("settings.partition") in (None, "iid")
+    cell = [facts(f"cell.{name}") for name in ("experiment", "model", "repeat")]
+    return *cell, facts("batch.global_batch"), "any" if shared else facts.gpus
+
+
+def most_by_rounding(facts: Facts, name: str, usual: float) -> float:
+    """By how much a loss or score of equal arithmetic may differ after some epochs."""
+    if name != "score":
+        return LOSS + LOSS_SHARE * usual
+    if facts("task.unit") != "share" or not 0 <= usual <= 1:
+        return math.inf  # a loss is told as such; others are in units of their own
+    n = answers_of(facts)
+    chance = DEVIATIONS * math.sqrt(2 * usual * (1 - usual) / n) if n else 0.0
+    return SCORE + LOSS_SHARE * (1 - usual) + chance
+
+
+def answers_of(facts: Facts) -> float | None:
+    """The number of answers that a score is a mean of."""
+    return facts.product("data.test_samples", "task.counts_per_sample") or facts(
+        "data.test_samples"
+    )
 
 
 @rule(
     "same-losses-twice",
     "unusable",
     "score",
-    "Two cells that start from other weights, or of which one follows the order in which pushes arrive, "
-    "never have the same losses to the last digit in all epochs: one is a copy.",
+    "Cells that start from other weights, or of which one follows the order in which pushes arrive, never "
+    "have the same losses to the last digit in all epochs, nor the same scores in so many: one is a copy.",
 )
 def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
-    alike: dict[tuple[float, ...], list[Facts]] = defaultdict(list)
-    for record in evidence.records:
-        facts = Facts(record)
-        entries = facts("score.per_epoch")
-        losses = tuple(e[name] for e in entries for name in ("train_loss", "test_loss"))
-        if facts.status == "ok" and losses and None not in losses:
-            alike[losses].append(facts)
-    for members in alike.values():
-        starts = {(f("settings.seed"), f("model.initial_weights_sha256")) for f in members}
-        by_arrival = any(
-            f.servers and f.gpus > 1 and not f("strategy.traits.equals_ddp") for f in members
-        )
-        if len(members) > 1 and (len(starts) > 1 or by_arrival):
-            cells = [f.record["cell"] for f in members]
-            named = [f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in cells]
-            for cell in cells:
-                where = coordinates_of_cell(cell)
-                yield Found(where, f"the losses of {' and of '.join(named)}")
+    done = [facts for facts in map(Facts, evidence.records) if facts.status == "ok"]
+    repeats: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
+    for facts in sorted(done, key=lambda facts: facts("cell.repeat")):
+        repeats[tuple(facts(f"cell.{name}") for name in GROUP)].append(facts)
+    # Scores of a small test set agree by chance in one cell, but not in all its repeats.
+    told = [[facts] for facts in done] + [
+        members for members in repeats.values() if len(members) > 1
+    ]
+    pairs = len(told) ** 2 / 2
+    found: set[int] = set()
+    for name in SERIES:
+        alike: dict[tuple[float, ...], list[list[Facts]]] = defaultdict(list)
+        for members in told:
+            values = tuple(e[name] for facts in members for e in facts("score.per_epoch"))
+            if values and None not in values and chance_of(members, name) * pairs < RARE:
+                alike[values].append(members)
+        for listed in alike.values():
+            cells = [facts for members in listed for facts in members]
+            if len(listed) < 2 or not cannot_agree(listed):
+                continue
+            new = [facts for facts in cells if id(facts) not in found]
+            places = [facts.record["cell"] for facts in cells]
+            named = [f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in places]
+            for facts in new:
+                found.add(id(facts))
+                which = "scores" if name == "score" else "losses"
+                text = f"the {which} of {' and of '.join(named)}"
+                yield Found(coordinates_of_cell(facts.record["cell"]), text)
+
+
+def cannot_agree(listed: list[list[Facts]]) -> bool:
+    """Whether cells, or all repeats of cells, can have equal losses in no way but by a copy."""
+    starts = {
+        tuple((f("settings.seed"), f("model.initial_weights_sha256")) for f in members)
+        for members in listed
+    }
+    by_arrival = any(
+        f.servers and f.gpus > 1 and not f("strategy.traits.equals_ddp")
+        for members in listed
+        for f in members
+    )
+    return len(starts) > 1 or by_arrival
+
+
+def chance_of(members: list[Facts], name: str) -> float:
+    """The chance that two trainings tell the same series of losses, or of scores.
+
+    A score is a number of right answers. Two models of one score p differ in about half of the answers that
+    either gets wrong, so that numbers of n answers scatter by half of sqrt(n p (1 - p)) at least, and two
+    of them agree in 1 of 2 sqrt(pi) times that. One that does not change is no evidence.
+    """
+    if name != "score":
+        return 0.0
+    chance = 1.0
+    for facts in members:
+        n = answers_of(facts) if facts("task.unit") == "share" else None
+        for score in {entry["score"] for entry in facts("score.per_epoch")} - {None}:
+            spread = math.sqrt(max(0.0, n * score * (1 - score))) / 2 if n else 0.0
+            chance *= min(1.0, 1 / (2 * math.sqrt(math.pi) * spread)) if spread else 1.0
+    return chance
 
 
 @record_rule(
@@ -217,7 +303,8 @@ def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
     "unusable",
     "score",
     "Scores and losses of the record do not agree: the last epoch and the final score, the best of all, "
-    "whole samples of the test set, a loss too small for its errors, a score that is no such loss.",
+    "whole samples of the test set, a loss too small for its errors, a score that is no such loss, a train "
+    "loss that rises while the test loss falls.",
 )
 def contradictory_score(facts: Facts) -> Iterator[str]:
     entries = facts("score.per_epoch")
@@ -240,6 +327,15 @@ def contradictory_score(facts: Facts) -> Iterator[str]:
     else:
         for name in ("final", "best"):
             yield from unless_absent(f"score.{name}", facts(f"score.{name}"), "without any epoch")
+    first, last = (entries[0], entries[-1]) if entries else ({}, {})
+    losses = [entry.get(name) for name in ("train_loss", "test_loss") for entry in (first, last)]
+    if None not in losses:
+        trained, now, tested, then = losses
+        if now > RISEN * trained + RISEN_NATS and then < tested:
+            yield (
+                f"the train loss rises from {trained:.4g} to {now:.4g}, and the test loss falls from "
+                f"{tested:.4g} to {then:.4g}"
+            )
     task, unit = facts("task.name"), facts("task.unit")
     n = facts.product("data.test_samples", "task.counts_per_sample")
     for entry in entries:

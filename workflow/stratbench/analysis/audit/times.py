@@ -14,6 +14,7 @@ from stratbench.analysis.audit.checks import (
     unless_rising,
     unless_same,
 )
+from stratbench.analysis.audit.mixed import shortened
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.derived import value_at
 
@@ -27,6 +28,9 @@ SERVED, SERVED_S = 0.1, 0.5
 #: The most that two processes' clocks may differ at one moment, in s; start and end are in whole seconds.
 READINGS_S = 2.5
 PARTS = ("setup_s", "data_s", "warmup_s", "eval_s")
+#: The number of steps from which they differ, and the least standard deviation as a share of their mean:
+#: clocks have a resolution of 0.5 us (events of a GPU) or 1 ns, and no step takes exactly as long.
+EVEN_STEPS, EVEN = 20, 1e-6
 ORDER = ("min", "p10", "p50", "p90", "p99", "max")
 
 
@@ -41,6 +45,7 @@ def contradictory_time(facts: Facts) -> Iterator[str]:
     if facts.finished:
         yield from faults_of_training(facts)
         yield from faults_of_workers(facts)
+    yield from faults_of_spread(facts)
     yield from faults_of_epochs(facts)
     yield from faults_of_starts(facts)
     yield from faults_of_steps(facts)
@@ -217,6 +222,28 @@ def faults_of_steps(facts: Facts) -> Iterator[str]:
         yield from unless_at_most(
             "time.step_ms.mean", steps["mean"], "what its percentiles allow", high, 0.02
         )
+
+
+def faults_of_spread(facts: Facts) -> Iterator[str]:
+    """Checks that what a clock has measured often differs in its last digits."""
+    steps = facts("time.step_ms") or {}
+    if (steps.get("count") or 0) >= EVEN_STEPS:
+        for one, other in (("min", "max"), ("p10", "p90")):
+            if one in steps and steps[one] == steps.get(other):
+                yield f"time.step_ms.{one} is {other}, {steps[one]:.6g}, to the last digit"
+        yield from unless_at_least(
+            "time.step_ms.std",
+            steps.get("std"),
+            f"{EVEN:g} of the mean step",
+            EVEN * (steps.get("mean") or 0.0),
+        )
+    skews = [skew for skew in facts("time.start_skew_ms") or () if skew]
+    if len(set(skews)) == 1 < len(skews):
+        yield f"the workers began {len(skews)} epochs {skews[0]:.6g} ms apart, to the last digit"
+    for name in ("train_time_s", "epoch_starts_s"):
+        told = [str(worker[name]) for worker in facts.workers if worker.get(name)]
+        if len(set(told)) < len(told):
+            yield f"ranks have the same {name} to the last digit: {shortened(max(told, key=told.count))}"
 
 
 def faults_of_phases(facts: Facts) -> Iterator[str]:

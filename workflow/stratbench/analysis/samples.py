@@ -1,0 +1,200 @@
+"""The samples of a cell's timeline, added up in one pass over the file, for tables and rules."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+#: Throttle reasons that mean a GPU is too hot or short of power, not at a normal limit.
+SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
+#: The reason of a GPU that is at its power limit.
+CAPPED = "sw_power_cap"
+#: The columns that are added up, by the kind of a row.
+COLUMNS = {
+    "gpu": ("gpu_util_pct", "mem_used_bytes", "power_w", "sm_clock_mhz"),
+    "process": ("cpu_pct", "rss_bytes"),
+    "host": ("cpu_pct", "load_1m"),
+}
+#: The columns that tell how busy a GPU or a process was, and how much memory it held.
+BUSY = {"gpu": "gpu_util_pct", "process": "cpu_pct"}
+HELD = {"gpu": "mem_used_bytes", "process": "rss_bytes"}
+#: The utilisation from which a GPU's clock is one of work, in percent.
+WORKING_PCT = 50.0
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of a column over some samples."""
+
+    count: int
+    mean: float
+    #: Standard deviation of the samples.
+    std: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, given: Iterable[float | None]) -> Values | None:
+        """None without values; those that are None are left out."""
+        values = [value for value in given if value is not None]
+        if not values:
+            return None
+        mean = math.fsum(values) / len(values)
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        std = math.sqrt(squares / max(1, len(values) - 1))
+        return cls(len(values), mean, std, min(values), max(values))
+
+
+class Sample(NamedTuple):
+    """A row of a timeline; `values` in the order of COLUMNS."""
+
+    t_s: float
+    phase: str
+    reasons: str
+    values: list[float | None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """The samples of one host, process or GPU, added up."""
+
+    count: int
+    first_s: float
+    last_s: float
+    longest_gap_s: float
+    #: The time between samples that both were taken in training.
+    train_s: float
+    #: By column: of all samples, and of those in training.
+    overall: dict[str, Values]
+    training: dict[str, Values]
+    #: The first and the last sample, and the first one's phase: empty before the cell's first.
+    first: dict[str, float]
+    last: dict[str, float]
+    first_phase: str
+    #: The number of samples in which heat or power brakes slowed a GPU.
+    slowed: int
+    #: Of the samples of training in which a GPU was working: clocks, and the share at the power limit.
+    working_clock: Values | None
+    capped_share: float
+
+    @classmethod
+    def of(cls, kind: str, samples: Sequence[Sample]) -> Series:
+        """The series of at least one sample, by time."""
+        trained = [sample for sample in samples if sample.phase == "train"]
+        gaps = [
+            (after.t_s - before.t_s, before.phase == after.phase == "train")
+            for before, after in pairwise(samples)
+        ]
+        place = {name: i for i, name in enumerate(COLUMNS[kind])}
+        working = []
+        if kind == "gpu":
+            used = place[BUSY[kind]]
+            working = [sample for sample in trained if (sample.values[used] or 0) >= WORKING_PCT]
+        clocks = [sample.values[place["sm_clock_mhz"]] for sample in working]
+        return cls(
+            count=len(samples),
+            first_s=samples[0].t_s,
+            last_s=samples[-1].t_s,
+            longest_gap_s=max((gap for gap, _ in gaps), default=0.0),
+            train_s=math.fsum(gap for gap, in_training in gaps if in_training),
+            overall=_by_column(place, samples),
+            training=_by_column(place, trained),
+            first=_told(place, samples[0]),
+            last=_told(place, samples[-1]),
+            first_phase=samples[0].phase,
+            slowed=sum(any(name in sample.reasons for name in SLOWED) for sample in samples),
+            working_clock=Values.of(clocks),
+            capped_share=sum(CAPPED in sample.reasons for sample in working) / max(1, len(working)),
+        )
+
+    @property
+    def period_s(self) -> float:
+        """The mean time from one sample to the next."""
+        return (self.last_s - self.first_s) / max(1, self.count - 1)
+
+
+def _told(place: dict[str, int], sample: Sample) -> dict[str, float]:
+    return {name: v for name, i in place.items() if (v := sample.values[i]) is not None}
+
+
+def _by_column(place: dict[str, int], samples: Sequence[Sample]) -> dict[str, Values]:
+    found = {name: Values.of([sample.values[i] for sample in samples]) for name, i in place.items()}
+    return {name: values for name, values in found.items() if values is not None}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the timeline of a cell says. `series`: by node, kind (host, process, gpu) and id."""
+
+    series: dict[tuple[str, str, str], Series]
+    #: Whether rows say their time, their phase and what they are of, as ours do.
+    is_whole: bool
+    #: Whether they say on which node; without, a series' node is empty.
+    names_nodes: bool
+    #: Whether rows say if a GPU was slowed down.
+    tells_throttling: bool
+    #: Equal where two timelines hold the same numbers, whatever their hosts are called and their times are.
+    digest: str
+
+    def of_kind(self, kind: str) -> dict[tuple[str, str], Series]:
+        """The series of hosts, processes or GPUs, by node and id."""
+        return {(node, name): one for (node, its, name), one in self.series.items() if its == kind}
+
+
+def read_timeline(path: Path) -> Timeline | None:
+    """The timeline in a file; None if there is none, or it is no table of samples."""
+    try:
+        if not path.is_file():
+            return None
+        with open(path, newline="", encoding="utf-8") as f:
+            return timeline_of(f)
+    except (OSError, ValueError, csv.Error):
+        return None
+
+
+def timeline_of(lines: Iterable[str]) -> Timeline | None:
+    """The timeline in the lines of a CSV file; None without a column `kind`. ValueError on no number."""
+    rows = csv.reader(lines)
+    names = {name: i for i, name in enumerate(next(rows, ()))}
+    if "kind" not in names:
+        return None
+    place = [names.get(name) for name in ("node", "kind", "id")]
+    t_at, phase_at, throttle_at = map(names.get, ("t_s", "phase", "throttle"))
+    wanted = {kind: [names.get(name) for name in listed] for kind, listed in COLUMNS.items()}
+    found: defaultdict[tuple[str, str, str], list[Sample]] = defaultdict(list)
+    digest = hashlib.sha256()
+    for row in rows:
+        if len(row) < len(names):  # cut short by a kill
+            continue
+        node, kind, name = ("" if at is None else row[at] for at in place)
+        if kind not in wanted:
+            continue
+        phase, reasons = ("" if at is None else row[at] for at in (phase_at, throttle_at))
+        values = [None if at is None else _number(row[at]) for at in wanted[kind]]
+        sample = Sample(0.0 if t_at is None else float(row[t_at]), phase, reasons, values)
+        found[node, kind, name].append(sample)
+        digest.update(repr(values).encode())
+    return Timeline(
+        {key: Series.of(key[1], samples) for key, samples in found.items()},
+        None not in (t_at, phase_at, place[2]),
+        place[0] is not None,
+        throttle_at is not None,
+        digest.hexdigest(),
+    )
+
+
+def _number(text: str) -> float | None:
+    """A finite number; None for an empty field. ValueError for anything else."""
+    if not text:
+        return None
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no sample")
+    return value
