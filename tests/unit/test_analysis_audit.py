@@ -343,5 +343,5 @@ def test_workers_that_divide_layers_are_on_one_node_where_it_holds_them(
         "strategy": {"mesh": {"replicas": 1, "tensor": tensor, "stages": 1}},
         "provenance": {"nodes": nodes, "workers_per_node": on_a_node},
     }
-    found = list(groups_cross_nodes.check(SimpleNamespace(records=[record])))
+    found = list(groups_cross_nodes.check(SimpleNamespace(records=[record], timelines={})))
     assert bool(found) == wrong
