@@ -25,6 +25,7 @@ from typing import Any
 
 from stratbench.cell import coordinates
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
@@ -387,28 +388,29 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
             "timeout": f"the cell's limit of {TIME_LIMIT_S:g} s was reached",
             "diverged": "the training loss became nan in epoch 1 of 6",
         }[status],
-        "settings": {
-            "strategy": strategy,
-            "options": options,
-            "model": cell.model,
-            "dataset": cell.dataset,
-            "gpus": cell.gpus,
-            "seed": 1000 + cell.repeat,
-            "epochs": EPOCHS,
-            "global_batch": global_batch,
-            "per_worker_batch": each,
-            "precision": "fp32",
-            "lr": 0.01,
-            "momentum": 0.9,
-            "weight_decay": 0.0,
-            "nesterov": False,
-            "augment": False,
-            "warmup_steps": 3,
-            "device": device,
-            "threads": 1,
-            "slowdown": None,
-            "profile": False,
-        },
+        "settings": asdict(
+            Settings(
+                strategy=strategy,
+                options=options,
+                model=cell.model,
+                dataset=cell.dataset,
+                gpus=cell.gpus,
+                seed=1000 + cell.repeat,
+                epochs=EPOCHS,
+                global_batch=global_batch,
+                per_worker_batch=each,
+                precision="fp32",
+                lr=0.01,
+                momentum=0.9,
+                weight_decay=0.0,
+                nesterov=False,
+                augment=False,
+                warmup_steps=3,
+                device=device,
+                threads=1,
+                slowdown=None,
+            )
+        ),
         "strategy": {
             "name": strategy,
             "kind": strategy_class(strategy).kind,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stratbench.cell.settings import LATER, Settings
+from stratbench.cell.settings import Settings
 from stratbench.study import config, schema, validation, yaml_traps
 from stratbench.study.messages import ConfigError
 from stratbench.workload.datasets import SPECS
@@ -562,36 +562,6 @@ def test_a_later_option_is_stated_only_where_it_is_not_its_default():
     assert stated["fsdp"] == stated["as-ever"]
     assert set(stated["fsdp"]) == {"reshard_after_forward", "mixed_precision"}
     assert stated["pairs"] == stated["fsdp"] | {"shard_workers": 2}
-
-
-def test_a_later_setting_at_its_default_is_no_parameter():
-    """Snakemake leaves out what is no plain value: what was trained before is not trained again."""
-    other = study(
-        optimizer="adamw",
-        schedule="linear",
-        lr_warmup_steps=1,
-        final_lr=0.01,
-        clip_norm=2.0,
-        accumulate=2,
-        partition="by-class",
-        placement="host",
-        activation_checkpointing=True,
-        compile=True,
-        models=["resnet-compact"],
-    )
-    for s, stated in ((study(), False), (other, True)):
-        for key in LATER.keys() - {"own_model", "data_spec", "own_task", "steps"}:
-            text = s.settings(s.cells[0]).as_parameter(key)
-            assert isinstance(text, str) == stated, key
-    for given in ({"task": "my_tasks:MyTask"}, {"steps": 7, "epochs": None}):
-        s = study(**given)
-        stated = [s.settings(s.cells[0]).as_parameter(key) for key in ("own_task", "steps")]
-        assert [isinstance(text, str) for text in stated] == ["task" in given, "steps" in given]
-    s = study(models=["vgg-compact", "resnet18"])
-    for cell in s.cells:
-        text = s.settings(cell).as_parameter("own_model")
-        assert isinstance(text, str) == (cell.model == "resnet18")
-    assert study().settings(study().cells[0]).as_parameter("profile") == "profile=false"
 
 
 def test_a_change_of_one_experiment_leaves_the_others_settings():

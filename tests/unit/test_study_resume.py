@@ -11,7 +11,7 @@ import pytest
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.settings import LATER, Settings
+from stratbench.cell.settings import Settings
 from stratbench.study import resume
 
 CELL = Cell("demo", "digits", "ddp", "resnet-compact", "digits", 2, 0)
@@ -53,7 +53,7 @@ def trained(folder: Path, **facts: bool) -> SimpleNamespace:
     return SimpleNamespace(
         output=output,
         params=SimpleNamespace(
-            cell=json.dumps(CELL.as_dict()), settings=json.dumps(LATER | made["settings"])
+            cell=json.dumps(CELL.as_dict()), settings=json.dumps(made["settings"])
         ),
         **{"planned": True, "missing": False, "marked": False, "known": True} | facts,
     )
@@ -119,7 +119,7 @@ def test_what_was_trained_on_other_data_is_made_anew(tmp_path, capsys, what, sta
     path.write_text(json.dumps(content))
     resume._told.clear()
     workflow = SimpleNamespace(dag=SimpleNamespace(forcefiles=set()))
-    asked = Settings(**LATER | trained | {"data_spec": wanted})
+    asked = Settings(**trained | {"data_spec": wanted})
     for _ in range(2):
         resume.forget_other_data(workflow, path, asked)
     assert workflow.dag.forcefiles == ({str(path)} if again else set())
@@ -133,5 +133,5 @@ def test_what_cannot_be_read_is_left_to_who_reads_it(tmp_path, content):
         path.write_text(content)
     workflow = SimpleNamespace(dag=SimpleNamespace(forcefiles=set()))
     made = fixture.make_record(CELL)["settings"]
-    resume.forget_other_data(workflow, path, Settings(**LATER | made | {"data_spec": MADE}))
+    resume.forget_other_data(workflow, path, Settings(**made | {"data_spec": MADE}))
     assert not workflow.dag.forcefiles

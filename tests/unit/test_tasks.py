@@ -489,35 +489,3 @@ def test_a_loss_no_better_than_guessing_is_below_the_floor(study):
     (found,) = RULE["score-below-floor"].check(audit.Evidence(cells))
     assert found.where["strategy"] == "ps-async"
     assert found.figures.startswith("4.000 nats/token; single on 1 reaches 1.6")
-
-
-# --- older records --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [[3, 32, 32], [16]])
-def test_a_record_of_version_1_is_read_as_todays(tmp_path, shape):
-    (one, *_) = fixture.expand(("ddp",), ("vgg16",), (2,))
-    today = fixture.make_record(one)
-    old = copy.deepcopy(today) | {"schema_version": 1}
-    del old["task"]
-    accuracy = old.pop("score")
-    for entry in accuracy["per_epoch"]:
-        entry["accuracy"] = entry.pop("score")
-    old["accuracy"] = accuracy
-    old["model"]["input_shape"] = shape
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps(old))
-    found = record.read(path)
-    if len(shape) == 3:
-        assert found == today
-        return
-    assert found["task"]["score"] == "loss"
-    assert found["task"]["counts_per_sample"] == 16
-    last = found["score"]["per_epoch"][-1]
-    assert found["score"]["final"] == last["score"] == last["test_loss"]
-    assert RULE["contradictory-score"].id
-    assert not any(RULE["contradictory-score"].check(audit.Evidence(NO_CELLS, [found])))
-    for damage in ({"model": None}, {"accuracy": {"per_epoch": [{}]}}):
-        path.write_text(json.dumps(old | damage))
-        with pytest.raises(record.RecordError, match="version 1"):
-            record.read(path)

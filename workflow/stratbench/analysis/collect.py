@@ -29,7 +29,7 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import replacing
 from stratbench.cell.record import Record
-from stratbench.cell.settings import LATER, Settings
+from stratbench.cell.settings import Settings
 from stratbench.cell.words import counted
 from stratbench.study.config import Study
 
@@ -84,7 +84,7 @@ def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> 
 def describe_other_settings(rec: record.Record, settings: Settings) -> str | None:
     """A sentence on how a record's settings differ from the config's for its cell; None if they do not."""
     wanted = json.loads(settings.as_json())
-    stated = LATER | rec["settings"]
+    stated = rec["settings"]
     differing = [key for key in wanted if stated.get(key) != wanted[key]]
     if not differing:
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 
 from stratbench.analysis.constraints import Constraints
-from stratbench.cell.settings import LATER
+from stratbench.cell.settings import Settings
 from stratbench.cell.words import GIB
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.workload.models import MODELS
@@ -70,7 +71,8 @@ def first_choice_in(situation: str, optimizer: str) -> str | None:
 
 def takes(name: str, optimizer: str) -> bool:
     """Whether the strategy, with its default options, can train with the optimizer."""
-    values = LATER | {"optimizer": optimizer, "precision": "fp32"}
+    defaults = {f.name: f.default for f in fields(Settings) if f.default is not MISSING}
+    values = defaults | {"optimizer": optimizer, "precision": "fp32"}
     return not any(strategy_class(name).refusals(option_defaults(name), values))
 
 

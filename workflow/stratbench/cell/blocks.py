@@ -18,7 +18,7 @@ from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json
 from stratbench.cell.segments import value_of_segments
-from stratbench.cell.settings import LATER, Settings
+from stratbench.cell.settings import Settings
 
 #: Path of a block below `blocks/` and `logs/blocks/` of its study.
 BLOCK_PATTERN = "{experiment}/{model}/{gpus}gpu/block{block}"
@@ -112,8 +112,8 @@ def segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Setting
 
 
 def trained_with(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without what a block has of its own: length and seed. For comparisons, older ones too."""
-    values = asdict(settings) if isinstance(settings, Settings) else LATER | dict(settings)
+    """Settings without what a block has of its own: length and seed."""
+    values = asdict(settings) if isinstance(settings, Settings) else settings
     return {key: value for key, value in values.items() if key not in _LENGTH}
 
 

@@ -16,14 +16,9 @@ def option(
     help: str,
     least: float | None = None,
     below: float | None = None,
-    later: bool = False,
 ) -> Any:
-    """A field of `Options` that says what it means (`help`) and between which limits numbers lie.
-
-    `later`: records from before there was such an option are of its default.
-    """
-    said = {"help": help, "least": least, "below": below, "later": later}
-    return field(default=default, metadata=said)
+    """A field of `Options` that says what it means (`help`) and between which limits numbers lie."""
+    return field(default=default, metadata={"help": help, "least": least, "below": below})
 
 
 @dataclass(frozen=True)
@@ -42,11 +37,6 @@ class Options:
                 raise ValueError(f"{spec.name} = {value!r}: must be {spell(types[spec.name])}")
             if not _within(value, spec):
                 raise ValueError(f"{spec.name} = {value!r}: must be {' and '.join(limits(spec))}")
-
-    @classmethod
-    def later(cls) -> dict[str, Any]:
-        """The options that older records do not state, with what those were trained with."""
-        return {f.name: f.default for f in fields(cls) if f.metadata.get("later")}
 
 
 _types = cache(get_type_hints)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.places import SCHEMAS
-from stratbench.cell.settings import LATER
 
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"
@@ -102,12 +100,9 @@ def write(path: str | Path, record: Record) -> None:
 
 
 def read(path: str | Path) -> Record:
-    """The record in `path`, as today's version writes it.
-
-    Raises RecordError, which names the file, if it is not a valid record.
-    """
+    """The record in `path`. Raises RecordError, which names the file, if it is not a valid one."""
     try:
-        record = upgraded(read_json(path))
+        record = read_json(path)
         validate(record, path)
     except OSError as e:
         raise RecordError(f"{path} cannot be read: {e.strerror}") from e
@@ -115,8 +110,6 @@ def read(path: str | Path) -> Record:
         raise
     except ValueError as e:
         raise RecordError(f"{path} is not JSON as records are: {e}") from e
-    except (KeyError, TypeError, AttributeError, IndexError) as e:
-        raise RecordError(f"{path} is no whole record of version 1: {type(e).__name__}: {e}") from e
     return record
 
 
@@ -126,43 +119,6 @@ def read_measured(path: str | Path) -> Record:
     if software_gpu.trained(record):
         raise RecordError(f"{path} was {software_gpu.WHY}")
     return record
-
-
-def upgraded(record: Any) -> Any:
-    """A record of version 1 as today's; anything else as it is.
-
-    Version 1 knew accuracy alone. A text's score is its test loss, which it has too.
-    """
-    if not isinstance(record, dict) or record.get("schema_version") != 1:
-        return record
-    old = dict(record)
-    shape, classes = old["model"]["input_shape"], old["model"]["classes"]
-    is_text = len(shape) == 1
-    accuracy = old.pop("accuracy")
-    entries = [
-        {key: entry[key] for key in ("epoch", "train_time_s", "train_loss", "test_loss")}
-        | {"score": entry["test_loss" if is_text else "accuracy"]}
-        for entry in accuracy["per_epoch"]
-    ]
-    final, best = accuracy["final"], accuracy["best"]
-    if is_text:
-        known = [entry["score"] for entry in entries if entry["score"] is not None]
-        best = min(known, default=None)
-        final = None if final is None else entries[-1]["score"]
-    described = {
-        "name": "next-token" if is_text else "classification",
-        "score": "loss" if is_text else "accuracy",
-        "unit": "nats/token" if is_text else "share",
-        "better": "lower" if is_text else "higher",
-        "tolerance": 0.05 if is_text else 1.0,
-        "guess": math.log(classes) if is_text else 1 / classes,
-        "counts": "tokens" if is_text else "images",
-        "counts_per_sample": shape[0] if is_text else 1,
-        "least_loss": None,
-        "own": None,
-    }
-    score = accuracy | {"final": final, "best": best, "per_epoch": entries}
-    return old | {"schema_version": SCHEMA_VERSION, "task": described, "score": score}
 
 
 def failure_reason(log_dir: Path) -> str | None:
@@ -185,7 +141,7 @@ def is_of(path: str | Path, cell: str, settings: str) -> bool:
         found = read(path)
     except (OSError, RecordError):
         return False
-    return found["cell"] == json.loads(cell) and LATER | found["settings"] == json.loads(settings)
+    return found["cell"] == json.loads(cell) and found["settings"] == json.loads(settings)
 
 
 def cell_of(record: Record) -> Cell:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from stratbench.cell.learning_rate import share_of_lr
-
-#: Marks a setting that older records do not state: what they were trained with is the default.
-_LATER = {"later": True}
-
-
-class Unstated:
-    """Stands for a parameter that Snakemake shall not compare; it leaves out what is no plain value."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +38,33 @@ class Settings:
     threads: int | None
     slowdown: dict[str, Any] | None
     profile: bool = False
-    optimizer: str = field(default="sgd", metadata=_LATER)
+    optimizer: str = "sgd"
     #: Of AdamW; None with SGD.
-    betas: list[float] | None = field(default=None, metadata=_LATER)
-    eps: float | None = field(default=None, metadata=_LATER)
-    schedule: str = field(default="constant", metadata=_LATER)
-    lr_warmup_steps: int = field(default=0, metadata=_LATER)
+    betas: list[float] | None = None
+    eps: float | None = None
+    schedule: str = "constant"
+    lr_warmup_steps: int = 0
     #: What the schedule falls to.
-    final_lr: float = field(default=0.0, metadata=_LATER)
-    clip_norm: float | None = field(default=None, metadata=_LATER)
+    final_lr: float = 0.0
+    clip_norm: float | None = None
     #: Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its version.
-    own_model: dict[str, Any] | None = field(default=None, metadata=_LATER)
+    own_model: dict[str, Any] | None = None
     #: Of a task that is not built in: call, and the sha256 of its code or its version. None: the data
     #: set's own.
-    own_task: dict[str, Any] | None = field(default=None, metadata=_LATER)
+    own_task: dict[str, Any] | None = None
     #: Parts in which a worker computes a step's batch, one after the other.
-    accumulate: int = field(default=1, metadata=_LATER)
+    accumulate: int = 1
     #: iid: all workers draw from the whole training set; by-class: each has few classes of its own.
-    partition: str = field(default="iid", metadata=_LATER)
+    partition: str = "iid"
     #: device: the data lie there; host: in host memory, from where batches are copied ahead.
-    placement: str = field(default="device", metadata=_LATER)
+    placement: str = "device"
     #: What decides the samples of the data set, defaults resolved: source, sizes and seed; of a user's
     #: own its kind and keys, and the sha256 of its files or code, or a version. None: its name says all.
-    data_spec: dict[str, Any] | None = field(default=None, metadata=_LATER)
+    data_spec: dict[str, Any] | None = None
     #: Whether blocks compute their activations again in backward.
-    activation_checkpointing: bool = field(default=False, metadata=_LATER)
+    activation_checkpointing: bool = False
     #: Whether the training step's forward and backward go through torch.compile.
-    compile: bool = field(default=False, metadata=_LATER)
+    compile: bool = False
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by in `step` (from 0) of `steps`."""
@@ -85,7 +78,7 @@ class Settings:
         return self.schedule != "constant" or self.lr_warmup_steps > 0
 
     #: Steps of the whole training, which is then not evaluated; None: `epochs` says how long.
-    steps: int | None = field(default=None, metadata=_LATER)
+    steps: int | None = None
 
     def total_steps(self, train_samples: int) -> int:
         """Steps of the whole training, on a set of so many samples."""
@@ -99,21 +92,11 @@ class Settings:
         """Canonical JSON: equal settings give equal text."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def as_parameter(self, key: str) -> str | Unstated:
-        """One setting as a text, `lr=0.1`: equal settings give equal text.
-
-        `Unstated` for a later setting at its default, so that what was trained before there was such
-        a setting is not trained again.
-        """
-        if key in LATER and getattr(self, key) == LATER[key]:
-            return Unstated()
+    def as_parameter(self, key: str) -> str:
+        """One setting as a text, `lr=0.1`: equal settings give equal text."""
         return f"{key}={json.dumps(getattr(self, key), sort_keys=True)}"
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
         """The settings that `as_json` wrote."""
         return cls(**json.loads(text))
-
-
-#: Settings that older records do not state, with what those were trained with.
-LATER = {f.name: f.default for f in fields(Settings) if f.metadata.get("later")}

@@ -51,14 +51,8 @@ def option_defaults(name: str) -> dict[str, Any]:
 
 
 def stated_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """The options of a cell on `gpus` workers as its settings state them: `given` over the defaults.
-
-    Without later ones at their defaults, so that what was trained before there was such an option is
-    not trained again.
-    """
-    cls = strategy_class(name)
-    later, options = cls.Options.later(), cls.resolve(option_defaults(name) | given, gpus)
-    return {k: v for k, v in options.items() if k not in later or v != later[k]}
+    """All options of a cell on `gpus` workers: `given` over the defaults."""
+    return strategy_class(name).resolve(option_defaults(name) | given, gpus)
 
 
 def traits_of(

@@ -85,10 +85,10 @@ class DDP(base.Collective):
         bucket_cap_mb: int = option(25, "size of an all-reduce bucket in MiB", least=1)
         gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
         compress: Literal["none", "fp16", "bf16", "powersgd"] = option(
-            "none", "how gradients are sent", later=True
+            "none", "how gradients are sent"
         )
-        rank: int = option(1, "of powersgd: columns of a matrix's factors", least=1, later=True)
-        start: int = option(10, "of powersgd: steps before it begins", least=2, later=True)
+        rank: int = option(1, "of powersgd: columns of a matrix's factors", least=1)
+        start: int = option(10, "of powersgd: steps before it begins", least=2)
 
         def __post_init__(self) -> None:
             super().__post_init__()

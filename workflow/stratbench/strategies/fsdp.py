@@ -58,10 +58,9 @@ class FSDP(Sharded):
             "all",
             "workers that hold one model between them; the groups average their gradients",
             least=1,
-            later=True,
         )
         offload: Literal["none", "cpu"] = option(
-            "none", "where parameters, gradients and the optimizer's state are kept", later=True
+            "none", "where parameters, gradients and the optimizer's state are kept"
         )
 
     @classmethod

@@ -43,7 +43,6 @@ class ServerOptions(base.Options):
         "central",
         "central: `servers` processes, dealt over the nodes from the first; colocated: one for each "
         "worker, on the worker's node",
-        later=True,
     )
 
 

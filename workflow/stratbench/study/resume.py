@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell import record
-from stratbench.cell.settings import LATER, Settings
+from stratbench.cell.settings import Settings
 
 #: The data sets of which `forget_other_data` has told.
 _told: set[str] = set()
@@ -56,7 +56,7 @@ def forget_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
     try:
         found = json.loads(path.read_bytes())
         trained = found["trained"].values() if "trained" in found else [found["settings"]]
-        others = any((LATER | s)["data_spec"] != wanted.data_spec for s in trained)
+        others = any(s["data_spec"] != wanted.data_spec for s in trained)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # there is none, or none that can be read: whoever reads it tells
     if others:

@@ -25,7 +25,6 @@ from stratbench.cell.blocks import (
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.segments import MOST_STEPS, discarded_steps
-from stratbench.cell.settings import LATER
 from stratbench.strategies import strategy_class
 from stratbench.study.config import Study
 from stratbench.study.jobs import Jobs
@@ -111,16 +110,8 @@ class Round:
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """The settings that a block shares with full runs, by strategy: all but length, seed and profile.
-
-        Later settings at their defaults are left out, so a block that ran before a setting existed has
-        the same `trained` as then.
-        """
-        stated = {}
-        for name in plan.order:
-            values = trained_with(self._jobs.settings_of(plan.cell(name)))
-            stated[name] = {k: v for k, v in values.items() if k not in LATER or v != LATER[k]}
-        return stated
+        """The settings that a block shares with full runs, by strategy: all but length, seed and profile."""
+        return {name: trained_with(self._jobs.settings_of(plan.cell(name))) for name in plan.order}
 
     def limit_s(self, plan: BlockPlan) -> float | None:
         """The limit of each segment of a block, in seconds; None for no limit."""

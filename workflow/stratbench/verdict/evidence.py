@@ -20,7 +20,6 @@ from stratbench.cell.blocks import (
 )
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.segments import MATRIX_REPEATS
-from stratbench.cell.settings import LATER
 from stratbench.strategies import strategy_class, traits_of
 from stratbench.strategies.base import Traits
 from stratbench.study.config import Study
@@ -228,7 +227,7 @@ def _full_runs(
                     notes.append(f"not used: {e}")
                     continue
                 wanted = study.settings(cell)
-                stated = LATER | found["settings"]
+                stated = found["settings"]
                 if any(stated.get(k) != v for k, v in vars(wanted).items() if k != "profile"):
                     notes.append(f"{cell} is not used: its settings are not the config's")
                     continue

@@ -91,9 +91,8 @@ class Facts:
 
     @property
     def trainable(self) -> int | None:
-        """The number of parameters that are trained; in records of earlier versions, of all."""
-        count = self("model.trainable_parameters")
-        return self("model.parameters") if count is None else count
+        """The number of parameters that are trained."""
+        return self("model.trainable_parameters")
 
     @property
     def parameter_bytes(self) -> float | None:

@@ -110,10 +110,6 @@ def faults_of_settings(facts: Facts) -> Iterator[str]:
         "settings.strategy", facts("settings.strategy"), "strategy.name", facts("strategy.name")
     )
     stated, used = facts("settings.options"), facts("strategy.options")
-    if (name := facts("strategy.name")) in REGISTRY and stated is not None and used is not None:
-        # Options that are newer than the record may be missing.
-        later = strategy_class(name).Options.later()
-        stated, used = later | stated, later | used
     yield from unless_same("settings.options", stated, "strategy.options", used)
     yield from unless_same(
         "data.name", facts("data.name"), "the cell's data set", facts("cell.dataset")

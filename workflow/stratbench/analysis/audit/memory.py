@@ -205,10 +205,7 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
 
 def parts_of_states(facts: Facts, which: str) -> int | None:
     """The number of parts that `weight` or `optimizer` states are in; None if uneven or unknown."""
-    traits = facts("strategy.traits") or {}
-    if f"{which}_parts" in traits:
-        return traits[f"{which}_parts"]
-    return facts.gpus if traits.get("shards_states") else 1  # a record of an earlier version
+    return facts(f"strategy.traits.{which}_parts")
 
 
 def faults_of_peaks(facts: Facts) -> Iterator[str]:

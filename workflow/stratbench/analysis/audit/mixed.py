@@ -11,8 +11,6 @@ from typing import Any
 from stratbench.analysis.audit.rule import Affects, Evidence, Found, Rule, Severity
 from stratbench.analysis.derived import value_at
 from stratbench.cell.record import Record
-from stratbench.cell.settings import LATER
-from stratbench.strategies import REGISTRY, strategy_class
 
 #: Fields of a worker's provenance that depend on the moment or the rank, not on the machine.
 OWN = (
@@ -229,10 +227,6 @@ def texts_by_path(record: Record) -> dict[str, set[str]]:
         "score",
     )
     said = [leaf for part in parts for leaf in values_by_path(record[part], part)]
-    said += [(f"settings.{key}", LATER[key]) for key in LATER.keys() - record["settings"].keys()]
-    if (name := value_at(record, "strategy.name")) in REGISTRY:
-        later, stated = strategy_class(name).Options.later(), record["strategy"]["options"]
-        said += [(f"strategy.options.{k}", v) for k, v in later.items() if k not in stated]
     for part in ("compute", "communication"):
         said += values_by_path(record.get(part), part)
     seed = value_at(record, "settings.seed")

@@ -15,7 +15,7 @@ from stratbench.analysis.audit.rule import (
     record_rule,
     rule,
 )
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY
 from stratbench.strategies.ps import node_by_placement
 
 #: More bytes per second than hardware can move. Collectives: what one GPU sends over NVLink 5. Servers:
@@ -213,7 +213,7 @@ def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> I
 
 def counted_by_servers(facts: Facts, nodes: int, on_a_node: int) -> tuple[int, int]:
     """Bytes within nodes, and over the busiest link to other nodes (one way), as the servers counted."""
-    stated = strategy_class(facts("strategy.name")).Options.later() | facts("strategy.options")
+    stated = facts("strategy.options")
     out, back, local = [0] * nodes, [0] * nodes, 0
     for k, server in enumerate(facts.servers):
         here = node_by_placement(stated["placement"], k, facts.gpus, nodes)
