@@ -251,7 +251,7 @@ for command in (
         capture_output=True,
         check=True,
     )
-    assert "vgg16 (ddp-fsdp, cifar10): ddp on 4 GPUs" in done.stdout
+    assert "vgg16 (ddp-fsdp, cifar10): Fastest in its one run: ddp on 4 GPUs" in done.stdout
     assert re.findall(r"exit code (\d)", done.stdout) == ["0", "1", "0", "2"]
     assert done.stderr.splitlines()[-1] == (
         "stratbench plan: needs the package torch: pip install torch torchvision"

@@ -169,6 +169,16 @@ def one_cluster_each(record: Record) -> None:
 def slowed(record: Record) -> None:
     """A worker that the study slows, where there are several; the others wait or go on."""
     record["settings"]["slowdown"] = {"workers": [0], "factor": 3.0}
+    step_ms = 2.0
+    record["strategy"]["details"]["slowdown"] = {
+        "factor": 3.0,
+        "sigma": 0.0,
+        "mean_factor": 3.0,
+        "step_without_ms": step_ms,
+    }
+    phases = record["time"]["breakdown_ms"]
+    phases["slowdown"] = 2 * step_ms / record["cell"]["gpus"]
+    phases[max(phases, key=phases.get)] -= phases["slowdown"]
 
 
 def as_instances(record: Record) -> None:

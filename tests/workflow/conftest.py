@@ -24,7 +24,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
     assert done.jobs()["train_cell"] == 5  # not yet planned
     planned = done.run("plan")
     assert planned.returncode == 0, planned.stdout
-    assert "infeasible: second, single, vgg16, 1 worker: needs" in planned.stdout
+    assert "infeasible: vgg16 with single on 1 worker (1 cell of second): needs" in planned.stdout
     assert done.jobs()["train_cell"] == 4
     result = done.run()
     assert result.returncode == 0, result.stdout

@@ -2,7 +2,7 @@
 
 A process of the cell descends from its agent, as do the fork server and the workers. A program that
 draws on a screen is no stranger by itself, nor is the server of CUDA's MPS, through which others
-compute; the memory that they hold counts. No torch.
+compute; the memory that they hold counts. Neither torch nor psutil until it is asked of a process.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from stratbench.cell.files import reason_of, write_atomic
 from stratbench.cell.words import GIB
@@ -39,6 +37,8 @@ def describe_gpu(place: dict[str, Any]) -> str:
 
 def is_broker(pid: int) -> bool:
     """Whether it is a server through which others compute."""
+    import psutil
+
     try:
         return psutil.Process(pid).name() in _BROKERS
     except psutil.Error:
@@ -50,6 +50,8 @@ def is_stranger(pid: int, ancestor_pid: int) -> bool | None:
 
     None: it is a broker, or not known here; it has just ended, or is numbered in another way.
     """
+    import psutil
+
     if is_broker(pid) or not psutil.pid_exists(pid):
         return None
     try:
