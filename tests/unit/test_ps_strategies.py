@@ -32,7 +32,7 @@ from stratbench.ps.handshake import new_secret, write_secret
 from stratbench.ps.policies import make_policy
 from stratbench.ps.scale import LossScale
 from stratbench.ps.server import serve
-from stratbench.strategies import option_defaults, stated_options, strategy_class
+from stratbench.strategies import option_defaults, resolved_options, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.train import forkserver
@@ -112,7 +112,7 @@ def settings(strategy: str, world: int, name: str = "") -> Settings:
         s = replace(s, lr=0.01, optimizer="adamw", momentum=0.0, nesterov=False, betas=[0.9, 0.99],
                     eps=1e-8)  # fmt: skip
     if name.startswith("colocated"):
-        s = replace(s, options=stated_options(strategy, {"placement": "colocated"}, world))
+        s = replace(s, options=resolved_options(strategy, {"placement": "colocated"}, world))
     if "cosine" in name:
         s = replace(s, schedule="cosine", lr_warmup_steps=3, final_lr=0.01)
     return s
@@ -478,7 +478,7 @@ def test_a_killed_server_ends_the_cell_with_an_error(tmp_path, warm):
 @pytest.mark.parametrize("strategy", ["ps-async", "ps-sync"])
 def test_a_server_that_dies_with_the_worker_beside_it_ends_the_cell(tmp_path, warm, strategy):
     """As any lost server does: a part of the weights is gone, under every policy."""
-    options = stated_options(strategy, {"placement": "colocated"}, 3)
+    options = resolved_options(strategy, {"placement": "colocated"}, 3)
     process, record, folder = launch(tmp_path, strategy, 3, epochs=400, warm=warm, options=options)
     pids = [pid_of(folder, f"{kind}{n}") for kind in ("server", "rank") for n in range(3)]
     for pid in (pids[1], pids[4]):

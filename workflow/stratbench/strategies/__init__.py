@@ -50,7 +50,7 @@ def option_defaults(name: str) -> dict[str, Any]:
     return dict(_option_defaults(name))
 
 
-def stated_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+def resolved_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """All options of a cell on `gpus` workers: `given` over the defaults."""
     return strategy_class(name).resolve(option_defaults(name) | given, gpus)
 

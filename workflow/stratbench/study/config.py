@@ -13,7 +13,7 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.cell.settings import Settings
-from stratbench.strategies import REGISTRY, mesh_of, stated_options, strategy_class
+from stratbench.strategies import REGISTRY, mesh_of, resolved_options, strategy_class
 from stratbench.study.data_sets import DataSets
 from stratbench.study.validation import validate
 from stratbench.study.yaml_traps import check_duplicate_keys
@@ -73,7 +73,7 @@ class Study:
         base, given = self.base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
-        options = stated_options(base, given, cell.gpus)
+        options = resolved_options(base, given, cell.gpus)
         return Settings(
             strategy=base,
             options=options,
