@@ -98,7 +98,7 @@ def test_the_design_meets_every_precision_count_and_option(strategy: str) -> Non
         why = replace(cells[0], precision=precision, keys={}).refusal()
         assert "precision" in why, why
     for gpus in set(COUNTS) - {cell.gpus for cell in cells}:
-        why = replace(cells[0], gpus=gpus, keys={}).refusal()
+        why = replace(cells[0], gpus=gpus, options={}, keys={}).refusal()
         assert "worker" in why or "at most" in why, why
     for wish in left:
         assert wish.option is None, f"no cell of {strategy} has {wish}"

@@ -56,7 +56,7 @@ class ByClass:
         """Add batches that this worker has trained on, as the numbers of their samples."""
         import torch
 
-        seen = self._class_of[torch.cat(list(batches)).cpu()]
+        seen = self._class_of[torch.cat([batch.cpu() for batch in batches])]
         new = torch.bincount(seen, minlength=len(self.class_samples)).tolist()
         self.class_samples = [a + b for a, b in zip(self.class_samples, new, strict=True)]
 
