@@ -63,7 +63,8 @@ def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
     assert sorted(seen) == sorted(order[:24].tolist())
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if strategy_class(n).kind == "server"])
-def test_workers_of_servers_have_a_copy_each(name):
-    for gpus in (1, 2, 4):
+@pytest.mark.parametrize("name", [n for n in REGISTRY if strategy_class(n).family != "splits"])
+def test_who_divides_no_layers_has_a_replica_a_worker(name):
+    """Whether whole or sharded: each computes on samples of its own."""
+    for gpus in (1, 2, 4)[: strategy_class(name).max_workers]:
         assert mesh_of(name, option_defaults(name), gpus) == Mesh(gpus)
