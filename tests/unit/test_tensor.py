@@ -25,7 +25,7 @@ from stratbench.workload import tasks
 from stratbench.workload.checkpointing import checkpoint_blocks
 from stratbench.workload.gpt import GPT, Block
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH, STEPS = 2, 12, 8, 7, 8, 20
 #: How far losses, and weights under SGD, may be from one process's; AdamW's weights: near a gradient
 #: of zero its update hangs on rounding.
@@ -177,7 +177,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, dict[str, Any]]:
-    return found_by_groups(work, tmp_path_factory.mktemp("tensor"), 280)
+    return found_by_groups(work, tmp_path_factory.mktemp("tensor"), 560)
 
 
 def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
