@@ -3,6 +3,7 @@ where they cannot be divided."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -15,16 +16,20 @@ import torch.distributed as dist
 from process_groups import WORLDS, found_by_groups
 
 from launching import ADAMW, settings
+from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
+from stratbench.strategies import mesh_of, option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
 from stratbench.strategies.tensor import TensorParallel
+from stratbench.telemetry import collective_count
 from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.telemetry.shards import whole_tensor
-from stratbench.workload import tasks
+from stratbench.workload import prepared, tasks
 from stratbench.workload.checkpointing import checkpoint_blocks
 from stratbench.workload.gpt import GPT, Block
+from stratbench.workload.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH = 2, 12, 8, 7, 8
@@ -265,7 +270,6 @@ def refused(**values: Any) -> list[str]:
         "models": ["gpt-compact"],
         "gpus": [1, 2, 4],
         "compile": False,
-        "dataset": "short-text",
     }
     options = {"tensor_workers": "all", "data": "fsdp", "sequence": False} | values.pop(
         "options", {}
@@ -281,35 +285,59 @@ def test_what_cannot_be_divided_is_refused_before_any_job():
     (said,) = refused(gpus=[8])
     assert "8 workers cannot divide the 4 heads of gpt-compact" in said
     assert refused(gpus=[8], options={"tensor_workers": 4}) == []
+    assert refused(gpus=[3], options={"tensor_workers": 2}) == []  # `mesh` says why
     (said,) = refused(compile=True)
     assert ".compile" in said
 
 
-@pytest.mark.parametrize(("workers", "pairs"), [(2, False), (4, True)])
-def test_a_cell_trains_and_its_record_says_its_mesh(
-    start_cell: Callable[..., Any], tmp_path_factory, workers, pairs
-):
-    from stratbench.cell import record
-    from stratbench.workload import prepared
-    from stratbench.workload.prepare import prepare
-
-    folder = tmp_path_factory.mktemp("data") / "text"
+def prepared_cell(folder: Path, workers: int, positions: int = 16, **options: Any):
+    """Settings of a cell that divides layers, and its data, prepared in `folder`."""
     spec = {"source": "markov-text", "train_samples": 256, "test_samples": 24, "vocabulary": 8,
-            "sequence": 16}  # fmt: skip
+            "sequence": positions}  # fmt: skip
     prepare("text", folder, spec=spec)
-    options = {"tensor_workers": 2 if pairs else "all", "data": "fsdp", "sequence": False}
-    replicas = workers // 2 if pairs else 1
-    s = settings(
+    options = option_defaults("tensor") | options
+    replicas = mesh_of("tensor", options, workers).replicas
+    return settings(
         "tensor", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
         global_batch=16, per_worker_batch=16 // replicas, lr=0.02,
         data_spec=prepared.read_meta(folder)["spec"],
     )  # fmt: skip
-    cell = start_cell(s, data_dir=folder)
+
+
+@pytest.mark.parametrize(("workers", "options"), [(2, {}), (4, {"tensor_workers": 2})])
+def test_a_cell_trains_and_its_record_says_its_mesh(
+    start_cell: Callable[..., Any], tmp_path, workers, options
+):
+    s = prepared_cell(tmp_path / "text", workers, **options)
+    cell = start_cell(s, data_dir=tmp_path / "text")
     code, output = cell.finish(200)
     assert code == 0, output
     made = record.read(cell.record)
     assert made["status"] == "ok"
-    assert made["strategy"]["mesh"] == {"replicas": replicas, "tensor": 2, "stages": 1}
+    assert made["strategy"]["mesh"] == {"replicas": workers // 2, "tensor": 2, "stages": 1}
     assert made["batch"]["samples_seen"] == made["batch"]["samples_applied"] == 256
     assert sum(w["samples"] for w in made["workers"]) == 2 * 256
     assert made["communication"]["sent_bytes_per_step"] > 0
+
+
+def test_texts_that_cannot_be_divided_by_positions_are_refused(start_cell, tmp_path):
+    """How long texts are is known once the data are there."""
+    s = prepared_cell(tmp_path / "text", 2, positions=15, sequence=True)
+    cell = start_cell(s, data_dir=tmp_path / "text")
+    code, output = cell.finish(200)
+    assert code == 0, output
+    made = record.read(cell.record)
+    assert made["status"] == "refused"
+    assert "2 workers cannot divide texts of 15 tokens evenly" in made["reason"]
+
+
+def test_a_collective_that_is_not_known_ends_no_training(monkeypatch):
+    """What is sent is not known then, and no figure takes its place."""
+    monkeypatch.setattr(collective_count, "collective_of", raising)
+    with CollectiveCount() as count:
+        assert float(torch.ones(2).sum()) == 2
+    assert math.isnan(count.wire_bytes(2))
+
+
+def raising(*_: Any) -> None:
+    raise NotImplementedError

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
@@ -14,7 +15,7 @@ from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.sharded import Sharded
 from stratbench.workload import models
-from stratbench.workload.datasets import DATASETS
+from stratbench.workload.own import Refused
 
 if TYPE_CHECKING:
     import torch
@@ -92,30 +93,27 @@ class TensorParallel(Sharded):
                 )
                 continue
             for gpus in values["gpus"]:
-                workers = strategy.mesh(gpus).tensor
-                if model.heads % workers:
-                    yield (
-                        f".gpus = {values['gpus']}: {workers} workers cannot divide the {model.heads} heads "
-                        f"of {name} evenly; set tensor_workers to a divisor of {model.heads}"
-                    )
-                shape = DATASETS[values["dataset"]].shape if values["dataset"] in DATASETS else None
-                if options["sequence"] and shape and shape[0] % workers:
-                    yield (
-                        f".dataset = {values['dataset']!r}: {workers} workers cannot divide its texts of "
-                        f"{shape[0]} tokens evenly (sequence: true); set sequence: false"
-                    )
+                with suppress(ValueError):  # groups that do not come out even are told by `mesh`
+                    workers = strategy.mesh(gpus).tensor
+                    if model.heads % workers:
+                        yield (
+                            f".gpus = {values['gpus']}: {workers} workers cannot divide the {model.heads} "
+                            f"heads of {name} evenly; set tensor_workers to a divisor of {model.heads}"
+                        )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         if not models.has_tensor_plan(models.model_of(worker.settings)):
             yield "it states no plan by which its layers can be divided among workers"
 
     def traits(self, gpus: int) -> base.Traits:
+        mesh = self.mesh(gpus)
+        divides = mesh.tensor > 1 or (self.options.data == "fsdp" and mesh.replicas > 1)
         # What a plan does not divide, norms above all, each worker of a group holds whole.
-        parts = None if gpus > 1 else 1
+        parts = None if divides else 1
         return base.Traits(
             synchronous_alone=True,
             equals_ddp=True,
-            shards_states=gpus > 1,
+            shards_states=divides,
             weight_parts=parts,
             optimizer_parts=parts,
             updates_per_step=1,
@@ -137,6 +135,8 @@ class TensorParallel(Sharded):
             for (module, name), (first, own) in again:
                 setattr(module, name, getattr(first, own))
             model.register_forward_hook(whole_output)
+            if self.options.sequence:
+                model.register_forward_pre_hook(partial(check_positions, tensor))
         #: Of each trainable parameter, whether this worker's part of the gradient is in the whole's norm.
         self._counts = [
             is_divided(p) or worker.mesh.place(worker.rank).tensor == 0
@@ -223,12 +223,11 @@ class TensorParallel(Sharded):
 
         with CollectiveCount() as count:
             loss = super().step(x, y)
-        workers = self.worker.world_size
-        self._sent_bytes = sum(call.wire_bytes(workers) for call in count.calls)
+        self._sent_bytes = count.wire_bytes(self.worker.world_size)
         return loss
 
-    def communication(self) -> dict[str, Any]:
-        return base.ring_traffic(self._sent_bytes)
+    def communication(self) -> dict[str, Any] | None:
+        return None if isnan(self._sent_bytes) else base.ring_traffic(self._sent_bytes)
 
     def report(self) -> dict[str, Any]:
         return super().report() | {"evaluated_on": "the divided weights"}
@@ -254,6 +253,16 @@ def is_divided(parameter: nn.Parameter) -> bool:
 def whole_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     """A hook: the whole scores of a network that is evaluated; in training the loss is of the parts."""
     return output if module.training else output.full_tensor()
+
+
+def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """A hook: Refused where `workers` cannot divide the positions of texts [batch, positions] evenly."""
+    positions = inputs[0].shape[1]
+    if positions % workers:
+        raise Refused(
+            f"{workers} workers cannot divide texts of {positions} tokens evenly (sequence: true); set "
+            "sequence: false, or choose another length of the texts"
+        )
 
 
 def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[str, ParallelStyle]:

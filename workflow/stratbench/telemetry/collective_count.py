@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ def collective_of(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     name = op.__name__.partition(".")[0].strip("_")
     kind = _KINDS.get(name)
     if kind is None:
-        raise NotImplementedError(f"the plan does not know the collective {op.name()!r}")
+        raise NotImplementedError(f"what the collective {op.name()!r} moves is not known")
     if kind == "":
         return None
     each = [t.numel() * t.element_size() for t in tensors_in((args, kwargs))]
@@ -78,16 +79,27 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class CollectiveCount(TorchDispatchMode):
-    """While active, notes each collective that operators start in `calls`."""
+    """While active, notes each collective that operators start in `calls`.
+
+    One that is not known ends no training: what all of them send is not known then.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[CollectiveCall] = []
+        self._is_whole = True
+
+    def wire_bytes(self, world_size: int) -> float:
+        """Bytes that a rank sent by the ring algorithms; NaN where a collective was not known."""
+        return sum(c.wire_bytes(world_size) for c in self.calls) if self._is_whole else math.nan
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t is DTensor for t in types):
             return NotImplemented  # the operations on the local tensors will come by
-        call = collective_of(op, args, kwargs or {})
+        try:
+            call = collective_of(op, args, kwargs or {})
+        except NotImplementedError:
+            self._is_whole, call = False, None
         if call is not None:
             self.calls.append(call)
         return op(*args, **(kwargs or {}))
