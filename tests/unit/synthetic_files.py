@@ -86,6 +86,7 @@ class Files:
             "segments": [segment.as_dict() for segment in block.segments],
             "hosts": list(block.hosts), "device": "cuda" if self.device == "cuda" else "cpu",
             "allocation": None, "started": "", "ended": "", "gpu_seconds": block.gpu_seconds,
+            "gpu_names": list(block.gpu_names),
             "trained": {arm: trained_with(self.study.settings(c)) for arm, c in cells.items()},
         }  # fmt: skip
         path = self.root / "blocks" / BLOCK_PATTERN.format(**place) / "block.json"

@@ -187,7 +187,7 @@ class Block:
     gpu_seconds: float
     #: What each strategy was trained with, as `trained_digest` has it.
     trained: Mapping[str, str] = field(default_factory=dict)
-    #: Names of its GPUs; empty for CPU processes, and for blocks of versions that did not record them.
+    #: Names of its GPUs; empty for CPU processes, and where no worker lived to tell them.
     gpu_names: tuple[str, ...] = ()
 
     def of(self, strategy: str) -> list[Segment]:
@@ -239,7 +239,7 @@ def read_block(path: str | Path) -> Block:
         device=found["device"],
         gpu_seconds=found["gpu_seconds"],
         trained={name: trained_digest(s) for name, s in found["trained"].items()},
-        gpu_names=tuple(sorted(found.get("gpu_names", ()))),
+        gpu_names=tuple(sorted(found["gpu_names"])),
     )
 
 
@@ -276,4 +276,5 @@ def _faults(found: Mapping[str, Any]) -> Iterator[str]:
 _FIELDS: dict[str, Any] = {
     "experiment": str, "model": str, "gpus": int, "block": int, "order": list, "settings": dict,
     "segments": list, "hosts": list, "device": str, "gpu_seconds": (int, float), "trained": dict,
+    "gpu_names": list,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The seal of a verdict.json: who reads it sees whether it still says what was written, and its blocks.
+"""The seal of a verdict.json: tells a reader whether it is as it was written, and agrees with its blocks.
 
 A slip of an editor or of a merge, not a forger: whoever can write the file can seal it, too.
 """

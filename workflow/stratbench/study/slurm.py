@@ -43,7 +43,7 @@ def files_of(comment: str, files: Mapping[str, str], lists: Path) -> list[str]:
     listed = shared_list(lists, Path(comment.rpartition("_")[2]).name)
     try:
         made = listed.read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except FileNotFoundError:  # no cells share it
         return []
     return sorted(set(made) & set(files.values()))
 

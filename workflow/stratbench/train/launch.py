@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import signal
 
-if (
-    __name__ == "__main__"
-):  # Ctrl-C ends what follows, until `main` has its own way, without a traceback
+# Until `main` has its own way, Ctrl-C ends the imports without a traceback.
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse

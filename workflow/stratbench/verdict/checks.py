@@ -33,11 +33,6 @@ class Moved:
     nearest: str  # the rival that may be the fastest
 
 
-def step_logs(run_time_s: float, steps: int) -> float:
-    """The logarithm of the seconds that a step of a full run took."""
-    return math.log(run_time_s / steps)
-
-
 def off_from_steps(
     evidence: RaceEvidence, bout: Bout, blocks: Sequence[Block]
 ) -> dict[str, list[float]]:
@@ -49,9 +44,8 @@ def off_from_steps(
     for arm in bout.arms:
         known = [log for block in blocks if math.isfinite(log := block.value(arm))]
         for run in evidence.runs_of(bout, arm):
-            if known and run.status == "ok" and run.train_time_s and run.steps:
-                off = step_logs(run.train_time_s, run.steps) - statistics.fmean(known)
-                found.setdefault(arm, []).append(off)
+            if known and run.step_log is not None:
+                found.setdefault(arm, []).append(run.step_log - statistics.fmean(known))
     return found
 
 
@@ -123,14 +117,10 @@ def far_from_full_run(
 ) -> Iterator[tuple[str, float]]:
     """The arms whose step in a block is not that of their own full run by MOST_APART, with the factor."""
     for arm in bout.arms:
-        runs = [
-            r
-            for r in evidence.runs_of(bout, arm)
-            if r.status == "ok" and r.train_time_s and r.steps
-        ]
+        logs = [r.step_log for r in evidence.runs_of(bout, arm) if r.step_log is not None]
         value = block.value(arm)
-        if runs and math.isfinite(value):
-            apart = value - statistics.median(step_logs(r.train_time_s, r.steps) for r in runs)
+        if logs and math.isfinite(value):
+            apart = value - statistics.median(logs)
             if abs(apart) > math.log(MOST_APART):
                 yield arm, math.exp(apart)
 
@@ -148,7 +138,6 @@ def why_unusable(blocks: Sequence[Block]) -> Iterator[str]:
             )
             return
     kinds = sorted({block.device for block in blocks})
-    # Blocks of versions that did not record names have none.
     names = sorted({", ".join(block.gpu_names) for block in blocks if block.gpu_names})
     for found in (kinds, names):
         if len(found) > 1:

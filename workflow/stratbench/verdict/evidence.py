@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -67,6 +68,13 @@ class FullRun:
     def sign(self) -> int:
         """1 if a higher score is better, else -1."""
         return 1 if self.better == "higher" else -1
+
+    @property
+    def step_log(self) -> float | None:
+        """The logarithm of the seconds that a step took; None if the run did not end well."""
+        if self.status != "ok" or not self.train_time_s or not self.steps:
+            return None
+        return math.log(self.train_time_s / self.steps)
 
 
 @dataclass(frozen=True)
@@ -228,7 +236,7 @@ def _full_runs(
                     continue
                 wanted = study.settings(cell)
                 stated = found["settings"]
-                if any(stated.get(k) != v for k, v in vars(wanted).items() if k != "profile"):
+                if any(stated[k] != v for k, v in vars(wanted).items() if k != "profile"):
                     notes.append(f"{cell} is not used: its settings are not the config's")
                     continue
                 samples = found["data"]["train_samples"]

@@ -38,7 +38,6 @@ class Judged:
 
     blocks: int
     counted: int  # blocks that all arms in the race are in
-    sets: int  # node sets that these ran on
     alike: bool  # whether these are few, and came again
     unlike: float  # by how many standard deviations neighbouring blocks are too much alike
     leader: str
@@ -143,10 +142,12 @@ class Course:
             return True  # a bout that a score has opened again may need one more block
         self.round += 1
         blocks, targets = self._race.blocks, self._targets()
+        new = np.array(targets) - blocks
+        most = max(int(new.max()), 1)
         step = self._race.advance(
-            self._values(blocks, targets),
-            np.array(targets) - blocks,
-            self._nodes(blocks, targets),
+            self._values(blocks, targets, most),
+            new,
+            self._nodes(blocks, targets, most),
             self.disagreement(1) or 0.0,
             self._doubtful(targets),
         )
@@ -184,10 +185,9 @@ class Course:
             (sum(n > end for n in race.LOOKS) for end, is_open in ends if is_open), default=0
         )
 
-    def _values(self, blocks: np.ndarray, targets: list[int]) -> np.ndarray:
-        """The new blocks' values, NaN for arms out of the race; shape [bouts, arms, new blocks]."""
-        new = max(max(t - int(b) for b, t in zip(blocks, targets, strict=True)), 1)
-        values = np.full((len(self.states), self._arms, new), np.nan)
+    def _values(self, blocks: np.ndarray, targets: list[int], most: int) -> np.ndarray:
+        """The new blocks' values, NaN for arms out of the race; shape [bouts, arms, most]."""
+        values = np.full((len(self.states), self._arms, most), np.nan)
         for i, state in enumerate(self.states):
             for k in range(targets[i] - int(blocks[i])):
                 block = self.evidence.blocks[state.bout.place, int(blocks[i]) + 1 + k]
@@ -196,10 +196,9 @@ class Course:
                         values[i, j, k] = block.value(arm)
         return values
 
-    def _nodes(self, blocks: np.ndarray, targets: list[int]) -> np.ndarray:
-        """A number for the node set of each new block; shape [bouts, new blocks]."""
-        new = max(max(t - int(b) for b, t in zip(blocks, targets, strict=True)), 1)
-        nodes = np.zeros((len(self.states), new), dtype=int)
+    def _nodes(self, blocks: np.ndarray, targets: list[int], most: int) -> np.ndarray:
+        """A number for the node set of each new block; shape [bouts, most]."""
+        nodes = np.zeros((len(self.states), most), dtype=int)
         for i, state in enumerate(self.states):
             seen: dict[tuple[str, ...], int] = {}
             for number in range(1, targets[i] + 1):
@@ -246,7 +245,6 @@ class Course:
                 Judged(
                     blocks=blocks,
                     counted=int(look.blocks[i]),
-                    sets=int(look.sets[i]),
                     alike=bool(look.alike[i]),
                     unlike=float(look.unlike[i]),
                     leader=leader,
