@@ -204,8 +204,10 @@ def test_a_throttled_gpu_is_found_in_the_timeline(tmp_path):
         path = cell.record_path(tmp_path).with_name("timeline.csv")
         path.parent.mkdir(parents=True)
         reasons = "sw_thermal_slowdown" if cell.gpus == 4 else "sw_power_cap"
-        samples = [f"{t},gpu,{reasons if t > 5 else ''}" for t in range(10)]
-        path.write_text("\n".join(["t_s,kind,throttle", "0,host,", *samples]) + "\n")
+        samples = [
+            {"t_s": t, "kind": "gpu", "throttle": reasons if t > 5 else ""} for t in range(10)
+        ]
+        path.write_text(fixture.timeline_text([{"t_s": 0, "kind": "host"}, *samples]))
     (found,) = findings(tmp_path, cells=cells)
     assert (found["rule"], found["gpus"]) == ("throttled", 4)
     assert found["figures"] == "throttled in 40% of the samples"

@@ -31,6 +31,14 @@ def sound(strategy="ddp", gpus=4):
     return copy.deepcopy(fixture.make_record(cell))
 
 
+HEADER = fixture.timeline_text([]).strip()
+
+
+def host_row(load):
+    row = {"t_s": 0.1, "node": "n", "kind": "host", "id": "n", "load_1m": load}
+    return fixture.timeline_text([row]).splitlines()[1]
+
+
 def study(*records, **how):
     found = whole_lies.Study({}, {})
     for record in records:
@@ -61,18 +69,6 @@ def test_nobody_is_judged_by_few_samples_of_training(samples):
     assert not {"idle-worker", "contradictory-energy"} & figures(found).keys()
 
 
-def test_a_timeline_without_nodes_is_one_of_the_only_host():
-    found = study(sound(), period_s=1.0)
-    for row in found.samples[DDP]:
-        del row["node"]
-    text = fixture.timeline_text(found.samples[DDP]).splitlines()
-    lines = [",".join(line.split(",")[:1] + line.split(",")[2:]) for line in text]
-    timeline = timeline_of(lines)
-    assert timeline.is_whole
-    assert not timeline.names_nodes
-    assert set(timeline.of_kind("gpu")) == {("", str(gpu)) for gpu in range(4)}
-
-
 def test_two_of_equal_arithmetic_that_differ_are_both_named():
     records = [sound("ddp"), sound("fsdp")]
     for entry in records[0]["score"]["per_epoch"]:
@@ -90,8 +86,9 @@ def test_two_of_equal_arithmetic_that_differ_are_both_named():
     [
         ([], None),
         (["a,b", "1,2"], None),
-        (["t_s,kind,id", "0.1,host,x", "0.2,ho"], 1),
-        (["t_s,kind,id", "0.1,dragon,x"], 0),
+        (["t_s,kind,id", "0.1,host,x"], None),
+        ([HEADER, host_row("0.1"), "0.2,n"], 1),
+        ([HEADER, host_row("0.1").replace("host", "dragon")], 0),
     ],
 )
 def test_what_is_no_row_of_a_timeline_is_left_out(lines, expected):
@@ -102,7 +99,7 @@ def test_what_is_no_row_of_a_timeline_is_left_out(lines, expected):
 @pytest.mark.parametrize("value", ["nan", "inf", "many"])
 def test_a_timeline_that_holds_no_numbers_is_none(value):
     with pytest.raises(ValueError, match=value):
-        timeline_of(["t_s,kind,id,load_1m", f"0.1,host,x,{value}"])
+        timeline_of([HEADER, host_row(value)])
 
 
 def test_samples_of_another_host_name_it_and_what_is_lacking():

@@ -463,6 +463,12 @@ def changed_rows(
     return plant
 
 
+def a_tenth(kind: str, column: str, place: Place = DDP) -> Callable[[Study], None]:
+    return changed_rows(
+        lambda row: row.update({column: row[column] // 10}) if row["kind"] == kind else None, place
+    )
+
+
 def gpu_rows(place: Place = DDP, gpu: int | None = None, **values: Any) -> Callable[[Study], None]:
     """GPU samples in training that say something else; a function is given the old value."""
 
@@ -497,22 +503,18 @@ def whole_cell_energy(study: Study) -> None:
     energy(record, 1 + 90 * (record["time"]["total_s"] - trained_s) / (300 * trained_s))
 
 
-def tenant(place: Place = DDP, device: str = "cuda", **what: Any) -> Callable[[Study], None]:
+def tenant(place: Place = DDP, **what: Any) -> Callable[[Study], None]:
     """Somebody else on the machine, as far as one kind of evidence tells."""
 
     def plant(study: Study) -> None:
         record, rows = study.open(place)
         if "start" in what:
             record["provenance"]["busy_at_start"] = {"0": {"other_gpu_processes": what["start"]}}
-        if "nvml" in what:
-            for worker in record["workers"][1:2]:
-                own = worker["memory"] = dict(worker["memory"])
+        for worker in record["workers"][1:2] if {"nvml", "unnamed"} & what.keys() else ():
+            own = worker["memory"] = dict(worker["memory"])
+            if "nvml" in what:
                 own["nvml_process_used_bytes"] = own["nvml_used_bytes"]
-                own["nvml_used_bytes"] += what["nvml"]
-        if "unnamed" in what:
-            for worker in record["workers"][1:2]:
-                own = worker["memory"] = dict(worker["memory"])
-                own["nvml_used_bytes"] += what["unnamed"]
+            own["nvml_used_bytes"] += what.get("nvml", what.get("unnamed"))
         for row in of_kind(rows, "gpu", 1):
             if row["phase"] == "train":
                 row["mem_used_bytes"] += what.get("training", 0)
@@ -614,11 +616,20 @@ def bare_states(extra: int) -> Callable[[int, Record], float]:
     return lambda old, record: sum(record["memory"]["model_states"].values()) + extra
 
 
+def peaks(new: Callable[[int, Record], float]) -> Callable[[Study], None]:
+    """Another peak in all repeats."""
+
+    def plant(study: Study) -> None:
+        for place in study.places("ddp", 4):
+            peak(place, new)(study)
+
+    return plant
+
+
 def peak_of_two(study: Study) -> None:
     """What DDP needs on two GPUs, told of four."""
     theirs = study.records["ddp", 2, 0]["memory"]["peak_bytes"]
-    for place in study.places("ddp", 4):
-        peak(place, lambda old, record: theirs)(study)
+    peaks(lambda old, record: theirs)(study)
 
 
 def even_steps(*names: str) -> Callable[[Study], None]:
@@ -733,27 +744,14 @@ LIES: dict[str, dict[str, Lie]] = {
             "plain",
         ),
         "memory of a tenth of the peak": (
-            changed_rows(
-                lambda row: (
-                    row.update(mem_used_bytes=row["mem_used_bytes"] // 10)
-                    if row["kind"] == "gpu"
-                    else None
-                )
-            ),
+            a_tenth("gpu", "mem_used_bytes"),
             "plain",
         ),
         "a GPU whose memory stays empty": (gpu_rows(gpu=1, mem_used_bytes=100 * 2**20), "plain"),
         "more memory than there is": (gpu_rows(mem_used_bytes=90 * GIB), "plain"),
         "a clock beyond the GPU's": (gpu_rows(sm_clock_mhz=2600), "plain"),
         "processes without memory, on CPUs": (
-            changed_rows(
-                lambda row: (
-                    row.update(rss_bytes=row["rss_bytes"] // 10)
-                    if row["kind"] == "process"
-                    else None
-                ),
-                ("ddp", 2, 0),
-            ),
+            a_tenth("process", "rss_bytes", ("ddp", 2, 0)),
             CPU,
         ),
         "a process that never runs": (
@@ -822,13 +820,11 @@ LIES: dict[str, dict[str, Lie]] = {
         "a tenth more in a repeat": (repeats_of_peaks(1, 1, 1.1), "plain"),
         "states to the byte": (peak(DDP, bare_states(0)), "plain"),
         "states in all repeats": (
-            lambda study: [peak(p, bare_states(0))(study) for p in study.places("ddp", 4)] and None,
+            peaks(bare_states(0)),
             "plain",
         ),
         "states and a KiB": (
-            lambda study: (
-                [peak(p, bare_states(1024))(study) for p in study.places("ddp", 4)] and None
-            ),
+            peaks(bare_states(1024)),
             "plain",
         ),
         "two GPUs' peak told of four": (peak_of_two, "plain"),

@@ -237,7 +237,7 @@ def timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
     kind = "gpu" if device_kind == "cuda" else "process"
     found: dict[str, float] = {}
     series = timeline.of_kind(kind)
-    if kind == "gpu" and series and timeline.tells_throttling:
+    if kind == "gpu" and series:
         count = sum(one.count for one in series.values())
         found["throttled_share"] = sum(one.slowed for one in series.values()) / count
     used = [

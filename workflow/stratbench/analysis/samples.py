@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from typing import NamedTuple
 SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
 #: The reason of a GPU that is at its power limit.
 CAPPED = "sw_power_cap"
+#: The columns that say of what a row is, and of when.
+PLACE, MOMENT = ("node", "kind", "id"), ("t_s", "phase", "throttle")
 #: The columns that are added up, by the kind of a row.
 COLUMNS = {
     "gpu": ("gpu_util_pct", "mem_used_bytes", "power_w", "sm_clock_mhz"),
@@ -114,11 +116,6 @@ class Series:
             capped_share=sum(CAPPED in sample.reasons for sample in working) / max(1, len(working)),
         )
 
-    @property
-    def period_s(self) -> float:
-        """The mean time from one sample to the next."""
-        return (self.last_s - self.first_s) / max(1, self.count - 1)
-
 
 def _told(place: dict[str, int], sample: Sample) -> dict[str, float]:
     return {name: v for name, i in place.items() if (v := sample.values[i]) is not None}
@@ -134,12 +131,6 @@ class Timeline:
     """What the timeline of a cell says. `series`: by node, kind (host, process, gpu) and id."""
 
     series: dict[tuple[str, str, str], Series]
-    #: Whether rows say their time, their phase and what they are of, as ours do.
-    is_whole: bool
-    #: Whether they say on which node; without, a series' node is empty.
-    names_nodes: bool
-    #: Whether rows say if a GPU was slowed down.
-    tells_throttling: bool
     #: Equal where two timelines hold the same numbers, whatever their hosts are called and their times are.
     digest: str
 
@@ -160,32 +151,27 @@ def read_timeline(path: Path) -> Timeline | None:
 
 
 def timeline_of(lines: Iterable[str]) -> Timeline | None:
-    """The timeline in the lines of a CSV file; None without a column `kind`. ValueError on no number."""
+    """The timeline in the lines of a CSV file; None if it lacks columns. ValueError on no number."""
     rows = csv.reader(lines)
     names = {name: i for i, name in enumerate(next(rows, ()))}
-    if "kind" not in names:
+    if not names.keys() >= {*PLACE, *MOMENT, *chain(*COLUMNS.values())}:
         return None
-    place = [names.get(name) for name in ("node", "kind", "id")]
-    t_at, phase_at, throttle_at = map(names.get, ("t_s", "phase", "throttle"))
-    wanted = {kind: [names.get(name) for name in listed] for kind, listed in COLUMNS.items()}
+    place, moment = ([names[name] for name in listed] for listed in (PLACE, MOMENT))
+    wanted = {kind: [names[name] for name in listed] for kind, listed in COLUMNS.items()}
     found: defaultdict[tuple[str, str, str], list[Sample]] = defaultdict(list)
     digest = hashlib.sha256()
     for row in rows:
         if len(row) < len(names):  # cut short by a kill
             continue
-        node, kind, name = ("" if at is None else row[at] for at in place)
+        node, kind, name = (row[at] for at in place)
         if kind not in wanted:
             continue
-        phase, reasons = ("" if at is None else row[at] for at in (phase_at, throttle_at))
-        values = [None if at is None else _number(row[at]) for at in wanted[kind]]
-        sample = Sample(0.0 if t_at is None else float(row[t_at]), phase, reasons, values)
-        found[node, kind, name].append(sample)
+        t_s, phase, reasons = (row[at] for at in moment)
+        values = [_number(row[at]) for at in wanted[kind]]
+        found[node, kind, name].append(Sample(float(t_s), phase, reasons, values))
         digest.update(repr(values).encode())
     return Timeline(
         {key: Series.of(key[1], samples) for key, samples in found.items()},
-        None not in (t_at, phase_at, place[2]),
-        place[0] is not None,
-        throttle_at is not None,
         digest.hexdigest(),
     )
 

@@ -51,10 +51,9 @@ class Facts:
 
     def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
         """The samples of a worker's host, or of a process or GPU there; None without."""
-        if self.timeline is None or not self.timeline.is_whole:
+        if self.timeline is None:
             return None
-        node = host_of(worker) if self.timeline.names_nodes else ""
-        return self.timeline.series.get((node or "", kind, name or ""))
+        return self.timeline.series.get((host_of(worker) or "", kind, name or ""))
 
     def gpu_series(self, worker: dict[str, Any]) -> Series | None:
         """The samples of a worker's GPU; None without."""

@@ -174,6 +174,11 @@ def coordinates_of_cell(cell: Row) -> Row:
     return {name: cell[name] for name in (*GROUP, "repeat")}
 
 
+def named(cells: Iterable[Row]) -> str:
+    """Cells of one experiment in words."""
+    return " and of ".join(f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in cells)
+
+
 def key_of(cell: Row) -> Key:
     """The key of a cell's timeline."""
     return tuple(coordinates_of_cell(cell).values())

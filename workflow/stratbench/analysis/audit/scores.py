@@ -23,6 +23,7 @@ from stratbench.analysis.audit.rule import (
     coordinates_of_cell,
     coordinates_of_row,
     coordinates_of_strategy,
+    named,
     record_rule,
     rule,
 )
@@ -257,12 +258,10 @@ def same_losses_twice(evidence: Evidence) -> Iterator[Found]:
             if len(listed) < 2 or not cannot_agree(listed):
                 continue
             new = [facts for facts in cells if id(facts) not in found]
-            places = [facts.record["cell"] for facts in cells]
-            named = [f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in places]
+            which = "scores" if name == "score" else "losses"
+            text = f"the {which} of {named(facts.record['cell'] for facts in cells)}"
             for facts in new:
                 found.add(id(facts))
-                which = "scores" if name == "score" else "losses"
-                text = f"the {which} of {' and of '.join(named)}"
                 yield Found(coordinates_of_cell(facts.record["cell"]), text)
 
 

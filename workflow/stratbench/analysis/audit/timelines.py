@@ -8,18 +8,14 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from stratbench.analysis.audit.checks import (
-    Facts,
-    host_of,
-    name_of_gpu,
-    unless_at_most,
-)
+from stratbench.analysis.audit.checks import Facts, host_of, name_of_gpu, unless_at_most
 from stratbench.analysis.audit.rule import (
     Evidence,
     Found,
     Key,
     coordinates_of_cell,
     key_of,
+    named,
     record_rule,
     rule,
 )
@@ -82,7 +78,7 @@ def is_crowded(facts: Facts) -> bool:
 )
 def timeline_unlike_record(facts: Facts) -> Iterator[str]:
     timeline = facts.timeline
-    if timeline is None or not timeline.is_whole or not facts.whole:
+    if timeline is None or not facts.whole:
         return
     yield from faults_of_places(facts, timeline)
     if not is_crowded(facts):
@@ -94,11 +90,10 @@ def faults_of_places(facts: Facts, timeline: Timeline) -> Iterator[str]:
     used: dict[str, set[Any]] = defaultdict(set)
     for worker in facts.workers:
         host = host_of(worker)
-        node = host if timeline.names_nodes else ""
-        used["host"].add((node, host))
-        used["process"].add((node, f"rank{worker['rank']}"))
+        used["host"].add((host, host))
+        used["process"].add((host, f"rank{worker['rank']}"))
         if facts("provenance.device") == "cuda":
-            used["gpu"].add((node, name_of_gpu(worker)))
+            used["gpu"].add((host, name_of_gpu(worker)))
     trained = max((count_in_training(one) for one in timeline.of_kind("host").values()), default=0)
     for kind, its in used.items():
         if any(None in place for place in its):
@@ -108,9 +103,7 @@ def faults_of_places(facts: Facts, timeline: Timeline) -> Iterator[str]:
             for node, name in timeline.of_kind(kind)
             if kind != "process" or name.startswith("rank")
         }
-        # Samplers of earlier versions, whose records name no GPUs, took all that the cell could see.
-        sees_all = kind == "gpu" and facts("provenance.gpus") is None and its <= seen
-        if (others := seen - its) and not sees_all:
+        if others := seen - its:
             yield f"samples of {described(kind, others)}, which no worker of the record used"
         lacking = its - seen
         if kind == "gpu":  # without a number, NVML does not know it, or not as an instance
@@ -178,9 +171,8 @@ def same_timeline_twice(evidence: Evidence) -> Iterator[Found]:
             alike[timeline.digest].append(record)
     for records in alike.values():
         cells = [record["cell"] for record in records]
-        named = [f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in cells]
         for cell in cells if len(cells) > 1 else ():
-            yield Found(coordinates_of_cell(cell), f"the samples of {' and of '.join(named)}")
+            yield Found(coordinates_of_cell(cell), f"the samples of {named(cells)}")
 
 
 @record_rule(
@@ -343,6 +335,6 @@ def cores_of_others(facts: Facts, host: str, one: Series | None, cores: int) -> 
     own = [
         series.training["cpu_pct"].mean
         for (node, _), series in facts.timeline.of_kind("process").items()
-        if node in (host, "") and "cpu_pct" in series.training
+        if node == host and "cpu_pct" in series.training
     ]
     return (cores * used.mean - sum(own)) / 100
