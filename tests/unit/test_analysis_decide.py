@@ -541,7 +541,6 @@ def test_where_nothing_can_be_recommended_the_headline_says_why():
 
 
 def test_a_misspelt_model_is_refused_with_those_there_are(tmp_path, capsys):
-    """A typing error got a recommendation by theory, and exit code 0."""
     rows = [cell("ddp", 10.0), cell("ddp", 9.0, model="resnet50")]
     with pytest.raises(ConfigError) as refused:
         decided(rows, model="vgg61")
@@ -603,10 +602,9 @@ def test_what_alone_is_left_says_what_was_excluded_and_why():
     )
 
 
-def test_one_run_is_called_one_whether_near_or_far():
-    near, far = (decided([cell("ddp", 10.0), cell("fsdp", t)]) for t in (10.1, 12.5))
-    for found in (near, far):
-        assert found.headline == "Fastest in its one run: ddp on 4 GPUs."
+def test_one_run_is_called_one_whether_it_was_the_fastest_or_near_it():
+    near = decided([cell("ddp", 10.0), cell("fsdp", 10.1)])
+    assert near.headline == "Fastest in its one run: ddp on 4 GPUs."
     fewer = decided([cell("ddp", 10.0), cell("fsdp", 10.1, gpus=2)])
     assert fewer.headline == "Within 3% of the best in one run each: fsdp on 2 GPUs."
 

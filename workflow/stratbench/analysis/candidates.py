@@ -170,8 +170,7 @@ def has_planned_repeats(frame: pd.DataFrame) -> bool:
     A record has the number that the config had when its cell was trained. So a repeat that was added
     later says another one than those before it, and where some are still to come there are too few.
     """
-    planned = set(frame["planned_repeats"])
-    return planned == {len(frame)}
+    return set(frame["planned_repeats"]) == {len(frame)}
 
 
 def take_blocks(candidate: Candidate, found: Raced) -> None:

@@ -88,18 +88,24 @@ def decisions(
         (rows, candidates_among(rows, listed, constraints, raced))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
-    # All models are ranked together, even if only one is wanted: all variances together say more.
-    rankings = rankings_of_bouts([found for _, found in studied], constraints.equivalence_margin)
-    made = [
-        decide(rows, found, ranking, constraints)
-        for (rows, found), ranking in zip(studied, rankings, strict=True)
-    ]
+    made = decide_together(studied, constraints)  # even if only one model is wanted
     if constraints.model is not None:
         made = [decision for decision in made if decision.model == constraints.model]
         if not made:
             why = f"it is not a model of the study, which has {', '.join(cells['model'].unique())}"
             made = [decision_by_theory("", "", constraints.model, constraints, [], why)]
     return made
+
+
+def decide_together(
+    studied: Sequence[tuple[pd.DataFrame, list[Candidate]]], given: Constraints
+) -> list[Decision]:
+    """A decision for the rows and candidates of each model; all variances together say more."""
+    rankings = rankings_of_bouts([found for _, found in studied], given.equivalence_margin)
+    return [
+        decide(rows, found, ranking, given)
+        for (rows, found), ranking in zip(studied, rankings, strict=True)
+    ]
 
 
 def decide(

@@ -19,6 +19,10 @@ _CROSSES = (
     "failed",
     "A cross on the horizontal axis is a cell without a result, named in the panel.",
 )
+_SHADED = (
+    "",
+    "The first repeat on the most workers, from the start of the cell; shaded: training.",
+)
 _LABELLED = ("failed", "A cross with a label stands for a cell without a result.")
 
 
@@ -187,10 +191,7 @@ PLOTS: dict[str, Plot] = {
         Plot(
             "utilisation_timelines",
             (
-                (
-                    "",
-                    "The first repeat on the most workers, from the start of the cell; shaded: training.",
-                ),
+                _SHADED,
                 ("servers", "Dashed: servers."),
             ),
             "Line charts by time",
@@ -200,10 +201,7 @@ PLOTS: dict[str, Plot] = {
         Plot(
             "memory_timelines",
             (
-                (
-                    "",
-                    "The first repeat on the most workers, from the start of the cell; shaded: training.",
-                ),
+                _SHADED,
                 ("GPUs", "On a GPU the device's memory in use."),
                 ("CPUs", "On a CPU the process's resident set."),
                 ("servers", "Dashed: servers."),

@@ -7,8 +7,8 @@ The arithmetic works on arrays, so that a simulation can run it a hundred thousa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -137,9 +137,9 @@ class Ranking:
     #: The share by which something may be faster (cheaper) than the chosen; None: not known.
     at_most: float | None
     #: What the repeats of the bout and of its study tell of their noise; None: nothing.
-    noise: Noise | None = None
+    noise: Noise | None
     #: Whether the intervals pay for further looks: the number of repeats is not known to be planned.
-    looked_again: bool = False
+    looked_again: bool
 
     @property
     def tied(self) -> list[Candidate]:
@@ -149,9 +149,9 @@ class Ranking:
     @property
     def nearest(self) -> list[AgainstRival]:
         """The next rival, and the next of another strategy than the choice, which may be the same."""
-        others = [c for c in self.compared if c.rival.strategy != self.first.strategy]
-        found = [*self.compared[:1], *others[:1]]
-        return found[:1] if len({id(c) for c in found}) == 1 else found
+        others = (c for c in self.compared if c.rival.strategy != self.first.strategy)
+        other = next(others, None)
+        return [c for c in self.compared if c is self.compared[0] or c is other]
 
     @property
     def is_clear(self) -> bool:
@@ -241,9 +241,13 @@ class Bout:
             moderated.tail_among(len(bout), 1.0 if fixed else moderated.REPEATED_LOOKS),
             margin,
         )
-        again = not fixed and stood.repeats.max() > 1
-        made = ranking_of_bout(bout, stood, margin)
-        return replace(made, noise=self.noise, looked_again=bool(again))
+        return Ranking(
+            first=self.all[self.chosen],
+            compared=tuple(comparisons(bout, stood, margin)),
+            at_most=float(np.expm1(stood.at_most)) if np.isfinite(stood.at_most) else None,
+            noise=self.noise,
+            looked_again=bool(not fixed and stood.repeats.max() > 1),
+        )
 
     @property
     def noise(self) -> Noise | None:
@@ -280,25 +284,21 @@ def preference_places(bout: Sequence[Candidate]) -> np.ndarray:
     return np.array([places[key] for key in keys], dtype=float)
 
 
-def ranking_of_bout(bout: Sequence[Candidate], found: Standings, margin: float) -> Ranking:
-    """The ranking of one bout, from its standings."""
-    chosen = int(found.chosen)
-    compared = []
+def comparisons(
+    bout: Sequence[Candidate], found: Standings, margin: float
+) -> Iterator[AgainstRival]:
+    """Every rival of one bout against the chosen one, the best first, from the bout's standings."""
     for i in sorted(range(len(bout)), key=lambda i: (bout[i].objective, bout[i].gpus)):
-        if i == chosen:
+        if i == int(found.chosen):
             continue
         known = bool(np.isfinite(found.low[i]))
         near = found.mean[i] <= np.log1p(margin) + 1e-12
         stand = "slower" if found.slower[i] else "tied" if near or known else "unknown"
-        compared.append(
-            AgainstRival(
-                rival=bout[i],
-                ratio=float(np.exp(found.mean[i])),
-                low=float(np.exp(found.low[i])) if known else None,
-                high=float(np.exp(found.high[i])) if known else None,
-                repeats=int(found.repeats[i]),
-                stand=stand,
-            )
+        yield AgainstRival(
+            rival=bout[i],
+            ratio=float(np.exp(found.mean[i])),
+            low=float(np.exp(found.low[i])) if known else None,
+            high=float(np.exp(found.high[i])) if known else None,
+            repeats=int(found.repeats[i]),
+            stand=stand,
         )
-    at_most = float(np.expm1(found.at_most)) if np.isfinite(found.at_most) else None
-    return Ranking(bout[chosen], tuple(compared), at_most)

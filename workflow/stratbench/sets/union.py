@@ -11,8 +11,7 @@ import pandas as pd
 
 from stratbench.analysis.candidates import Candidate, candidates_among
 from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.decide import Decision, decide
-from stratbench.analysis.ranking import rankings_of_bouts
+from stratbench.analysis.decide import Decision, decide_together
 from stratbench.analysis.tolerance import judge_scores
 from stratbench.cell.coordinates import STATUSES
 from stratbench.sets.reading import ResultSet
@@ -51,15 +50,14 @@ def decisions_over(
                 ]
                 jobs.setdefault(job, []).append(Part(found.name, rows, on_them))
     studied = [
-        (pd.concat([part.rows for part in parts]), list(candidates_in(parts, prices, given)))
+        (
+            named_alike(pd.concat([part.rows for part in parts])),
+            list(candidates_in(parts, prices, given)),
+        )
         for parts in jobs.values()
         if len({part.set_name for part in parts}) > 1
     ]
-    rankings = rankings_of_bouts([found for _, found in studied], given.equivalence_margin)
-    return [
-        decide(named_alike(rows), found, ranking, given)
-        for (rows, found), ranking in zip(studied, rankings, strict=True)
-    ]
+    return decide_together(studied, given)
 
 
 def job_of(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
