@@ -150,12 +150,13 @@ def test_weights_are_on_the_device_before_another_server_has_sent_its(
     take, arrived = Channel._take_weights, []
 
     def take_later(channel, link, frame):
-        """Of server 1, only once all that server 0 sends in the step is here."""
-        first, flat = channel._links[0], channel.flat
+        """Of server 1, only once all that server 0 sends is here and the backward is over."""
+        first, flat, staging = channel._links[0], channel.flat, channel._staging
         if link is not first and channel._ticket in range(5):  # to the last push nothing comes back
-            until(first.replied.is_set)
+            until(lambda: first.replied.is_set() and staging._accepting)
             part = slice(0, channel._bounds[first.shards.stop - 1][1])
-            arrived.append(torch.equal(flat.weights[part], flat.host.weights[part]))
+            with staging._arrivals:  # what came before the backward was over is copied under it
+                arrived.append(torch.equal(flat.weights[part], flat.host.weights[part]))
         take(channel, link, frame)
 
     monkeypatch.setattr(Channel, "_take_weights", take_later)
