@@ -13,11 +13,11 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.words import bytes_text
 from stratbench.plan import __main__ as command
-from stratbench.plan import cache, devices, figures, projection, rows, schedule, servers, traffic
+from stratbench.plan import cache, devices, duration, figures, rows, schedule, servers, traffic
 from stratbench.plan.answers import answered_questions
+from stratbench.plan.duration import Span
 from stratbench.plan.figures import hours_text
 from stratbench.plan.footprint import Affine, Footprint, MemoryPeak, Moment
-from stratbench.plan.projection import Span
 from stratbench.plan.text import plan_text
 from stratbench.ps.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policy import Hyper
@@ -353,22 +353,20 @@ def test_repeats_of_the_cell_are_the_best_source():
         record_of("ddp", 4, 120, repeat=1),
         record_of("ddp", 2, 150),
     ]
-    span = projection.span_by_records(TARGET, records)
+    span = duration.span_by_records(TARGET, records)
     assert (span.low_s, span.high_s) == pytest.approx((90, 132))
     assert "2 records" in span.source
 
 
 def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
-    span = projection.span_by_records(
-        TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)]
-    )
+    span = duration.span_by_records(TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)])
     assert (span.low_s, span.high_s) == pytest.approx((45, 110))
 
 
 def test_records_of_other_experiments_and_failures_do_not_count():
     oom = record_of("ddp", 4, 100) | {"status": "oom"}
     assert (
-        projection.span_by_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
+        duration.span_by_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
         is None
     )
 

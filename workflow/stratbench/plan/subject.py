@@ -10,8 +10,8 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.plan import servers
 from stratbench.plan.devices import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
+from stratbench.plan.duration import Work
 from stratbench.plan.footprint import Footprint, MemoryPeak
-from stratbench.plan.projection import Work
 from stratbench.plan.request import Request, buffer_bytes, data_bytes
 from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import strategy_class
