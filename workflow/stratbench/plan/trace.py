@@ -38,6 +38,8 @@ class Phase:
     touched_bytes: int = 0  # read and written by them
     flops: int = 0
     collectives: list[CollectiveCall] = field(default_factory=list)
+    #: Operations and bytes of the phase when each of the collectives started.
+    reached: list[tuple[int, int]] = field(default_factory=list)
     #: Sums that may need a buffer on CUDA, with the number of events before that.
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
@@ -105,6 +107,7 @@ class OperatorTrace(TorchDispatchMode):
         out = op(*args, **kwargs)
         made = [self._note(t) for t in tensors_in(out)]
         phase = self.phases[-1]
+        reached = phase.flops, phase.touched_bytes
         if not op.is_view:
             phase.operations += 1
             phase.touched_bytes += sum(map(_n_bytes, tensors_in((args, kwargs)))) + sum(
@@ -125,6 +128,7 @@ class OperatorTrace(TorchDispatchMode):
             self._tag_fsdp(op.__name__, args, kwargs, made)
         if collective is not None:
             phase.collectives.append(collective)
+            phase.reached.append(reached)
         return out
 
     def _collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:

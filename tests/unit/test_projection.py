@@ -1,0 +1,221 @@
+"""Projections: the naive rules, what collectives cost, the replay of a step, the servers' queue."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from random import Random
+
+import pytest
+
+from stratbench.plan.projection import naive
+from stratbench.plan.projection.links import Links, Unmeasured
+from stratbench.plan.projection.naive import Measured
+from stratbench.plan.projection.replay import Schedule, Started, TracedPhase, replay, schedule_of
+from stratbench.plan.projection.servers import Queue, asynchronous, slowest_of, synchronous
+from stratbench.telemetry.collective_cost import Layout, Link
+from stratbench.telemetry.collectives import CollectiveCall
+
+MS = 1e-3
+
+
+def points(**step_s: float) -> list[Measured]:
+    return [Measured(int(k[1:]), v) for k, v in step_s.items()]
+
+
+# --- naive rules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", ["weak", "strong"])
+def test_the_naive_rules_continue_what_they_assume(scaling):
+    measured = points(n1=1.0, n2=0.6 if scaling == "strong" else 1.2)
+    last = 0.6 / 4 if scaling == "strong" else 1.2
+    assert naive.perfect(measured, scaling, 8) == pytest.approx(last)
+    # A fifth is lost with each of the two doublings from 2 to 8.
+    assert naive.same_loss_per_doubling(measured, scaling, 8) == pytest.approx(last * 1.2**2)
+    slope = 2 * (measured[0].step_s - measured[1].step_s)
+    a = measured[0].step_s - slope
+    assert naive.a_plus_b_over_n(measured, scaling, 8) == pytest.approx(a + slope / 8)
+
+
+def test_one_count_alone_is_scaled_perfectly():
+    for rule in naive.RULES.values():
+        assert rule(points(n4=2.0), "strong", 8) == pytest.approx(1.0)
+
+
+def test_skill_is_over_the_best_naive_rule_and_none_without_a_third_count():
+    measured = points(n1=1.0, n2=1.1, n4=1.15, n8=1.3)
+    nothing = naive.skill_of(naive.a_plus_b_over_n, measured[:2], "weak")
+    assert nothing.value is None
+    errors = naive.skill_of(naive.perfect, measured, "weak").errors
+    best = min(errors, key=errors.get)
+    assert naive.skill_of(naive.RULES[best], measured, "weak").value == pytest.approx(0)
+
+    def right(_points, _scaling, workers):
+        return next(p.step_s for p in measured if p.workers == workers)
+
+    assert naive.skill_of(right, measured, "weak").value == pytest.approx(1)
+    assert naive.skill_of(lambda *_: 9.0, measured, "weak").value < 0
+
+
+# --- what collectives cost -----------------------------------------------------------------------
+
+ALPHA_S, RATE = 10e-6, 10e9
+WITHIN = {"within": Link(ALPHA_S, RATE)}
+BOTH = WITHIN | {"between": Link(5 * ALPHA_S, RATE / 10)}
+
+
+def took(kind: str, n_bytes: float, layout: Layout, library: str = "gloo", **of) -> float:
+    return Links(library, {kind: of or BOTH}).chosen(CollectiveCall(kind, n_bytes), layout)[0]
+
+
+def test_a_ring_takes_its_steps_and_its_volume():
+    n_bytes, n = 1e8, 4
+    expected = 2 * (n - 1) * ALPHA_S + 2 * (n - 1) / n * n_bytes / RATE
+    assert took("all_reduce", n_bytes, Layout(n)) == pytest.approx(expected)
+    half = (n - 1) * ALPHA_S + (n - 1) / n * n_bytes / RATE
+    for kind in ("all_gather", "reduce_scatter"):
+        assert took(kind, n_bytes, Layout(n)) == pytest.approx(half)
+    assert took("all_reduce", n_bytes, Layout(1)) == 0
+
+
+def test_across_nodes_the_network_sets_the_pace():
+    n_bytes = 1e9
+    assert took("all_reduce", n_bytes, Layout(8, 2)) > 5 * took("all_reduce", n_bytes, Layout(8))
+
+
+def test_nccl_takes_the_fastest_algorithm():
+    small, large = CollectiveCall("all_reduce", 1024), CollectiveCall("all_reduce", 1e9)
+    links = Links("nccl", {"all_reduce": BOTH})
+    assert links.chosen(small, Layout(64, 8))[1] == "tree"
+    assert links.chosen(large, Layout(64, 8))[1] in ("ring", "hierarchical")
+    chosen = links.chosen(large, Layout(64, 8))[0]
+    assert chosen <= took("all_reduce", 1e9, Layout(64, 8))  # gloo's ring
+
+
+def test_a_link_that_was_not_measured_is_named():
+    with pytest.raises(Unmeasured, match="all_reduce between nodes"):
+        Links("nccl", {"all_reduce": WITHIN}).chosen(CollectiveCall("all_reduce", 8), Layout(8, 2))
+    with pytest.raises(Unmeasured, match="send within"):
+        Links("gloo", {}).chosen(CollectiveCall("send", 8), Layout(2))
+
+
+def test_a_group_of_neighbours_stays_on_its_node():
+    pairs = CollectiveCall("all_reduce", 1e8, ranks=2)
+    links = Links("gloo", {"all_reduce": WITHIN})
+    assert (
+        links.chosen(pairs, Layout(8, 2))[0]
+        == links.chosen(CollectiveCall("all_reduce", 1e8), Layout(2))[0]
+    )
+
+
+# --- the replay ----------------------------------------------------------------------------------
+
+BUCKET = CollectiveCall("all_reduce", 1.0)
+GATHER = CollectiveCall("all_gather", 1.0)
+
+
+def buckets(*shares: float, ends: float = 0.9) -> Schedule:
+    return Schedule(tuple(Started(BUCKET, s, False) for s in shares), ends)
+
+
+def test_buckets_hide_behind_backward_and_the_last_does_not():
+    # c_k = max(ready_k, c_(k-1)) + AR; step = max(forward + backward, c_K) + optimizer
+    done = replay(buckets(0.5, 0.7, 0.9), 1.0, lambda _: 0.1)
+    assert done.step_s == pytest.approx(0.9 + 0.1 + 0.1)
+    assert done.collectives_s == pytest.approx(0.3)
+    assert done.exposed_s == pytest.approx(0.1)
+
+
+def test_a_slow_channel_is_what_the_step_waits_for():
+    done = replay(buckets(0.5, 0.7, 0.9), 1.0, lambda _: 1.0)
+    assert done.step_s == pytest.approx(0.5 + 3 + 0.1)
+
+
+def test_computing_is_slower_beside_a_collective():
+    done = replay(buckets(0.5), 1.0, lambda _: 0.2, kappa=2.0)
+    # 0.2 s of the channel's time take 0.1 s of the work.
+    assert done.step_s == pytest.approx(1.1)
+    assert replay(buckets(), 1.0, lambda _: 0.2, kappa=2.0).step_s == pytest.approx(1.0)
+
+
+def test_gathers_are_waited_for_unless_they_run_ahead():
+    gathers = tuple(Started(GATHER, s, True) for s in (0.0, 0.5))
+    assert replay(Schedule(gathers), 1.0, lambda _: 0.3).step_s == pytest.approx(1.6)
+    ahead = replay(Schedule(gathers, prefetches=True), 1.0, lambda _: 0.3)
+    assert ahead.step_s == pytest.approx(1.3)
+    assert replay(Schedule(gathers, prefetches=True), 1.0, lambda _: 0.3, host_s=0.05).step_s > 1.3
+
+
+def test_without_collectives_a_step_is_its_computing():
+    assert replay(Schedule(()), 2.0, lambda _: 9.0).step_s == 2.0
+
+
+def test_a_schedule_follows_the_traced_phases():
+    phases = [
+        TracedPhase("forward", 1.0, (), ()),
+        TracedPhase("backward", 2.0, (BUCKET, BUCKET), (1.0, 2.0)),
+        TracedPhase("optimizer", 1.0, (CollectiveCall("broadcast", 8),), (0.5,)),
+    ]
+    made = schedule_of(phases, prefetches=False)
+    assert [s.share for s in made.collectives] == [0.5, 0.75, 0.875]
+    assert [s.needed for s in made.collectives] == [False, False, True]
+    assert made.backward_ends == 0.75
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+def simulated(queue: Queue, workers: int, updates: int) -> float:
+    """Updates a second on a virtual clock: exponential times, each server first come first served."""
+    random = Random(0)
+
+    def drawn(mean_s: float) -> float:
+        return random.expovariate(1 / mean_s)
+
+    arrivals = [(drawn(queue.think_s), w, 0) for w in range(workers)]
+    heapq.heapify(arrivals)
+    free = [0.0] * len(queue.demands_s)
+    done, now, began, skipped = 0, 0.0, 0.0, updates // 5
+    while done < updates + skipped:
+        now, worker, server = heapq.heappop(arrivals)
+        if server == len(free):
+            done += 1
+            began = now if done == skipped else began  # the queues have filled
+            heapq.heappush(arrivals, (now + drawn(queue.think_s), worker, 0))
+        else:
+            free[server] = max(now, free[server]) + drawn(queue.demands_s[server])
+            heapq.heappush(arrivals, (free[server], worker, server + 1))
+    return updates / (now - began)
+
+
+@pytest.mark.parametrize("workers", [1, 4, 16])
+def test_the_queue_agrees_with_a_virtual_clock(workers):
+    queue = Queue(think_s=1.0, demands_s=(0.1, 0.05))
+    flow = asynchronous(queue, workers)
+    assert flow.updates_per_s == pytest.approx(simulated(queue, workers, 6000), rel=0.05)
+    assert flow.updates_per_s <= 1 / max(queue.demands_s)
+
+
+def test_past_the_knee_workers_bring_nothing():
+    queue = Queue(think_s=0.9, demands_s=(0.1,))
+    assert queue.knee == pytest.approx(10)
+    before, after = (asynchronous(queue, n).updates_per_s for n in (20, 40))
+    assert after / before < 1.01
+    assert synchronous(queue, 4) == pytest.approx(0.9 + 0.4)
+    assert synchronous(queue, 4, slowest_s=1.5) == pytest.approx(1.9)
+
+
+def test_the_slowest_of_many_is_drawn_from_whole_series():
+    steady = [[1.0] * 50, [1.5] * 50]
+    assert slowest_of(steady, 1) == pytest.approx(1.25, rel=0.05)
+    assert slowest_of(steady, 8) == pytest.approx(1.5, rel=0.01)
+    # The same times shuffled into each other: each worker has both, so a pair waits more often.
+    mixed = [[1.0, 1.5] * 25, [1.5, 1.0] * 25]
+    assert slowest_of(mixed, 2) == pytest.approx(1.375, rel=0.05)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        slowest_of([[]], 2)
+
+
+def test_log_error_of_a_time_that_is_none():
+    assert naive.log_error(-1.0, 1.0) == pytest.approx(math.log(1e-3))

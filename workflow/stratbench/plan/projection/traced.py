@@ -1,0 +1,37 @@
+"""A step's schedule from its trace on fake tensors: the collectives, and what is computed between them."""
+
+from __future__ import annotations
+
+from stratbench.plan.devices import Device
+from stratbench.plan.projection.replay import Schedule, TracedPhase, schedule_of
+from stratbench.plan.request import Request
+
+#: Of CPUs, whose memory's rate the plan does not know: of one core's share, to weigh bytes against operations.
+CPU_MEMORY_BYTES_PER_S = 8e9
+
+
+def traced_schedule(request: Request, samples: int, device: Device) -> Schedule:
+    """The schedule of one training step of rank 0 with `samples`; takes seconds.
+
+    Only shares of the step's computing are taken from the device's rates. How long it takes as a whole
+    is measured. On CUDA gathers run ahead on a stream of their own; gloo's are waited for.
+    """
+    from stratbench.plan import fake  # imports PyTorch
+
+    trace, _ = fake.traced_steps(request, [samples])
+    flops_per_s = device.flops_per_s or 1e12
+    bytes_per_s = device.memory_bytes_per_s or CPU_MEMORY_BYTES_PER_S
+
+    def seconds(flops: float, n_bytes: float) -> float:
+        return flops / flops_per_s + n_bytes / bytes_per_s
+
+    phases = [
+        TracedPhase(
+            phase.name,
+            seconds(phase.flops, phase.touched_bytes),
+            tuple(phase.collectives),
+            tuple(seconds(*reached) for reached in phase.reached),
+        )
+        for phase in trace.phases[1 : 2 * request.accumulate + 2]
+    ]
+    return schedule_of(phases, prefetches=request.on_cuda)

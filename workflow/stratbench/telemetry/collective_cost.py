@@ -1,0 +1,135 @@
+"""What a collective costs on a layout: steps and bytes by the algorithms of NCCL and gloo. No torch here.
+
+The formulas count; what a step and a byte cost is measured (`train/links.py`), never fitted to training
+times: fitted at 1 and 2 GPUs they were wrong by more than the time itself at 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["within", "between"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one level of a layout costs: `alpha_s` a step, and a byte 1 / `bytes_per_s`.
+
+    Between nodes the rate is that of a whole node's connection, one way. `log_sd`: of the measured times
+    about the fit, as ln of their ratio.
+    """
+
+    alpha_s: float
+    bytes_per_s: float
+    log_sd: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`workers` spread evenly over `nodes`."""
+
+    workers: int
+    nodes: int = 1
+
+    @property
+    def a_node(self) -> int:
+        return -(-self.workers // self.nodes)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Steps and bytes on each level that a rank waits for, one after the other."""
+
+    steps: Mapping[Level, float]
+    n_bytes: Mapping[Level, float]
+
+    def seconds(self, links: Mapping[Level, Link]) -> float:
+        total_s = 0.0
+        for level, steps in self.steps.items():
+            if steps:
+                link = links[level]
+                total_s += steps * link.alpha_s + self.n_bytes[level] / link.bytes_per_s
+        return total_s
+
+
+def ring(kind: str, n_bytes: float, layout: Layout) -> Cost:
+    """One ring through all ranks; its slowest link sets the pace.
+
+    All-reduce 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan 2009). With n
+    nodes n of each N-1 steps' neighbours are on another one, as NCCL counts them (tuning.cc).
+    """
+    rounds = 2 if kind == "all_reduce" else 1
+    n, nodes = layout.workers, layout.nodes
+    between = rounds * (nodes - 1)
+    volume = rounds * (n - 1) / n * n_bytes
+    if nodes == 1:
+        return Cost({"within": rounds * (n - 1)}, {"within": volume})
+    return Cost(
+        {"within": rounds * (n - 1) - between, "between": between},
+        {"within": 0.0, "between": volume},  # the bytes pass both at once; a network is the slower
+    )
+
+
+def tree(kind: str, n_bytes: float, layout: Layout) -> Cost:
+    """A binary tree in pipelined pieces: log2 steps up, and down again for an all-reduce; S bytes each.
+
+    NCCL's tree is one over the nodes with a chain in each; here a chain's steps count as the tree's.
+    """
+    rounds = 2 if kind == "all_reduce" else 1
+    between = math.ceil(math.log2(layout.nodes)) if layout.nodes > 1 else 0
+    within = math.ceil(math.log2(layout.a_node)) if layout.a_node > 1 else 0
+    if not between:
+        return Cost({"within": rounds * within}, {"within": rounds * n_bytes})
+    return Cost(
+        {"within": rounds * within, "between": rounds * between},
+        {"within": 0.0, "between": rounds * n_bytes},
+    )
+
+
+def hierarchical(kind: str, n_bytes: float, layout: Layout) -> Cost:
+    """A ring in each node, and between the nodes one for each of a node's ranks, side by side.
+
+    An all-reduce is a scatter within, an all-reduce of S/g between, and a gather within (g ranks a node).
+    A node's connection carries the g parts together: S bytes (n-1)/n times each way.
+    """
+    rounds = 2 if kind == "all_reduce" else 1
+    g, nodes = layout.a_node, layout.nodes
+    return Cost(
+        {"within": rounds * (g - 1), "between": rounds * (nodes - 1)},
+        {
+            "within": rounds * (g - 1) / g * n_bytes,
+            "between": rounds * (nodes - 1) / nodes * n_bytes,
+        },
+    )
+
+
+def direct(kind: str, n_bytes: float, layout: Layout) -> Cost:
+    """From one rank to another."""
+    level: Level = "between" if layout.nodes > 1 else "within"
+    return Cost({level: 1}, {level: n_bytes})
+
+
+Algorithm = Callable[[str, float, Layout], Cost]
+
+#: What a library may choose, by kind of collective. NCCL takes the one that it predicts to be fastest.
+#: Gloo, as PyTorch calls it, has one for each: rings, but trees to broadcast (its all-reduce's default is
+#: RING, ProcessGroupGloo), and it scatters by all-reducing.
+ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
+    "nccl": {
+        "all_reduce": (ring, tree, hierarchical),
+        "all_gather": (ring, hierarchical),
+        "reduce_scatter": (ring, hierarchical),
+        "broadcast": (ring, tree),
+        "send": (direct,),
+    },
+    "gloo": {
+        "all_reduce": (ring,),
+        "all_gather": (ring,),
+        "reduce_scatter": (ring,),
+        "broadcast": (tree,),
+        "send": (direct,),
+    },
+}
