@@ -54,7 +54,9 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
     for schedule in (on_cpu, on_gpu):
         gathers = [s for s in schedule.collectives if s.call.kind == "all_gather"]
         scatters = [s for s in schedule.collectives if s.call.kind == "reduce_scatter"]
-        assert gathers and all(s.needed for s in gathers)
-        assert scatters and not any(s.needed for s in scatters)
+        assert gathers
+        assert all(s.needed for s in gathers)
+        assert scatters
+        assert not any(s.needed for s in scatters)
     middle = Link(1e-5, 1e9)
     assert step_s(on_gpu, middle) < step_s(on_cpu, middle)

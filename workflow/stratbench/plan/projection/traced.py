@@ -6,7 +6,7 @@ from stratbench.plan.devices import Device
 from stratbench.plan.projection.replay import Schedule, TracedPhase, schedule_of
 from stratbench.plan.request import Request
 
-#: Of CPUs, whose memory's rate the plan does not know: of one core's share, to weigh bytes against operations.
+#: Of a CPU's core, where the plan does not know it: to weigh bytes against operations.
 CPU_MEMORY_BYTES_PER_S = 8e9
 
 

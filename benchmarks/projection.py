@@ -1,0 +1,250 @@
+"""Holds projections to published measurements: step times on a few counts, projected to larger ones.
+
+    PYTHONPATH=workflow python benchmarks/projection.py FILE.csv [--fit 2] [--out FOLDER]
+
+FILE.csv has a row for each series and count of GPUs: `gpus` and `throughput` (or `step_time_s`), and as far
+as known `series`, `source`, `scaling` (weak or strong), `nodes`, `gpu`, `parameters`, `per_gpu_batch`,
+`strategy`, `trust` (C is left out). Of each series the smallest counts are fitted (`--fit` says how many),
+and every count that is exactly 2, 4 or 8 times the largest fitted one is projected. No collective is measured
+in such a file: the projection knows only what a row states (`plan/projection/population.py`).
+
+Prints, by source and by factor: median, 90th percentile and signed error, how often the interval of 80 %
+holds the measured time, and the skill, 1 - (median error / that of the best naive rule). Cells that a user
+would be refused are projected here, too, and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+WORKFLOW = Path(__file__).parents[1] / "workflow"
+sys.path.insert(0, str(WORKFLOW))
+
+from stratbench.plan.projection import naive  # noqa: E402
+from stratbench.plan.projection.limits import refusal  # noqa: E402
+from stratbench.plan.projection.naive import Measured  # noqa: E402
+from stratbench.plan.projection.population import Stated, projected  # noqa: E402
+
+FACTORS = (2, 4, 8)
+#: A source discriminates where a + b/N is off by more than this at x2 (or, without such cells, at all).
+EASY_PERCENT = 2.0
+NUMBERS = ("gpus", "nodes", "throughput", "step_time_s", "parameters", "per_gpu_batch")
+TEXTS = ("source", "series", "scaling", "trust", "gpu", "strategy")
+#: What makes a series where the file does not name them.
+SERIES = ("source", "cluster", "gpu", "model", "strategy", "scaling", "precision")
+
+
+def read(path: Path) -> tuple[pd.DataFrame, dict[str, int]]:
+    """The usable rows, with every column there, and how many rows were left out for what."""
+    rows = pd.read_csv(path, dtype=str, keep_default_na=True, encoding="utf-8-sig")
+    rows.columns = [str(c).strip() for c in rows.columns]
+    left_out: dict[str, int] = {}
+
+    def keep(good: pd.Series, why: str) -> None:
+        nonlocal rows
+        if n := int((~good).sum()):
+            left_out[why] = n
+        rows = rows[good]
+
+    named = "series" in rows
+    for column in NUMBERS:
+        rows[column] = (
+            pd.to_numeric(rows.get(column), errors="coerce") if column in rows else np.nan
+        )
+        rows.loc[~np.isfinite(rows[column]) | (rows[column] <= 0), column] = np.nan
+    if not named:
+        keys = [c for c in SERIES if c in rows]
+        rows["series"] = rows[keys].fillna("").agg("|".join, axis=1) if keys else "all"
+    for column in TEXTS:
+        rows[column] = rows[column].fillna("").str.strip() if column in rows else ""
+    rows["source"] = rows.source.where(rows.source != "", "not stated")
+    rows["scaling"] = rows.scaling.str.lower()
+    keep(rows.gpus.notna() & (rows.gpus % 1 == 0), "no count of GPUs")
+    keep(rows.throughput.notna() | rows.step_time_s.notna(), "neither throughput nor step time")
+    keep(rows.trust.str.upper() != "C", "trust C")
+    keep(rows.scaling.isin(["weak", "strong"]), "neither weak nor strong scaling")
+    return rows, left_out
+
+
+def series_of(rows: pd.DataFrame) -> Iterator[tuple[str, str, Stated, list[Measured]]]:
+    """Source, name, what is stated, and the counts in ascending order, of each series.
+
+    Times are those of a step up to a constant: 1/throughput in strong scaling, GPUs/throughput in weak.
+    """
+    for (source, name), group in rows.groupby(["source", "series"], sort=True):
+        group = group.sort_values("gpus", kind="stable")
+        scaling = group.scaling.iloc[0]
+        if (group.scaling != scaling).any():
+            continue
+        by_throughput = group.throughput.notna().all()
+        if by_throughput:
+            times = (group.gpus if scaling == "weak" else 1.0) / group.throughput
+        elif group.step_time_s.notna().all():
+            times = group.step_time_s
+        else:
+            continue
+        # A count that is there twice (another placement, a repeat) counts with its median.
+        group = group.assign(time=times).groupby("gpus", as_index=False).agg(
+            {"time": "median", "nodes": "max", "step_time_s": "median", "gpu": "first",
+             "parameters": "first", "per_gpu_batch": "first", "strategy": "first"}
+        )  # fmt: skip
+        first = group.iloc[0]
+        stated = Stated(
+            scaling,
+            gpu=first.gpu,
+            parameters=_known(first.parameters),
+            per_gpu_batch=_known(first.per_gpu_batch),
+            step_s=_known(first.step_time_s),
+            servers=str(first.strategy).lower().startswith("ps"),
+        )
+        yield (
+            source,
+            name,
+            stated,
+            [
+                Measured(int(r.gpus), float(r.time), None if pd.isna(r.nodes) else int(r.nodes))
+                for r in group.itertuples()
+            ],
+        )
+
+
+def _known(value: float) -> float | None:
+    return None if pd.isna(value) else float(value)
+
+
+def cells_of(rows: pd.DataFrame, fit: int, prior: dict[str, float] | None = None) -> pd.DataFrame:
+    """A row for each projected count: errors in percent of the measured time, ours and the naive rules'."""
+    found: list[dict[str, Any]] = []
+    for source, name, stated, points in series_of(rows):
+        fitted = points[:fit]
+        if len(fitted) < fit:
+            continue
+        targets = [p for p in points[fit:] if p.workers / fitted[-1].workers in FACTORS]
+        places = [(t.workers, t.nodes) for t in targets]
+        made = projected(fitted, stated, places, prior) if targets else []
+        for target, interval in zip(targets, made, strict=True):
+            t = target.step_s
+            found.append(
+                {
+                    "source": source,
+                    "series": name,
+                    "scaling": stated.scaling,
+                    "fitted": " ".join(str(p.workers) for p in fitted),
+                    "gpus": target.workers,
+                    "factor": target.workers // fitted[-1].workers,
+                    "error_percent": 100 * (interval.middle_s / t - 1),
+                    "low_percent": 100 * (interval.low_s / t - 1),
+                    "high_percent": 100 * (interval.high_s / t - 1),
+                    "refused": bool(refusal(fitted, target.workers, target.nodes)),
+                }
+                | {
+                    rule: 100 * (f(fitted, stated.scaling, target.workers) / t - 1)
+                    for rule, f in naive.RULES.items()
+                }
+            )
+    return pd.DataFrame(found)
+
+
+def summary(cells: pd.DataFrame) -> dict[str, Any]:
+    """The figures of some cells."""
+    errors = cells.error_percent.abs()
+    naive_errors = {rule: cells[rule].abs() for rule in naive.RULES}
+    best = min(naive_errors, key=lambda rule: naive_errors[rule].median())
+    beside = naive_errors["a + b/N"]
+    best_median = naive_errors[best].median()
+    return {
+        "cells": len(cells),
+        "median_percent": errors.median(),
+        "p90_percent": errors.quantile(0.9),
+        "signed_percent": cells.error_percent.median(),
+        "coverage_percent": 100 * ((cells.low_percent <= 0) & (cells.high_percent >= 0)).mean(),
+        "skill": 1 - errors.median() / best_median if best_median > 0 else 0.0,
+        "best_naive": best,
+        "naive_median_percent": best_median,
+        "a_b_median_percent": beside.median(),
+        "a_b_p90_percent": beside.quantile(0.9),
+        "median_over_a_b": errors.median() / beside.median() if beside.median() > 0 else np.nan,
+        "p90_over_a_b": errors.quantile(0.9) / beside.quantile(0.9)
+        if beside.quantile(0.9) > 0
+        else np.nan,
+        "refused": int(cells.refused.sum()),
+    }
+
+
+def discriminating(cells: pd.DataFrame) -> list[str]:
+    """The sources that tell rules apart."""
+    found = []
+    for source, group in cells.groupby("source"):
+        at_two = group[group.factor == 2]
+        of = at_two if len(at_two) else group
+        if of["a + b/N"].abs().median() > EASY_PERCENT:
+            found.append(source)
+    return found
+
+
+def tables(cells: pd.DataFrame) -> pd.DataFrame:
+    """A row for each source and factor, then the pooled ones."""
+    hard = cells.source.isin(discriminating(cells))
+    answered = ~cells.refused
+    pools = {
+        "all sources": cells,
+        "discriminating sources": cells[hard],
+        "discriminating, weak": cells[hard & (cells.scaling == "weak")],
+        "discriminating, strong": cells[hard & (cells.scaling == "strong")],
+        "discriminating, not refused": cells[hard & answered],
+    }
+    groups = [*cells.groupby("source"), *pools.items()]
+    return pd.DataFrame(
+        [
+            {"source": name, "factor": f"x{factor}"} | summary(part)
+            for name, group in groups
+            for factor, part in group.groupby("factor")
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--fit", type=int, default=2, help="smallest counts that are fitted (2)")
+    parser.add_argument("--out", type=Path, help="folder for projection.csv and the cells")
+    args = parser.parse_args(argv)
+    if args.fit < 1:
+        parser.error(f"--fit {args.fit}: expected 1 or more")
+    try:
+        rows, left_out = read(args.file)
+    except (OSError, ValueError) as error:
+        print(f"error: {args.file}: {error}", file=sys.stderr)
+        return 1
+    for why, n in left_out.items():
+        print(f"left out: {n} rows, {why}")
+    cells = cells_of(rows, args.fit)
+    if cells.empty:
+        print(
+            f"error: {args.file}: no series has {args.fit} counts and one 2, 4 or 8 times the last"
+        )
+        return 1
+    made = tables(cells)
+    with pd.option_context(
+        "display.width", 250, "display.max_rows", None, "display.max_columns", None
+    ):
+        print(made.drop(columns=["naive_median_percent"]).round(2).to_string(index=False))
+    print(f"Discriminating (a + b/N off by more than {EASY_PERCENT:g} % at x2): "
+          f"{', '.join(discriminating(cells)) or 'none'}")  # fmt: skip
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        made.round(3).to_csv(args.out / "projection.csv", index=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
