@@ -11,6 +11,14 @@ import pytest
 from stratbench.plan.projection import naive
 from stratbench.plan.projection.links import Links, Unmeasured
 from stratbench.plan.projection.naive import Measured
+from stratbench.plan.projection.population import Stated
+from stratbench.plan.projection.project import (
+    BY_COUNTS,
+    BY_LINKS,
+    left_out_errors,
+    project,
+    sentence,
+)
 from stratbench.plan.projection.replay import Schedule, Started, TracedPhase, replay, schedule_of
 from stratbench.plan.projection.servers import Queue, asynchronous, slowest_of, synchronous
 from stratbench.telemetry.collective_cost import Layout, Link
@@ -219,3 +227,54 @@ def test_the_slowest_of_many_is_drawn_from_whole_series():
 
 def test_log_error_of_a_time_that_is_none():
     assert naive.log_error(-1.0, 1.0) == pytest.approx(math.log(1e-3))
+
+
+# --- a study's projection ------------------------------------------------------------------------
+
+
+def replayed_ddp(workers: int, compute_s: float) -> float:
+    """A step of one bucket of 100 MB, ready with the last of backward."""
+    links = Links("gloo", {"all_reduce": WITHIN})
+    call = CollectiveCall("all_reduce", 1e8)
+    schedule = Schedule((Started(call, 0.9, False),), 0.9)
+    return replay(schedule, compute_s, lambda c: links.chosen(c, Layout(workers))[0]).step_s
+
+
+@pytest.mark.parametrize("scaling", ["weak", "strong"])
+def test_measured_links_recover_times_that_follow_them(scaling):
+    def true_s(n: int) -> float:
+        return replayed_ddp(n, 0.1 if scaling == "weak" else 0.02 + 0.08 / n)
+
+    measured = [Measured(n, true_s(n), 1) for n in (1, 2, 4)]
+    (found,) = project(measured, Stated(scaling), [(16, 1)], replayed_ddp)
+    assert found.rule == BY_LINKS
+    assert found.skill.value > 0.9
+    assert found.interval.middle_s == pytest.approx(true_s(16), rel=1e-4)
+    assert found.interval.low_s < true_s(16) < found.interval.high_s
+    assert "times that of" in sentence(found)
+
+
+def test_a_model_without_skill_gives_way_to_the_naive_rule():
+    measured = points(n1=1.0, n2=1.0, n4=1.0)
+    (found,) = project(measured, Stated("weak"), [(8, None)], lambda n, c: c * n)
+    assert found.rule in naive.RULES
+    assert found.interval.middle_s == pytest.approx(1.0)
+    assert "did worse than this rule" in sentence(found)
+
+
+def test_a_study_of_two_counts_says_that_its_skill_is_not_known():
+    found, far = project(points(n1=1.0, n2=1.1), Stated("weak"), [(8, None), (1024, None)])
+    assert found.rule == BY_COUNTS
+    assert found.naive_s["perfect"] == pytest.approx(1.1)
+    assert "cannot show its skill" in sentence(found)
+    assert far.interval is None
+    assert "not projected" in sentence(far)
+
+
+def test_intervals_come_from_counts_that_were_left_out():
+    rule = naive.perfect
+    errors = left_out_errors(rule, points(n1=1.0, n2=1.0, n4=2.0), "weak")
+    assert [round(e, 3) for e, _ in errors] == [round(math.log(2), 3)] * 2 + [
+        round(math.log(0.5), 3)
+    ]
+    assert [d for _, d in errors] == [1, 1, 1]

@@ -1,0 +1,140 @@
+"""Projections from a few counts alone: intervals, what is stated, odd files, the limits."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from stratbench.plan.projection import naive
+from stratbench.plan.projection.limits import MOST_TIMES, refusal
+from stratbench.plan.projection.naive import Measured
+from stratbench.plan.projection.population import PRIOR, Stated, log_density, projected
+from stratbench.plan.projection.servers import Queue
+
+ROOT = Path(__file__).parents[2]
+#: Step times of seven trainings on 1 to 64 A100s (ElasticFlow, Apache-2.0; its README says more).
+PUBLISHED = ROOT / "benchmarks/results/projection/elasticflow.csv"
+WEAK = [Measured(1, 1.0, 1), Measured(2, 1.1, 1)]
+
+
+def test_an_interval_holds_its_projection_and_widens_with_distance():
+    made = projected(WEAK, Stated("weak"), [(4, 1), (8, 1), (16, 1)])
+    for interval in made:
+        assert 0 < interval.low_s < interval.middle_s < interval.high_s
+    widths = [math.log(i.high_s / i.low_s) for i in made]
+    assert widths == sorted(widths)
+    assert made == projected(WEAK, Stated("weak"), [(4, 1), (8, 1), (16, 1)])
+
+
+def test_the_unit_of_the_times_does_not_matter():
+    (ours,) = projected(WEAK, Stated("weak"), [(8, 1)])
+    in_ms = [Measured(p.workers, 1000 * p.step_s, p.nodes) for p in WEAK]
+    (other,) = projected(in_ms, Stated("weak"), [(8, 1)])
+    assert other.middle_s == pytest.approx(1000 * ours.middle_s, rel=1e-6)
+
+
+def test_other_nodes_are_slower_and_less_certain_than_one():
+    (one,), (many,) = (projected(WEAK, Stated("weak", gpu="T4"), [(8, nodes)]) for nodes in (1, 4))
+    assert many.high_s > one.high_s
+    assert many.high_s / many.low_s > one.high_s / one.low_s
+
+
+def test_a_rule_that_runs_below_zero_is_caught():
+    falling = [Measured(1, 1.0, 1), Measured(2, 0.4, 1)]  # superlinear: a is below zero
+    assert naive.a_plus_b_over_n(falling, "strong", 16) < 0
+    (interval,) = projected(falling, Stated("strong"), [(16, 1)])
+    assert 0 < interval.low_s < interval.middle_s < 0.4
+
+
+def test_more_counts_make_the_interval_narrower():
+    exact = [Measured(n, 1 + 0.2 * (n - 1) / n, 1) for n in (1, 2, 4, 8)]
+    (few,), (many,) = (projected(exact[:k], Stated("weak"), [(16, 1)]) for k in (2, 4))
+    assert math.log(many.high_s / many.low_s) < math.log(few.high_s / few.low_s)
+    assert many.low_s < 1 + 0.2 * 15 / 16 < many.high_s
+
+
+@pytest.mark.parametrize("nodes", [None, 0, 99])
+def test_nodes_that_are_unknown_or_impossible_do_not_stop_it(nodes):
+    (interval,) = projected(WEAK, Stated("weak"), [(4, nodes)])
+    assert math.isfinite(interval.high_s)
+
+
+def test_one_count_is_enough_for_an_interval_and_none_is_not():
+    (interval,) = projected(WEAK[:1], Stated("strong"), [(2, 1)])
+    assert interval.low_s < 0.7
+    with pytest.raises(ValueError, match="no measured count"):
+        projected([], Stated("weak"), [(2, 1)])
+
+
+def test_the_density_is_highest_near_what_is_projected():
+    (interval,) = projected(WEAK, Stated("weak"), [(4, 1)])
+    near, far = (
+        log_density(WEAK, Stated("weak"), Measured(4, t, 1), PRIOR)
+        for t in (interval.middle_s, 3 * interval.high_s)
+    )
+    assert near > far + 1
+
+
+# --- the limits ----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_known_is_refused_with_the_remedy():
+    assert refusal(WEAK, 2 * MOST_TIMES, 1) is None
+    assert "measure 3 or more" in refusal(WEAK, 2 * MOST_TIMES + 1, 1)
+    assert "between nodes" in refusal(WEAK, 16, 2)
+    assert refusal(WEAK, 16, 2, measured_levels={"within", "between"}) is None
+    assert refusal([Measured(8, 1.0, 2)], 16, 4) is None
+    full = Queue(think_s=0.9, demands_s=(0.1,))
+    assert "servers are full at about 10" in refusal(WEAK, 12, 1, queue=full)
+    assert refusal(WEAK, 8, 1, queue=full) is None
+
+
+# --- the benchmark -------------------------------------------------------------------------------
+
+
+def run(path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks/projection.py"), str(path), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_published_times_are_projected_better_than_by_the_best_naive_rule(tmp_path):
+    done = run(PUBLISHED, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    made = pd.read_csv(tmp_path / "projection.csv").set_index(["source", "factor"])
+    row = made.loc[("elasticflow", "x4")]
+    assert row.cells == 7
+    # What the collection's own program gives for a + b/N on the same cells.
+    assert row.a_b_median_percent == pytest.approx(7.08, abs=0.01)
+    assert row.median_percent <= row.a_b_median_percent
+    assert row.coverage_percent >= 0.7 * 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_file_with_holes_is_read_as_far_as_it_goes(tmp_path):
+    odd = tmp_path / "odd.csv"
+    odd.write_text(
+        "gpus,throughput,scaling,extra\n"
+        "1,100,weak,x\n2,190,weak,\n2,194,Weak,\n4,370,weak,\n8,-1,weak,\n16,nan,weak,\n,5,weak,\n"
+        "32,1e3,mixed,\n8,seven,weak,\n2.5,7,weak,\n"
+    )
+    done = run(odd)
+    assert done.returncode == 0, done.stderr
+    assert "left out: 2 rows, no count of GPUs" in done.stdout
+    assert "left out: 3 rows, neither throughput nor step time" in done.stdout
+    assert "left out: 1 rows, neither weak nor strong scaling" in done.stdout
+    odd.write_text("gpus,step_time_s,scaling\n1,1,strong\n2,.6,strong\n4,.4,strong\n16,.2,strong\n")
+    assert run(odd).stdout.count("x8") == 2  # 2 -> 16, in its own row and in the pool
+    odd.write_text("gpus,throughput\n1,5\n")
+    assert run(odd).returncode == 1
+    odd.write_text("")
+    failed = run(odd)
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stderr

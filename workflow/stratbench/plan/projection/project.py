@@ -1,0 +1,170 @@
+"""A study's projection: the model where it has skill, else the best naive rule, and refusals beyond the limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from stratbench.plan.projection import naive, population
+from stratbench.plan.projection.limits import refusal
+from stratbench.plan.projection.naive import Measured, Rule, Scaling, Skill
+from stratbench.plan.projection.population import Interval, Stated
+from stratbench.plan.projection.servers import Queue
+
+#: Of ln times: no interval is narrower than a repeat of the same measurement.
+LEAST_SD = 0.01
+BY_COUNTS, BY_LINKS = "counts and published losses", "replay on measured links"
+
+#: A step's seconds on so many workers with so many seconds of computing.
+Replayed = Callable[[int, float], float]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What is said of a count: an interval by `rule`, or why nothing (`refused`), beside the naive rules."""
+
+    workers: int
+    nodes: int | None
+    refused: str | None
+    interval: Interval | None
+    rule: str
+    naive_s: dict[str, float]
+    skill: Skill
+
+
+def project(
+    points: Sequence[Measured],
+    stated: Stated,
+    targets: Sequence[tuple[int, int | None]],
+    replayed: Replayed | None = None,
+    links_log_sd: float = 0.0,
+    measured_levels: Collection[str] = (),
+    queue: Queue | None = None,
+) -> list[Projection]:
+    """A projection for each of `targets` (workers, nodes), from at least one measured count.
+
+    `replayed`: the traced step on measured links (`replay`), where there are any; `links_log_sd`: how far
+    these were off their fit. Where a model does worse than the best naive rule on the study's own counts,
+    the naive one is given, with an interval from its own errors there.
+    """
+    points = sorted(points, key=lambda p: p.workers)
+    scaling = stated.scaling
+    if replayed is not None:
+        name, rule = BY_LINKS, on_links(replayed)
+    else:
+        name, rule = BY_COUNTS, _by_counts(stated)
+    skill = naive.skill_of(rule, points, scaling)
+    has_skill = skill.value is None or skill.value >= 0
+    if not has_skill:
+        name, rule = skill.best, naive.RULES[skill.best]
+    if name == BY_COUNTS:
+        intervals = population.projected(points, stated, targets)
+    else:
+        more = links_log_sd if name == BY_LINKS else 0.0
+        intervals = [_about(rule, points, scaling, workers, more) for workers, _ in targets]
+    found = []
+    for (workers, nodes), interval in zip(targets, intervals, strict=True):
+        why = refusal(points, workers, nodes, measured_levels, queue)
+        beside = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
+        found.append(
+            Projection(workers, nodes, why, None if why else interval, name, beside, skill)
+        )
+    return found
+
+
+def _by_counts(stated: Stated) -> Rule:
+    def rule(points: Sequence[Measured], _scaling: Scaling, workers: int) -> float:
+        # Nodes of a count that was left out: as the last of the others fill theirs.
+        last = points[-1]
+        nodes = last.nodes and max(1, math.ceil(workers * last.nodes / last.workers))
+        return population.projected(points, stated, [(workers, nodes)])[0].middle_s
+
+    return rule
+
+
+def on_links(replayed: Replayed) -> Rule:
+    """A rule that takes the communication from the replay, and only the computing from the counts.
+
+    Each measured step gives its computing, as the replay needs it to come to the measured time. In weak
+    scaling that is the same at all counts, in strong scaling it goes as a + b/N.
+    """
+
+    def rule(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
+        computing = [
+            Measured(p.workers, computing_of(replayed, p.workers, p.step_s), p.nodes)
+            for p in points
+        ]
+        if scaling == "weak":
+            compute_s = sum(p.step_s for p in computing) / len(computing)
+        else:
+            compute_s = max(0.0, naive.a_plus_b_over_n(computing, scaling, workers))
+        return replayed(workers, compute_s)
+
+    return rule
+
+
+def computing_of(replayed: Replayed, workers: int, step_s: float) -> float:
+    """Seconds of computing with which the replay takes `step_s`; 0 if its collectives alone take longer."""
+    low, high = 0.0, step_s
+    if replayed(workers, low) >= step_s:
+        return 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if replayed(workers, middle) < step_s else (low, middle)
+    return (low + high) / 2
+
+
+def left_out_errors(
+    rule: Rule, points: Sequence[Measured], scaling: Scaling
+) -> list[tuple[float, float]]:
+    """Each count projected from all others: ln(projected / measured), and the doublings between it and the
+    nearest of them."""
+    found = []
+    for i, point in enumerate(points):
+        others = [*points[:i], *points[i + 1 :]]
+        if not others:
+            continue
+        distance = min(abs(math.log2(point.workers / p.workers)) for p in others)
+        projected_s = rule(others, scaling, point.workers)
+        found.append((naive.log_error(projected_s, point.step_s), distance))
+    return found
+
+
+def _about(
+    rule: Rule, points: Sequence[Measured], scaling: Scaling, workers: int, more_sd: float
+) -> Interval:
+    """The rule's time with an interval of 80 % from its errors at counts that were left out.
+
+    An error is taken to grow as the root of the doublings (a random walk). With few counts Student's t
+    says how little is known.
+    """
+    from scipy.special import stdtrit
+
+    middle_s = rule(points, scaling, workers)
+    errors = left_out_errors(rule, points, scaling)
+    if not errors:
+        return Interval(0.0, middle_s, math.inf)
+    mean_square = sum(e * e / max(d, 1.0) for e, d in errors) / len(errors)
+    doublings = max(1.0, math.log2(workers / points[-1].workers))
+    sd = math.sqrt((mean_square + LEAST_SD**2) * doublings + more_sd**2)
+    reach = float(stdtrit(len(errors), 0.9)) * sd
+    return Interval(middle_s * math.exp(-reach), middle_s, middle_s * math.exp(reach))
+
+
+def sentence(found: Projection, unit: str = "GPUs") -> str:
+    """What is known of a count, in words."""
+    if found.refused:
+        return (
+            f"{found.workers} {unit}: not projected. {found.refused[0].upper()}{found.refused[1:]}."
+        )
+    low, middle, high = (
+        found.interval.low_s * 1e3, found.interval.middle_s * 1e3, found.interval.high_s * 1e3,
+    )  # fmt: skip
+    said = f"{found.workers} {unit}: {middle:.3g} ms a step (80 %: {low:.3g} to {high:.3g}), by {found.rule}"
+    if found.skill.value is None:
+        return f"{said}; fewer than three measured counts cannot show its skill."
+    if found.rule in naive.RULES:
+        return f"{said}: the model did worse than this rule on the measured counts."
+    ratio = f"{1 - found.skill.value:.2f} times that of {found.skill.best}"
+    return f"{said}; on the measured counts its error is {ratio}."
