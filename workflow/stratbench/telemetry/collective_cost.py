@@ -7,7 +7,7 @@ times: fitted at 1 and 2 GPUs they were wrong by more than the time itself at 64
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +37,19 @@ class Layout:
     @property
     def a_node(self) -> int:
         return -(-self.workers // self.nodes)
+
+
+@dataclass(frozen=True)
+class Time:
+    """One measurement: seconds of a collective over a tensor of `n_bytes`, as the slowest rank saw it."""
+
+    library: str
+    kind: str
+    workers: int
+    nodes: int
+    n_bytes: int
+    repeat: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -133,3 +146,86 @@ ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
         "send": (direct,),
     },
 }
+
+
+def served(kind: str, n_bytes: float, layout: Layout) -> Cost:
+    """A server that takes the pushes of all workers and answers them, one byte after the other."""
+    level: Level = "between" if layout.nodes > 1 else "within"
+    return Cost({level: 1}, {level: layout.workers * n_bytes})
+
+
+@dataclass(frozen=True)
+class FittedLink:
+    """A row of `links.csv`: what a kind of collective costs on one level.
+
+    `knee_bytes`: of a step's message whose latency and bytes take the same time; below it latency rules.
+    `log_sd`: root mean square of ln(measured / fitted) over all times of the kind. `workers`: the most.
+    """
+
+    library: str
+    kind: str
+    level: str
+    algorithm: str
+    alpha_s: float
+    bytes_per_s: float
+    knee_bytes: float
+    log_sd: float
+    workers: int
+    smallest_bytes: int
+    largest_bytes: int
+    times: int
+
+
+def fitted_links(times: Sequence[Time]) -> list[FittedLink]:
+    """Latency and rate of each kind on each level, from the median times on all counts and sizes.
+
+    Least squares of relative errors, neither below zero. Of the library's algorithms the one that fits
+    best. A level without a rate (no time depends on its bytes) has an infinite one.
+    """
+    found = []
+    for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
+        alike = [t for t in times if (t.library, t.kind) == (library, kind)]
+        algorithms = ALGORITHMS[library][kind] if kind != "push_pull" else (served,)
+        fits = [(*_fit(a, alike), a.__name__) for a in algorithms]
+        log_sd, links, name = min(fits, key=lambda fit: fit[0])
+        sizes = [t.n_bytes for t in alike]
+        found += [
+            FittedLink(
+                library, kind, level, name, link.alpha_s, link.bytes_per_s,
+                link.alpha_s * link.bytes_per_s, log_sd,
+                max(t.workers for t in alike), min(sizes), max(sizes), len(alike),
+            )
+            for level, link in links.items()
+        ]  # fmt: skip
+    return found
+
+
+def _fit(algorithm: Algorithm, times: Sequence[Time]) -> tuple[float, dict[Level, Link]]:
+    """Root mean square of the ln errors, and the links."""
+    import numpy as np  # as scipy: not for those who only read
+    from scipy.optimize import nnls
+
+    repeats: dict[tuple[int, int, int], list[float]] = {}
+    for t in times:
+        repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)
+    seconds = np.array([np.median(values) for values in repeats.values()])
+    kind = times[0].kind
+    costs = [algorithm(kind, size, Layout(n, nodes)) for n, nodes, size in repeats]
+    levels = list(dict.fromkeys(level for c in costs for level in c.steps if c.steps[level]))
+    columns = [[c.steps.get(level, 0.0) for c in costs] for level in levels]
+    columns += [[c.n_bytes.get(level, 0.0) for c in costs] for level in levels]
+    design = np.array(columns, dtype=float).T / seconds[:, None]
+    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
+    values = nnls(design / scale, np.ones(len(costs)))[0] / scale
+    fitted = np.maximum(design @ values, 1e-9) * seconds
+    errors = [
+        math.log(t / f) for f, each in zip(fitted, repeats.values(), strict=True) for t in each
+    ]
+    log_sd = float(np.sqrt(np.mean(np.square(errors))))
+    n = len(levels)
+    return log_sd, {
+        level: Link(
+            float(values[i]), 1 / float(values[n + i]) if values[n + i] else math.inf, log_sd
+        )
+        for i, level in enumerate(levels)
+    }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from stratbench.telemetry.collective_cost import ALGORITHMS, Layout, Level, Link
 from stratbench.telemetry.collectives import CollectiveCall
@@ -59,3 +61,23 @@ def _of_group(layout: Layout, ranks: int | None) -> Layout:
     if ranks is None or ranks == layout.workers:
         return layout
     return Layout(ranks, -(-ranks // layout.a_node))
+
+
+def read_links(path: Path, library: str) -> Links:
+    """The links of a library in a `links.csv`. ValueError: the file is none, or has no row of it."""
+    measured: dict[str, dict[Level, Link]] = {}
+    kappa = 1.0
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if row["library"] != library:
+                    continue
+                link = Link(float(row["alpha_s"]), float(row["bytes_per_s"]), float(row["log_sd"]))
+                measured.setdefault(row["kind"], {})[row["level"]] = link
+                slowed = float(row["kappa"] or "nan")
+                kappa = slowed if math.isfinite(slowed) else kappa
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is no links.csv ({error!r}); measure links again") from error
+    if not measured:
+        raise ValueError(f"{path}: has no links of {library}; measure them")
+    return Links(library, measured, kappa)

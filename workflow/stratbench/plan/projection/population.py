@@ -247,9 +247,9 @@ def _quantile(centres: NDArray, sds: NDArray, weights: NDArray, p: float) -> flo
 
 #: Means and standard deviations of logarithms. Made by benchmarks/projection_prior.py, which says from what.
 PRIOR: dict[str, float] = {
-    "volume": -2.3, "volume_sd": 1.3, "sent": 0.57, "sent_sd": 1.48, "sent_slope": 0.69,
-    "between": 0.36, "between_sd": 1.37, "connected": -1.25, "log_n": -4.28, "log_n_sd": 1.49,
-    "log_nodes": -4.15, "linear": -7.79, "linear_sd": 2.05, "servers": -0.02, "half": 1.39,
-    "half_sd": 1.99, "kept": -2.54, "kept_sd": 1.8, "noise": -3.81, "noise_sd": 1.14,
-    "wander": -1.29, "all_sd": 1.33, "accumulates": -1.09, "accumulates_by": 1.04, "short": 0.37,
+    "volume": -2.329, "volume_sd": 1.262, "sent": 0.625, "sent_sd": 1.548, "sent_slope": 0.585, "between":
+    0.356, "between_sd": 1.316, "connected": -1.303, "log_n": -4.13, "log_n_sd": 1.329, "log_nodes": -4.13,
+    "linear": -7.658, "linear_sd": 2.126, "servers": 0.096, "half": 1.647, "half_sd": 2.05, "kept": -2.5,
+    "kept_sd": 1.8, "noise": -3.693, "noise_sd": 1.007, "wander": -1.295, "all_sd": 1.56, "accumulates":
+    -1.0, "accumulates_by": 1.001, "short": 0.531,
 }  # fmt: skip

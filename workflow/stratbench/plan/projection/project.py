@@ -1,4 +1,4 @@
-"""A study's projection: the model where it has skill, else the best naive rule, and refusals beyond the limits."""
+"""A study's projection: by the model where it has skill, else by the best naive rule, within limits."""
 
 from __future__ import annotations
 

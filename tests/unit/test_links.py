@@ -1,0 +1,151 @@
+"""The measurement of links: the fit on made-up times, and real processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import WORKFLOW
+from stratbench.plan.projection.links import read_links
+from stratbench.telemetry.collective_cost import (
+    ALGORITHMS,
+    Layout,
+    Link,
+    Time,
+    fitted_links,
+    served,
+)
+from stratbench.telemetry.collectives import CollectiveCall
+from stratbench.train import links
+from stratbench.train.link_timing import KINDS, Sweep
+
+SIZES = [1 << i for i in range(10, 27, 2)]
+TRUE = {"within": Link(20e-6, 5e9), "between": Link(100e-6, 1e9)}
+
+
+def made_up(kind: str, layouts: list[Layout], algorithm=None, library="gloo") -> list[Time]:
+    algorithm = algorithm or ALGORITHMS[library][kind][0]
+    return [
+        Time(library, kind, at.workers, at.nodes, size, repeat, cost.seconds(TRUE) * noise)
+        for at in layouts
+        for size in SIZES
+        for cost in [algorithm(kind, size, at)]
+        for repeat, noise in enumerate((0.95, 1.0, 1.9))  # one of three repeats was disturbed
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latency_and_rate_are_recovered_in_spite_of_disturbed_repeats(kind):
+    (link,) = fitted_links(made_up(kind, [Layout(2), Layout(4)]))
+    assert link.level == "within"
+    assert link.alpha_s == pytest.approx(20e-6, rel=1e-3)
+    assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
+    assert link.knee_bytes == pytest.approx(1e5, rel=1e-2)
+    assert 0.2 < link.log_sd < 0.6
+
+
+def test_levels_are_told_apart():
+    times = made_up("all_reduce", [Layout(2), Layout(4), Layout(4, 2), Layout(8, 2)])
+    found = {link.level: link for link in fitted_links(times)}
+    for level, true in TRUE.items():
+        assert found[level].alpha_s == pytest.approx(true.alpha_s, rel=1e-2)
+        assert found[level].bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-2)
+
+
+def test_of_nccls_algorithms_the_one_that_fits_is_named():
+    tree = ALGORITHMS["nccl"]["all_reduce"][1]
+    times = made_up("all_reduce", [Layout(2), Layout(8), Layout(16)], tree, "nccl")
+    assert fitted_links(times)[0].algorithm == "tree"
+
+
+def test_a_server_takes_the_pushes_of_all_workers():
+    times = made_up("push_pull", [Layout(1), Layout(2), Layout(4)], served, "servers-tcp")
+    (link,) = fitted_links(times)
+    assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
+
+
+def test_what_does_not_depend_on_its_bytes_has_no_rate():
+    times = [Time("gloo", "send", 2, 1, size, 0, 1e-4) for size in SIZES[:3]]
+    (link,) = fitted_links(times)
+    assert link.alpha_s == pytest.approx(1e-4, rel=1e-3)
+    assert link.bytes_per_s > 1e12
+
+
+def test_sizes_go_from_a_kibibyte_to_the_largest():
+    sizes = Sweep((2,), 100 << 20, 1).sizes()
+    assert (sizes[0], sizes[-1]) == (1024, 100 << 20)
+    assert sizes == sorted(set(sizes))
+    assert Sweep((2,), 1024, 1).sizes() == [1024]
+
+
+def test_links_are_read_back_for_the_projection(tmp_path):
+    links.write_links(tmp_path, made_up("all_reduce", [Layout(2), Layout(4)]), 1.25)
+    read = read_links(tmp_path / "links.csv", "gloo")
+    assert read.kappa == 1.25
+    expected = ALGORITHMS["gloo"]["all_reduce"][0]("all_reduce", 1e7, Layout(16)).seconds(TRUE)
+    assert read.chosen(CollectiveCall("all_reduce", 1e7), Layout(16))[0] == pytest.approx(
+        expected, rel=1e-3
+    )
+    with pytest.raises(ValueError, match="no links of nccl"):
+        read_links(tmp_path / "links.csv", "nccl")
+    (tmp_path / "links.csv").write_text("library,kind\ngloo,send\n")
+    with pytest.raises(ValueError, match=r"is no links\.csv"):
+        read_links(tmp_path / "links.csv", "gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
+    command = [
+        sys.executable, "-m", "stratbench.train.links", "--workers", "2", "3", "--largest-mib", "1",
+        "--repeats", "1", "--servers", "tcp", "--out", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=WORKFLOW, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "times.csv").open() as file:
+        times = list(csv.DictReader(file))
+    measured = {(t["library"], t["kind"], int(t["workers"])) for t in times}
+    assert measured == {("gloo", k, n) for k in KINDS for n in (2, 3)} | {
+        ("servers-tcp", "push_pull", n) for n in (1, 2, 3)
+    }
+    assert all(0 < float(t["seconds"]) < 60 for t in times)
+    found = read_links(tmp_path / "links.csv", "gloo")
+    assert found.kappa >= 1
+    large, small = (
+        found.chosen(CollectiveCall("all_reduce", n), Layout(2))[0] for n in (1 << 28, 1 << 10)
+    )
+    assert large > small
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_process_that_fails_ends_the_others(tmp_path):
+    with pytest.raises(RuntimeError, match="ended with code"):
+        links.run_all([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
+
+
+def _fails() -> None:
+    sys.exit(3)
+
+
+def _waits(path: str) -> None:
+    import threading
+
+    Path(path).write_text(json.dumps(math.pi))
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--workers", "1"], "two ends"), (["--workers", "2", "--repeats", "0"], "1 or more")],
+)
+def test_impossible_requests_are_refused_with_a_sentence(arguments, told, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        links.main([*arguments, "--out", str(tmp_path)])
+    assert told in capsys.readouterr().err
