@@ -5,6 +5,7 @@
 #   snakemake -n                                             what would be trained
 #   snakemake -c1 check                                      whether its networks can be trained by its strategies
 #   snakemake -c1 plan                                       what fits, how long it takes, what it costs
+#   snakemake -c1 project                                step times on more workers than were trained on
 #   snakemake --profile profiles/local verdict               which strategy is fastest, by short blocks
 #   snakemake -c1 decide                                     what to choose, from the records that are there
 #   snakemake -c1 partial                                    merge what is there, list what is missing

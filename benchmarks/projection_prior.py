@@ -35,6 +35,7 @@ GUESS = {
     "log_nodes": -4.1, "linear": -7.7, "linear_sd": 2.0, "servers": 0.1, "half": 1.5,
     "half_sd": 1.9, "kept": -2.5, "kept_sd": 1.8, "noise": -3.7, "noise_sd": 0.9,
     "wander": -1.3, "all_sd": 1.3, "accumulates": -1.0, "accumulates_by": 1.0, "short": 0.3,
+    "leaving": -3.0, "leaving_sd": 1.5,
 }  # fmt: skip
 PENALTY = 0.002
 SEED = 32

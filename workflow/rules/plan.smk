@@ -68,3 +68,43 @@ rule compare_with_prediction:
         f"{PROGRAM}"
         "-m stratbench.plan.compare --config {params.config:q} --out {output:q}"
         " > {log:q} 2>&1"
+
+
+# Step times on counts that nobody has, from the study's records, and from its links.csv where `links` has
+# made one. It has no output, so that it always runs.
+rule project:
+    input:
+        rules.plan.input,
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/project.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        config=rules.plan.params.config,
+    message:
+        f"project the study {STUDY.name} to more workers"
+    shell:
+        f"{PROGRAM}"
+        "-m stratbench.plan.projection --config {params.config:q} 2>&1 | tee {log:q}"
+
+
+# What the links of this machine cost, measured by processes of its own, between as many workers as the study
+# has here at most.
+rule links:
+    output:
+        f"{RESULTS}/{STUDY.name}/links/links.csv",
+        f"{RESULTS}/{STUDY.name}/links/times.csv",
+    log:
+        f"{RESULTS}/{STUDY.name}/logs/links.log",
+    localrule: True
+    conda:
+        ENV
+    params:
+        arguments=lambda w: JOBS.links_arguments(),
+        folder=f"{RESULTS}/{STUDY.name}/links",
+    message:
+        f"measure the links for the study {STUDY.name}"
+    shell:
+        f"{PROGRAM}"
+        "-m stratbench.train.links {params.arguments} --out {params.folder:q} > {log:q} 2>&1"

@@ -47,6 +47,21 @@ class Jobs:
             if path not in self.skipped
         ]
 
+    def links_arguments(self) -> str:
+        """Of the measurement of links: the study's counts that fit on one node, and what they talk by.
+
+        A study of single workers measures two.
+        """
+        most = self._cluster["gpus_per_node"]
+        counts = sorted({c.gpus for c in self._cells.values() if 1 < c.gpus <= most}) or [2]
+        cells = list(self._cells.values())
+        arguments = ["--workers", *map(str, counts)]
+        if any(self.settings_of(c).device != "cpu" for c in cells):
+            arguments.append("--gpus")
+        if any(self._study.strategy_kind(c.strategy) == "server" for c in cells):
+            arguments += ["--servers", "shm", "tcp"]
+        return " ".join(arguments)
+
     def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
         """The cell that a training job's wildcards name; ConfigError if the study has no such cell.
 

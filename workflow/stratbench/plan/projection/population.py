@@ -1,9 +1,9 @@
 """Projects from a few counts alone, where no link was measured: what losses other clusters have had.
 
-A step is computing and losses of known shapes: a ring's volume within and between nodes, steps that grow
-with log N and with N, work that does not shrink with the batch. How large each is in published measurements
-is the prior (`PRIOR`; `benchmarks/projection_prior.py` makes it), and the measured counts weigh it. What the
-counts leave open stays open in the interval.
+A step is computing and losses of known shapes: a ring's volume within and between nodes, leaving the first
+node, steps that grow with log N and with N, work that does not shrink with the batch. How large each is in
+published measurements is the prior (`PRIOR`; `benchmarks/projection_prior.py` makes it), and the measured
+counts weigh it. What the counts leave open stays open in the interval.
 """
 
 from __future__ import annotations
@@ -179,6 +179,7 @@ def _draws(stated: Stated, prior: Mapping[str, float]) -> dict[str, NDArray]:
         "between": np.exp(prior["between"] + connected + abs(prior["between_sd"]) * normal[1]),
         "log_n": log_normal("log_n", 2, short),
         "log_nodes": log_normal("log_nodes", 6, short + connected, "log_n_sd"),
+        "leaving": log_normal("leaving", 9, short + connected),
         "linear": log_normal("linear", 7, short + prior["servers"] * stated.servers),
         "fixed": fixed,
         "accumulates": accumulates,
@@ -201,7 +202,7 @@ def _relative(
     a_node = workers / n_nodes
     lost = drawn["volume"] * ((a_node - 1) / a_node + drawn["between"] * (n_nodes - 1) / n_nodes)
     lost = lost + drawn["log_n"] * math.log2(workers) + drawn["log_nodes"] * np.log2(n_nodes)
-    lost = lost + drawn["linear"] * (workers - 1)
+    lost = lost + drawn["linear"] * (workers - 1) + drawn["leaving"] * (n_nodes > 1)
     if scaling == "weak":
         return 1 + lost
     # A source that accumulates a fixed global batch may reduce with every part: fewer with more workers.
@@ -215,20 +216,20 @@ def _all_draws() -> NDArray:
     import numpy as np
     from scipy.stats import qmc
 
-    drawn = qmc.Sobol(11, seed=1).random(DRAWS)
+    drawn = qmc.Sobol(12, seed=1).random(DRAWS)
     return np.clip(drawn, 1e-6, 1 - 1e-6).T
 
 
 @cache
 def _fixed_draws() -> tuple[NDArray, NDArray]:
-    """Normal numbers of 9 dimensions, and uniform ones."""
+    """Normal numbers of 10 dimensions, and uniform ones."""
     from scipy.special import ndtri
 
-    return ndtri(_all_draws()[:9]), _all_draws()[10]
+    return ndtri(_all_draws()[:10]), _all_draws()[10]
 
 
 def _node_draws() -> NDArray:
-    return _all_draws()[9]
+    return _all_draws()[11]
 
 
 def _quantile(centres: NDArray, sds: NDArray, weights: NDArray, p: float) -> float:
@@ -251,5 +252,5 @@ PRIOR: dict[str, float] = {
     0.356, "between_sd": 1.316, "connected": -1.303, "log_n": -4.13, "log_n_sd": 1.329, "log_nodes": -4.13,
     "linear": -7.658, "linear_sd": 2.126, "servers": 0.096, "half": 1.647, "half_sd": 2.05, "kept": -2.5,
     "kept_sd": 1.8, "noise": -3.693, "noise_sd": 1.007, "wander": -1.295, "all_sd": 1.56, "accumulates":
-    -1.0, "accumulates_by": 1.001, "short": 0.531,
+    -1.0, "accumulates_by": 1.001, "leaving": -2.5, "leaving_sd": 1.5, "short": 0.531,
 }  # fmt: skip

@@ -1,0 +1,117 @@
+"""A study's records are projected: the table, the figure, the sentences, with and without links."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fixture_records
+import pandas as pd
+import pytest
+
+from stratbench.cell.coordinates import Cell
+from stratbench.plan.projection import __main__ as command
+from stratbench.plan.projection.evidence import evidence_of
+from stratbench.study import config as configuration
+from stratbench.telemetry.collective_cost import Layout, Link, Time, ring, tree
+from stratbench.train import links
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def config_of(results: Path, **changes: Any) -> dict[str, Any]:
+    experiment = {
+        "dataset": "images",
+        "strategies": ["single", "ddp", "ps-async"],
+        "models": ["vgg-compact"],
+        "gpus": [1, 2, 4],
+        "epochs": 1,
+        "global_batch": 128,
+        "lr": 0.1,
+        "device": "cpu",
+    }
+    return {
+        "study": "small",
+        "results": str(results),
+        "datasets": {"images": {"source": "synthetic", "train_samples": 512, "test_samples": 32}},
+        "cluster": {"gpus_per_node": 8},
+        "studies": {"small": {"experiments": {"one": experiment | changes}}},
+    }
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> dict[str, Any]:
+    """The config of a study whose records are made up."""
+    config = config_of(tmp_path)
+    _, read = configuration.load_config(config)
+    fixture_records.write_study(tmp_path, read.cells, device="cpu")
+    return config
+
+
+def projected(config: dict[str, Any], capsys: Any) -> tuple[pd.DataFrame, str]:
+    assert command.main(["--config", json.dumps(config)]) == 0
+    table = pd.read_csv(Path(config["results"]) / "small" / "projection.csv")
+    return table, capsys.readouterr().out
+
+
+def test_every_strategy_gets_intervals_and_refusals(study, capsys):
+    table, told = projected(study, capsys)
+    assert set(table.strategy) == {"ddp", "ps-async"}
+    ddp = table[table.strategy == "ddp"].set_index("workers")
+    assert list(ddp.index) == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert ddp.step_low_s[8] < ddp.step_s[8] < ddp.step_high_s[8]
+    assert 0 < ddp.efficiency_low[8] < ddp.efficiency[8] < ddp.efficiency_high[8]
+    assert "between nodes" in ddp.refused[16]  # 8 a node, and no step or link was measured between
+    assert "more than 8 times" in ddp.refused[64]
+    assert ddp.step_s.isna()[16]
+    assert "single: not projected: it has records of one count alone" in told
+    assert "ddp: strong scaling, measured on 1, 2, 4 workers" in told
+    figure = (Path(study["results"]) / "small" / "projection-one-vgg-compact.svg").read_text()
+    assert "ps-async" in figure
+    assert "CPU processes" in figure
+
+
+@pytest.mark.slow
+def test_measured_links_are_used_where_there_are_some(study, capsys):
+    true = {"within": Link(1e-4, 1e9), "between": Link(1e-3, 1e8)}
+    times = [
+        Time("gloo", kind, n, nodes, size, 0, cost.seconds(true))
+        for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
+        for n, nodes in ((2, 1), (4, 1), (4, 2), (8, 2))
+        for size in (1 << 10, 1 << 16, 1 << 22)
+        for cost in [algorithm(kind, size, Layout(n, nodes))]
+    ]
+    links.write_links(Path(study["results"]) / "small" / "links", times, 1.1)
+    table, told = projected(study, capsys)
+    ddp = table[table.strategy == "ddp"].set_index("workers")
+    assert ddp.refused.isna()[16]  # the link between nodes was measured
+    assert set(ddp.rule[[8, 16, 32]]) <= {"replay on measured links", "perfect", "a + b/N",
+                                          "same loss per doubling"}  # fmt: skip
+    assert "replay on measured links" in told or "the model did worse" in told
+    servers = table[table.strategy == "ps-async"].set_index("workers")
+    assert "between nodes" in servers.refused[16]  # their links were not
+
+
+def test_a_link_that_is_missing_is_told_and_the_counts_alone_are_used(study, capsys):
+    times = [Time("gloo", "send", 2, 1, size, 0, 1e-3 + size / 1e9) for size in (1024, 1 << 20)]
+    links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
+    table, told = projected(study, capsys)
+    assert "was not measured with gloo" in told
+    assert table[table.strategy == "ddp"].rule.dropna().ne("replay on measured links").all()
+
+
+def test_a_study_without_records_says_so(tmp_path, capsys):
+    assert command.main(["--config", json.dumps(config_of(tmp_path))]) == 1
+    assert "train some first" in capsys.readouterr().err
+
+
+def test_weak_and_mixed_scaling_are_told_apart():
+    cells = [Cell("s", "e", "ddp", "resnet50", "d", n, 0) for n in (1, 2, 4)]
+    records = {c: fixture_records.make_record(c) for c in cells}
+    assert evidence_of(records)[0].stated.scaling == "strong"
+    for c, r in records.items():
+        r["batch"] |= {"per_worker_batch": 32, "global_batch": 32 * c.gpus}
+    assert evidence_of(records)[0].stated.scaling == "weak"
+    records[cells[0]]["batch"]["per_worker_batch"] = 16
+    assert "neither" in evidence_of(records)[0].unfit

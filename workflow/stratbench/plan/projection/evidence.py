@@ -1,0 +1,154 @@
+"""What a study's records and its `links.csv` say of a strategy on a model: its counts, and a replay."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell import software_gpu
+from stratbench.cell.coordinates import Cell
+from stratbench.plan.devices import Device
+from stratbench.plan.projection.links import read_links
+from stratbench.plan.projection.naive import Measured, Scaling
+from stratbench.plan.projection.population import Stated
+from stratbench.plan.projection.project import Replayed
+from stratbench.plan.projection.replay import Schedule, replay
+from stratbench.plan.subject import Subject
+from stratbench.strategies import strategy_class
+from stratbench.telemetry.collective_cost import Layout
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One strategy on one model of an experiment, on all counts that have a usable record.
+
+    `step_s` of the points: of a global batch, by the throughput of the whole training. `unfit`: why nothing
+    can be projected from it; "" where something can.
+    """
+
+    experiment: str
+    strategy: str
+    model: str
+    points: tuple[Measured, ...]
+    stated: Stated
+    cells: tuple[Cell, ...]
+    unfit: str = ""
+
+
+def evidence_of(records: Mapping[Cell, Mapping[str, Any]]) -> list[Evidence]:
+    """The evidence in a study's records, by experiment, model and strategy; repeats by their median."""
+    groups: dict[tuple[str, str, str], dict[int, list[tuple[Cell, Mapping[str, Any]]]]] = {}
+    for cell, record in records.items():
+        if record["status"] == "ok" and not software_gpu.trained(record):
+            counts = groups.setdefault((cell.experiment, cell.model, cell.strategy), {})
+            counts.setdefault(cell.gpus, []).append((cell, record))
+    return [_evidence(*key, counts) for key, counts in sorted(groups.items())]
+
+
+def _evidence(
+    experiment: str,
+    model: str,
+    strategy: str,
+    counts: Mapping[int, list[tuple[Cell, Mapping[str, Any]]]],
+) -> Evidence:
+    points, cells = [], []
+    for workers, found in sorted(counts.items()):
+        times = [
+            r["batch"]["global_batch"] / r["time"]["throughput_samples_per_s"]
+            for _, r in found
+            if r["time"]["throughput_samples_per_s"]
+        ]
+        if times:
+            points.append(Measured(workers, statistics.median(times), _nodes(found[0][1])))
+            cells.append(found[0][0])
+    records = [r for found in counts.values() for _, r in found]
+    scaling = _scaling(records)
+    first = min(records, key=lambda r: r["cell"]["gpus"])
+    stated = Stated(
+        scaling or "strong",
+        gpu=_gpu(first),
+        parameters=first["model"]["parameters"],
+        per_gpu_batch=first["batch"]["per_worker_batch"],
+        step_s=points[0].step_s if points else None,
+        servers=first["server"] is not None,
+    )
+    unfit = ""
+    if scaling is None:
+        unfit = "its records have neither one global batch nor one batch a worker"
+    elif len(points) < 2:
+        unfit = "it has records of one count alone; train it on another"
+    return Evidence(experiment, strategy, model, tuple(points), stated, tuple(cells), unfit)
+
+
+def _scaling(records: Iterable[Mapping[str, Any]]) -> Scaling | None:
+    batches = [r["batch"] for r in records]
+    if len({b["global_batch"] for b in batches}) == 1:
+        return "strong"
+    return "weak" if len({b["per_worker_batch"] for b in batches}) == 1 else None
+
+
+def _nodes(record: Mapping[str, Any]) -> int | None:
+    names = {(w["provenance"].get("host") or {}).get("name") for w in record["workers"]}
+    return None if None in names or not names else len(names)
+
+
+def _gpu(record: Mapping[str, Any]) -> str:
+    gpu = record["workers"][0]["provenance"].get("gpu") if record["workers"] else None
+    return (gpu or {}).get("name") or ""
+
+
+@dataclass(frozen=True)
+class OnLinks:
+    """A strategy's traced steps on measured links."""
+
+    replayed: Replayed
+    log_sd: float
+    levels: frozenset[str]
+
+
+def on_measured_links(
+    subject: Subject, stated: Stated, device: Device, path: Path, gpus_per_node: int
+) -> OnLinks | None:
+    """The replay of a strategy's step on any count; None where there is no `links.csv`.
+
+    None, too, of a strategy with servers, and of one that does not exchange in every step. Raises
+    ValueError for a file that is no such table, and Unmeasured (on a call) for a link that is not in it.
+    """
+    if not path.exists() or subject.served or subject.exchanging_share < 1:
+        return None
+    links = read_links(path, "nccl" if subject.request.on_cuda else "gloo")
+
+    @cache
+    def scheduled(workers: int, samples: int) -> Schedule:
+        from stratbench.plan.projection.traced import traced_schedule  # imports PyTorch
+
+        request = subject.request
+        if not strategy_class(subject.settings.strategy).alike_on_any_count:
+            local = min(workers, gpus_per_node)
+            request = replace(request, world_size=workers, local_world=local)
+        return traced_schedule(request, samples, device)
+
+    def replayed(workers: int, compute_s: float) -> float:
+        samples = subject.samples_per_step
+        if stated.scaling == "strong":
+            samples = max(1, samples * subject.cell.gpus // workers)
+        layout = Layout(workers, -(-workers // gpus_per_node))
+        done = replay(
+            scheduled(workers, samples),
+            compute_s,
+            lambda call: links.chosen(call, layout, samples)[0],
+            links.kappa,
+        )
+        return done.step_s
+
+    return OnLinks(
+        replayed,
+        max(
+            (link.log_sd for kind in links.measured.values() for link in kind.values()), default=0.0
+        ),
+        frozenset(level for kind in links.measured.values() for level in kind),
+    )
