@@ -278,3 +278,17 @@ def test_intervals_come_from_counts_that_were_left_out():
         round(math.log(0.5), 3)
     ]
     assert [d for _, d in errors] == [1, 1, 1]
+
+
+def test_links_that_were_off_their_fit_make_the_interval_wider():
+    measured = [Measured(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)]
+
+    def slowed(workers: int, compute_s: float) -> float:
+        return compute_s + 2 * (replayed_ddp(workers, compute_s) - compute_s)
+
+    made = [
+        project(measured, Stated("weak"), [(16, 1)], replayed_ddp, s)[0].interval
+        for s in (None, slowed)
+    ]
+    assert made[1].middle_s == made[0].middle_s
+    assert made[1].high_s / made[1].low_s > 1.1 * made[0].high_s / made[0].low_s

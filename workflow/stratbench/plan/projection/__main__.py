@@ -98,7 +98,7 @@ def _projected(config: dict[str, Any], study: Study, evidence: Evidence) -> list
     if on is None:
         return project(evidence.points, evidence.stated, counts)
     within = counts[:3]  # further ones are refused by their multiple
-    made = project(evidence.points, evidence.stated, within, on.replayed, on.log_sd, on.levels)
+    made = project(evidence.points, evidence.stated, within, on.replayed, on.slowed, on.levels)
     return made + project(evidence.points, evidence.stated, counts[3:])
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stratbench.plan.projection.replay import Schedule, replay
 from stratbench.plan.subject import Subject
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.collective_cost import Layout
+from stratbench.telemetry.collectives import CollectiveCall
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,10 @@ def _gpu(record: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class OnLinks:
-    """A strategy's traced steps on measured links."""
+    """A strategy's traced steps on measured links. `slowed`: each as much slower as it was off its fit."""
 
     replayed: Replayed
-    log_sd: float
+    slowed: Replayed
     levels: frozenset[str]
 
 
@@ -132,23 +134,20 @@ def on_measured_links(
             request = replace(request, world_size=workers, local_world=local)
         return traced_schedule(request, samples, device)
 
-    def replayed(workers: int, compute_s: float) -> float:
+    def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
         samples = subject.samples_per_step
         if stated.scaling == "strong":
             samples = max(1, samples * subject.cell.gpus // workers)
         layout = Layout(workers, -(-workers // gpus_per_node))
-        done = replay(
-            scheduled(workers, samples),
-            compute_s,
-            lambda call: links.chosen(call, layout, samples)[0],
-            links.kappa,
-        )
-        return done.step_s
+
+        def seconds(call: CollectiveCall) -> float:
+            off = max((link.log_sd for link in links.of(call.kind).values()), default=0.0)
+            return links.chosen(call, layout, samples)[0] * math.exp(spreads * off)
+
+        return replay(scheduled(workers, samples), compute_s, seconds, links.kappa).step_s
 
     return OnLinks(
         replayed,
-        max(
-            (link.log_sd for kind in links.measured.values() for link in kind.values()), default=0.0
-        ),
+        partial(replayed, spreads=1.0),
         frozenset(level for kind in links.measured.values() for level in kind),
     )

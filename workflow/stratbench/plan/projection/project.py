@@ -38,15 +38,16 @@ def project(
     stated: Stated,
     targets: Sequence[tuple[int, int | None]],
     replayed: Replayed | None = None,
-    links_log_sd: float = 0.0,
+    slowed: Replayed | None = None,
     measured_levels: Collection[str] = (),
     queue: Queue | None = None,
 ) -> list[Projection]:
     """A projection for each of `targets` (workers, nodes), from at least one measured count.
 
-    `replayed`: the traced step on measured links (`replay`), where there are any; `links_log_sd`: how far
-    these were off their fit. Where a model does worse than the best naive rule on the study's own counts,
-    the naive one is given, with an interval from its own errors there.
+    `replayed`: the traced step on measured links (`replay`), where there are any; `slowed`: the same with
+    each link as much slower as its times were off their fit, which widens the interval. Where a model does
+    worse than the best naive rule on the study's own counts, the naive one is given, with an interval from
+    its own errors there.
     """
     points = sorted(points, key=lambda p: p.workers)
     scaling = stated.scaling
@@ -61,8 +62,11 @@ def project(
     if name == BY_COUNTS:
         intervals = population.projected(points, stated, targets)
     else:
-        more = links_log_sd if name == BY_LINKS else 0.0
-        intervals = [_about(rule, points, scaling, workers, more) for workers, _ in targets]
+        more = on_links(replayed, slowed) if name == BY_LINKS and slowed else rule
+        intervals = [
+            _about(rule, points, scaling, workers, _apart(more, rule, points, scaling, workers))
+            for workers, _ in targets
+        ]
     found = []
     for (workers, nodes), interval in zip(targets, intervals, strict=True):
         why = refusal(points, workers, nodes, measured_levels, queue)
@@ -83,11 +87,19 @@ def _by_counts(stated: Stated) -> Rule:
     return rule
 
 
-def on_links(replayed: Replayed) -> Rule:
+def _apart(
+    one: Rule, other: Rule, points: Sequence[Measured], scaling: Scaling, workers: int
+) -> float:
+    """ln of the ratio of what two rules say."""
+    return naive.log_error(one(points, scaling, workers), other(points, scaling, workers))
+
+
+def on_links(replayed: Replayed, shown: Replayed | None = None) -> Rule:
     """A rule that takes the communication from the replay, and only the computing from the counts.
 
     Each measured step gives its computing, as the replay needs it to come to the measured time. In weak
-    scaling that is the same at all counts, in strong scaling it goes as a + b/N.
+    scaling that is the same at all counts, in strong scaling it goes as a + b/N. `shown`: replays the wanted
+    count, if not `replayed`.
     """
 
     def rule(points: Sequence[Measured], scaling: Scaling, workers: int) -> float:
@@ -99,7 +111,7 @@ def on_links(replayed: Replayed) -> Rule:
             compute_s = sum(p.step_s for p in computing) / len(computing)
         else:
             compute_s = max(0.0, naive.a_plus_b_over_n(computing, scaling, workers))
-        return replayed(workers, compute_s)
+        return (shown or replayed)(workers, compute_s)
 
     return rule
 
