@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launching import WORKFLOW
-from stratbench.plan.projection.links import read_links
+from stratbench.plan.projection.links import Unmeasured, read_links
 from stratbench.telemetry.collective_cost import (
     ALGORITHMS,
     Layout,
@@ -92,7 +92,7 @@ def test_links_are_read_back_for_the_projection(tmp_path):
     assert read.chosen(CollectiveCall("all_reduce", 1e7), Layout(16))[0] == pytest.approx(
         expected, rel=1e-3
     )
-    with pytest.raises(ValueError, match="no links of nccl"):
+    with pytest.raises(Unmeasured, match="no links of nccl"):
         read_links(tmp_path / "links.csv", "nccl")
     (tmp_path / "links.csv").write_text("library,kind\ngloo,send\n")
     with pytest.raises(ValueError, match=r"is no links\.csv"):

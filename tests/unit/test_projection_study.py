@@ -91,6 +91,32 @@ def test_measured_links_are_used_where_there_are_some(study, capsys):
     assert "replay on measured links" in told or "the model did worse" in told
     servers = table[table.strategy == "ps-async"].set_index("workers")
     assert "between nodes" in servers.refused[16]  # their links were not
+    assert "has no links of servers-" in told
+
+
+def test_servers_are_projected_by_a_queue_and_not_past_its_knee(study, capsys):
+    """At 0.01 of a measured step a push leaves servers room for eight workers, at 0.15 not."""
+    _, read = configuration.load_config(study)
+    record = fixture_records.make_record(
+        next(c for c in read.cells if c.strategy == "ps-async" and c.gpus == 4)
+    )
+    step_s = record["batch"]["global_batch"] / record["time"]["throughput_samples_per_s"]
+    for share, refused in ((0.01, False), (0.15, True)):
+        rate = 4 * record["model"]["parameters"] / (share * step_s)
+        times = [
+            Time(f"servers-{wire}", "push_pull", n, 1, size, 0, 1e-9 + n * size / rate)
+            for wire in ("shm", "tcp")
+            for n in (1, 2, 4)
+            for size in (1 << 16, 1 << 20, 1 << 24)
+        ]
+        links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
+        table, _ = projected(study, capsys)
+        row = table[(table.strategy == "ps-async") & (table.workers == 8)].iloc[0]
+        if refused:
+            assert "the servers are full" in row.refused
+        else:
+            assert pd.isna(row.refused)
+            assert row.step_low_s < row.step_s < row.step_high_s
 
 
 def test_a_link_that_is_missing_is_told_and_the_counts_alone_are_used(study, capsys):

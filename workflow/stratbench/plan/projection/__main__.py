@@ -19,7 +19,7 @@ from stratbench.plan.devices import cpu_device, gpu_device, named_gpus
 from stratbench.plan.projection.evidence import Evidence, evidence_of, on_measured_links
 from stratbench.plan.projection.links import Unmeasured
 from stratbench.plan.projection.naive import RULES
-from stratbench.plan.projection.project import Projection, project, sentence
+from stratbench.plan.projection.project import Projection, computing_of, project, sentence
 from stratbench.plan.schedule import records_by_cell
 from stratbench.plan.subject import subject_of
 from stratbench.study.config import Study, load_config
@@ -86,19 +86,25 @@ def _projected(config: dict[str, Any], study: Study, evidence: Evidence) -> list
     while (most := 2 * most) <= MOST_WORKERS:
         counts.append((most, -(-most // a_node)))
     links_path = Path(config["results"]) / study.name / "links" / "links.csv"
-    on = on_measured_links(subject, evidence.stated, device, links_path, a_node)
-    if on is not None:
-        try:
+    on, queue = None, None
+    try:
+        on = on_measured_links(subject, evidence.stated, device, links_path, a_node)
+        if on is not None:
             # The counts first: where a link of theirs is missing, none is used.
             for workers in (*(p.workers for p in evidence.points), *(w for w, _ in counts[:3])):
                 on.replayed(workers, 1.0)
-        except Unmeasured as error:
-            print(f"{evidence.strategy}: {error}; the counts alone are used")
-            on = None
+            if on.queue is not None:
+                last = evidence.points[-1]
+                queue = on.queue(computing_of(on.replayed, last.workers, last.step_s))
+    except Unmeasured as error:
+        print(f"{evidence.strategy}: {error}; the counts alone are used")
+        on = None
     if on is None:
         return project(evidence.points, evidence.stated, counts)
     within = counts[:3]  # further ones are refused by their multiple
-    made = project(evidence.points, evidence.stated, within, on.replayed, on.slowed, on.levels)
+    made = project(
+        evidence.points, evidence.stated, within, on.replayed, on.slowed, on.levels, queue
+    )
     return made + project(evidence.points, evidence.stated, counts[3:])
 
 

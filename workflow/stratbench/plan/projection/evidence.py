@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,8 +18,9 @@ from stratbench.plan.projection.naive import Measured, Scaling
 from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import Replayed
 from stratbench.plan.projection.replay import Schedule, replay
+from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
 from stratbench.plan.subject import Subject
-from stratbench.strategies import strategy_class
+from stratbench.strategies import strategy_class, traits_of
 from stratbench.telemetry.collective_cost import Layout
 from stratbench.telemetry.collectives import CollectiveCall
 
@@ -105,11 +106,15 @@ def _gpu(record: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class OnLinks:
-    """A strategy's traced steps on measured links. `slowed`: each as much slower as it was off its fit."""
+    """A strategy's steps on measured links. `slowed`: each as much slower as it was off its fit.
+
+    `queue`: of a strategy with servers, by seconds of computing.
+    """
 
     replayed: Replayed
     slowed: Replayed
     levels: frozenset[str]
+    queue: Callable[[float], Queue] | None = None
 
 
 def on_measured_links(
@@ -117,10 +122,14 @@ def on_measured_links(
 ) -> OnLinks | None:
     """The replay of a strategy's step on any count; None where there is no `links.csv`.
 
-    None, too, of a strategy with servers, and of one that does not exchange in every step. Raises
-    ValueError for a file that is no such table, and Unmeasured (on a call) for a link that is not in it.
+    None, too, of a strategy that does not exchange in every step. Raises ValueError for a file that is
+    no such table, and Unmeasured (also on a call) for a link that is not in it.
     """
-    if not path.exists() or subject.served or subject.exchanging_share < 1:
+    if not path.exists():
+        return None
+    if subject.served:
+        return _on_servers(subject, stated, path)
+    if subject.exchanging_share < 1:
         return None
     links = read_links(path, "nccl" if subject.request.on_cuda else "gloo")
 
@@ -150,4 +159,32 @@ def on_measured_links(
         replayed,
         partial(replayed, spreads=1.0),
         frozenset(level for kind in links.measured.values() for level in kind),
+    )
+
+
+def _on_servers(subject: Subject, stated: Stated, path: Path) -> OnLinks | None:
+    """By a queue at the servers, which hold equal parts of the weights and are asked side by side.
+
+    None where the number of parameters is not recorded.
+    """
+    if not stated.parameters:
+        return None
+    options = subject.settings.options
+    wire = "shm" if options["transport"] == "auto" else options["transport"]
+    link = read_links(path, f"servers-{wire}").of("push_pull")["within"]
+    part_bytes = 4 * stated.parameters / options["servers"]
+    demand_s = subject.steps_per_batch * (link.alpha_s + part_bytes / link.bytes_per_s)
+    waits = traits_of(subject.settings.strategy, options, subject.cell.gpus).waits_for_slowest
+
+    def replayed(workers: int, compute_s: float, spreads: float = 0.0) -> float:
+        queue = Queue(compute_s, (demand_s * math.exp(spreads * link.log_sd),))
+        if waits:
+            return synchronous(queue, workers)
+        return asynchronous(queue, workers).step_s
+
+    return OnLinks(
+        replayed,
+        partial(replayed, spreads=1.0),
+        frozenset({"within"}),
+        lambda compute_s: Queue(compute_s, (demand_s,)),
     )

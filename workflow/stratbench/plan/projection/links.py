@@ -64,7 +64,10 @@ def _of_group(layout: Layout, ranks: int | None) -> Layout:
 
 
 def read_links(path: Path, library: str) -> Links:
-    """The links of a library in a `links.csv`. ValueError: the file is none, or has no row of it."""
+    """The links of a library in a `links.csv`.
+
+    Raises ValueError for a file that is no such table, Unmeasured where it has no row of the library.
+    """
     measured: dict[str, dict[Level, Link]] = {}
     kappa = 1.0
     try:
@@ -79,5 +82,5 @@ def read_links(path: Path, library: str) -> Links:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is no links.csv ({error!r}); measure links again") from error
     if not measured:
-        raise ValueError(f"{path}: has no links of {library}; measure them")
+        raise Unmeasured(f"{path} has no links of {library}: run `links`")
     return Links(library, measured, kappa)
