@@ -248,9 +248,10 @@ def _quantile(centres: NDArray, sds: NDArray, weights: NDArray, p: float) -> flo
 
 #: Means and standard deviations of logarithms. Made by benchmarks/projection_prior.py, which says from what.
 PRIOR: dict[str, float] = {
-    "volume": -2.329, "volume_sd": 1.262, "sent": 0.625, "sent_sd": 1.548, "sent_slope": 0.585, "between":
-    0.356, "between_sd": 1.316, "connected": -1.303, "log_n": -4.13, "log_n_sd": 1.329, "log_nodes": -4.13,
-    "linear": -7.658, "linear_sd": 2.126, "servers": 0.096, "half": 1.647, "half_sd": 2.05, "kept": -2.5,
-    "kept_sd": 1.8, "noise": -3.693, "noise_sd": 1.007, "wander": -1.295, "all_sd": 1.56, "accumulates":
-    -1.0, "accumulates_by": 1.001, "leaving": -2.5, "leaving_sd": 1.5, "short": 0.531,
+    "volume": -2.403, "volume_sd": 1.182, "sent": 0.603, "sent_sd": 1.48, "sent_slope": 0.705,
+    "between": 0.208, "between_sd": 1.194, "connected": -1.294, "log_n": -4.058, "log_n_sd": 1.414,
+    "log_nodes": -4.096, "linear": -7.73, "linear_sd": 1.942, "servers": 0.098, "half": 1.595,
+    "half_sd": 1.894, "kept": -2.5, "kept_sd": 1.8, "noise": -3.756, "noise_sd": 0.937,
+    "wander": -1.304, "all_sd": 1.271, "accumulates": -1.001, "accumulates_by": 0.994, "short": 0.35,
+    "leaving": -2.996, "leaving_sd": 1.512,
 }  # fmt: skip
