@@ -3,8 +3,8 @@
     PYTHONPATH=workflow python benchmarks/verdict_limits.py > benchmarks/results/verdict/limits.md
 
 Ten minutes of one core. Seeds are fixed, so that the page comes out the same again. The tables on nodes
-and on dependence go through `stratbench.verdict.race`; the others through the whole verdict (`next_round`,
-then `verdict_of`), on blocks and full runs that are drawn.
+and on dependence go through `stratbench.analysis.race.race`; the others through the whole verdict
+(`next_round`, then `verdict_of`), on blocks and full runs that are drawn.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+from stratbench.analysis.race import race
+from stratbench.analysis.race.evidence import Bout, FullRun, RaceEvidence
+from stratbench.analysis.race.next_round import next_round, round_of
+from stratbench.analysis.race.rounds import Course
+from stratbench.analysis.race.summary import verdict_of
 from stratbench.cell.blocks import Block, Place, Segment
 from stratbench.cell.coordinates import Cell
-from stratbench.verdict import race
-from stratbench.verdict.evidence import Bout, FullRun, RaceEvidence
-from stratbench.verdict.next_round import next_round, round_of
-from stratbench.verdict.rounds import Course
-from stratbench.verdict.summary import verdict_of
 
 MARGIN = 0.03
 #: Bouts behind a row of the race alone, and of the whole verdict.

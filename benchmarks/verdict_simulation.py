@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stratbench import moderated
+from stratbench.analysis.race import race
 from stratbench.cell.segments import disagreement_limit, discarded_steps
-from stratbench.verdict import race
+from stratbench.statistics import moderated
 
 MARGIN = 0.03
 

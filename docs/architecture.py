@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "workflow" / "stratbench"
-WINGS = ("plan", "train", "verdict", "analysis")
+WINGS = ("plan", "train", "analysis")
 #: The floors from top to bottom, each with its parts. A part imports from the floors below its own. The
 #: wings never import each other; on the ground floor a part imports those before it.
 FLOORS = [
@@ -27,10 +27,10 @@ FLOORS = [
     ("A config becomes cells", ["study"]),
     ("Ways to train with many workers", ["strategies"]),
     ("The parameter server", ["ps"]),
-    ("What everything rests on", ["cell", "moderated", "workload", "telemetry"]),
+    ("What everything rests on", ["cell", "statistics", "workload", "telemetry"]),
 ]
 #: What no part may import, at the top of a file or inside a function.
-NO_TORCH = ("sets", "analysis", "verdict", "study", "cell", "moderated")
+NO_TORCH = ("sets", "analysis", "study", "cell", "statistics")
 #: A module named in a string: to be imported by its name, or started as a command.
 NAMED = re.compile(r"stratbench\.([\w.]+?)(:\w+)?")
 

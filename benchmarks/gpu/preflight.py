@@ -9,8 +9,8 @@ from glob import glob
 import torch
 
 from stage import Stage, in_child
+from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import cuda_uuid
-from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.provenance import host_facts
 from stratbench.train.devices import DEVICE_FILES
 

@@ -43,7 +43,7 @@ def racing(folder: Path, cluster: SlurmCluster) -> ClusterWorkflow:
     workflow.change_code(
         rules, "LEAST_DISAGREEMENT, DISAGREEMENT = 0.03", "LEAST_DISAGREEMENT, DISAGREEMENT = 9"
     )
-    workflow.change_code("workflow/stratbench/strategies/zero.py", SETUP, HUNGRY)
+    workflow.change_code("workflow/stratbench/strategies/sharding/zero.py", SETUP, HUNGRY)
     return workflow
 
 

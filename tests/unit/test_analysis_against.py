@@ -6,12 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stratbench.analysis import against, audit, claims, paper, sections
-from stratbench.analysis.claims import FAILS, HOLDS, UNKNOWN, judge_claims
-from stratbench.analysis.groups import GROUP
-from stratbench.analysis.metrics import METRICS, ClaimFigure
-from stratbench.analysis.stats import ratio_intervals
-from stratbench.analysis.usable import UsableGroups
+from stratbench.analysis import audit
+from stratbench.analysis.paper import against, claims, paper
+from stratbench.analysis.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
+from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
+from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.report import sections
+from stratbench.analysis.tables.usable import UsableGroups
+from stratbench.statistics.stats import ratio_intervals
 
 pytestmark = pytest.mark.slow
 NOTHING = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))

@@ -10,12 +10,14 @@ import pandas as pd
 import pytest
 from planted import faster
 
-from stratbench.analysis import audit, collect, tables
-from stratbench.analysis.audit.machines import groups_cross_nodes
+from stratbench.analysis import audit
+from stratbench.analysis.audit.across_cells.machines import groups_cross_nodes
 from stratbench.analysis.audit.traffic import least_bytes_per_s
-from stratbench.analysis.columns import read_cells
-from stratbench.analysis.measures import MEASURES
-from stratbench.analysis.summary import summarise
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.tables import tables
+from stratbench.analysis.tables.measures import MEASURES
+from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.coordinates import Cell
 
 MODELS = ("vgg16",)

@@ -2,7 +2,7 @@
 
 import json
 
-from stratbench.analysis import brief
+from stratbench.analysis.report import brief
 
 ANSWERS = [
     {"model": "vgg16", "experiment": "main", "headline": "ddp on 4 GPUs.", "confidence": "low"},

@@ -14,8 +14,8 @@ from pathlib import Path
 import fixture_records as fixture
 import pytest
 
-from stratbench.analysis import collect, derived
-from stratbench.study import config
+from stratbench.analysis.records import collect, derived
+from stratbench.study.config import config
 
 WORKFLOW = Path(collect.__file__).parents[2]
 
@@ -151,7 +151,7 @@ def test_the_analysis_never_imports_torch():
 COLLECT = """
 import sys
 from pathlib import Path
-from stratbench.analysis.collect import main
+from stratbench.analysis.records.collect import main
 
 code = main(sys.argv[2:])
 Path(sys.argv[1]).write_text(Path("/proc/self/status").read_text())

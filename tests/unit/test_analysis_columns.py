@@ -9,11 +9,12 @@ import fixture_records as fixture
 import pandas as pd
 import pytest
 
-from stratbench.analysis import audit, columns, groups
-from stratbench.analysis.figure_list import PLOTS
-from stratbench.analysis.measures import FACTORS, MEASURES
-from stratbench.analysis.plots import CHARTS, OTHERS
-from stratbench.analysis.score import Score
+from stratbench.analysis import audit
+from stratbench.analysis.figures.figure_list import PLOTS
+from stratbench.analysis.figures.plots import CHARTS, OTHERS
+from stratbench.analysis.records import columns, groups
+from stratbench.analysis.records.score import Score
+from stratbench.analysis.tables.measures import FACTORS, MEASURES
 from stratbench.cell.record import RecordError
 
 ANALYSIS = Path(columns.__file__).parent

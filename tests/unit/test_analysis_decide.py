@@ -10,11 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stratbench.analysis import audit, decide, paper, theory
-from stratbench.analysis.columns import COLUMNS
-from stratbench.analysis.constraints import Constraints
+from stratbench.analysis import audit
+from stratbench.analysis.decision import decide, theory
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.paper import paper
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.strategies import option_defaults, strategy_class, traits_of
-from stratbench.study.messages import ConfigError
+from stratbench.study.config.messages import ConfigError
 
 MIB = 2**20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from stratbench.analysis import paper
+from stratbench.analysis.paper import paper
 
 CIFAR_MODELS = ("vgg16", "efficientnet_v2_l", "convnext_large")
 MNIST_MODELS = ("densenet121", "resnet50", "vgg16")

@@ -15,19 +15,16 @@ import pandas as pd
 import pytest
 import yaml
 
-from stratbench.analysis import (
-    against,
-    audit,
-    collect,
-    decide,
-    plots,
-    report,
-    sections,
-    tables,
-)
-from stratbench.analysis.figure_list import PLOTS
-from stratbench.analysis.measures import MEASURES
-from stratbench.study import config
+from stratbench.analysis import audit
+from stratbench.analysis.decision import decide
+from stratbench.analysis.figures import plots
+from stratbench.analysis.figures.figure_list import PLOTS
+from stratbench.analysis.paper import against
+from stratbench.analysis.records import collect
+from stratbench.analysis.report import report, sections
+from stratbench.analysis.tables import tables
+from stratbench.analysis.tables.measures import MEASURES
+from stratbench.study.config import config
 
 pytest_plugins = ["browser_fixtures"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -16,11 +16,11 @@ from planted import ENDS, Fault, both, change, faster, put, sound, swap, times
 from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
+from stratbench.analysis.audit.across_cells.mixed import MIXED
 from stratbench.analysis.audit.checks import Facts, numbers_by_path
-from stratbench.analysis.audit.mixed import MIXED
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Rule
 from stratbench.analysis.audit.times import faults_of_workers
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import RecordError
 from stratbench.strategies import REGISTRY, strategy_class
@@ -33,7 +33,7 @@ SINGLE, ASYNC, SYNC = (
 )
 ALONE, MODIFIED = ("main", "ps-async", 1, 0), ("main", "ps-async-modified", 2, 0)
 OOM, TIMEOUT = ("ends", "ddp", 1, 0), ("ends", "ddp", 2, 0)
-#: As telemetry/tenants.py notes one.
+#: As telemetry/machine/tenants.py notes one.
 STRANGER = {"gpu": 1, "pid": 4711, "bytes": int(79.5 * 2**30), "first_s": 30.2, "last_s": 95.1}
 DIVERGED, SERVED_DIVERGED = ("ends", "fsdp", 2, 0), ("ends", "ps-async", 2, 0)
 SERVER = "server.servers.0"

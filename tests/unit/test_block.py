@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from launching import WORKFLOW, assert_gone, settings, until
-from stratbench.analysis import collect
+from stratbench.analysis.records import collect
 from stratbench.cell import blocks, record
 from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.run_folder import RunFolder

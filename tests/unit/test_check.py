@@ -22,14 +22,14 @@ from launching import LaunchedCell, settings, sharing
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
-from stratbench.plan.check_text import check_text, lines_by_reason
+from stratbench.plan.pages.check_text import check_text, lines_by_reason
 from stratbench.plan.subject import subject_of
 from stratbench.ps.flat import FlatSpace
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Worker
-from stratbench.study.config import load_config
-from stratbench.study.messages import ConfigError
-from stratbench.workload import own, sharding
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload.network import own, sharding
 from stratbench.workload.tasks import Classification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -12,7 +12,7 @@ import pytest
 from launching import LaunchedCell, settings
 from stratbench.cell import record
 from stratbench.telemetry.compiling import missing_compiler
-from stratbench.workload import own
+from stratbench.workload.network import own
 
 pytestmark = pytest.mark.slow
 NETWORK = """

@@ -16,9 +16,9 @@ import yaml
 
 from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults
-from stratbench.study import config, schema, validation, yaml_traps
-from stratbench.study.messages import ConfigError
-from stratbench.workload.datasets import SPECS
+from stratbench.study.config import config, schema, validation, yaml_traps
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload.data.datasets import SPECS
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = "studies.demo.experiments.first"

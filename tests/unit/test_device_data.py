@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratbench.workload import prepared
-from stratbench.workload.data import Augmentation, DeviceData, epoch_order, fit, packed_bytes
-from stratbench.workload.datasets import DATASETS, describe
-from stratbench.workload.prepare import prepare
-from stratbench.workload.sources import DataError
+from stratbench.workload.data import prepared
+from stratbench.workload.data.data import Augmentation, DeviceData, epoch_order, fit, packed_bytes
+from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.sources import DataError
 
 SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
 

@@ -18,7 +18,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.resources import job_request
-from stratbench.telemetry import nvml
+from stratbench.telemetry.machine import nvml
 from stratbench.train import agent, devices
 from stratbench.train.launch import hold_devices
 

@@ -14,16 +14,17 @@ import pytest
 
 from launching import TINY, LaunchedCell, settings, sharing
 from stratbench.analysis import audit
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.settings import Settings
-from stratbench.plan import check, footprint
-from stratbench.plan.check_text import check_text
-from stratbench.plan.request import Request
+from stratbench.plan import check
+from stratbench.plan.footprint import footprint
+from stratbench.plan.footprint.request import Request
+from stratbench.plan.pages.check_text import check_text
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.study.config import load_config
-from stratbench.workload import own
-from stratbench.workload.datasets import describe
+from stratbench.study.config.config import load_config
+from stratbench.workload.data.datasets import describe
+from stratbench.workload.network import own
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

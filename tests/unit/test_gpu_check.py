@@ -21,7 +21,7 @@ import pytest
 import torch
 from test_worker import BARE
 
-from stratbench.telemetry.hardware import all_datasheets
+from stratbench.telemetry.machine.hardware import all_datasheets
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 pytestmark = pytest.mark.timeout(300)

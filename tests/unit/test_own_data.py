@@ -14,14 +14,15 @@ import torch
 from PIL import Image
 
 from stratbench.plan.subject import subject_of
-from stratbench.study.config import Study, load_config
-from stratbench.study.messages import ConfigError
+from stratbench.study.config.config import Study, load_config
+from stratbench.study.config.messages import ConfigError
 from stratbench.train.launch import check_data
-from stratbench.workload import own, own_arrays, own_data, prepared
-from stratbench.workload.own import ModelError
-from stratbench.workload.partition import ByClass
-from stratbench.workload.prepare import prepare
-from stratbench.workload.sources import DataError
+from stratbench.workload.data import own_arrays, own_data, prepared
+from stratbench.workload.data.partition import ByClass
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network import own
+from stratbench.workload.network.own import ModelError
 
 CODE = """
 import numpy as np
@@ -78,7 +79,7 @@ def test_images_of_a_call_are_stored_channels_first(tmp_path, my_data, axes):
 
 
 def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
-    from stratbench.workload.data import DeviceData
+    from stratbench.workload.data.data import DeviceData
 
     spec = {"call": f"{my_data}:images", "kwargs": {"kind": "float32"}}
     meta, arrays = prepared_from(tmp_path, spec)
@@ -93,7 +94,7 @@ def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
 
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
 def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkeypatch, shape):
-    from stratbench.workload.data import DeviceData
+    from stratbench.workload.data.data import DeviceData
 
     y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     given = images(train_y=y, test_y=y)

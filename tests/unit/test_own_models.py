@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from stratbench.cell.settings import Settings
-from stratbench.plan.cache import try_footprint
+from stratbench.plan.footprint.cache import try_footprint
 from stratbench.plan.subject import subject_of
-from stratbench.study.config import Study, load_config
-from stratbench.study.messages import ConfigError
+from stratbench.study.config.config import Study, load_config
+from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.flops import counted_flops
-from stratbench.workload import models, own, sharding, tasks
-from stratbench.workload.own import ModelError, OwnModel
+from stratbench.workload import tasks
+from stratbench.workload.network import models, own, sharding
+from stratbench.workload.network.own import ModelError, OwnModel
 
 CPU = torch.device("cpu")
 TASK = tasks.Classification()
@@ -160,7 +161,8 @@ def test_a_scan_finds_torchvisions_classification_networks_and_imports_nothing()
 
     assert own.torchvision_names() == set(theirs.list_models(module=theirs))
     code = (
-        "import sys; from stratbench.study.config import load_config; from stratbench.workload import own; "
+        "import sys; from stratbench.study.config.config import load_config; "
+        "from stratbench.workload.network import own; "
         "assert 'swin_t' in own.torchvision_names(); assert not {'torch', 'torchvision'} & set(sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(own.__file__).parents[2])}

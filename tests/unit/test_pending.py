@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from stratbench.cell.coordinates import Cell
-from stratbench.study import config, nodes, pending, resources
-from stratbench.study.slurm import shared_list
+from stratbench.study import resources
+from stratbench.study.config import config
+from stratbench.study.slurm import nodes, pending
+from stratbench.study.slurm.slurm import shared_list
 
 #: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.
 TESTS = """gpu*|node1|16|24000|gpu:4|infinite

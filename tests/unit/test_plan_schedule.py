@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.words import bytes_text
+from stratbench.cell.text.words import bytes_text
 from stratbench.plan import __main__ as command
-from stratbench.plan import cache, devices, figures, projection, rows, schedule, servers, traffic
-from stratbench.plan.answers import answered_questions
-from stratbench.plan.figures import hours_text
-from stratbench.plan.footprint import Affine, Footprint, MemoryPeak, Moment
+from stratbench.plan import devices, projection, schedule, servers
+from stratbench.plan.footprint import cache, traffic
+from stratbench.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
+from stratbench.plan.pages import figures, rows
+from stratbench.plan.pages.answers import answered_questions
+from stratbench.plan.pages.figures import hours_text
+from stratbench.plan.pages.text import plan_text
 from stratbench.plan.projection import Span
-from stratbench.plan.text import plan_text
-from stratbench.ps.policies import POLICIES, make_policy, parse_options
-from stratbench.ps.policy import Hyper
+from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.preview import CHUNK
 from stratbench.strategies import option_defaults
-from stratbench.study import config as configuration
 from stratbench.study import plan_file, resources
-from stratbench.study.messages import ConfigError
+from stratbench.study.config import config as configuration
+from stratbench.study.config.messages import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 GIB = 1 << 30

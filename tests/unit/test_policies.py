@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from policy_reference import REFERENCES, hyper_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratbench.ps import asynchronous, averaging, ordered, preview
-from stratbench.ps.policies import POLICIES, make_policy, parse_options, policy_class
-from stratbench.ps.policy import Hyper, Outcome
+from stratbench.plan.queue.virtual import Timing, simulate
+from stratbench.ps import preview
+from stratbench.ps.policies import asynchronous, averaging, ordered
+from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options, policy_class
+from stratbench.ps.policies.policy import Hyper, Outcome
 from stratbench.ps.tickets import TicketPlan
-from stratbench.ps.virtual import Timing, simulate
 
 pytestmark = pytest.mark.timeout(120)
 NAMES = list(POLICIES)
@@ -1056,7 +1057,7 @@ def test_optimizer_buffers_says_what_a_policy_keeps(name, workers):
 
 def test_options_are_known_without_torch():
     code = (
-        "import sys; from stratbench.ps.policies import POLICIES, parse_options;"
+        "import sys; from stratbench.ps.policies.policies import POLICIES, parse_options;"
         "list(map(parse_options, POLICIES)); sys.exit('torch' in sys.modules)"
     )
     package = Path(__file__).parents[2] / "workflow"

@@ -16,17 +16,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.groups import Group
-from stratbench.sets import page, regression, tables, unpaired
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.records.groups import Group
 from stratbench.sets.__main__ import main
-from stratbench.sets.compare import folder_name
-from stratbench.sets.comparison import compare, headline_of
+from stratbench.sets.comparing import page, regression, tables
+from stratbench.sets.comparing.compare import folder_name
+from stratbench.sets.comparing.comparison import compare, headline_of
+from stratbench.sets.comparing.union import decisions_over
 from stratbench.sets.reading import read_set
-from stratbench.sets.union import decisions_over
-from stratbench.study import validation
-from stratbench.study.messages import ConfigError
-from stratbench.study.result_sets import existing_sets
+from stratbench.statistics import unpaired
+from stratbench.study.config import validation
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.result_sets import existing_sets
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXAMPLE = BENCHMARKS / "results/paper-v1-v2"
@@ -357,8 +358,8 @@ def test_planted_slowdowns_are_found_and_noise_is_not(
 def test_compare_fails_where_a_strategy_is_slower(
     folder, sets, tmp_path, capsys, monkeypatch, other, allowed, code, told
 ):
-    monkeypatch.setattr("stratbench.sets.compare.read_set", lambda _, name: sets[name])
-    monkeypatch.setattr("stratbench.sets.figures.draw_all", lambda *_: {})
+    monkeypatch.setattr("stratbench.sets.comparing.compare.read_set", lambda _, name: sets[name])
+    monkeypatch.setattr("stratbench.sets.comparing.figures.draw_all", lambda *_: {})
     named = {name: str(folder / name / "constructed") for name in ("old", other)}
     judge = ["--compare", json.dumps({"fail_above": allowed})]
     assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path), *judge]) == code

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.study import nodes, sharing, slurm
+from stratbench.study.slurm import nodes, sharing, slurm
 
-executors = pytest.importorskip("stratbench.study.sharing_executor", exc_type=ImportError)
+executors = pytest.importorskip("stratbench.study.slurm.sharing_executor", exc_type=ImportError)
 
 
 def test_kinds_are_kept_apart_and_the_order_stays():

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.study import resume, slurm
+from stratbench.study import resume
+from stratbench.study.slurm import slurm
 
 
 @pytest.fixture

@@ -15,20 +15,24 @@ from test_analysis_decide import cell, decided, verdicts
 from test_own_models import experiment, study_of
 
 from launching import settings
-from stratbench.analysis import audit, collect, report, tables
+from stratbench.analysis import audit
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.columns import COLUMNS, read_cells, read_epochs
-from stratbench.analysis.figure_data import figure_data_by_experiment
-from stratbench.analysis.measures import measures_of
-from stratbench.analysis.plots import draw_figure, has_data
-from stratbench.analysis.summary import summarise
+from stratbench.analysis.figures.figure_data import figure_data_by_experiment
+from stratbench.analysis.figures.plots import draw_figure, has_data
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import COLUMNS, read_cells, read_epochs
+from stratbench.analysis.report import report
+from stratbench.analysis.tables import tables
+from stratbench.analysis.tables.measures import measures_of
+from stratbench.analysis.tables.summary import summarise
 from stratbench.cell import record
 from stratbench.ps.store import EpochLog
 from stratbench.ps.tickets import TicketPlan
-from stratbench.study.config import load_config
-from stratbench.study.messages import ConfigError
-from stratbench.workload import own, tasks
-from stratbench.workload.own import ModelError
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload import tasks
+from stratbench.workload.network import own
+from stratbench.workload.network.own import ModelError
 
 LEAST = 1.5
 RULE = {rule.id: rule for rule in RULES}

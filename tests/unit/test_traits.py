@@ -15,16 +15,18 @@ from policy_reference import hyper_of
 
 from launching import settings
 from stratbench import strategies
-from stratbench.analysis import audit, columns, decide, theory
-from stratbench.analysis.constraints import Constraints
+from stratbench.analysis import audit
+from stratbench.analysis.decision import decide, theory
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.records import columns
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import SCHEMA_PATH
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import servers
-from stratbench.plan.request import Request
-from stratbench.ps.policies import POLICIES, make_policy, parse_options
+from stratbench.plan.footprint.request import Request
+from stratbench.plan.queue.virtual import Timing, WorkerLost, simulate
+from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.tickets import TicketPlan
-from stratbench.ps.virtual import Timing, WorkerLost, simulate
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Collective, Traits
 from stratbench.strategies.ps import class_of_policy, server_configs
@@ -33,9 +35,9 @@ PACKAGE = Path(strategies.__file__).parents[1]
 #: Files that name strategies because what they hold is about those: the paper's own, a colour for
 #: each, ratios that are defined against one of them.
 MAY_NAME = {
-    *("analysis/against.py", "analysis/numbered.py", "analysis/measures.py"),
-    *("analysis/metrics.py", "analysis/paper_audit.py"),
-    "plan/trace.py",  # torch's namespace of FSDP's operators
+    *("analysis/paper/against.py", "analysis/tables/numbered.py", "analysis/tables/measures.py"),
+    *("analysis/paper/metrics.py", "analysis/paper/paper_audit.py"),
+    "plan/footprint/trace.py",  # torch's namespace of FSDP's operators
 }
 
 

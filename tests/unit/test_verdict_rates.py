@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratbench.verdict import race
+from stratbench.analysis.race import race
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import verdict_simulation as simulated

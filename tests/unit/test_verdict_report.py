@@ -9,10 +9,15 @@ import pandas as pd
 import pytest
 from synthetic_files import Files
 
-from stratbench.analysis import against, audit, collect, decide, report, tables
-from stratbench.analysis.columns import read_cells
-from stratbench.analysis.verdict_section import verdict_section
-from stratbench.analysis.verdicts import raced_groups, read_verdict
+from stratbench.analysis import audit
+from stratbench.analysis.decision import decide
+from stratbench.analysis.decision.verdicts import raced_groups, read_verdict
+from stratbench.analysis.paper import against
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.report import report
+from stratbench.analysis.report.verdict_section import verdict_section
+from stratbench.analysis.tables import tables
 
 
 def verdict_of(files: Files) -> str:

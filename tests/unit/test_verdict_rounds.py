@@ -11,6 +11,13 @@ import numpy as np
 import pytest
 from synthetic_race import World
 
+from stratbench.analysis.race import race
+from stratbench.analysis.race.evidence import RaceEvidence
+from stratbench.analysis.race.next_round import next_round, round_of
+from stratbench.analysis.race.noise import noise_of
+from stratbench.analysis.race.rounds import Course
+from stratbench.analysis.race.summary import verdict_of
+from stratbench.analysis.race.words import verdict_lines
 from stratbench.cell.blocks import Block, Place, Segment
 from stratbench.cell.segments import (
     disagreement_limit,
@@ -19,13 +26,6 @@ from stratbench.cell.segments import (
     segment_steps,
     value_of_segments,
 )
-from stratbench.verdict import race
-from stratbench.verdict.evidence import RaceEvidence
-from stratbench.verdict.next_round import next_round, round_of
-from stratbench.verdict.noise import noise_of
-from stratbench.verdict.rounds import Course
-from stratbench.verdict.summary import verdict_of
-from stratbench.verdict.words import verdict_lines
 
 ONE = Place("e", "m", 1)
 FIVE = World(

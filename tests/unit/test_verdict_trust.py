@@ -14,13 +14,13 @@ import pytest
 from synthetic_files import Files
 from synthetic_race import World
 
-from stratbench.analysis.verdicts import raced_groups, read_verdict
+from stratbench.analysis.decision.verdicts import raced_groups, read_verdict
+from stratbench.analysis.race import race
+from stratbench.analysis.race.next_round import next_round, round_of
+from stratbench.analysis.race.rounds import Course
+from stratbench.analysis.race.summary import verdict_of
+from stratbench.analysis.race.words import verdict_lines
 from stratbench.cell.blocks import Place, read_block
-from stratbench.verdict import race
-from stratbench.verdict.next_round import next_round, round_of
-from stratbench.verdict.rounds import Course
-from stratbench.verdict.summary import verdict_of
-from stratbench.verdict.words import verdict_lines
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import verdict_limits as limits

@@ -48,7 +48,8 @@ def test_the_studies_of_the_config_expand(workflow, study):
     ("code", "heavy"),
     [
         (
-            "import stratbench.study.config as c, yaml; c.load_config(yaml.safe_load(open('config.yaml')))",
+            "import stratbench.study.config.config as c, yaml; "
+            "c.load_config(yaml.safe_load(open('config.yaml')))",
             FOR_CELLS,
         ),
         ("import stratbench.train.launch", FOR_CELLS),

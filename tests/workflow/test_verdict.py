@@ -30,7 +30,7 @@ def racing(folder: Path) -> Workflow:
     rules = "workflow/stratbench/cell/segments.py"
     workflow.change_code(rules, "MOST_STEPS = 50, 300", "MOST_STEPS = 4, 6")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
-    race = "workflow/stratbench/verdict/race.py"
+    race = "workflow/stratbench/analysis/race/race.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2, 3)")
     workflow.hold()
     return workflow

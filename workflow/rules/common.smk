@@ -14,14 +14,14 @@ from stratbench.cell.settings import Settings
 from stratbench.plan.devices import named_gpus
 from stratbench.study import resume
 from stratbench.study.answer_alone import leave_answers_alone
-from stratbench.study.config import load_config
+from stratbench.study.config.config import load_config
 from stratbench.study.failed_jobs import speak_of_failed_jobs
 from stratbench.study.job_environment import image_of_jobs, set_job_environment
 from stratbench.study.jobs import Jobs
-from stratbench.study.messages import ConfigError
-from stratbench.study.result_sets import existing_sets
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.result_sets import existing_sets
 from stratbench.study.rounds import Round
-from stratbench.workload.prepared import meta_name
+from stratbench.workload.data.prepared import meta_name
 
 try:
     CONFIG, STUDY = load_config(config, workflow.configfiles)
@@ -57,7 +57,7 @@ LOGS = f"{{study}}/logs/{CELL_PATTERN}"
 BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
 # Of this study alone, for a command line.
 STUDY_CONFIG = CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}}
-NEXT_ROUND = [sys.executable, *"-m stratbench.verdict next".split()]
+NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
 ROUND = Round(
     STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not workflow.is_main_process
 )

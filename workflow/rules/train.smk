@@ -1,7 +1,8 @@
 import signal
 from threading import Thread
 
-from stratbench.study import order, pending, resume, sharing, slurm
+from stratbench.study import order, resume
+from stratbench.study.slurm import pending, sharing, slurm
 from stratbench.train import forkserver
 
 # Which cells share a SLURM job.
@@ -46,7 +47,7 @@ onstart:
         and not workflow.local_exec
         and workflow.executor_plugin.name == "slurm"
     ):
-        from stratbench.study.sharing_executor import begin_sharing
+        from stratbench.study.slurm.sharing_executor import begin_sharing
 
         begin_sharing(workflow, rules.train_cell.rule.name, most, SHARED_LISTS)
     order.start_by_priority(workflow)

@@ -66,4 +66,4 @@ rule verdict:
         f"tell what is decided of the study {STUDY.name}. {{params.outlook}}"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.verdict tell --config {params.config:q} 2>&1 | tee {log:q}"
+        "-m stratbench.analysis.race tell --config {params.config:q} 2>&1 | tee {log:q}"

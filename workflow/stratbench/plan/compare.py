@@ -17,11 +17,11 @@ from typing import Any
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import write_atomic
-from stratbench.cell.words import MIB
-from stratbench.plan.footprint import Footprint, MemoryPeak
+from stratbench.cell.text.words import MIB
+from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.schedule import Plan, Planned, make_plan, records_by_cell
 from stratbench.plan.subject import Subject, mean_wire_bytes, sent_bytes
-from stratbench.study import config as configuration
+from stratbench.study.config import config as configuration
 
 #: How the peak of a record was measured on a CPU.
 CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")

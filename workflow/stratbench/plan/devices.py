@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from stratbench.cell.words import GIB, MIB
-from stratbench.study.messages import ConfigError
-from stratbench.telemetry.hardware import Datasheet, all_datasheets, datasheet_of
+from stratbench.cell.text.words import GIB, MIB
+from stratbench.study.config.messages import ConfigError
+from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets, datasheet_of
 
 #: Of the advertised memory, what the driver keeps at most (ECC, reserve).
 DRIVER_SHARE = 0.06

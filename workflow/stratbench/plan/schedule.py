@@ -10,13 +10,13 @@ from typing import Any
 
 from stratbench.cell import record, software_gpu
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.words import GIB, MIB
+from stratbench.cell.text.words import GIB, MIB
 from stratbench.plan import projection
-from stratbench.plan.cache import footprints_of
 from stratbench.plan.devices import Device, cpu_device, fits, gpu_device, named_gpus
-from stratbench.plan.footprint import Footprint, MemoryPeak
+from stratbench.plan.footprint.cache import footprints_of
+from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.plan.footprint.request import Request
 from stratbench.plan.projection import Span, Work
-from stratbench.plan.request import Request
 from stratbench.plan.subject import (
     Subject,
     data_bytes_of,
@@ -29,9 +29,10 @@ from stratbench.plan.subject import (
     subject_of,
     work_of,
 )
-from stratbench.study import nodes, resources, sharing
-from stratbench.study.config import Study
-from stratbench.telemetry.hardware import Datasheet
+from stratbench.study import resources
+from stratbench.study.config.config import Study
+from stratbench.study.slurm import nodes, sharing
+from stratbench.telemetry.machine.hardware import Datasheet
 
 
 @dataclass(frozen=True)

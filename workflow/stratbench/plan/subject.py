@@ -10,18 +10,18 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.plan import servers
 from stratbench.plan.devices import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
-from stratbench.plan.footprint import Footprint, MemoryPeak
+from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.plan.footprint.request import Request, buffer_bytes, data_bytes
+from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.plan.projection import Work
-from stratbench.plan.request import Request, buffer_bytes, data_bytes
-from stratbench.plan.traffic import wire_bytes
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.study import resources
-from stratbench.study.config import Study
-from stratbench.study.messages import ConfigError
-from stratbench.workload import models
-from stratbench.workload.data import packed_bytes
-from stratbench.workload.datasets import Dataset
+from stratbench.study.config.config import Study
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload.data.data import packed_bytes
+from stratbench.workload.data.datasets import Dataset
+from stratbench.workload.network import models
 
 
 @dataclass(frozen=True)

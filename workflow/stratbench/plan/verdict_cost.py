@@ -14,7 +14,7 @@ from stratbench.cell.segments import (
     segment_s,
     segment_steps,
 )
-from stratbench.plan.figures import hours_text
+from stratbench.plan.pages.figures import hours_text
 from stratbench.plan.schedule import Plan, Planned
 
 #: The share of the matrix that a verdict should cost at most.

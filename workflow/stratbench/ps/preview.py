@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from stratbench.cell.options import option
-from stratbench.ps.averaging import BucketOptions, KBatchPolicy
-from stratbench.ps.options import PolicyOptions
-from stratbench.ps.policy import Hyper
+from stratbench.ps.policies.averaging import BucketOptions, KBatchPolicy
+from stratbench.ps.policies.options import PolicyOptions
+from stratbench.ps.policies.policy import Hyper
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from stratbench.ps.config import ServerConfig
-from stratbench.ps.frames import (
+from stratbench.ps.member import Member, parse_hello
+from stratbench.ps.policies.policy import Hyper
+from stratbench.ps.snapshots import SnapshotWriter
+from stratbench.ps.store import EpochLog, MakePolicy, Store, check_length
+from stratbench.ps.tickets import TicketPlan, Tickets
+from stratbench.ps.wire.frames import (
     BUFFERS,
     NO_TICKET,
     SMALL_BYTES,
@@ -22,14 +27,9 @@ from stratbench.ps.frames import (
     ProtocolError,
     pack_ticket,
 )
-from stratbench.ps.gate import Refusals
-from stratbench.ps.handshake import accept_handshake
-from stratbench.ps.member import Member, parse_hello
-from stratbench.ps.policy import Hyper
-from stratbench.ps.snapshots import SnapshotWriter
-from stratbench.ps.store import EpochLog, MakePolicy, Store, check_length
-from stratbench.ps.tickets import TicketPlan, Tickets
-from stratbench.ps.transport import Awake, Closed, Connection, Silent
+from stratbench.ps.wire.gate import Refusals
+from stratbench.ps.wire.handshake import accept_handshake
+from stratbench.ps.wire.transport import Awake, Closed, Connection, Silent
 
 log = logging.getLogger(__name__)
 

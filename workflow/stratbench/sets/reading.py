@@ -11,18 +11,18 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis import paper
 from stratbench.analysis.audit import AUDIT_COLUMNS, audit, read_records, read_timelines
 from stratbench.analysis.audit.rule import Key
-from stratbench.analysis.collect import Expected, collect
-from stratbench.analysis.columns import EPOCH_COLUMNS, read_cells, read_epochs
-from stratbench.analysis.samples import Timeline
+from stratbench.analysis.paper import paper
+from stratbench.analysis.records.collect import Expected, collect
+from stratbench.analysis.records.columns import EPOCH_COLUMNS, read_cells, read_epochs
+from stratbench.analysis.records.samples import Timeline
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
 from stratbench.cell.record import Record, RecordError
 from stratbench.sets.archive import MOST_MEMBER_BYTES, NAME, SetError, extract, shown_name
-from stratbench.study.result_sets import PAPER, VERSIONS
+from stratbench.study.config.result_sets import PAPER, VERSIONS
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,9 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.segments import MOST_STEPS, discarded_steps
 from stratbench.strategies import strategy_class
-from stratbench.study.config import Study
+from stratbench.study.config.config import Study
+from stratbench.study.config.messages import ConfigError
 from stratbench.study.jobs import Jobs
-from stratbench.study.messages import ConfigError
 from stratbench.study.resources import (
     JobRequest,
     block_min,

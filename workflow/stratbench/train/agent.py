@@ -22,9 +22,9 @@ from typing import Any
 
 from stratbench.cell.run_folder import rank_of, server_name, worker_name
 from stratbench.ps.config import ServerConfig
-from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.machine.nvml import Nvml
+from stratbench.telemetry.machine.tenants import gpu_place
 from stratbench.telemetry.sampler import Sampler, busy_check
-from stratbench.telemetry.tenants import gpu_place
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train import devices, standing
 from stratbench.train.forkserver import Process, fork_server, shares_gpus

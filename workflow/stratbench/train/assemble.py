@@ -22,10 +22,12 @@ from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
-from stratbench.workload import models, own, prepared, tasks
-from stratbench.workload.own_data import is_own
-from stratbench.workload.placement import BUFFERED_BATCHES
-from stratbench.workload.sources import DataError
+from stratbench.workload import tasks
+from stratbench.workload.data import prepared
+from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.placement import BUFFERED_BATCHES
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network import models, own
 
 
 def make_record(job: Job, ending: Ending) -> Record:

@@ -50,8 +50,8 @@ from stratbench.train.segments import (
     run_in_order,
     timed_steps,
 )
-from stratbench.workload.own import ModelError
-from stratbench.workload.sources import DataError
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network.own import ModelError
 
 
 class SegmentError(RuntimeError):

@@ -11,8 +11,8 @@ from glob import glob
 from typing import TYPE_CHECKING
 
 from stratbench.cell.locks import try_lock
-from stratbench.telemetry import nvml
-from stratbench.telemetry.cores import usable_cores
+from stratbench.telemetry.machine import nvml
+from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.train.locks import own_folder
 
 if TYPE_CHECKING:

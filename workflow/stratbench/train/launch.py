@@ -36,18 +36,19 @@ from stratbench.cell.files import last_lines, write_atomic
 from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
-from stratbench.ps.handshake import new_secret, write_secret
+from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.telemetry.compiling import missing_compiler
-from stratbench.telemetry.tenants import describe_gpu
+from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train import agent, assemble, devices
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
-from stratbench.workload import models, prepared
-from stratbench.workload.own import ModelError, check_unchanged
-from stratbench.workload.own_data import is_own
-from stratbench.workload.sources import DataError
+from stratbench.workload.data import prepared
+from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network import models
+from stratbench.workload.network.own import ModelError, check_unchanged
 
 EVIDENCE_LINES = 20
 #: How long srun may take to end what it has started, in seconds.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratbench.workload import own
+from stratbench.workload.network import own
 
 if TYPE_CHECKING:
     from torch import Tensor

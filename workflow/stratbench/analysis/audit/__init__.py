@@ -16,14 +16,9 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import (
-    comparability,
-    confounding,
     counts,
     efficiency,
-    full_runs,
-    machines,
     memory,
-    mixed,
     scores,
     servers,
     speed,
@@ -31,9 +26,16 @@ from stratbench.analysis.audit import (
     times,
     traffic,
 )
+from stratbench.analysis.audit.across_cells import (
+    comparability,
+    confounding,
+    full_runs,
+    machines,
+    mixed,
+)
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Key, Rule, key_of
-from stratbench.analysis.columns import read_cells, read_table
-from stratbench.analysis.samples import Timeline, read_timeline
+from stratbench.analysis.records.columns import read_cells, read_table
+from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import blocks, record
 from stratbench.cell.coordinates import STATUSES
 from stratbench.cell.files import replacing
