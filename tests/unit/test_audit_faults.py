@@ -1376,6 +1376,17 @@ def test_a_short_training_may_lose_its_core_before_its_first_step(lost_ms, belie
     assert (not list(faults_of_workers(Facts(record)))) == believed
 
 
+@pytest.mark.parametrize(("waited", "believed"), [(1.25, True), (1.5, False)])
+def test_a_worker_may_wait_for_the_word_that_the_last_update_is_made(waited, believed):
+    """On a busy machine it comes late, and the worker's own time ends with it; the server's does not."""
+    record = copy.deepcopy(sound("cuda")[SYNC])
+    ends_s = record["server"]["servers"][0]["train_time_s"]
+    record["workers"][1]["train_time_s"] = 1.3 * ends_s
+    record["server"]["servers"][0]["workers"][1]["wait_s"] = waited * ends_s
+    found = RULE["contradictory-server"].check(planted.study({SYNC: record}, "cuda"))
+    assert any("wait_s of worker 1" in f.figures for f in found) != believed
+
+
 def test_workers_with_classes_of_their_own_are_believed():
     record = copy.deepcopy(sound("cuda")[DDP])
     by_class(halves)(record)
