@@ -15,9 +15,10 @@ from stratbench.analysis.figures.plots import CHARTS, OTHERS
 from stratbench.analysis.records import columns, groups
 from stratbench.analysis.records.score import Score
 from stratbench.analysis.tables.measures import FACTORS, MEASURES
+from stratbench.cell.places import PACKAGE
 from stratbench.cell.record import RecordError
 
-ANALYSIS = Path(columns.__file__).parent
+ANALYSIS = PACKAGE / "analysis"
 
 
 def test_every_column_has_a_definition_and_fields_are_those_of_the_schema():

@@ -167,7 +167,7 @@ def test_the_prepared_files_are_not_changed_by_training_on_them(digits_dir: Path
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, digits_dir: Path) -> None:
-    with pytest.raises(DataError, match=r"stratbench\.workload\.prepare"):
+    with pytest.raises(DataError, match=r"stratbench\.workload\.data\.prepare"):
         DeviceData.load(tmp_path)
     broken = tmp_path / "broken"
     shutil.copytree(digits_dir, broken)

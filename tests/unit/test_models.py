@@ -279,7 +279,7 @@ def test_models_build_whether_or_not_torchvisions_compiled_part_loads(compiled_p
     }[compiled_part]
     code = (
         "import stratbench.workload.with_torch, torch\n"
-        f"{prepare}\nfrom stratbench.workload import models\n"
+        f"{prepare}\nfrom stratbench.workload.network import models\n"
         "print(sum(p.numel() for p in models.build('vgg-compact', 1000).parameters()))"
     )
     assert run_python(code) == str(MODELS["vgg-compact"].parameters)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from stratbench.cell.places import PACKAGE
 from stratbench.cell.settings import Settings
 from stratbench.plan.footprint.cache import try_footprint
 from stratbench.plan.subject import subject_of
@@ -165,7 +166,7 @@ def test_a_scan_finds_torchvisions_classification_networks_and_imports_nothing()
         "from stratbench.workload.network import own; "
         "assert 'swin_t' in own.torchvision_names(); assert not {'torch', 'torchvision'} & set(sys.modules)"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(own.__file__).parents[2])}
+    env = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=env)
 
 

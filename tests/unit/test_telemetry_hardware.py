@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from stratbench.cell.places import PACKAGE
 from stratbench.telemetry.machine import hardware
 from stratbench.telemetry.machine.hardware import datasheet_of
 
@@ -78,5 +78,5 @@ def test_modules_that_must_not_import_torch_do_not():
         "import sys, stratbench.telemetry.machine.hardware, stratbench.telemetry.machine.nvml,"
         " stratbench.telemetry.sampler; sys.exit('torch' in sys.modules)"
     )
-    root = Path(hardware.__file__).parents[2]
+    root = PACKAGE.parent
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=100)

@@ -53,7 +53,13 @@ def test_the_studies_of_the_config_expand(workflow, study):
             FOR_CELLS,
         ),
         ("import stratbench.train.launch", FOR_CELLS),
-        ("from stratbench.analysis import against, decide, report, tables", FOR_STAGES),
+        (
+            "from stratbench.analysis.decision import decide; "
+            "from stratbench.analysis.paper import against; "
+            "from stratbench.analysis.report import report; "
+            "from stratbench.analysis.tables import tables",
+            FOR_STAGES,
+        ),
     ],
 )
 def test_what_commands_import_is_light(code, heavy):
