@@ -37,8 +37,8 @@ sys.path[:0] = [str(HERE / "gpu"), str(REPOSITORY / "workflow")]
 
 from stratbench.cell.files import read_json, write_atomic  # noqa: E402
 from stratbench.cell.text.words import MIB  # noqa: E402
-from stratbench.plan.compare import measured_peak_bytes  # noqa: E402
-from stratbench.plan.devices import find_gpu  # noqa: E402
+from stratbench.plan.against_records import measured_peak_bytes  # noqa: E402
+from stratbench.plan.device_rates import find_gpu  # noqa: E402
 from stratbench.plan.footprint.cache import footprints_of  # noqa: E402
 from stratbench.plan.footprint.footprint import Footprint  # noqa: E402
 from stratbench.plan.footprint.request import Request, data_bytes  # noqa: E402

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 import staleness
 
 from stratbench.cell.learning_rate import share_of_lr
-from stratbench.plan.queue.virtual import Timing, Trace, simulate
+from stratbench.plan.queue.virtual_clock import Timing, Trace, simulate
 from stratbench.ps.policies.policies import make_policy
 from stratbench.ps.policies.policy import Hyper, Outcome, Policy
 from stratbench.ps.tickets import Ticket, TicketPlan

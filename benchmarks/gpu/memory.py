@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stage import Stage, in_child
 from stratbench.cell.settings import Settings
-from stratbench.plan.compare import measured_peak_bytes
-from stratbench.plan.devices import CONTEXT_BYTES
+from stratbench.plan.against_records import measured_peak_bytes
+from stratbench.plan.device_rates import CONTEXT_BYTES
 from stratbench.plan.footprint.fake import replaced
 from stratbench.plan.footprint.footprint import Footprint, make_footprint
 from stratbench.plan.footprint.request import Request, data_bytes

@@ -12,7 +12,7 @@ from stage import Stage, in_child
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import cuda_uuid
 from stratbench.telemetry.provenance import host_facts
-from stratbench.train.devices import DEVICE_FILES
+from stratbench.train.gpu_locks import DEVICE_FILES
 
 TORCH, PYTHON = (2, 11), (3, 11)
 

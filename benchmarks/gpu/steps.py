@@ -16,7 +16,7 @@ from stage import Stage, median
 from stratbench.telemetry.clock import StepClock, synchronise
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
-from stratbench.workload.data.data import DeviceData
+from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.network import models
 from subject import Trainee, job_of, prepared, set_up, settings
 

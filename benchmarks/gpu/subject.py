@@ -29,7 +29,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
 from stratbench.train.agent import servers_of
 from stratbench.train.job import Job
-from stratbench.workload.data.data import DeviceData
+from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.prepared import read_meta
 from stratbench.workload.network import models

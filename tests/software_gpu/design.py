@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.places import SCHEMAS
+from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.config.config import load_config

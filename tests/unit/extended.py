@@ -68,7 +68,7 @@ def trained(folder: Path, name: str, model: str = "vgg-compact", dataset: str = 
     from stratbench.telemetry.memory import MemoryMeter
     from stratbench.telemetry.timeline import PhaseLog
     from stratbench.train import loop
-    from stratbench.workload.data.data import DeviceData
+    from stratbench.workload.data.device_data import DeviceData
     from stratbench.workload.data.prepare import prepare
     from stratbench.workload.network import models
 
@@ -93,7 +93,7 @@ def trained(folder: Path, name: str, model: str = "vgg-compact", dataset: str = 
 def footprint_of(folder: Path, **changes: Any) -> Any:
     """The plan's prediction of the first cell of a study."""
     from stratbench.plan.footprint.footprint import make_footprint
-    from stratbench.plan.subject import subject_of
+    from stratbench.plan.needs import subject_of
 
     config, study = load_study(folder, **changes)
     return make_footprint(subject_of(config, study, study.cells[0]).request)
@@ -139,7 +139,7 @@ def a_strategy(folder: Path) -> None:
 
 
 def a_policy(folder: Path) -> None:
-    from stratbench.plan.queue.virtual import Timing, simulate
+    from stratbench.plan.queue.virtual_clock import Timing, simulate
     from stratbench.ps.policies.policies import make_policy
     from stratbench.ps.policies.policy import Hyper
     from stratbench.ps.tickets import TicketPlan

@@ -35,7 +35,7 @@ from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.workload.data.data import DeviceData, Images, Texts
+from stratbench.workload.data.device_data import DeviceData, Images, Texts
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
 

@@ -7,13 +7,13 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis import audit
-from stratbench.analysis.paper import against, claims, paper
+from stratbench.analysis.paper import against, claims, published
 from stratbench.analysis.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
 from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
 from stratbench.analysis.records.groups import GROUP
 from stratbench.analysis.report import sections
 from stratbench.analysis.tables.usable import UsableGroups
-from stratbench.statistics.stats import ratio_intervals
+from stratbench.statistics.intervals import ratio_intervals
 
 pytestmark = pytest.mark.slow
 NOTHING = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
@@ -21,7 +21,7 @@ NOTHING = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
 
 @pytest.fixture(scope="module")
 def v2():
-    return paper.cells_of_version("v2")
+    return published.cells_of_version("v2")
 
 
 def verdicts(cells, findings=NOTHING):
@@ -29,10 +29,10 @@ def verdicts(cells, findings=NOTHING):
 
 
 def test_every_claim_has_a_metric_and_every_explanation_something_to_explain():
-    claims, tables = paper.published_claims(), paper.published_tables()
+    claims, tables = published.published_claims(), published.published_tables()
     assert set(claims["metric"]) == set(METRICS)
     names = set(claims["id"]) | set(tables["version"] + " " + tables["table"])
-    assert set(paper.explanations()["about"]) <= names
+    assert set(published.explanations()["about"]) <= names
 
 
 def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
@@ -114,9 +114,9 @@ def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
     ids=lambda changed: next(iter(changed)),
 )
 def test_only_cells_that_correspond_are_judged(v2, changed):
-    assert paper.is_counterpart(v2).all()
+    assert published.is_counterpart(v2).all()
     others = v2.assign(**changed)
-    assert not paper.is_counterpart(others).any()
+    assert not published.is_counterpart(others).any()
     listed = against.published_cells(others.drop_duplicates(GROUP), NOTHING)
     assert listed["ours"].isna().all()
 
@@ -203,7 +203,7 @@ def test_ratios_of_ratios_cancel_what_hardware_changes_and_show_what_strategies_
 
 
 def test_without_a_counterpart_the_section_says_so(tmp_path):
-    cells = paper.cells_of_version("v2").assign(
+    cells = published.cells_of_version("v2").assign(
         dataset="digits", device_kind="cpu", model="vgg-compact"
     )
     cells = cells.drop_duplicates(GROUP)

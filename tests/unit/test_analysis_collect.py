@@ -15,7 +15,7 @@ import fixture_records as fixture
 import pytest
 
 from stratbench.analysis.records import collect, derived
-from stratbench.cell.places import PACKAGE
+from stratbench.cell.installation import PACKAGE
 from stratbench.study.config import config
 
 WORKFLOW = PACKAGE.parent

@@ -15,7 +15,7 @@ from stratbench.analysis.figures.plots import CHARTS, OTHERS
 from stratbench.analysis.records import columns, groups
 from stratbench.analysis.records.score import Score
 from stratbench.analysis.tables.measures import FACTORS, MEASURES
-from stratbench.cell.places import PACKAGE
+from stratbench.cell.installation import PACKAGE
 from stratbench.cell.record import RecordError
 
 ANALYSIS = PACKAGE / "analysis"

@@ -13,7 +13,7 @@ import pytest
 from stratbench.analysis import audit
 from stratbench.analysis.decision import decide, theory
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.paper import paper
+from stratbench.analysis.paper import published
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.study.config.messages import ConfigError
@@ -485,9 +485,9 @@ def test_rules_from_theory():
 
 
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
-    cells = paper.cells_of_version("v2")
+    cells = published.cells_of_version("v2")
     findings = pd.DataFrame(
-        audit.audit(cells, floors=paper.accuracy_floors()), columns=list(audit.AUDIT_COLUMNS)
+        audit.audit(cells, floors=published.accuracy_floors()), columns=list(audit.AUDIT_COLUMNS)
     )
     found = {(d.experiment, d.model): d for d in decide.decisions(cells, findings, Constraints())}
     assert len(found) == 6
@@ -508,7 +508,7 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
 
 
 def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
-    cells = paper.cells_of_version("v2")
+    cells = published.cells_of_version("v2")
     cells.to_csv(tmp_path / "cells.csv", index=False)
     audited = ["--cells", str(tmp_path / "cells.csv"), "--out", str(tmp_path / "audit.csv")]
     assert audit.main(audited) == 0

@@ -24,8 +24,8 @@ from stratbench.cell import blocks, record
 from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import strategy_class
-from stratbench.train.devices import visible_gpus
-from stratbench.train.segments import run_in_order
+from stratbench.train.block_segments import run_in_order
+from stratbench.train.gpu_locks import visible_gpus
 
 pytestmark = pytest.mark.timeout(180)
 

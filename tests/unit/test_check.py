@@ -22,8 +22,8 @@ from launching import LaunchedCell, settings, sharing
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
+from stratbench.plan.needs import subject_of
 from stratbench.plan.pages.check_text import check_text, lines_by_reason
-from stratbench.plan.subject import subject_of
 from stratbench.ps.flat import FlatSpace
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Worker

@@ -13,7 +13,7 @@ from test_plan_footprint import request_for
 from torch.distributed import fsdp
 
 from stratbench.plan.footprint import fake
-from stratbench.workload.data.data import DeviceData
+from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
 

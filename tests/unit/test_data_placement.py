@@ -16,7 +16,7 @@ from process_groups import forking
 from launching import settings, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan.footprint.request import buffer_bytes
-from stratbench.plan.subject import data_bytes_of
+from stratbench.plan.needs import data_bytes_of
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import ParameterServer
@@ -25,8 +25,8 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.workload.data import placement
-from stratbench.workload.data.data import DeviceData
 from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.placement import HostRows
 from stratbench.workload.data.prepare import prepare
 

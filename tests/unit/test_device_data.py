@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from stratbench.workload.data import prepared
-from stratbench.workload.data.data import Augmentation, DeviceData, epoch_order, fit, packed_bytes
 from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.device_data import (
+    Augmentation,
+    DeviceData,
+    epoch_order,
+    fit,
+    packed_bytes,
+)
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
 

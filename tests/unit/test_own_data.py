@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stratbench.plan.subject import subject_of
+from stratbench.plan.needs import subject_of
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.train.launch import check_data
@@ -79,7 +79,7 @@ def test_images_of_a_call_are_stored_channels_first(tmp_path, my_data, axes):
 
 
 def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
-    from stratbench.workload.data.data import DeviceData
+    from stratbench.workload.data.device_data import DeviceData
 
     spec = {"call": f"{my_data}:images", "kwargs": {"kind": "float32"}}
     meta, arrays = prepared_from(tmp_path, spec)
@@ -94,7 +94,7 @@ def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
 
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
 def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkeypatch, shape):
-    from stratbench.workload.data.data import DeviceData
+    from stratbench.workload.data.device_data import DeviceData
 
     y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     given = images(train_y=y, test_y=y)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from stratbench.cell.places import PACKAGE
+from stratbench.cell.installation import PACKAGE
 from stratbench.cell.settings import Settings
 from stratbench.plan.footprint.cache import try_footprint
-from stratbench.plan.subject import subject_of
+from stratbench.plan.needs import subject_of
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.flops import counted_flops

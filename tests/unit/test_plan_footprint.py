@@ -23,7 +23,7 @@ from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
-from stratbench.workload.data.data import example_batch
+from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.own import ModelError
 from stratbench.workload.tasks import Classification

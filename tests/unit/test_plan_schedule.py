@@ -13,14 +13,14 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import bytes_text
 from stratbench.plan import __main__ as command
-from stratbench.plan import devices, projection, schedule, servers
+from stratbench.plan import device_rates, duration, schedule, servers
+from stratbench.plan.duration import Span
 from stratbench.plan.footprint import cache, traffic
 from stratbench.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
-from stratbench.plan.pages import figures, rows
+from stratbench.plan.pages import quantities, rows
 from stratbench.plan.pages.answers import answered_questions
-from stratbench.plan.pages.figures import hours_text
+from stratbench.plan.pages.quantities import hours_text
 from stratbench.plan.pages.text import plan_text
-from stratbench.plan.projection import Span
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.preview import CHUNK
@@ -284,9 +284,9 @@ def test_amounts_have_units_in_which_they_are_at_least_one():
     assert bytes_text(5 << 20) == "5 MiB"
     assert bytes_text(-(2 << 10)) == "-2 KiB"
     assert bytes_text(0) == "0"
-    assert figures.in_unit(1023 << 20, 1 << 20) == "1023"
-    assert figures.in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
-    assert figures.span_text(Span(0.01, 0.4, "")) == "under 1 s"
+    assert quantities.in_unit(1023 << 20, 1 << 20) == "1023"
+    assert quantities.in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
+    assert quantities.span_text(Span(0.01, 0.4, "")) == "under 1 s"
 
 
 def test_the_five_questions_are_answered(plan_of):
@@ -329,13 +329,13 @@ def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(
     ],
 )
 def test_a_gpu_is_found_by_what_people_call_it(text: str, name: str):
-    assert devices.find_gpu(text).name == name
+    assert device_rates.find_gpu(text).name == name
 
 
 @pytest.mark.parametrize("text", ["A100 81GB", "", "24GB", "Z9000"])
 def test_an_unknown_gpu_is_refused_with_those_that_are_known(text: str):
     with pytest.raises(ConfigError, match=r"cluster\.gpu.*A10G"):
-        devices.find_gpu(text)
+        device_rates.find_gpu(text)
 
 
 # --- projections ---------------------------------------------------------------------------------
@@ -355,22 +355,20 @@ def test_repeats_of_the_cell_are_the_best_source():
         record_of("ddp", 4, 120, repeat=1),
         record_of("ddp", 2, 150),
     ]
-    span = projection.span_by_records(TARGET, records)
+    span = duration.span_by_records(TARGET, records)
     assert (span.low_s, span.high_s) == pytest.approx((90, 132))
     assert "2 records" in span.source
 
 
 def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
-    span = projection.span_by_records(
-        TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)]
-    )
+    span = duration.span_by_records(TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)])
     assert (span.low_s, span.high_s) == pytest.approx((45, 110))
 
 
 def test_records_of_other_experiments_and_failures_do_not_count():
     oom = record_of("ddp", 4, 100) | {"status": "oom"}
     assert (
-        projection.span_by_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
+        duration.span_by_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
         is None
     )
 

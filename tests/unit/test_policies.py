@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from policy_reference import REFERENCES, hyper_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratbench.plan.queue.virtual import Timing, simulate
+from stratbench.plan.queue.virtual_clock import Timing, simulate
 from stratbench.ps import preview
-from stratbench.ps.policies import asynchronous, averaging, ordered
+from stratbench.ps.policies import asynchronous, averaging, ormo
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options, policy_class
 from stratbench.ps.policies.policy import Hyper, Outcome
 from stratbench.ps.tickets import TicketPlan
@@ -420,7 +420,7 @@ class AsyncIgnoresScale(asynchronous.AsyncPolicy):
         return self.hyper.lr
 
 
-class OrMoRollsAtOnce(ordered.OrMoPolicy):
+class OrMoRollsAtOnce(ormo.OrMoPolicy):
     """Counts a bucket's last push as the next one's first."""
 
     def on_push(self, worker, grad, read_version):
@@ -430,12 +430,12 @@ class OrMoRollsAtOnce(ordered.OrMoPolicy):
         return outcome
 
 
-class OrMoTakesAllForInTime(ordered.OrMoPolicy):
+class OrMoTakesAllForInTime(ormo.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
         return super().on_push(worker, grad, self.version)
 
 
-class OrMoStepsAsIfInTime(ordered.OrMoPolicy):
+class OrMoStepsAsIfInTime(ormo.OrMoPolicy):
     """Enters the momentum in order, but moves W by g alone."""
 
     def on_push(self, worker, grad, read_version):
@@ -447,24 +447,24 @@ class OrMoStepsAsIfInTime(ordered.OrMoPolicy):
         return outcome
 
 
-class OrMoRollsTwice(ordered.OrMoPolicy):
+class OrMoRollsTwice(ormo.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
         if self.version % self.hyper.workers == 1:
             self._bucket = -1
         return super().on_push(worker, grad, read_version)
 
 
-class OrMoLooksAheadForItselfToo(ordered.OrMoPolicy):
+class OrMoLooksAheadForItselfToo(ormo.OrMoPolicy):
     def view(self, worker, out):
         return super().view(-1, out)
 
 
-class OrMoLooksAheadForLeavers(ordered.OrMoPolicy):
+class OrMoLooksAheadForLeavers(ormo.OrMoPolicy):
     def on_leave(self, worker):
         pass
 
 
-class OrMoLooksAheadAlongTheMomentum(ordered.OrMoPolicy):
+class OrMoLooksAheadAlongTheMomentum(ormo.OrMoPolicy):
     """By all of V, not by what a roll makes of it."""
 
     def view(self, worker, out):
@@ -473,7 +473,7 @@ class OrMoLooksAheadAlongTheMomentum(ordered.OrMoPolicy):
         return self.version
 
 
-class OrMoDecaysAfterTheRoll(ordered.OrMoPolicy):
+class OrMoDecaysAfterTheRoll(ormo.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
         n, eta = self.hyper.workers, self.push_lr
         if self.version and self.version % n == 0:
@@ -482,7 +482,7 @@ class OrMoDecaysAfterTheRoll(ordered.OrMoPolicy):
         return super().on_push(worker, grad, read_version)
 
 
-class OrMoRollsAtTheUnscheduledRate(ordered.OrMoPolicy):
+class OrMoRollsAtTheUnscheduledRate(ormo.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
         begins = self.version and self.version % self.hyper.workers == 0
         rolled = self.hyper.momentum * self._momentum * (self.push_lr - self.lr / self.lr_share / 4)

@@ -28,14 +28,14 @@ from ps_harness import (
 )
 
 from launching import until
-from stratbench.ps import run as run_module
+from stratbench.ps import server_run as run_module
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.member import Hello, Member
 from stratbench.ps.policies import asynchronous
 from stratbench.ps.policies.asynchronous import AsyncPolicy
 from stratbench.ps.policies.policies import POLICIES, make_policy
-from stratbench.ps.run import ServerRun
+from stratbench.ps.server_run import ServerRun
 from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.tickets import Ticket, TicketPlan
 from stratbench.ps.wire import transport as transport_module

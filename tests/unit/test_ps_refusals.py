@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ps_harness import DEADLINE_S, PATIENCE_S, Served, Worked, config, single_run, small_model
 
 from launching import until
-from stratbench.ps import run as run_module
+from stratbench.ps import server_run as run_module
 from stratbench.ps.client import Channel, RunEnded, ServerLost
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.member import Member

@@ -178,7 +178,7 @@ def worker_process(runs: list[tuple], rank: int, world: int, folder: Path) -> No
 
 
 def server_process(config_json: str, policy: str, folder: Path) -> None:
-    from stratbench.ps.config import ServerConfig
+    from stratbench.ps.server_config import ServerConfig
     from stratbench.ps.wire.handshake import load_secret
 
     config = replace(ServerConfig(**json.loads(config_json)), policy=policy)

@@ -74,7 +74,7 @@ def test_a_relative_import_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("from stratbench.plan.devices import Gone", "x.smk imports plan.devices.Gone"),
+        ("from stratbench.plan.device_rates import Gone", "x.smk imports plan.device_rates.Gone"),
         ("from stratbench.study import gone", "x.smk imports study.gone"),
         ('shell: "python -m stratbench.train.gone --x"', "x.smk starts train.gone"),
         ("from stratbench.study import config as c\nshell: 'python -m stratbench.plan'", None),

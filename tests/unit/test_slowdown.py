@@ -24,7 +24,7 @@ from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.workload.data.data import DeviceData
+from stratbench.workload.data.device_data import DeviceData
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from stratbench.cell.places import PACKAGE
+from stratbench.cell.installation import PACKAGE
 from stratbench.telemetry.machine import hardware
 from stratbench.telemetry.machine.hardware import datasheet_of
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stratbench.workload.data import prepared, sources
-from stratbench.workload.data.data import DeviceData, eval_batch, example_batch
 from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.device_data import DeviceData, eval_batch, example_batch
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
 

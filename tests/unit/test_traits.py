@@ -24,7 +24,7 @@ from stratbench.cell.record import SCHEMA_PATH
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import servers
 from stratbench.plan.footprint.request import Request
-from stratbench.plan.queue.virtual import Timing, WorkerLost, simulate
+from stratbench.plan.queue.virtual_clock import Timing, WorkerLost, simulate
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.tickets import TicketPlan
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of

@@ -11,7 +11,7 @@ from synthetic_files import Files
 
 from stratbench.analysis import audit
 from stratbench.analysis.decision import decide
-from stratbench.analysis.decision.verdicts import raced_groups, read_verdict
+from stratbench.analysis.decision.raced import raced_groups, read_verdict
 from stratbench.analysis.paper import against
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells

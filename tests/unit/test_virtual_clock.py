@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_reference import hyper_of
 
-from stratbench.plan.queue.virtual import Deadlock, Timing, WorkerLost, simulate
+from stratbench.plan.queue.virtual_clock import Deadlock, Timing, WorkerLost, simulate
 from stratbench.ps.policies import asynchronous, averaging
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options, policy_class
 from stratbench.ps.policies.policy import Hyper

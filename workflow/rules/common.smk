@@ -11,7 +11,7 @@ from snakemake.settings.types import DeploymentMethod
 from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
-from stratbench.plan.devices import named_gpus
+from stratbench.plan.device_rates import named_gpus
 from stratbench.study import resume
 from stratbench.study.answer_alone import leave_answers_alone
 from stratbench.study.config.config import load_config
@@ -20,7 +20,7 @@ from stratbench.study.job_environment import image_of_jobs, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.result_sets import existing_sets
-from stratbench.study.rounds import Round
+from stratbench.study.verdict_round import Round
 from stratbench.workload.data.prepared import meta_name
 
 try:

@@ -66,5 +66,5 @@ rule compare_with_prediction:
         "compare what the plan predicts of {wildcards.study} with what was measured"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.plan.compare --config {params.config:q} --out {output:q}"
+        "-m stratbench.plan.against_records --config {params.config:q} --out {output:q}"
         " > {log:q} 2>&1"

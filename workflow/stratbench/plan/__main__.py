@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.places import INSTALLED, PACKAGE
+from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.cell.text.words import counted
 from stratbench.plan.check import check_study
-from stratbench.plan.devices import named_gpus
+from stratbench.plan.device_rates import named_gpus
 from stratbench.plan.pages import rows
 from stratbench.plan.pages.check_text import check_text
 from stratbench.plan.pages.text import plan_text

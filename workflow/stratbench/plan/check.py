@@ -25,7 +25,7 @@ from stratbench.cell.text.words import counted
 from stratbench.plan.footprint.cache import key_parts
 from stratbench.plan.footprint.processes import pool_of
 from stratbench.plan.footprint.request import Request
-from stratbench.plan.subject import Subject, subject_of
+from stratbench.plan.needs import Subject, subject_of
 from stratbench.strategies import acceptance
 from stratbench.study.config.config import Study
 from stratbench.telemetry.machine.cores import usable_cores

@@ -11,13 +11,13 @@ from typing import Any
 from stratbench.cell import record, software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, MIB
-from stratbench.plan import projection
-from stratbench.plan.devices import Device, cpu_device, fits, gpu_device, named_gpus
+from stratbench.plan import duration
+from stratbench.plan.device_rates import Device, cpu_device, fits, gpu_device, named_gpus
+from stratbench.plan.duration import Span, Work
 from stratbench.plan.footprint.cache import footprints_of
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.footprint.request import Request
-from stratbench.plan.projection import Span, Work
-from stratbench.plan.subject import (
+from stratbench.plan.needs import (
     Subject,
     data_bytes_of,
     host_bytes_of,
@@ -235,7 +235,7 @@ def _plan_cell(
             else {"CPU": cpu_device(cluster, s.cell.gpus)}
         )
         timed = [r for r in records.values() if not software_gpu.trained(r)]
-        span = projection.span_by_records(s.cell, timed)
+        span = duration.span_by_records(s.cell, timed)
         for name, device in devices.items():
             measured = span if name in (primary.name, "CPU") else None
             verdicts[name] = _verdict(s, footprint, work, device, measured, cluster)
@@ -279,9 +279,9 @@ def _verdict(
     needed_bytes = footprint.needed_bytes(s.samples_per_step, device.resident_threads)
     needed_bytes += data_bytes_of(s)
     available_bytes = device.memory_bytes / (1 + margin) - data_bytes_of(s)
-    by_device = projection.span_by_device(work, device)
+    by_device = duration.span_by_device(work, device)
     train = measured or by_device
-    total = None if train is None else train + projection.overhead_span(work, device)
+    total = None if train is None else train + duration.overhead_span(work, device)
     cut_off = "no"
     if total is not None and s.time_limit_s is not None and total.high_s > s.time_limit_s:
         cut_off = "certain" if total.low_s > s.time_limit_s else "possible"
@@ -295,8 +295,8 @@ def _verdict(
         total=total,
         cut_off=cut_off,
         link_s=(
-            projection.communication_s(work, device, 0),
-            projection.communication_s(work, device, 1),
+            duration.communication_s(work, device, 0),
+            duration.communication_s(work, device, 1),
         ),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from stratbench.cell.segments import (
+from stratbench.cell.block_rules import (
     MATRIX_REPEATS,
     SEGMENT_START_S,
     STEP_NOISE,
@@ -14,7 +14,7 @@ from stratbench.cell.segments import (
     segment_s,
     segment_steps,
 )
-from stratbench.plan.pages.figures import hours_text
+from stratbench.plan.pages.quantities import hours_text
 from stratbench.plan.schedule import Plan, Planned
 
 #: The share of the matrix that a verdict should cost at most.

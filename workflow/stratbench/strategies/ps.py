@@ -13,9 +13,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
-from stratbench.ps.config import ServerConfig
 from stratbench.ps.policies.options import EveryPushOptions
 from stratbench.ps.policies.policies import first_choice, policy_class
+from stratbench.ps.server_config import ServerConfig
 from stratbench.strategies import base, strategy_class
 
 if TYPE_CHECKING:

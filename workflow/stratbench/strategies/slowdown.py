@@ -86,7 +86,7 @@ def measure_step_s(
 
     from stratbench.strategies import strategy_class
     from stratbench.telemetry.clock import synchronise
-    from stratbench.workload.data.data import example_batch
+    from stratbench.workload.data.device_data import example_batch
     from stratbench.workload.network.precision import batch_format
     from stratbench.workload.tasks import takes_values, task_of
 

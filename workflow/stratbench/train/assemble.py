@@ -12,7 +12,7 @@ from typing import Any
 
 from stratbench import __version__
 from stratbench.cell import software_gpu
-from stratbench.cell.places import INSTALLED, ROOT, built_from
+from stratbench.cell.installation import INSTALLED, ROOT, built_from
 from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.cell.run_folder import rank_of
 from stratbench.strategies import mesh_of, option_defaults, strategy_class, traits_of

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder, server_name, worker_name
 from stratbench.cell.settings import Settings
-from stratbench.ps.config import ServerConfig
 from stratbench.ps.server import serve
+from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.wire.handshake import load_secret
 from stratbench.strategies import acceptance, strategy_class
 from stratbench.strategies.base import Strategy, Worker
@@ -43,7 +43,7 @@ from stratbench.train import loop
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
 from stratbench.workload import tasks
-from stratbench.workload.data.data import DeviceData
+from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models
 from stratbench.workload.network.own import Refused

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.raced import Raced
 from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
-from stratbench.analysis.decision.verdicts import Raced
 from stratbench.analysis.records.groups import Group, findings_by_group, rows_by_group
 from stratbench.analysis.records.score import Score, score_of
 from stratbench.cell.text.words import GIB, unit_for

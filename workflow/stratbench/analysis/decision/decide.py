@@ -22,6 +22,7 @@ from stratbench.analysis.decision import theory
 from stratbench.analysis.decision.candidates import Candidate, candidates_among
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
 from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
 from stratbench.analysis.decision.sentences import (
     excluded_strategies,
@@ -31,7 +32,6 @@ from stratbench.analysis.decision.sentences import (
     sentences_on_constraints,
     why_none,
 )
-from stratbench.analysis.decision.verdicts import Raced, raced_groups, read_verdict
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.files import write_atomic

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.audit import read_audit
-from stratbench.analysis.paper import paper, paper_audit
+from stratbench.analysis.paper import paper_audit, published
 from stratbench.analysis.paper.claims import judge_claims
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.tables.usable import UsableGroups
@@ -43,7 +43,7 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
     A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by
     differences in points instead of ratios (`kind` is `difference`).
     """
-    groups = UsableGroups(cells[paper.is_counterpart(cells)], findings.to_dict("records"))
+    groups = UsableGroups(cells[published.is_counterpart(cells)], findings.to_dict("records"))
     ours: dict[tuple[Any, ...], tuple[float, str]] = {}
     for key, rows in groups.groups.items():
         experiment, strategy, model, gpus = key
@@ -53,7 +53,7 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
                 place = (measure, rows["dataset"].iloc[0], model, strategy, gpus)
                 median = float(np.median(list(values.values())))
                 ours.setdefault(place, (scale * median, experiment))
-    tables = paper.published_tables()
+    tables = published.published_tables()
     theirs = {
         (r.version, r.table, r.measure, r.dataset, r.model, r.strategy, r.gpus): r.value
         for r in tables.itertuples()

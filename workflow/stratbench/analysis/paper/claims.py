@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.audit import audit
-from stratbench.analysis.paper import paper
+from stratbench.analysis.paper import published
 from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
 from stratbench.analysis.records.groups import GROUP
 from stratbench.analysis.tables.usable import UsableGroups
-from stratbench.statistics.stats import ratio_intervals
+from stratbench.statistics.intervals import ratio_intervals
 
 CLAIM_COLUMNS = (
     *("id", "version", "where", "claim", "metric", "model", "low", "high", "verdict", "figures"),
@@ -108,7 +108,7 @@ def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:
 @cache
 def published_groups(version: str) -> tuple[UsableGroups, UsableGroups]:
     """The paper's own cells: as printed, and without the times that the audit calls copies."""
-    cells = paper.cells_of_version(version)
+    cells = published.cells_of_version(version)
     copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
     return UsableGroups(cells), UsableGroups(
         cells, [dict.fromkeys(GROUP) | finding for finding in copied]
@@ -137,14 +137,14 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     `elsewhere` has the figures of other models and of CPU processes, which prove nothing.
     `in_the_paper` has the verdict of the paper's own tables, including their defects.
     """
-    is_ours = paper.is_counterpart(cells)
+    is_ours = published.is_counterpart(cells)
     listed = findings.to_dict("records")
     ours, others = UsableGroups(cells[is_ours], listed), UsableGroups(cells[~is_ours], listed)
     # Without the audit: the question here is what the paper prints, right or wrong.
     own = {version: published_groups(version)[0] for version in ("v1", "v2")}
-    notes = paper.explanations().set_index("about")
+    notes = published.explanations().set_index("about")
     rows = []
-    for claim in paper.published_claims().to_dict("records"):
+    for claim in published.published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
         found, elsewhere, theirs = (
             with_intervals([figure for figure in metric(groups) if is_about(claim, figure)])

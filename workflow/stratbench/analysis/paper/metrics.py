@@ -10,7 +10,7 @@ import numpy as np
 
 from stratbench.analysis.records.groups import Group
 from stratbench.analysis.tables.usable import UsableGroups
-from stratbench.statistics.stats import mean_ratio
+from stratbench.statistics.intervals import mean_ratio
 
 #: Metrics of claims.csv that the paper's own audit judges too: of memory, and of the model's size with
 #: the factor from its number of parameters.

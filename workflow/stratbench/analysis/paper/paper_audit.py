@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import AUDIT_COLUMNS, RULES, SEVERITIES, audit, read_audit
-from stratbench.analysis.paper import paper
+from stratbench.analysis.paper import published
 from stratbench.analysis.paper.metrics import MEMORY_RATIO, SIZES
 from stratbench.cell.files import write_atomic
 from stratbench.study.config.result_sets import VERSIONS
@@ -29,10 +29,10 @@ def findings_on_paper() -> list[dict[str, Any]]:
     """All findings on the paper, the most severe first; keys are PAPER_AUDIT_COLUMNS."""
     found: list[dict[str, Any]] = []
     for version in VERSIONS:
-        cells = paper.cells_of_version(version)
+        cells = published.cells_of_version(version)
         found += [
             {"version": version} | finding
-            for finding in audit(cells, floors=paper.accuracy_floors())
+            for finding in audit(cells, floors=published.accuracy_floors())
         ]
         found += [{"version": version} | finding for finding in findings_on_claims(version, cells)]
     found += list(findings_between_versions())
@@ -41,7 +41,7 @@ def findings_on_paper() -> list[dict[str, Any]]:
 
 def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Findings on claims of the text that no hardware and no model can support."""
-    claims = paper.published_claims()
+    claims = published.published_claims()
     claims = claims[claims["version"] == version]
     bound = next(rule for rule in RULES if rule.id == "memory-reduced-too-much")
     for claim in claims[claims["metric"] == MEMORY_RATIO].itertuples():
@@ -62,10 +62,10 @@ def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, 
             }
     for claim in claims[claims["metric"].isin(SIZES)].itertuples():
         stated, scale = claim.low, SIZES[claim.metric]
-        real = paper.PARAMETERS[claim.model] * scale
+        real = published.PARAMETERS[claim.model] * scale
         others = [
             name
-            for name, count in paper.PARAMETERS.items()
+            for name, count in published.PARAMETERS.items()
             if abs(count * scale / stated - 1) <= SAME_SIZE
         ]
         if abs(stated / real - 1) > SAME_SIZE:
@@ -82,7 +82,7 @@ def findings_on_claims(version: str, cells: pd.DataFrame) -> Iterator[dict[str, 
 
 def findings_between_versions() -> Iterator[dict[str, Any]]:
     """Findings on cells of one label that differ between the two versions without a stated reason."""
-    tables = paper.published_tables()
+    tables = published.published_tables()
     place = ["strategy", "model", "dataset", "gpus", "measure"]
     one, other = (
         tables[tables["version"] == version].drop_duplicates(place).set_index(place)["value"]

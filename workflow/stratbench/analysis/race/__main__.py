@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stratbench.analysis.race.evidence import read_evidence
+from stratbench.analysis.race.lines import verdict_lines
 from stratbench.analysis.race.next_round import round_of
 from stratbench.analysis.race.rounds import Course
-from stratbench.analysis.race.summary import verdict_of
-from stratbench.analysis.race.words import verdict_lines
+from stratbench.analysis.race.verdict import verdict_of
 from stratbench.cell.files import write_atomic
 
 

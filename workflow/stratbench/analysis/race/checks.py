@@ -11,8 +11,8 @@ from itertools import combinations
 import numpy as np
 
 from stratbench.analysis.race.evidence import Bout, RaceEvidence
+from stratbench.cell.block_rules import MOST_OFF
 from stratbench.cell.blocks import Block
-from stratbench.cell.segments import MOST_OFF
 from stratbench.statistics import moderated
 
 #: A strategy's step in a block and in its own full run differ by no more than this factor.

@@ -6,8 +6,8 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
+from stratbench.cell.block_rules import MATRIX_REPEATS
 from stratbench.cell.blocks import Place
-from stratbench.cell.segments import MATRIX_REPEATS
 
 if TYPE_CHECKING:
     from stratbench.analysis.race.rounds import Course, State

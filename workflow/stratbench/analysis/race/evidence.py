@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell import record
+from stratbench.cell.block_rules import MATRIX_REPEATS
 from stratbench.cell.blocks import (
     Block,
     BlockError,
@@ -20,7 +21,6 @@ from stratbench.cell.blocks import (
     trained_digest,
 )
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.segments import MATRIX_REPEATS
 from stratbench.strategies import strategy_class, traits_of
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study

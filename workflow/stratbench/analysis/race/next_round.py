@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from stratbench.analysis.race import race
+from stratbench.analysis.race import judging
 from stratbench.analysis.race.costs import Costs
 from stratbench.analysis.race.evidence import RaceEvidence
 from stratbench.analysis.race.rounds import Course, State
+from stratbench.cell.block_rules import discarded_steps
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.segments import discarded_steps
 from stratbench.cell.text.words import counted
 
 SCHEMA_VERSION = 1
@@ -78,7 +78,7 @@ def round_of(course: Course) -> NextRound:
     raced = any(state.looks for state in course.states)
     reason = "everything is decided" if raced else "there is nothing to compare"
     if not pending and not all(decided(course, s) for s in course.states if s.last):
-        reason = f"the race is over: {race.LOOKS[-1]} blocks are the most"
+        reason = f"the race is over: {judging.LOOKS[-1]} blocks are the most"
         if all(s.last is None or s.last.at_most <= most_allowed(evidence) for s in course.states):
             reason = "the race is over: full runs contradict blocks"
     elif over:

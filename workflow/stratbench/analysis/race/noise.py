@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratbench.analysis.race import race
+from stratbench.analysis.race import judging
 from stratbench.cell.blocks import Block
 from stratbench.statistics import moderated
 
@@ -42,7 +42,7 @@ class Noise:
         """
         if self.ratio is None:
             return None
-        for n in (n for n in race.LOOKS if n >= race.FEWEST_BLOCKS):
+        for n in (n for n in judging.LOOKS if n >= judging.FEWEST_BLOCKS):
             dof = np.array(3 * (n - 1) + 4)
             half = moderated.half_widths(
                 np.array(self.ratio**2), dof, np.array(n), moderated.tail_of(rivals)

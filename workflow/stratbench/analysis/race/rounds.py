@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.race import checks, race
+from stratbench.analysis.race import checks, judging
 from stratbench.analysis.race.evidence import Bout, RaceEvidence
 from stratbench.analysis.race.scores import Scores
+from stratbench.cell.block_rules import MATRIX_REPEATS, MOST_OFF, disagreement_limit
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.segments import MATRIX_REPEATS, MOST_OFF, disagreement_limit
 from stratbench.statistics import moderated
 
 
 class Ratio(NamedTuple):
-    """Time of an arm over the leader's, as logarithms, like those in race.Look."""
+    """Time of an arm over the leader's, as logarithms, like those in judging.Look."""
 
     mean: float
     low: float  # of the interval that is reported
@@ -96,7 +96,7 @@ class Course:
         self._limits: dict[int, float | None] = {}
         self._level = checks.level_scatter(evidence)
         self._arms = max((len(bout.arms) for bout in evidence.bouts), default=0)
-        self._race = race.Race(
+        self._race = judging.Race(
             self._array("served"),
             self._array("equal"),
             self._array("arms"),
@@ -173,7 +173,7 @@ class Course:
         """The number of blocks at each bout's next look; its present number if none is to come."""
         waiting = self._race.open & ~self._race.again
         return [
-            (race.next_look(int(at)) or int(at)) if waits else int(at)
+            (judging.next_look(int(at)) or int(at)) if waits else int(at)
             for at, waits in zip(self._race.blocks, waiting, strict=True)
         ]
 
@@ -182,7 +182,7 @@ class Course:
         """The most rounds of blocks that may follow the next one."""
         ends = zip(self._targets(), self._race.open, strict=True)
         return max(
-            (sum(n > end for n in race.LOOKS) for end, is_open in ends if is_open), default=0
+            (sum(n > end for n in judging.LOOKS) for end, is_open in ends if is_open), default=0
         )
 
     def _values(self, blocks: np.ndarray, targets: list[int], most: int) -> np.ndarray:
@@ -217,7 +217,7 @@ class Course:
                     found[i, state.bout.arms.index(arm)] = True
         return found
 
-    def _note(self, step: race.Step) -> None:
+    def _note(self, step: judging.Step) -> None:
         """Records a round's looks and drops in words."""
         look = step.look
         for i, state in enumerate(self.states):
@@ -271,7 +271,7 @@ class Course:
 
     # ------------------------------------------------------------ full runs
 
-    def _ask(self, step: race.Step) -> None:
+    def _ask(self, step: judging.Step) -> None:
         """Asks for the full runs that may change the answer: those of the fastest arms without a score.
 
         Once the first look has given arms' times, also for one run of each equal arithmetic.
@@ -284,7 +284,7 @@ class Course:
             for state, arm in self._references(step.look):
                 self.asked.setdefault(self.evidence.cell(state.bout, arm))
 
-    def _references(self, look: race.Look) -> Iterator[tuple[State, str]]:
+    def _references(self, look: judging.Look) -> Iterator[tuple[State, str]]:
         """The fastest arm in the smallest bout of each equal arithmetic."""
         seen = set()
         for i, state in sorted(enumerate(self.states), key=lambda s: s[1].bout.place.gpus):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratbench.analysis.race.evidence import Bout, FullRun, RaceEvidence
+from stratbench.cell.block_rules import MATRIX_REPEATS
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.segments import MATRIX_REPEATS
 from stratbench.statistics.moderated import ALPHA
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from stratbench.analysis.audit import SEVERITIES, read_audit
 from stratbench.analysis.audit.across_cells.confounding import confounded_host
-from stratbench.analysis.decision.verdicts import read_verdict
+from stratbench.analysis.decision.raced import read_verdict
 from stratbench.analysis.figures.figure_list import PLOTS
 from stratbench.analysis.paper import paper_audit
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells

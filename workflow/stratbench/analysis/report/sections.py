@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.paper import paper
+from stratbench.analysis.paper import published
 from stratbench.analysis.tables.measures import format_number
 from stratbench.cell.text.words import MIB
 from stratbench.strategies import REGISTRY, strategy_class
@@ -29,7 +29,7 @@ def paper_section(folder: Path) -> dict[str, Any]:
 
 def published_table_sections(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Each published table: the number of cells with a counterpart, these cells, and explanations."""
-    notes = paper.explanations().set_index("about")["explanation"].to_dict()
+    notes = published.explanations().set_index("about")["explanation"].to_dict()
     for (version, name), rows in compared.groupby(["version", "table"], sort=False):
         found = rows[rows["ours"].notna()]
         yield {

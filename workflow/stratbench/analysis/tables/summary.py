@@ -22,7 +22,7 @@ from stratbench.analysis.tables.measures import (
     measures_of,
     status_label,
 )
-from stratbench.statistics.stats import mean_ratio, median_and_spread, ratio_intervals
+from stratbench.statistics.intervals import mean_ratio, median_and_spread, ratio_intervals
 
 SUMMARY_COLUMNS = (
     *GROUP,

@@ -22,7 +22,7 @@ from stratbench.analysis.tables.numbered import NO_STRATEGIES, TITLES, paper_tab
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import counted, worker_noun
-from stratbench.statistics.stats import QUARTILES_FROM
+from stratbench.statistics.intervals import QUARTILES_FROM
 
 _LATEX = {
     "\\": r"\textbackslash{}",

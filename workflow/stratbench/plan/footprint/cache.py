@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.cell.places import PACKAGE
+from stratbench.cell.installation import PACKAGE
 from stratbench.plan.footprint.footprint import BATCHES, Footprint, make_footprint
 from stratbench.plan.footprint.processes import pool_of
 from stratbench.plan.footprint.request import Request

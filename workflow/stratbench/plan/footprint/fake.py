@@ -34,7 +34,7 @@ from stratbench.strategies.compression import PowerSGD, SixteenBits
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.memory import optimizer_state
-from stratbench.workload.data.data import example_batch
+from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 from stratbench.workload.tasks import task_of
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import counted
 from stratbench.plan.check import Checked, CheckResult, Network
-from stratbench.plan.subject import Subject
+from stratbench.plan.needs import Subject
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.workload.network.own import listed

@@ -27,7 +27,7 @@ POLICIES: dict[str, str] = {
     "ps-gap-aware": "stratbench.ps.policies.asynchronous:GapAwarePolicy",
     "ps-staleness-lr": "stratbench.ps.policies.asynchronous:StalenessLrPolicy",
     "ps-dana": "stratbench.ps.policies.asynchronous:DanaPolicy",
-    "ps-ormo": "stratbench.ps.policies.ordered:OrMoPolicy",
+    "ps-ormo": "stratbench.ps.policies.ormo:OrMoPolicy",
     "ps-preview": "stratbench.ps.preview:PreviewPolicy",
 }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
-from stratbench.strategies.local.local import Local, periods
+from stratbench.strategies.local.base import Local, periods
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from stratbench.strategies import base
-from stratbench.strategies.local.local import Local
+from stratbench.strategies.local.base import Local
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
-from stratbench.strategies.local.local import Local, flattened, periods
+from stratbench.strategies.local.base import Local, flattened, periods
 
 
 class LocalSGD(Local):

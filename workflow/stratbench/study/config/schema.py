@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from stratbench.cell.places import SCHEMAS
+from stratbench.cell.installation import SCHEMAS
 from stratbench.study.config.messages import (
     ConfigError,
     did_you_mean,

@@ -18,8 +18,8 @@ from snakemake_executor_plugin_slurm import Executor
 
 from stratbench.cell import record
 from stratbench.study.slurm import nodes
+from stratbench.study.slurm.live_jobs import shared_list, tell
 from stratbench.study.slurm.sharing import VARIABLE, divide, longest_job_min
-from stratbench.study.slurm.slurm import shared_list, tell
 
 #: How the job's Snakemake runs its cells: one at a time, and the next one whatever becomes of one.
 ONE_BY_ONE = "--keep-going --resources gpu_slots=1"

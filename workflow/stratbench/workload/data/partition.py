@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from stratbench.workload.data.data import EpochTables, generator_of
+from stratbench.workload.data.device_data import EpochTables, generator_of
 from stratbench.workload.network.own import ModelError
 from stratbench.workload.tasks import NO_CLASSES
 

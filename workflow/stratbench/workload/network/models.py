@@ -326,7 +326,7 @@ def trial_of(
     import torch
 
     from stratbench.workload import tasks
-    from stratbench.workload.data.data import example_batch
+    from stratbench.workload.data.device_data import example_batch
     from stratbench.workload.network import trial
 
     like = next(model.parameters())

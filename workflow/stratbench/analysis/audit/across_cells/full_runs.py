@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterator
 
 from stratbench.analysis.audit.rule import Evidence, Found, coordinates_of_cell, rule
+from stratbench.cell.block_rules import MOST_OFF
 from stratbench.cell.blocks import Block, Place, trained_digest
 from stratbench.cell.record import Record
-from stratbench.cell.segments import MOST_OFF
 
 
 @rule(

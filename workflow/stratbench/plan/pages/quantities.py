@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from stratbench.plan.projection import Span
+from stratbench.plan.duration import Span
 from stratbench.plan.schedule import Plan, Planned
 
 

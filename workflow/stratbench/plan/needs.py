@@ -9,18 +9,18 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.plan import servers
-from stratbench.plan.devices import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
+from stratbench.plan.device_rates import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
+from stratbench.plan.duration import Work
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.footprint.request import Request, buffer_bytes, data_bytes
 from stratbench.plan.footprint.traffic import wire_bytes
-from stratbench.plan.projection import Work
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
-from stratbench.workload.data.data import packed_bytes
 from stratbench.workload.data.datasets import Dataset
+from stratbench.workload.data.device_data import packed_bytes
 from stratbench.workload.network import models
 
 

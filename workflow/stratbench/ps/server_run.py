@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from stratbench.ps.config import ServerConfig
 from stratbench.ps.member import Member, parse_hello
 from stratbench.ps.policies.policy import Hyper
+from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.snapshots import SnapshotWriter
 from stratbench.ps.store import EpochLog, MakePolicy, Store, check_length
 from stratbench.ps.tickets import TicketPlan, Tickets

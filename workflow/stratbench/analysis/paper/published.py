@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pandas as pd
 
 from stratbench.analysis.records.columns import COLUMNS
-from stratbench.cell.places import REFERENCE
+from stratbench.cell.installation import REFERENCE
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 
 #: The number of parameters at 1000 classes, as the paper gives it.

@@ -1,6 +1,6 @@
 """Compares predictions with the records of finished cells: memory, bytes sent, time.
 
-python -m stratbench.plan.compare --config JSON --out prediction.csv
+python -m stratbench.plan.against_records --config JSON --out prediction.csv
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.plan.needs import Subject, mean_wire_bytes, sent_bytes
 from stratbench.plan.schedule import Plan, Planned, make_plan, records_by_cell
-from stratbench.plan.subject import Subject, mean_wire_bytes, sent_bytes
 from stratbench.study.config import config as configuration
 
 #: How the peak of a record was measured on a CPU.
@@ -158,7 +158,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 def main() -> None:
     """Command line; makes the footprints that are not kept, as `snakemake plan` does."""
-    parser = argparse.ArgumentParser(prog="stratbench.plan.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="stratbench.plan.against_records", description=__doc__)
     parser.add_argument("--config", required=True, help="the whole config, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="one row a finished cell (CSV)")
     args = parser.parse_args()

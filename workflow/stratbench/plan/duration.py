@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import counted
-from stratbench.plan.devices import Device
+from stratbench.plan.device_rates import Device
 from stratbench.plan.footprint.footprint import Footprint
 
 # A step's fastest and slowest time on a device follow from its datasheet and these. Training of

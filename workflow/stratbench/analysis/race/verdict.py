@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from stratbench.analysis.race import checks, dependence, race
+from stratbench.analysis.race import checks, dependence, judging
 from stratbench.analysis.race.costs import Costs
 from stratbench.analysis.race.next_round import NextRound, decided
 from stratbench.analysis.race.noise import Noise, noise_of
 from stratbench.analysis.race.rounds import Course, Drop, Judged, State
+from stratbench.cell.block_rules import MATRIX_REPEATS, MOST_OFF
 from stratbench.cell.blocks import VERDICT_VERSION, Block
 from stratbench.cell.seal import sealed
-from stratbench.cell.segments import MATRIX_REPEATS, MOST_OFF
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.statistics.moderated import ROUGH
 
@@ -178,7 +178,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
             "none",
             f"No strategy is left: {'; '.join(f'{d.strategy} {d.why}' for d in state.drops)}.",
         )
-    few = last.counted < race.FEWEST_BLOCKS
+    few = last.counted < judging.FEWEST_BLOCKS
     if state.compared == 1 or (len(state.active) == 1 and few):
         return "only", f"{state.active[0]} is the only strategy left{where}."
     if not set(state.active) <= {last.leader, *last.ratios} or last.leader not in state.active:
@@ -187,7 +187,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
     if few:
         return "none", (
             f"Open: {last.leader} leads after {counted(last.counted, 'block')}; nothing is claimed before "
-            f"{race.FEWEST_BLOCKS}."
+            f"{judging.FEWEST_BLOCKS}."
         )
     if last.fastest:
         return "fastest", f"{last.leader} is the fastest of {state.compared}{where} {sure}."
@@ -208,7 +208,7 @@ def claim_of(course: Course, state: State, blocks: list[Block]) -> tuple[str, st
 def on_node(blocks: list[Block]) -> str:
     """The words `` on node X`` where blocks ran on few sets of nodes: others may order arms differently."""
     sets = sorted({block.hosts for block in blocks})
-    if not 0 < len(sets) < race.FEWEST_SETS:
+    if not 0 < len(sets) < judging.FEWEST_SETS:
         return ""
     if len(sets) == 1:
         return f" on {'node' if len(sets[0]) == 1 else 'nodes'} {', '.join(sets[0])}"
@@ -219,7 +219,7 @@ def on_node(blocks: list[Block]) -> str:
 def of_how_many(blocks: Sequence[Block]) -> str:
     """The words ``, on 4 nodes`` of a claim that is about more than its own nodes."""
     sets = {block.hosts for block in blocks}
-    return f", on {node_sets(len(sets), sets)}" if len(sets) >= race.FEWEST_SETS else ""
+    return f", on {node_sets(len(sets), sets)}" if len(sets) >= judging.FEWEST_SETS else ""
 
 
 def node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
@@ -323,9 +323,11 @@ def confidence_in(
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
     told, sure = [], True
     hosts = {host for block in blocks for host in block.hosts}
-    if (sets := len({block.hosts for block in blocks})) < race.FEWEST_SETS:
+    if (sets := len({block.hosts for block in blocks})) < judging.FEWEST_SETS:
         sure = False
-        which = "" if sets == 1 else f", and {race.FEWEST_SETS} are the fewest that tell of others"
+        which = (
+            "" if sets == 1 else f", and {judging.FEWEST_SETS} are the fewest that tell of others"
+        )
         told.append(
             f"All blocks ran on {', '.join(sorted(hosts))}: other nodes may order them differently{which}."
         )
@@ -345,7 +347,7 @@ def confidence_in(
         sure = False
         told.append(f"Doubts: {'; '.join(doubts)}.")
     at_most = share_of(last.at_most)
-    narrow = last.fastest or at_most <= race.EQUAL + 1e-9
+    narrow = last.fastest or at_most <= judging.EQUAL + 1e-9
     if not narrow:
         by = f"up to {at_most:.1%}" if at_most <= MUCH else "much"
         told.insert(0, f"Something may be {by} faster.")

@@ -18,7 +18,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.study.resources import JobRequest
 from stratbench.study.slurm import nodes
-from stratbench.study.slurm.slurm import comment_of, files_of, tell
+from stratbench.study.slurm.live_jobs import comment_of, files_of, tell
 
 #: The time between two looks at the pending jobs, and how long a job must have waited, in seconds.
 LOOK_S = 20

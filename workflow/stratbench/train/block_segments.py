@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from stratbench.cell.block_rules import disagreement_limit
 from stratbench.cell.blocks import BURN_IN, FIRST, MIRROR, THIRD, BlockPlan, Segment
-from stratbench.cell.segments import disagreement_limit
 from stratbench.train.job import Job
 
 #: Steps after those that are timed, of a strategy with servers: until the last timed push has come, no

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stratbench.cell.block_rules import MOST_STEPS, discarded_steps
 from stratbench.cell.blocks import (
     BLOCK_FILE,
     BLOCK_PATTERN,
@@ -24,7 +25,6 @@ from stratbench.cell.blocks import (
 )
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.cell.segments import MOST_STEPS, discarded_steps
 from stratbench.strategies import strategy_class
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
