@@ -15,8 +15,8 @@ from stratbench.analysis.audit.across_cells.machines import groups_cross_nodes
 from stratbench.analysis.audit.traffic import least_bytes_per_s
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.tables import tables
-from stratbench.analysis.tables.measures import MEASURES
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.coordinates import Cell
 

@@ -13,8 +13,8 @@ from stratbench.analysis import audit
 from stratbench.analysis.figures.figure_list import PLOTS
 from stratbench.analysis.figures.plots import CHARTS, OTHERS
 from stratbench.analysis.records import columns, groups
+from stratbench.analysis.records.measures import FACTORS, MEASURES
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.tables.measures import FACTORS, MEASURES
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.record import RecordError
 

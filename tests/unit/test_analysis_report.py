@@ -21,9 +21,9 @@ from stratbench.analysis.figures import plots
 from stratbench.analysis.figures.figure_list import PLOTS
 from stratbench.analysis.paper import against
 from stratbench.analysis.records import collect
+from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.report import report, sections
 from stratbench.analysis.tables import tables
-from stratbench.analysis.tables.measures import MEASURES
 from stratbench.study.config import config
 
 pytest_plugins = ["browser_fixtures"]

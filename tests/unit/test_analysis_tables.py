@@ -14,8 +14,8 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.paper.metrics import MEMORY_RATIO, METRICS
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.measures import MEASURES, format_number
 from stratbench.analysis.tables import tables
-from stratbench.analysis.tables.measures import MEASURES, format_number
 from stratbench.analysis.tables.summary import read_summary, summarise
 from stratbench.analysis.tables.usable import UsableGroups
 

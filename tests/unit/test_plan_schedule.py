@@ -13,17 +13,17 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import bytes_text
 from stratbench.plan import __main__ as command
-from stratbench.plan import device_rates, duration, schedule, servers
+from stratbench.plan import device_rates, duration, quantities, schedule, servers
 from stratbench.plan.duration import Span
 from stratbench.plan.footprint import cache, traffic
 from stratbench.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
-from stratbench.plan.pages import quantities, rows
+from stratbench.plan.pages import rows
 from stratbench.plan.pages.answers import answered_questions
-from stratbench.plan.pages.quantities import hours_text
 from stratbench.plan.pages.text import plan_text
+from stratbench.plan.quantities import hours_text
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policies.policy import Hyper
-from stratbench.ps.preview import CHUNK
+from stratbench.ps.policies.preview import CHUNK
 from stratbench.strategies import option_defaults
 from stratbench.study import plan_file, resources
 from stratbench.study.config import config as configuration

@@ -18,8 +18,7 @@ from policy_reference import REFERENCES, hyper_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratbench.plan.queue.virtual_clock import Timing, simulate
-from stratbench.ps import preview
-from stratbench.ps.policies import asynchronous, averaging, ormo
+from stratbench.ps.policies import asynchronous, averaging, ormo, preview
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options, policy_class
 from stratbench.ps.policies.policy import Hyper, Outcome
 from stratbench.ps.tickets import TicketPlan

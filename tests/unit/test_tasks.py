@@ -21,9 +21,9 @@ from stratbench.analysis.figures.figure_data import figure_data_by_experiment
 from stratbench.analysis.figures.plots import draw_figure, has_data
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS, read_cells, read_epochs
+from stratbench.analysis.records.measures import measures_of
 from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
-from stratbench.analysis.tables.measures import measures_of
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell import record
 from stratbench.ps.store import EpochLog

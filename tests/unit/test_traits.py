@@ -35,7 +35,7 @@ PACKAGE = Path(strategies.__file__).parents[1]
 #: Files that name strategies because what they hold is about those: the paper's own, a colour for
 #: each, ratios that are defined against one of them.
 MAY_NAME = {
-    *("analysis/paper/against.py", "analysis/tables/numbered.py", "analysis/tables/measures.py"),
+    *("analysis/paper/against.py", "analysis/tables/numbered.py", "analysis/records/measures.py"),
     *("analysis/paper/metrics.py", "analysis/paper/paper_audit.py"),
     "plan/footprint/trace.py",  # torch's namespace of FSDP's operators
 }

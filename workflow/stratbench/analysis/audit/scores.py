@@ -28,8 +28,8 @@ from stratbench.analysis.audit.rule import (
     rule,
 )
 from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.records.measures import ALONE
 from stratbench.analysis.records.score import Score, score_of
-from stratbench.analysis.tables.measures import ALONE
 
 #: The share of the reference's gain over guessing that working training at least reaches in the same epochs.
 WORKING = 0.5

@@ -22,7 +22,7 @@ from stratbench.analysis.audit.rule import (
     rule,
 )
 from stratbench.analysis.records.groups import Group, rows_by_group
-from stratbench.analysis.tables.measures import ALONE
+from stratbench.analysis.records.measures import ALONE
 from stratbench.cell.record import Record
 
 #: Ratios from which a figure is suspicious.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from stratbench.analysis.decision.candidates import Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
-from stratbench.analysis.tables.measures import format_number
+from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import bytes_text, counted, plural
 from stratbench.statistics.moderated import ROUGH
 

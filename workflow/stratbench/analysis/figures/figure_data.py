@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from stratbench.analysis.figures.style import Style, styles_by_strategy
+from stratbench.analysis.records.measures import DOUBT, Measure, measures_of
 from stratbench.analysis.records.score import Score, score_of
-from stratbench.analysis.tables.measures import DOUBT, Measure, measures_of
 from stratbench.analysis.tables.tables import rules_by_severity, spread_note, workers_are
 
 

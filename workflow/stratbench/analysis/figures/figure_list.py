@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.tables.measures import MEASURES
 
 if TYPE_CHECKING:
     import pandas as pd

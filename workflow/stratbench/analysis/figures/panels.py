@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import ScalarFormatter
 
 from stratbench.analysis.figures.style import Style
+from stratbench.analysis.records.measures import DOUBT
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.tables.measures import DOUBT
 
 matplotlib.use("Agg")  # draws into files, whatever display is there
 PANEL_IN = (3.3, 2.45)

@@ -56,7 +56,7 @@ from stratbench.analysis.figures.tradeoffs import (
     tradeoff_figure,
 )
 from stratbench.analysis.records.columns import read_cells, read_epochs
-from stratbench.analysis.tables.measures import MEASURES, Measure
+from stratbench.analysis.records.measures import MEASURES, Measure
 from stratbench.analysis.tables.summary import read_summary
 from stratbench.cell.files import replacing
 from stratbench.cell.text.words import counted, plural, worker_noun

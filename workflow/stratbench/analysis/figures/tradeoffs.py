@@ -36,8 +36,8 @@ from stratbench.analysis.figures.style import (
     WINE,
     Style,
 )
+from stratbench.analysis.records.measures import ALONE, DOUBT
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.tables.measures import ALONE, DOUBT
 from stratbench.cell.text.words import counted, worker_noun
 
 #: Colour and hatch of a step's phases, in order of time: computing is teal, waiting and sending are not.

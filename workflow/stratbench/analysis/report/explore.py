@@ -22,8 +22,8 @@ from stratbench.analysis.audit import SEVERITIES
 from stratbench.analysis.figures.style import FURTHER_COLOURS, MARKERS, styles_by_strategy
 from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
 from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.records.measures import FACTORS
 from stratbench.analysis.records.score import score_of
-from stratbench.analysis.tables.measures import FACTORS
 from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text import pages

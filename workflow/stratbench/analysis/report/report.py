@@ -24,6 +24,7 @@ from stratbench.analysis.decision.raced import read_verdict
 from stratbench.analysis.figures.figure_list import PLOTS
 from stratbench.analysis.paper import paper_audit
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
+from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore
 from stratbench.analysis.report.sections import (
@@ -33,7 +34,6 @@ from stratbench.analysis.report.sections import (
     server_lines,
     strategy_lines,
 )
-from stratbench.analysis.tables.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.tables.numbered import read_paper_tables
 from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (

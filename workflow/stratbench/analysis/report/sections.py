@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.paper import published
-from stratbench.analysis.tables.measures import format_number
+from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import MIB
 from stratbench.strategies import REGISTRY, strategy_class
 

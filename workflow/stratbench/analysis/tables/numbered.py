@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.tables.measures import DOUBT, NO_CELL, Measure, format_number, measures_of
+from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, format_number, measures_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pandas as pd
 
 from stratbench.analysis.records.columns import Row, read_table
 from stratbench.analysis.records.groups import GROUP, Group, findings_by_group, rows_by_group
-from stratbench.analysis.tables.measures import (
+from stratbench.analysis.records.measures import (
     ALONE,
     MEASURES,
     Measure,

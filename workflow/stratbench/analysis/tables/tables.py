@@ -16,8 +16,8 @@ import pandas as pd
 
 from stratbench.analysis.audit import RULES, SEVERITIES, read_audit
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, measures_of
 from stratbench.analysis.records.score import score_of
-from stratbench.analysis.tables.measures import DOUBT, NO_CELL, Measure, measures_of
 from stratbench.analysis.tables.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
 from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.files import write_atomic

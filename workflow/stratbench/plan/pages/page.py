@@ -9,7 +9,7 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.text.pages import render
 from stratbench.cell.text.words import bytes_text
 from stratbench.plan.pages.answers import PART_NAMES, answered_questions
-from stratbench.plan.pages.quantities import cells_by_experiment, hours_text, span_text, totals
+from stratbench.plan.quantities import cells_by_experiment, hours_text, span_text, totals
 from stratbench.plan.schedule import Plan
 
 TEMPLATES = Path(__file__).parent / "templates"

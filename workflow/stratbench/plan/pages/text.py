@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from stratbench.cell.text.words import bytes_text, counted, unit_for
 from stratbench.plan.pages.answers import answered_questions
 from stratbench.plan.pages.check_text import lines_by_reason
-from stratbench.plan.pages.quantities import (
+from stratbench.plan.quantities import (
     Totals,
     cells_by_experiment,
     hours_text,

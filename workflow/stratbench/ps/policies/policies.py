@@ -28,7 +28,7 @@ POLICIES: dict[str, str] = {
     "ps-staleness-lr": "stratbench.ps.policies.asynchronous:StalenessLrPolicy",
     "ps-dana": "stratbench.ps.policies.asynchronous:DanaPolicy",
     "ps-ormo": "stratbench.ps.policies.ormo:OrMoPolicy",
-    "ps-preview": "stratbench.ps.preview:PreviewPolicy",
+    "ps-preview": "stratbench.ps.policies.preview:PreviewPolicy",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.tables.measures import NO_CELL
+from stratbench.analysis.records.measures import NO_CELL
 from stratbench.analysis.tables.tables import latex, markdown
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import counted, printable
