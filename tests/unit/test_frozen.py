@@ -23,8 +23,8 @@ from stratbench.plan.footprint.request import Request
 from stratbench.plan.pages.check_text import check_text
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.config.config import load_config
+from stratbench.workload import users_code
 from stratbench.workload.data.datasets import describe
-from stratbench.workload.network import own
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -39,14 +39,14 @@ ALL = TRAINED + 64 * 600 + 600 + 600 * 8 + 8 + 4 * (64 + 8)
 def code() -> Iterator[None]:
     """Jobs and this process import the network from the tests' folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(own.CODE_VARIABLE, str(CODE))
+        patch.setenv(users_code.CODE_VARIABLE, str(CODE))
         patch.setattr(sys, "path", [*sys.path])
         with sharing():
             yield
 
 
 def adapted(strategy: str) -> Settings:
-    spec = {"call": CALL, "kwargs": {}, "shard": ["Block"]} | own.fingerprint(CALL, [CODE])
+    spec = {"call": CALL, "kwargs": {}, "shard": ["Block"]} | users_code.fingerprint(CALL, [CODE])
     workers = min(2, strategy_class(strategy).max_workers or 2)
     return settings(
         strategy, model="adapted", own_model=spec, gpus=workers, epochs=2, global_batch=16,

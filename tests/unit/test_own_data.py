@@ -17,12 +17,12 @@ from stratbench.plan.needs import subject_of
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.train.launch import check_data
+from stratbench.workload import users_code
 from stratbench.workload.data import own_arrays, own_data, prepared
 from stratbench.workload.data.partition import ByClass
 from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.network import own
-from stratbench.workload.network.own import ModelError
+from stratbench.workload.users_code import ModelError
 
 CODE = """
 import numpy as np
@@ -49,7 +49,7 @@ def my_data(tmp_path, monkeypatch, request) -> str:
     """The name of a module with CODE, in a folder that is on the path of this process's jobs."""
     name = f"data_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(CODE)
-    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     return name
 

@@ -25,8 +25,8 @@ from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
-from stratbench.workload.network.own import ModelError
 from stratbench.workload.tasks import Classification
+from stratbench.workload.users_code import ModelError
 
 pytestmark = pytest.mark.timeout(120)
 

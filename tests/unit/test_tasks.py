@@ -30,9 +30,8 @@ from stratbench.ps.store import EpochLog
 from stratbench.ps.tickets import TicketPlan
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.workload import tasks
-from stratbench.workload.network import own
-from stratbench.workload.network.own import ModelError
+from stratbench.workload import tasks, users_code
+from stratbench.workload.users_code import ModelError
 
 LEAST = 1.5
 RULE = {rule.id: rule for rule in RULES}
@@ -168,7 +167,7 @@ class Raises(Regression):
 def own_tasks(tmp_path, monkeypatch, request) -> str:
     name = f"tasks_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(OWN)
-    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     return name
 
@@ -246,9 +245,9 @@ def test_data_and_a_task_that_do_not_go_together_are_told_in_one_sentence(own_ta
 def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
     own_tasks, tmp_path, start_cell, warm
 ):
-    code = own.fingerprint(f"{own_tasks}:Top3", [tmp_path])
+    code = users_code.fingerprint(f"{own_tasks}:Top3", [tmp_path])
     s = settings("ddp", own_task={"call": f"{own_tasks}:Top3"} | code)
-    launched = start_cell(s, env=warm | {own.CODE_VARIABLE: str(tmp_path)})
+    launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = launched.finish()
     assert exit_code == 0, output
     found = record.read(launched.record)

@@ -80,7 +80,7 @@ wildcard_constraints:
 
 def cell_of(wildcards):
     """The cell that a training job's wildcards name."""
-    return told(JOBS.cell_of, wildcards)
+    return or_workflow_error(JOBS.cell_of, wildcards)
 
 
 def setting_parameters():
@@ -131,7 +131,7 @@ def description(wildcards):
 
 def compared_sets(wildcards):
     """The sets of the config, all of them there, for `compare`."""
-    return json.dumps(told(existing_sets, CONFIG))
+    return json.dumps(or_workflow_error(existing_sets, CONFIG))
 
 
 def told_verdict(wildcards):
@@ -176,7 +176,7 @@ def data_of_block(wildcards):
     return prepared_data(plan.dataset)
 
 
-def told(question, *of):
+def or_workflow_error(question, *of):
     """The answer, or Snakemake's own error with the reason."""
     try:
         return question(*of)
@@ -186,7 +186,7 @@ def told(question, *of):
 
 def block_of(wildcards):
     """The block of a verdict's round that a job's wildcards name."""
-    return told(ROUND.block_of, wildcards)
+    return or_workflow_error(ROUND.block_of, wildcards)
 
 
 def block_request(wildcards):
@@ -208,5 +208,5 @@ def begin_round():
 def end_round():
     """After a round: start the next, where the config says so and something is open."""
     if jobs_of(rules.verdict) and CONFIG["verdict"]["rounds"] == "all":
-        if not ROUND.content["done"] and told(ROUND.goes_on):
+        if not ROUND.content["done"] and or_workflow_error(ROUND.goes_on):
             resume.restart(workflow)

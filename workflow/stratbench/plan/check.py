@@ -31,7 +31,7 @@ from stratbench.study.config.config import Study
 from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.workload import tasks
 from stratbench.workload.network import models
-from stratbench.workload.network.own import ModelError, told
+from stratbench.workload.users_code import ModelError, error_text
 
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
@@ -194,7 +194,7 @@ def find(requests: Sequence[Request]) -> CheckResult:
     except ModelError as error:
         found = CheckResult(error=str(error))
     except Exception as error:  # whatever a model raises
-        found = CheckResult(error=f"{models.in_words(requests[0].network)}: {told(error)}")
+        found = CheckResult(error=f"{models.in_words(requests[0].network)}: {error_text(error)}")
     return replace(found, seconds=time.perf_counter() - started)
 
 
@@ -288,5 +288,5 @@ def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
                     f"{who}: its evaluation asks for the values of tensors, which cannot be checked without "
                     "data"
                 )
-            return f"{who}: {request.strategy} cannot train it: its step raised {told(error)}"
+            return f"{who}: {request.strategy} cannot train it: its step raised {error_text(error)}"
     return None

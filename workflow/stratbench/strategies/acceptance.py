@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from stratbench.workload.network import models
-from stratbench.workload.network.own import Refused, listed
+from stratbench.workload.users_code import Refused, listed
 
 if TYPE_CHECKING:
     from torch import nn

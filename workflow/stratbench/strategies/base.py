@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import Options
 from stratbench.strategies.mesh import Mesh
-from stratbench.workload.network.own import listed
 from stratbench.workload.tasks import Classification, Task
+from stratbench.workload.users_code import listed
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import Any
 
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload.data.own_data import PLACES_VARIABLE, places_for_jobs
-from stratbench.workload.network.own import CODE_VARIABLE
+from stratbench.workload.users_code import CODE_VARIABLE
 
 
 def image_of_jobs(config: Mapping[str, Any], asked: bool) -> str | None:

@@ -51,7 +51,7 @@ from stratbench.train.launch import (
 )
 from stratbench.train.locks import hold_cell
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.network.own import ModelError
+from stratbench.workload.users_code import ModelError
 
 
 class SegmentError(RuntimeError):

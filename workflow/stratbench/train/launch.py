@@ -48,7 +48,7 @@ from stratbench.workload.data import prepared
 from stratbench.workload.data.own_data import is_own
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models
-from stratbench.workload.network.own import ModelError, check_unchanged
+from stratbench.workload.users_code import ModelError, check_unchanged
 
 EVIDENCE_LINES = 20
 #: How long srun may take to end what it has started, in seconds.

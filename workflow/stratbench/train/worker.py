@@ -46,8 +46,8 @@ from stratbench.workload import tasks
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models
-from stratbench.workload.network.own import Refused
 from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.users_code import Refused
 
 models.import_torchvision()
 import torchvision.models  # noqa: E402, F401

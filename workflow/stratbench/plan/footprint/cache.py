@@ -17,7 +17,7 @@ from stratbench.plan.footprint.footprint import BATCHES, Footprint, make_footpri
 from stratbench.plan.footprint.processes import pool_of
 from stratbench.plan.footprint.request import Request
 from stratbench.telemetry.machine.cores import usable_cores
-from stratbench.workload.network.own import ModelError
+from stratbench.workload.users_code import ModelError
 
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (

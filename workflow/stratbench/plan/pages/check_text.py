@@ -11,8 +11,8 @@ from stratbench.plan.check import Checked, CheckResult, Network
 from stratbench.plan.needs import Subject
 from stratbench.strategies import strategy_class
 from stratbench.strategies.base import Strategy
-from stratbench.workload.network.own import listed
 from stratbench.workload.tasks import OwnTask
+from stratbench.workload.users_code import listed
 
 #: Shard groups that are named one by one; of more, the largest and the smallest.
 MOST_GROUPS = 16

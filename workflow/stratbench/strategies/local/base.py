@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.strategies import base
-from stratbench.workload.network.own import listed
+from stratbench.workload.users_code import listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.strategies import base
 from stratbench.strategies.sharding.sharded import Sharded
-from stratbench.workload.network.own import listed
+from stratbench.workload.users_code import listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

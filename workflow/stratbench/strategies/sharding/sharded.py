@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.strategies import base
-from stratbench.workload.network.own import Refused
+from stratbench.workload.users_code import Refused
 
 if TYPE_CHECKING:
     import torch

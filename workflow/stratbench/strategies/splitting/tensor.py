@@ -15,7 +15,7 @@ from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.sharding.sharded import Sharded
 from stratbench.workload.network import models
-from stratbench.workload.network.own import Refused
+from stratbench.workload.users_code import Refused
 
 if TYPE_CHECKING:
     import torch

@@ -17,10 +17,10 @@ from stratbench.strategies import REGISTRY, mesh_of, resolved_options, strategy_
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.validation import validate
 from stratbench.study.config.yaml_traps import check_duplicate_keys
-from stratbench.workload import tasks
+from stratbench.workload import tasks, users_code
 from stratbench.workload.data.datasets import Dataset
 from stratbench.workload.data.own_data import is_own
-from stratbench.workload.network import models, own
+from stratbench.workload.network import models
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Study:
     def _with_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
             folders = [Path(folder).expanduser() for folder in self._own.get("code", [])]
-            self._own_code[key] = spec and spec | own.fingerprint(spec["call"], folders)
+            self._own_code[key] = spec and spec | users_code.fingerprint(spec["call"], folders)
         return self._own_code[key]
 
     def own_code(self) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from stratbench.strategies import REGISTRY, mesh_of, strategy_class
 from stratbench.strategies.mesh import Mesh
 from stratbench.study.config.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
 from stratbench.study.config.schema import read_as
-from stratbench.workload import tasks
+from stratbench.workload import tasks, users_code
 from stratbench.workload.data.datasets import DATASETS, Dataset
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models, own
@@ -64,7 +64,7 @@ def check_models(config: Mapping[str, Any]) -> None:
     for name, spec in config["models"].items():
         if name in models.MODELS:
             raise ConfigError(f"config: models.{name}: {name!r} is built in; choose another name")
-        if fault := own.fault_of_call(spec["call"]):
+        if fault := users_code.fault_of_call(spec["call"]):
             raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
         for key in spec["kwargs"]:
             if not key.isidentifier():

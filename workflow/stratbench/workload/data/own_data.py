@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import read_json
+from stratbench.workload import users_code
 from stratbench.workload.data import own_arrays, own_files, prepared
 from stratbench.workload.data.own_arrays import Opened
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.network import own
 
 #: The environment variable that tells jobs where files lie: moving a folder prepares nothing again.
 PLACES_VARIABLE = "STRATBENCH_PLACES"
@@ -58,7 +58,7 @@ class OwnData:
         change. DataError where a file cannot be read.
         """
         if self.call:
-            found = own.fingerprint(self.call, folders)
+            found = users_code.fingerprint(self.call, folders)
         else:
             files = [place for places in self.places.values() for place in places]
             found = {"sha256": own_files.content_sha256(files, known), "version": None}
@@ -79,8 +79,8 @@ class OwnData:
 
     def _called(self) -> Any:
         try:
-            function = own.named(self)
-        except own.ModelError as error:
+            function = users_code.named(self)
+        except users_code.ModelError as error:
             raise DataError(str(error)) from error
         kwargs = self.values["kwargs"]
         try:
@@ -90,7 +90,7 @@ class OwnData:
         except Exception as error:
             called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise DataError(
-                f"{self}: called with ({called}), it raised {own.told(error)}"
+                f"{self}: called with ({called}), it raised {users_code.error_text(error)}"
             ) from error
 
 
@@ -126,7 +126,7 @@ def own_data(
     for key in PLACES:
         values.pop(key, None)
     if kind == "call":
-        if fault := own.fault_of_call(values["call"]):
+        if fault := users_code.fault_of_call(values["call"]):
             raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
         bad = next((key for key in values["kwargs"] if not key.isidentifier()), None)
         if bad is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from stratbench.workload.data.device_data import EpochTables, generator_of
-from stratbench.workload.network.own import ModelError
 from stratbench.workload.tasks import NO_CLASSES
+from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
     import torch

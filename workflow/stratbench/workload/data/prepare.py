@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.locks import held_folder
+from stratbench.workload import users_code
 from stratbench.workload.data import own_data, prepared, sources
 from stratbench.workload.data.datasets import DATASETS, Dataset, describe, identity_of
 from stratbench.workload.data.sources import DataError, Source
-from stratbench.workload.network import own
 
 
 def prepare(
@@ -57,7 +57,7 @@ def prepare(
 
 def _prepare_own(said: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
     """The same of a user's own data; DataError where they are not those that `spec` was made of."""
-    identity = json.loads(json.dumps(said.identity(own.code_folders())))
+    identity = json.loads(json.dumps(said.identity(users_code.code_folders())))
     stated = {key: spec[key] for key in ("sha256", "version") if key in spec}
     if any(identity[key] != value for key, value in stated.items()):
         raise DataError(

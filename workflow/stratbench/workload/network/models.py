@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stratbench.workload import users_code
 from stratbench.workload.network import own
 from stratbench.workload.network.own import OwnModel
 
@@ -270,7 +271,7 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
     try:
         with torch.device("meta"):
             return build(model, classes, shape)
-    except own.ModelError:
+    except users_code.ModelError:
         with torch.device("cpu"), _Undrawn():
             made = build(model, classes, shape)
         replace_tensors(made, lambda t: torch.empty_like(t, device="meta"))
@@ -306,7 +307,7 @@ def for_training(
         from stratbench.workload.network.checkpointing import checkpoint_blocks
 
         if not checkpoint_blocks(wrap_groups(name, model)):
-            raise own.ModelError(f"{_known(name).own or name}: {NO_BLOCKS}")
+            raise users_code.ModelError(f"{_known(name).own or name}: {NO_BLOCKS}")
     return model
 
 

@@ -13,7 +13,7 @@ from functools import cache
 
 from torch import nn
 
-from stratbench.workload.network.own import ModelError
+from stratbench.workload.users_code import ModelError
 
 #: About how many groups the rule by size makes.
 GROUPS = 12

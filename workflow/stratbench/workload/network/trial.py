@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from stratbench.workload.network.own import ModelError, told
 from stratbench.workload.tasks import Classification
+from stratbench.workload.users_code import ModelError, error_text
 
 #: Samples of the step; BatchNorm cannot normalise one.
 SAMPLES = 2
@@ -182,7 +182,7 @@ def _raise_told(who: object, e: Exception, what: str) -> None:
         raise e
     if isinstance(e, NO_VALUES):
         raise NeedsData(f"{who}: its {what} asks for the values of tensors ({e})") from e
-    raise ModelError(f"{who}: its {what} raised {told(e)}") from e
+    raise ModelError(f"{who}: its {what} raised {error_text(e)}") from e
 
 
 @contextmanager
