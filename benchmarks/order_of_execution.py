@@ -18,7 +18,7 @@ import pandas as pd
 
 from stratbench.analysis.audit.across_cells import confounding
 from stratbench.analysis.audit.rule import Evidence
-from stratbench.analysis.decision.candidates import Candidate
+from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.ranking import rankings_of_bouts
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell, expand

@@ -27,7 +27,8 @@ from stratbench.study.config.schema import schema
 from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
-from stratbench.workload.data.datasets import Dataset, describe
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.datasets import describe
 from subject import job_of, prepared, served, settings, spec_of
 
 #: Samples of a worker's batch on a GPU and on a CPU; the data set has one for each of 64 workers.

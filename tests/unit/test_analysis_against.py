@@ -10,13 +10,14 @@ from stratbench.analysis import audit
 from stratbench.analysis.paper import against, claims, published
 from stratbench.analysis.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
 from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.analysis.records.groups import GROUP
 from stratbench.analysis.report import sections
 from stratbench.analysis.tables.usable import UsableGroups
 from stratbench.statistics.intervals import ratio_intervals
 
 pytestmark = pytest.mark.slow
-NOTHING = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
+NOTHING = pd.DataFrame(columns=list(AUDIT_COLUMNS))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_only_the_papers_models_on_gpus_are_evidence(v2):
 def test_what_the_audit_calls_unusable_is_no_evidence(v2):
     before = judge_claims(v2, NOTHING).set_index("id").loc["modified-slower-v2"]
     assert "0.98 (densenet121)" in before["figures"]
-    found = pd.DataFrame(audit.audit(v2), columns=list(audit.AUDIT_COLUMNS))
+    found = pd.DataFrame(audit.audit(v2), columns=list(AUDIT_COLUMNS))
     after = judge_claims(v2, found).set_index("id").loc["modified-slower-v2"]
     # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
     assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"

@@ -15,6 +15,7 @@ from stratbench.analysis.decision import decide, theory
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.paper import published
 from stratbench.analysis.records.columns import COLUMNS
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.study.config.messages import ConfigError
 
@@ -47,14 +48,14 @@ def repeats(strategy, times, **other):
 
 
 def finding(rule="some-rule", severity="unusable", affects="time", **where):
-    blank = dict.fromkeys(audit.AUDIT_COLUMNS)
+    blank = dict.fromkeys(AUDIT_COLUMNS)
     return blank | {"rule": rule, "severity": severity, "affects": affects, "figures": "f"} | where
 
 
 def decided(rows, findings=(), **constraints):
     """The decision on one experiment and model."""
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    found = pd.DataFrame(list(findings), columns=list(audit.AUDIT_COLUMNS))
+    found = pd.DataFrame(list(findings), columns=list(AUDIT_COLUMNS))
     (decision,) = decide.decisions(frame, found, Constraints(**constraints))
     return decision
 
@@ -487,7 +488,7 @@ def test_rules_from_theory():
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
     cells = published.cells_of_version("v2")
     findings = pd.DataFrame(
-        audit.audit(cells, floors=published.accuracy_floors()), columns=list(audit.AUDIT_COLUMNS)
+        audit.audit(cells, floors=published.accuracy_floors()), columns=list(AUDIT_COLUMNS)
     )
     found = {(d.experiment, d.model): d for d in decide.decisions(cells, findings, Constraints())}
     assert len(found) == 6
@@ -551,7 +552,7 @@ def test_a_misspelt_model_is_refused_with_those_there_are(tmp_path, capsys):
         "Allowed: vgg16, resnet50."
     )
     pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(tmp_path / "cells.csv", index=False)
-    pd.DataFrame(columns=list(audit.AUDIT_COLUMNS)).to_csv(tmp_path / "audit.csv", index=False)
+    pd.DataFrame(columns=list(AUDIT_COLUMNS)).to_csv(tmp_path / "audit.csv", index=False)
     arguments = ["--cells", f"{tmp_path}/cells.csv", "--audit", f"{tmp_path}/audit.csv"]
     arguments += ["--out", f"{tmp_path}/d.csv", "--answers-out", f"{tmp_path}/a.json"]
     assert decide.main([*arguments, "--constraints", '{"model": "nonsense"}']) == 1
@@ -663,7 +664,7 @@ def test_what_holds_for_every_decision_is_said_once():
         for row in repeats("ddp", [10.0, 10.1]) + repeats("fsdp", [15.0, 15.3])
     ]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    none = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
+    none = pd.DataFrame(columns=list(AUDIT_COLUMNS))
     found = decide.decisions(frame, none, Constraints())
     said = decide.describe_decisions(found, [], Constraints())
     assert said.count("says nothing of GPUs") == 1

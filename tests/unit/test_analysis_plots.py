@@ -19,6 +19,7 @@ from stratbench.analysis.figures.timelines import COLOURS
 from stratbench.analysis.figures.tradeoffs import OTHER_PHASE_LOOKS, PHASE_LOOKS
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS, read_cells
+from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.score import Score
 from stratbench.analysis.tables.summary import read_summary, summarise
 from stratbench.strategies import REGISTRY, strategy_class
@@ -32,7 +33,7 @@ def analysed(root, cells, statuses=None, device="cuda"):
     collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     read = read_cells(study_dir / "cells.csv")
     audit.main(["--cells", str(study_dir / "cells.csv"), "--out", str(study_dir / "audit.csv")])
-    findings = audit.read_audit(study_dir / "audit.csv")
+    findings = read_audit(study_dir / "audit.csv")
     summarise(read, findings).to_csv(study_dir / "summary.csv", index=False)
     found = plots.figure_data_by_experiment(
         read,

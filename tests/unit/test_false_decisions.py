@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from stratbench.analysis.decision import ranking
-from stratbench.analysis.decision.candidates import Candidate
+from stratbench.analysis.decision.candidate import Candidate
 from stratbench.statistics import moderated
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -15,10 +15,10 @@ from policy_reference import hyper_of
 
 from launching import settings
 from stratbench import strategies
-from stratbench.analysis import audit
 from stratbench.analysis.decision import decide, theory
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records import columns
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import SCHEMA_PATH
 from stratbench.cell.run_folder import RunFolder
@@ -77,7 +77,7 @@ def rows(times: dict[str, float], gpus: int = 4) -> pd.DataFrame:
 
 def decided(times: dict[str, float], **constraints) -> decide.Decision:
     (found,) = decide.decisions(
-        rows(times), pd.DataFrame(columns=list(audit.AUDIT_COLUMNS)), Constraints(**constraints)
+        rows(times), pd.DataFrame(columns=list(AUDIT_COLUMNS)), Constraints(**constraints)
     )
     return found
 

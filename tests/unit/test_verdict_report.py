@@ -15,6 +15,7 @@ from stratbench.analysis.decision.raced import raced_groups, read_verdict
 from stratbench.analysis.paper import against
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.report import report
 from stratbench.analysis.report.verdict_section import verdict_section
 from stratbench.analysis.tables import tables
@@ -73,7 +74,7 @@ def test_without_a_verdict_a_decision_goes_by_records_alone(told, tmp_path):
 def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence):
     """Three blocks on hosts of their own would do for high; the verdict knows what speaks against them."""
     cells = read_cells(told.root / "cells.csv")
-    findings = audit.read_audit(told.root / "audit.csv")
+    findings = read_audit(told.root / "audit.csv")
     raced = raced_groups(read_verdict(verdict_of(told)))
     for group, found in raced.items():
         claim = found.claim and confidence and (found.claim[0], confidence)
@@ -87,7 +88,7 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     """The user's GPUs are too small for the leader: the race does not decide against the others."""
     cells = read_cells(told.root / "cells.csv")
     raced = raced_groups(read_verdict(verdict_of(told)))
-    findings = audit.read_audit(told.root / "audit.csv")
+    findings = read_audit(told.root / "audit.csv")
     finding = dict.fromkeys(findings.columns) | {
         "rule": "contradictory-time", "severity": "unusable", "affects": "all", "strategy": "ps-dana",
         "figures": "f", "explanation": "e",
@@ -103,7 +104,7 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
     """As after half a race, or where a strategy is alone on so many workers: no block is a repeat."""
     cells, findings = (
         read_cells(told.root / "cells.csv"),
-        audit.read_audit(told.root / "audit.csv"),
+        read_audit(told.root / "audit.csv"),
     )
     timed = set(cells.loc[cells["status"] == "ok", "gpus"])
     assert timed

@@ -19,7 +19,7 @@ from stratbench.strategies.base import Strategy
 from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
-from stratbench.workload.data.datasets import Dataset
+from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.device_data import packed_bytes
 from stratbench.workload.network import models
 

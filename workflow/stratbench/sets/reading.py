@@ -11,11 +11,12 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit import AUDIT_COLUMNS, audit, read_records, read_timelines
+from stratbench.analysis.audit import audit, read_records, read_timelines
 from stratbench.analysis.audit.rule import Key
 from stratbench.analysis.paper import published
 from stratbench.analysis.records.collect import Expected, collect
 from stratbench.analysis.records.columns import EPOCH_COLUMNS, read_cells, read_epochs
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.analysis.records.samples import Timeline
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell

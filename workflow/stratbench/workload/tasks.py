@@ -178,9 +178,7 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
     try:
         found = list(task.outputs(tuple(targets), classes))
     except Exception as e:
-        raise ModelError(
-            f"{what}: its outputs of {list(targets)} raised {error_text(e)}"
-        ) from e
+        raise ModelError(f"{what}: its outputs of {list(targets)} raised {error_text(e)}") from e
     if not found or any(type(n) is not int or n < 1 for n in found) or found[0] != targets[0]:
         raise ModelError(
             f"{what}: its outputs of targets {list(targets)} are {found}; return the shape of the "
@@ -210,9 +208,7 @@ def own_task(call: str) -> Task:
     try:
         task = cls()
     except Exception as e:
-        raise ModelError(
-            f"{what}: called without arguments, it raised {error_text(e)}"
-        ) from e
+        raise ModelError(f"{what}: called without arguments, it raised {error_text(e)}") from e
     wanted = {
         "score_name": (str, "a short text, the score's name"),
         "unit": (str, "a short text: share, or the score's unit"),
@@ -232,9 +228,7 @@ def own_task(call: str) -> Task:
         if not good:
             raise ModelError(f"{what}: its {name} is {value!r}; it must be {means}")
     if getattr(task, "targets", "classes") not in ("classes", "values"):
-        raise ModelError(
-            f"{what}: its targets is {task.targets!r}; it must be classes or values"
-        )
+        raise ModelError(f"{what}: its targets is {task.targets!r}; it must be classes or values")
     for name in ("loss", "score"):
         if not inspect.ismethod(getattr(task, name, None)):
             raise ModelError(f"{what}: it has no method {name}(outputs, targets)")
@@ -260,9 +254,7 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
             try:
                 found[name] = getattr(task, name)(x, y)
             except Exception as e:
-                raise ModelError(
-                    f"{what}: {name} of {given} raised {error_text(e)}"
-                ) from e
+                raise ModelError(f"{what}: {name} of {given} raised {error_text(e)}") from e
             if not isinstance(found[name], torch.Tensor):
                 kind = type(found[name]).__name__
                 raise ModelError(f"{what}: {name} returned a {kind}; return a tensor")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stratbench.analysis.decision.candidates import PAIRED_BLOCKS, Candidate
+from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import chance_difference

@@ -17,9 +17,9 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit import read_audit
 from stratbench.analysis.decision import theory
-from stratbench.analysis.decision.candidates import Candidate, candidates_among
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
@@ -33,6 +33,7 @@ from stratbench.analysis.decision.sentences import (
     why_none,
 )
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB, worker_noun

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.decision.candidates import Candidate
+from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.tolerance import UNUSABLE
 from stratbench.statistics import moderated
 

@@ -16,7 +16,7 @@ import pandas as pd
 from stratbench.statistics import moderated
 
 if TYPE_CHECKING:
-    from stratbench.analysis.decision.candidates import Candidate
+    from stratbench.analysis.decision.candidate import Candidate
     from stratbench.analysis.decision.constraints import Constraints
 
 #: Excludes a candidate whose record is no measurement.

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.audit import read_audit
 from stratbench.analysis.paper import paper_audit, published
 from stratbench.analysis.paper.claims import judge_claims
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.tables.usable import UsableGroups
 from stratbench.cell.files import write_atomic
 

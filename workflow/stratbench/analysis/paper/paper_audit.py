@@ -13,9 +13,10 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit import AUDIT_COLUMNS, RULES, SEVERITIES, audit, read_audit
+from stratbench.analysis.audit import RULES, SEVERITIES, audit
 from stratbench.analysis.paper import published
 from stratbench.analysis.paper.metrics import MEMORY_RATIO, SIZES
+from stratbench.analysis.records.findings import AUDIT_COLUMNS, read_audit
 from stratbench.cell.files import write_atomic
 from stratbench.study.config.result_sets import VERSIONS
 

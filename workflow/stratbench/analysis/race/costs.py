@@ -10,7 +10,8 @@ from stratbench.cell.block_rules import MATRIX_REPEATS
 from stratbench.cell.blocks import Place
 
 if TYPE_CHECKING:
-    from stratbench.analysis.race.rounds import Course, State
+    from stratbench.analysis.race.rounds import Course
+    from stratbench.analysis.race.state import State
 
 
 class Costs:

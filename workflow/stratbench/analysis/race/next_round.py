@@ -9,7 +9,8 @@ from typing import Any
 from stratbench.analysis.race import judging
 from stratbench.analysis.race.costs import Costs
 from stratbench.analysis.race.evidence import RaceEvidence
-from stratbench.analysis.race.rounds import Course, State
+from stratbench.analysis.race.rounds import Course
+from stratbench.analysis.race.state import State
 from stratbench.cell.block_rules import discarded_steps
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import counted

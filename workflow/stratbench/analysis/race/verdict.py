@@ -10,7 +10,8 @@ from stratbench.analysis.race import checks, dependence, judging
 from stratbench.analysis.race.costs import Costs
 from stratbench.analysis.race.next_round import NextRound, decided
 from stratbench.analysis.race.noise import Noise, noise_of
-from stratbench.analysis.race.rounds import Course, Drop, Judged, State
+from stratbench.analysis.race.rounds import Course
+from stratbench.analysis.race.state import Drop, Judged, State
 from stratbench.cell.block_rules import MATRIX_REPEATS, MOST_OFF
 from stratbench.cell.blocks import VERDICT_VERSION, Block
 from stratbench.cell.seal import sealed

@@ -18,12 +18,13 @@ from urllib.parse import quote
 import pandas as pd
 from PIL import Image
 
-from stratbench.analysis.audit import SEVERITIES, read_audit
+from stratbench.analysis.audit import SEVERITIES
 from stratbench.analysis.audit.across_cells.confounding import confounded_host
 from stratbench.analysis.decision.raced import read_verdict
 from stratbench.analysis.figures.figure_list import PLOTS
 from stratbench.analysis.paper import paper_audit
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
+from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore

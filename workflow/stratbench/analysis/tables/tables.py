@@ -14,8 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit import RULES, SEVERITIES, read_audit
+from stratbench.analysis.audit import RULES, SEVERITIES
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, measures_of
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.tables.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities

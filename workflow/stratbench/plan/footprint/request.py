@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
-from stratbench.workload.data.datasets import Dataset
+from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.device_data import eval_batch
 from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.network import models

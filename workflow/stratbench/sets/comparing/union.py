@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from stratbench.analysis.decision.candidates import Candidate, candidates_among
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import Decision, decide_together
 from stratbench.analysis.decision.tolerance import judge_scores

@@ -18,7 +18,7 @@ from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.validation import validate
 from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
-from stratbench.workload.data.datasets import Dataset
+from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.own_data import is_own
 from stratbench.workload.network import models
 

@@ -16,7 +16,8 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.study.config.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
 from stratbench.study.config.schema import read_as
 from stratbench.workload import tasks, users_code
-from stratbench.workload.data.datasets import DATASETS, Dataset
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.datasets import DATASETS
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models, own
 

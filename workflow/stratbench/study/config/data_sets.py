@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.workload.data import own_data
-from stratbench.workload.data.datasets import Dataset, describe, identity_of
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.datasets import describe, identity_of
 
 
 class DataSets:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import Dataset
+from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.placement import HostRows
 from stratbench.workload.data.sources import DataError
 

@@ -17,7 +17,8 @@ from typing import Any
 from stratbench.cell.locks import held_folder
 from stratbench.workload import users_code
 from stratbench.workload.data import own_data, prepared, sources
-from stratbench.workload.data.datasets import DATASETS, Dataset, describe, identity_of
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.datasets import DATASETS, describe, identity_of
 from stratbench.workload.data.sources import DataError, Source
 
 

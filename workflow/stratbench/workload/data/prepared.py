@@ -24,7 +24,7 @@ from stratbench.workload.data.sources import DataError, Source, progress_bar
 if TYPE_CHECKING:
     import numpy as np
 
-    from stratbench.workload.data.datasets import Dataset
+    from stratbench.workload.data.dataset import Dataset
 
 #: Goes up when the layout changes, so that folders of an older one are made again.
 FORMAT = 2

@@ -14,7 +14,7 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratbench.workload.users_code import ModelError, named, error_text, top_of
+from stratbench.workload.users_code import ModelError, error_text, named, top_of
 
 if TYPE_CHECKING:
     from torch import nn
