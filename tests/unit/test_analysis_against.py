@@ -26,7 +26,7 @@ def v2():
 
 
 def verdicts(cells, findings=NOTHING):
-    return judge_claims(cells, findings).set_index("id")["verdict"].to_dict()
+    return judge_claims(cells, findings).set_index("id")["holds"].to_dict()
 
 
 def test_every_claim_has_a_metric_and_every_explanation_something_to_explain():
@@ -76,7 +76,7 @@ def test_only_repeats_that_both_have_are_compared(v2):
 def test_only_the_papers_models_on_gpus_are_evidence(v2):
     for change in ({"device_kind": "cpu"}, {"model": "vgg-compact"}):
         elsewhere = judge_claims(v2.assign(**change).drop_duplicates(GROUP), NOTHING)
-        assert set(elsewhere["verdict"]) == {UNKNOWN}
+        assert set(elsewhere["holds"]) == {UNKNOWN}
         assert elsewhere["elsewhere"].str.len().max() > 0
         assert elsewhere["explanation"].isna().all()
 
@@ -88,7 +88,7 @@ def test_what_the_audit_calls_unusable_is_no_evidence(v2):
     after = judge_claims(v2, found).set_index("id").loc["modified-slower-v2"]
     # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
     assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"
-    assert after["verdict"] == FAILS
+    assert after["holds"] == FAILS
 
 
 def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):

@@ -156,7 +156,7 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     rows.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     assert kept.host_mem_mib(planned.cell) == planned.asked.mem_mib
-    assert kept.longest_s(planned.cell) == round(planned.verdict.total.high_s)
+    assert kept.longest_s(planned.cell) == round(planned.fit.total.high_s)
     without = resources.job_request(planned.cell, planned.subject.settings, plan.cluster, None)
     assert without.mem_mib < planned.asked.mem_mib
     assert plan_file.PlanFile(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
@@ -226,11 +226,11 @@ def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says(
 
 
 def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):
-    quick = cell(plan_of(), "single", 1).verdict
+    quick = cell(plan_of(), "single", 1).fit
     assert quick.cut_off == "no"
-    assert cell(plan_of(epochs=10_000), "single", 1).verdict.cut_off == "certain"
+    assert cell(plan_of(epochs=10_000), "single", 1).fit.cut_off == "certain"
     # Some number of epochs lies between.
-    cuts = {cell(plan_of(epochs=n), "single", 1).verdict.cut_off for n in (20, 60, 180, 500)}
+    cuts = {cell(plan_of(epochs=n), "single", 1).fit.cut_off for n in (20, 60, 180, 500)}
     assert "possible" in cuts
 
 
@@ -379,9 +379,9 @@ def test_a_records_time_replaces_the_devices(plan_of, monkeypatch):
         "records_by_cell",
         lambda study, results: {c: record_of("ddp", 2, 777.0) for c in study.cells[:1]},
     )
-    verdict = cell(plan_of(), "ddp", 2).verdict
-    assert verdict.train.low_s == pytest.approx(0.9 * 777)
-    assert verdict.by_device.low_s != verdict.train.low_s
+    fit = cell(plan_of(), "ddp", 2).fit
+    assert fit.train.low_s == pytest.approx(0.9 * 777)
+    assert fit.by_device.low_s != fit.train.low_s
 
 
 # --- traffic and servers -------------------------------------------------------------------------

@@ -422,7 +422,7 @@ def test_one_repeat_cannot_tell(tmp_path):
     old = read_set(str(a_set(tmp_path, "one", repeats=1)), "one")
     new = read_set(str(a_set(tmp_path, "two", lambda _: 2.0, repeats=1)), "two")
     watched = regression.watch([compare(old, new)], 0.05)
-    assert [w.verdict for w in watched] == ["cannot tell"] * 2
+    assert [w.outcome for w in watched] == ["cannot tell"] * 2
     assert "no two repeats in both sets" in watched[0].sentence
     told = list(regression.describe_watch(watched, 0.05))
     assert (
@@ -459,7 +459,7 @@ def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys
     software = {"change": lambda cell, record: record["provenance"].update(software_gpu=True)}
     none = read_set(str(a_set(tmp_path, "none", **software)), "none")
     watched = regression.watch([compare(sets["old"], none)], 0.05)
-    assert {w.verdict for w in watched if w.fails} == {"no longer judged"}
+    assert {w.outcome for w in watched if w.fails} == {"no longer judged"}
     # What the first set cannot be held against either was never judged.
     for first in (new, fewer):
         assert not regression.is_slower(regression.watch([compare(first, sets["old"])], 0.5))
@@ -469,7 +469,7 @@ def test_other_work_is_named_and_fails_nothing(sets):
     """A learning rate was changed on purpose."""
     watched = regression.watch([compare(sets["old"], sets["fast"])], 0.0)
     assert not regression.is_slower(watched)
-    assert [w.sentence for w in watched if w.verdict == "not judged"] == [
+    assert [w.sentence for w in watched if w.outcome == "not judged"] == [
         f"fast: {s}, 2 kinds of cells other work: resnet50 on 1 (main), resnet50 on 2 (main): not judged"
         for s in ("ddp", "fsdp")
     ]

@@ -208,11 +208,11 @@ def test_the_record_and_the_columns_carry_every_trait():
 
 
 def test_no_wing_keeps_a_list_of_strategies():
-    """No text in plan, train, verdict or analysis is a strategy's name, or the beginning of some."""
+    """No text in plan, train or analysis is a strategy's name, or the beginning of some."""
     names = {*REGISTRY, "ps-"}
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}"
-        for wing in ("plan", "train", "verdict", "analysis")
+        for wing in ("plan", "train", "analysis")
         for path in sorted((PACKAGE / wing).rglob("*.py"))
         if str(path.relative_to(PACKAGE)) not in MAY_NAME
         for node in ast.walk(ast.parse(path.read_text()))

@@ -36,7 +36,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     """
     s, footprint, predicted = c.subject, c.footprint, c.peak
     base_bytes = bytes_before_steps(footprint, predicted)
-    span = c.verdict.by_device
+    span = c.fit.by_device
     usable = not software_gpu.trained(record)  # else its bytes are right, and its times are not
     train_s = record["time"]["train_time_s"] if usable else None
     row: dict[str, Any] = s.cell.as_dict() | {
@@ -60,7 +60,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
         name = f"{what.rpartition('_')[0]}_error_percent"
         row[name] = _error(row[f"{what}_predicted"], row[f"{what}_measured"])
     return row | {
-        "device": c.verdict.device,
+        "device": c.fit.device,
         "train_s_predicted_low": span.low_s if span else None,
         "train_s_predicted_high": span.high_s if span else None,
         "train_s_measured": train_s,

@@ -27,8 +27,8 @@ class Totals:
 
 def totals(plan: Plan, cells: Iterable[Planned], device: str) -> Totals:
     """The sums for `device`. No cell counts for longer than its time limit."""
-    verdicts = [(c, c.verdicts[device]) for c in cells if device in c.verdicts]
-    open_ = [(c, v) for c, v in verdicts if c.state not in ("done", "recorded") and v.fits]
+    fits = [(c, c.fits_on[device]) for c in cells if device in c.fits_on]
+    open_ = [(c, v) for c, v in fits if c.state not in ("done", "recorded") and v.fits]
     timed = [(c, v) for c, v in open_ if v.total is not None]
     gpu_hours = cost = None
     if timed or not open_:
@@ -40,8 +40,8 @@ def totals(plan: Plan, cells: Iterable[Planned], device: str) -> Totals:
             cost = (low * price, high * price)
     longest = max(timed, key=lambda cv: _ended(cv[0], cv[1].total.high_s), default=None)
     return Totals(
-        cells=len(verdicts),
-        unfit=sum(not v.fits for _, v in verdicts),
+        cells=len(fits),
+        unfit=sum(not v.fits for _, v in fits),
         gpu_hours=gpu_hours,
         cost=cost,
         longest=longest[0] if longest else None,

@@ -1,6 +1,6 @@
 """Decides which strategy to choose for each model: ranks the records under the constraints.
 
-Writes decision.csv, the matrix of all strategies and worker counts with a verdict and a reason each,
+Writes decision.csv, the matrix of all strategies and worker counts with its standing and a reason each,
 and answers.json, the decisions in words, which the report shows. Also prints them. If nothing was
 measured, the answer comes from the rules of `theory`, and says so.
 """
@@ -41,7 +41,7 @@ from stratbench.study.config.consistency import check_model
 from stratbench.study.config.messages import ConfigError
 
 MATRIX_COLUMNS = (
-    *("experiment", "dataset", "model", "strategy", "gpus", "verdict", "rank", "why", "basis"),
+    *("experiment", "dataset", "model", "strategy", "gpus", "standing", "rank", "why", "basis"),
     *("repeats", "time_s", "cost", "memory_mib", "score", "score_name", "score_unit"),
     *("ratio_to_first", "low", "high", "may_lose", "doubts"),
 )
@@ -156,12 +156,12 @@ def matrix_rows(
     rows = []
     for c in found:
         place, against = places.get(id(c), (None, None))
-        verdict = c.kind
+        standing = c.kind
         if ranking is not None and c is ranking.first:
-            place, verdict = 1, "recommended"
+            place, standing = 1, "recommended"
         elif against is not None:
-            verdict = "tied" if against.stand == "tied" else "possible"
-        values = (*where, c.strategy, c.gpus, verdict, place, c.why, c.basis)
+            standing = "tied" if against.stand == "tied" else "possible"
+        values = (*where, c.strategy, c.gpus, standing, place, c.why, c.basis)
         rows.append(
             dict(zip(MATRIX_COLUMNS, values, strict=False))
             | {

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     beside_ours, judged = published_cells(cells, findings), judge_claims(cells, findings)
     write_atomic(args.cells_out, beside_ours.to_csv(index=False))
     write_atomic(args.claims_out, judged.to_csv(index=False))
-    counts = ", ".join(f"{n} {name}" for name, n in judged["verdict"].value_counts().items())
+    counts = ", ".join(f"{n} {name}" for name, n in judged["holds"].value_counts().items())
     print(
         f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"
     )

@@ -18,7 +18,7 @@ from stratbench.analysis.tables.usable import UsableGroups
 from stratbench.statistics.intervals import ratio_intervals
 
 CLAIM_COLUMNS = (
-    *("id", "version", "where", "claim", "metric", "model", "low", "high", "verdict", "figures"),
+    *("id", "version", "where", "claim", "metric", "model", "low", "high", "holds", "figures"),
     *("elsewhere", "in_the_paper", "explanation", "rule"),
 )
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these records"
@@ -132,10 +132,10 @@ def describe_weak_figures(
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Every claim of the text with its verdict; only the paper's models on GPUs are evidence.
+    """Every claim of the text and whether it holds; only the paper's models on GPUs are evidence.
 
     `elsewhere` has the figures of other models and of CPU processes, which prove nothing.
-    `in_the_paper` has the verdict of the paper's own tables, including their defects.
+    `in_the_paper` has what holds in the paper's own tables, including their defects.
     """
     is_ours = published.is_counterpart(cells)
     listed = findings.to_dict("records")
@@ -163,7 +163,7 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             claim
             | {
-                "verdict": agrees,
+                "holds": agrees,
                 "figures": describe_figures(found) + describe_single_repeats(found),
                 "elsewhere": describe_figures(elsewhere),
             }

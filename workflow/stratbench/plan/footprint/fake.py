@@ -230,7 +230,7 @@ def torch_on_fakes(request: Request) -> Iterator[None]:
                     stack.enter_context(replaced(dist, name, partial(_scattered_by_gloo, scatter)))
         if request.on_cuda or request.precision == "fp16":
             # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer
-            # that is not fused would look at the loss scaler's verdict, which a fake tensor does not
+            # that is not fused would look at what the loss scaler found, which a fake tensor does not
             # have.
             stack.enter_context(replaced(torch.optim, "SGD", fused_sgd))
         yield

@@ -59,14 +59,14 @@ def _batches(plan: Plan) -> Iterator[str]:
         workers = max(c.cell.gpus for c in cells)
         there = [c for c in cells if c.cell.gpus == workers]
         used = there[0].subject.settings.per_worker_batch
-        most = {c.cell.strategy: c.verdict.largest_batch for c in there}
+        most = {c.cell.strategy: c.fit.largest_batch for c in there}
         low, high = min(most, key=most.get), max(most, key=most.get)
         several = f"; {high}: {most[high]:,}" if most[high] != most[low] else ""
         fit = f"The most that fit: {low}: {most[low]:,}{several}."
         if most[low] >= there[0].subject.data.train_samples:
             fit = f"All {there[0].subject.data.train_samples:,} of the data set would fit."
         yield (
-            f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].verdict.device}: the "
+            f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].fit.device}: the "
             f"study uses {used:,} samples a worker. {fit}"
         )
 

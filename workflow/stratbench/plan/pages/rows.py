@@ -21,7 +21,7 @@ ASKED = ("nodes", "gres", "cpus", "mem_mib", "runtime_min")
 def plan_row(plan: Plan, c: Planned) -> dict[str, Any]:
     """One cell's row of plan.csv; a field is empty where nothing is known."""
     s = c.subject.settings
-    main = c.verdict
+    main = c.fit
     fields: dict[str, Any] = c.cell.as_dict() | {
         "state": c.state,
         "why": c.why,
@@ -62,11 +62,11 @@ def plan_row(plan: Plan, c: Planned) -> dict[str, Any]:
     fields |= _span("cost", costs)
     fields["cut_off"] = main.cut_off if main else ""
     for name in plan.others:
-        verdict = c.verdicts.get(name)
-        fields[f"fits {name}"] = verdict.fits if verdict else ""
+        fit = c.fits_on.get(name)
+        fields[f"fits {name}"] = fit.fits if fit else ""
         fields |= _span(
             f"train_time_s {name}",
-            (verdict.train.low_s, verdict.train.high_s) if verdict and verdict.train else None,
+            (fit.train.low_s, fit.train.high_s) if fit and fit.train else None,
         )
     return fields | {
         "host_mem_mib_needed": _mib(c.host_bytes) if c.footprint else "",
@@ -102,7 +102,7 @@ def write_json(plan: Plan, path: Path) -> None:
             "settings": plan_file.digest_of_settings(c.subject.settings.as_json()),
             "infeasible": None if c.state != "infeasible" else c.why,
             "host_mem_mib": -(-c.host_bytes // MIB),
-            "cell_time_high_s": longest_time_s(c.verdict),
+            "cell_time_high_s": longest_time_s(c.fit),
         }
         for c in plan.cells
         if c.footprint is not None

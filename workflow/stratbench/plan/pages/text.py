@@ -101,14 +101,14 @@ def _names(strategies: list[str]) -> str:
 
 
 def _needed(c: Planned, unit: int) -> str:
-    return in_unit(c.needed_bytes, unit) + ("" if c.verdict.fits else "!")
+    return in_unit(c.needed_bytes, unit) + ("" if c.fit.fits else "!")
 
 
 def _time(c: Planned) -> str:
-    if c.verdict.train is None:
+    if c.fit.train is None:
         return "unknown"
-    mark = {"no": "", "possible": "?", "certain": "!"}[c.verdict.cut_off]
-    return span_text(c.verdict.train) + mark
+    mark = {"no": "", "possible": "?", "certain": "!"}[c.fit.cut_off]
+    return span_text(c.fit.train) + mark
 
 
 def _verdicts(plan: Plan) -> Iterator[str]:

@@ -37,27 +37,27 @@ class Watched:
     #: SLOWER: its lower bound is above the allowed share; WITHIN: its upper bound is not; LOST: it finished
     #: in the first set, but none of its repeats that ran here did; GONE: there is no usable record of it
     #: here; OTHER_WORK: what is trained here is something else; else UNKNOWN.
-    verdict: str
-    #: The audit's rules that doubt a time behind the verdict.
+    outcome: str
+    #: The audit's rules that doubt a time behind the outcome.
     doubts: tuple[str, ...] = ()
 
     @property
     def fails(self) -> bool:
         """Whether this makes a comparison fail."""
-        return self.verdict in FAILING
+        return self.outcome in FAILING
 
     @property
     def shown(self) -> bool:
         """Whether it is listed: cells that got no slower are not."""
-        return self.whole or self.fails or self.verdict == OTHER_WORK
+        return self.whole or self.fails or self.outcome == OTHER_WORK
 
     @property
     def sentence(self) -> str:
-        """The verdict with its figures."""
+        """The outcome with its figures."""
         share, low, high = self.slowdown
         if share is None:
-            return f"{self.set_name}: {self.what}: {self.verdict}"
-        text = f"{self.set_name}: {self.what}: {self.verdict}, {share:+.1%}"
+            return f"{self.set_name}: {self.what}: {self.outcome}"
+        text = f"{self.set_name}: {self.what}: {self.outcome}, {share:+.1%}"
         if low is None:
             return f"{text} (no two repeats in both sets, so that noise is not known)"
         doubts = f"; the audit doubts its times: {', '.join(self.doubts)}" if self.doubts else ""
@@ -85,7 +85,7 @@ def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
     ]
     watched += [lost_one(c.other.name, cell) for c in found for cell in c.cells if is_lost(cell)]
     watched += [entry for c in found for entry in not_judged(c)]
-    return sorted(watched, key=lambda w: (*FAILING, OTHER_WORK, UNKNOWN, WITHIN).index(w.verdict))
+    return sorted(watched, key=lambda w: (*FAILING, OTHER_WORK, UNKNOWN, WITHIN).index(w.outcome))
 
 
 def not_judged(found: Comparison) -> Iterator[Watched]:
@@ -99,14 +99,14 @@ def not_judged(found: Comparison) -> Iterator[Watched]:
     # Published tables have no records that could be gone.
     for group in () if found.other.is_published else found.gone:
         places[GONE, group.strategy, "without a record"].append(group)
-    for (verdict, strategy, why), groups in places.items():
+    for (outcome, strategy, why), groups in places.items():
         named = [f"{g.model} on {g.gpus} ({g.experiment})" for g in groups[:MOST_NAMED]]
         more = [f"{len(groups) - MOST_NAMED} more"] if len(groups) > MOST_NAMED else []
         what = (
             f"{strategy}, {counted(len(groups), 'kind')} of cells {why}: {', '.join(named + more)}"
         )
         unknown = LostSpeed(None, None, None)
-        yield Watched(found.other.name, what, False, len(groups), unknown, verdict)
+        yield Watched(found.other.name, what, False, len(groups), unknown, outcome)
 
 
 def is_lost(cell: ComparedCell) -> bool:
@@ -118,7 +118,7 @@ def is_lost(cell: ComparedCell) -> bool:
 
 
 def lost_one(set_name: str, cell: ComparedCell) -> Watched:
-    """The verdict on a cell that no longer finishes."""
+    """The outcome on a cell that no longer finishes."""
     what = f"{describe(cell)}, {cell.other_outcome}"
     return Watched(set_name, what, False, 1, LostSpeed(None, None, None), LOST)
 
@@ -141,15 +141,15 @@ def watched_one(
     alpha: float,
     allowed: float,
 ) -> Watched:
-    """The verdict on some cells together."""
+    """The outcome on some cells together."""
     slowdown = slowdown_over_cells([(c.other_times, c.first_times) for c in cells], alpha)
-    verdict = UNKNOWN
+    outcome = UNKNOWN
     if slowdown.at_least is not None and slowdown.at_least > allowed:
-        verdict = SLOWER
+        outcome = SLOWER
     elif slowdown.at_most is not None and slowdown.at_most <= allowed:
-        verdict = WITHIN
+        outcome = WITHIN
     doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubts))
-    return Watched(set_name, what, whole, len(cells), slowdown, verdict, doubts)
+    return Watched(set_name, what, whole, len(cells), slowdown, outcome, doubts)
 
 
 def describe(cell: ComparedCell) -> str:
@@ -164,13 +164,13 @@ def is_slower(watched: Sequence[Watched]) -> bool:
 
 
 def describe_watch(watched: Sequence[Watched], allowed: float) -> Iterator[str]:
-    """The verdicts for a terminal: what is slower, and every strategy."""
+    """The outcomes for a terminal: what is slower, and every strategy."""
     if not watched:
         yield "Regression watch: no cell has a ratio, so that nothing can be told."
         return
-    slower, lost, gone = ([w for w in watched if w.verdict == verdict] for verdict in FAILING)
+    slower, lost, gone = ([w for w in watched if w.outcome == outcome] for outcome in FAILING)
     strategies = [w for w in watched if w.whole]
-    unknown = [w for w in strategies if w.verdict == UNKNOWN]
+    unknown = [w for w in strategies if w.outcome == UNKNOWN]
     if slower:
         told = f"{len(slower)} slower"
     elif len(unknown) < len(strategies):
