@@ -11,7 +11,7 @@ import fixture_records as fixture
 import pandas as pd
 import pytest
 import torch
-from test_analysis_decide import cell, decided, verdicts
+from test_analysis_decide import cell, decided, standings
 from test_own_models import experiment, study_of
 
 from launching import settings
@@ -461,7 +461,7 @@ def test_the_decision_goes_by_the_direction_and_the_tolerance_of_the_score(
         cell("ps-async", 10.0, **LOSS, score_error=error) | {"score_final": loss},
     ]
     found = decided(rows, score_tolerance=tolerance)
-    assert verdicts(found)["ps-async", 4] == verdict
+    assert standings(found)["ps-async", 4] == verdict
     words = " ".join((found.headline, found.reason, *found.changes, found.confidence_why))
     words += str(found.excluded)
     assert "accuracy" not in words
@@ -469,7 +469,7 @@ def test_the_decision_goes_by_the_direction_and_the_tolerance_of_the_score(
     if verdict == "worse score":
         assert "1.600 nats/token, 0.100 nats/token more than ddp on 4 (0.05 allowed" in words
     if loss == 1.4:
-        assert verdicts(found)["ddp", 4] == "worse score"
+        assert standings(found)["ddp", 4] == "worse score"
 
 
 def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():
