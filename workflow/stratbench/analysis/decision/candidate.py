@@ -31,6 +31,8 @@ class Candidate:
     unscored: bool = False
     memory_bytes: float | None = None
     states_bytes: float | None = None
+    #: The memory of the GPU; None: not known, or no GPU.
+    card_bytes: float | None = None
     test_samples: float | None = None
     on_cpu: bool = False
     served: bool = False  # by parameter servers

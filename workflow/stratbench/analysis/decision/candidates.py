@@ -78,6 +78,7 @@ def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candida
         test_samples=most("test_samples"),
         memory_bytes=most("peak_memory_bytes"),
         states_bytes=most("model_states_bytes"),
+        card_bytes=None if on_cpu else most("device_memory_bytes"),
         on_cpu=on_cpu,
         served=bool((frame["strategy_kind"] == "server").any()),
         batchnorm=not (ok["batchnorm"].dropna().astype(str) == "False").any(),

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from stratbench.analysis.decision.sentences import (
     sentences_on_constraints,
     why_none,
 )
+from stratbench.analysis.decision.short import Short, lead_of, short_answer
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Group
@@ -66,6 +67,8 @@ class Decision:
     #: (strategy, why) for each strategy that cannot be chosen at any count.
     excluded: tuple[tuple[str, str], ...]
     matrix: tuple[dict[str, Any], ...]
+    #: The answer in a few words.
+    short: Short
 
     @property
     def confidence_why(self) -> str:
@@ -132,6 +135,7 @@ def decide(
             confidence="none",
             sure=("Nothing is left to rank.",),
             changes=tuple(sentences_on_constraints(found, None)),
+            short=short_answer(found, None, given, "none", slowed=False),
         )
     noun = worker_noun(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
@@ -144,6 +148,7 @@ def decide(
         confidence=level,
         sure=sure,
         changes=tuple(sentences_on_changes(found, ranking, given)),
+        short=short_answer(found, ranking, given, level, bool(slowed)),
     )
 
 
@@ -205,6 +210,7 @@ def decision_by_theory(
         changes=("Records: train the study's cells of this model, and decide again.",),
         excluded=tuple(excluded_strategies(found, set())),
         matrix=matrix_rows((experiment, dataset, model), found, None),
+        short=Short(name, given.gpus, "By theory.", why=why),
     )
 
 
@@ -248,7 +254,11 @@ def answers_as_json(
         "constraints": list(given.sentences()),
         "equivalence_margin": given.equivalence_margin,
         "across": list(notes),
-        "answers": [{name: getattr(decision, name) for name in words} for decision in found],
+        "lead": lead_of([(d.model, d.confidence, d.short) for d in found]),
+        "answers": [
+            {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
+            for decision in found
+        ],
     }
 
 

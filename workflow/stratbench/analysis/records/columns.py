@@ -197,6 +197,8 @@ CELL_COLUMNS: tuple[Column, ...] = (
            "configuration (target_score)."),
     Column("device_kind", "text", "", derived.device_kind, "cuda or cpu: what the workers ran on."),
     Column("device_name", "text", "", derived.device_name, "The GPUs, or the CPUs, by name."),
+    Column("device_memory_bytes", "number", "bytes", derived.device_memory_bytes,
+           "Memory of the smallest of the GPUs."),
     Column("host", "text", "", derived.hosts, "Names of the hosts of the workers."),
     Column("cpu_model", "text", "", derived.cpu_models, "The processors of the hosts."),
     Column("cpu_cores", "number", "", derived.cpu_cores,

@@ -66,6 +66,12 @@ def device_name(record: Record) -> str | None:
     return joined_or_none(texts_of_workers(record, "gpu.name")) or cpu_models(record)
 
 
+def device_memory_bytes(record: Record) -> float | None:
+    """Memory of the smallest GPU of the workers; None without one."""
+    found = texts_of_workers(record, "gpu.memory_bytes")
+    return min(map(float, found), default=None)
+
+
 def hosts(record: Record) -> str | None:
     """Names of the hosts on which workers ran."""
     return joined_or_none(texts_of_workers(record, "host.name"))

@@ -10,24 +10,26 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
+from markupsafe import Markup
 from PIL import Image
 
 from stratbench.analysis.audit import SEVERITIES
 from stratbench.analysis.audit.across_cells.confounding import confounded_host
 from stratbench.analysis.decision.raced import read_verdict
 from stratbench.analysis.figures.figure_list import PLOTS
+from stratbench.analysis.figures.marks import FAMILIES, css_variables, mark_of, outline
 from stratbench.analysis.paper import paper_audit
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore
+from stratbench.analysis.report.answer_rows import answer_rows, ticks
 from stratbench.analysis.report.sections import (
     machine_lines,
     paper_section,
@@ -115,11 +117,10 @@ def notices_above(
         yield f"{unusable} of {len(cells)} cells have a record that is no measurement, and no figure here."
     if partial and cells["status"].isin(["missing", "error"]).any():
         yield "This report is partial: cells without a usable record are marked, not left out."
-    if len(cpu):
+    if 0 < len(cpu) < len(known):
         yield (
-            f"{'Some cells' if len(cpu) < len(known) else 'All cells'} ran without a GPU. "
-            f"{workers_are(cpu)} Times, speedups and memory describe this machine, not GPUs: more "
-            "processes are no more hardware. Where data files say gpus, read processes."
+            f"Some cells ran without a GPU. {workers_are(cpu)} Their times, speedups and memory describe "
+            "this machine, not GPUs: more processes are no more hardware."
         )
     if known["synthetic_data"].astype(str).eq("True").any():
         yield "Some cells train on generated data: their score means nothing outside this study."
@@ -139,6 +140,32 @@ def notices_above(
             f"Strategies ran on hosts of their own: {listed}. What differs may be the hosts. Compare with "
             "care."
         )
+
+
+def measured_on(cells: pd.DataFrame) -> str:
+    """What the cells ran on, and how many of them finished, in a line."""
+    known = cells.dropna(subset=["device_kind"])
+    kinds = set(known["device_kind"])
+    ended = known[known["status"] == "ok"] if (known["status"] == "ok").any() else known
+    devices = ", ".join(sorted(set(ended["device_name"].dropna()))) or "an unknown device"
+    hosts = {host for text in ended["host"].dropna() for host in str(text).split("; ")}
+    if kinds == {"cpu"}:
+        cores = ended["cpu_cores"].max()
+        shared = f" that share {cores:.0f} cores" if pd.notna(cores) else ""
+        of = "one machine" if len(hosts) < 2 else f"{len(hosts)} machines"
+        text = f"CPU processes{shared} of {of} ({devices}): it says nothing about GPUs."
+    elif kinds:
+        text = f"up to {counted(int(known['gpus'].max()), 'worker')} with {devices} on "
+        text += f"{counted(len(hosts), 'host')}, {distinct_values(known, 'precision')}."
+    else:
+        text = "nothing yet."
+    counts = cells["status"].value_counts()
+    others = [
+        f"{counts[s]} {words}" for s, words in STATUS_WORDS.items() if s in counts and s != "ok"
+    ]
+    ok = counts.get("ok", 0)
+    finished = f" {ok} of {len(cells)} cells finished{': ' if others else ''}{', '.join(others)}."
+    return text + finished
 
 
 def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -314,9 +341,31 @@ def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
     return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
 
 
-def answers_by_experiment(answers: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The answers grouped by experiment, in the order of the config."""
-    return [(name, list(group)) for name, group in groupby(answers, key=lambda a: a["experiment"])]
+def first_screen(cells: pd.DataFrame, decided: dict[str, Any]) -> dict[str, Any]:
+    """What the page's first screen prints: a row for each answer, and the marks' colours and shapes."""
+    bases = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
+    names = list(zip(bases["strategy"], bases["strategy_base"], strict=True))
+    rows = list(answer_rows(decided["answers"], names, decided["equivalence_margin"]))
+    shown = {family for row in rows for family in row["families"]}
+    by_cost = any("ranked by cost" in sentence for sentence in decided["constraints"])
+    return {
+        "answers": rows,
+        "any_open": any(row["short"]["score_open"] for row in rows),
+        "ticks": ticks(),
+        "value_name": "Cost" if by_cost else "Training time",
+        "others_name": f"{'Cost' if by_cost else 'Time'} of the others, as a multiple",
+        "families": [
+            {
+                "name": name,
+                "variable": mark_of(name, 0).variable,
+                "path": outline(hue.shape, 7, 7, 4.5),
+                "shown": name in shown,
+            }
+            for name, hue in FAMILIES.items()
+        ],
+        "light_marks": Markup(css_variables(dark=False)),
+        "dark_marks": Markup(css_variables(dark=True)),
+    }
 
 
 def experiment_sections(
@@ -357,7 +406,8 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
         "decided": decided,
         "verdict": verdict,
-        "decisions": answers_by_experiment(decided["answers"]),
+        "measured": measured_on(cells),
+        **first_screen(cells, decided),
         "strategies": list(strategy_lines(cells)),
         "experiments": list(experiment_sections(folder, cells, decided)),
         "numbered": list(read_paper_tables(folder / "tables" / "paper")),
