@@ -9,12 +9,12 @@ from typing import Any
 
 from stratbench.analysis.figures.marks import Mark, marks_by_strategy, outline
 
-#: The scale of the rivals in pixels: its width, and the places of 1 × and of the farthest ratio.
-WIDTH, ONE, END = 236, 40, 222
+#: The scale of the rivals, 236 pixels wide: the places of 1 × and of the farthest ratio.
+ONE, END = 40, 222
 #: The farthest ratio that is drawn, and the ratios that have a tick.
 FARTHEST, TICKS = 3.0, (1.0, 1.5, 2.0, 3.0)
-#: The height of the scale and of its middle; the lines on which marks are put if they would overlap.
-HEIGHT, MIDDLE, LANES = 50, 17, (0, -9, 9)
+#: The height of the middle; the lines above and below it on which marks are put that would overlap.
+MIDDLE, LANES = 24, (0, -9, 9)
 #: Radii of the choice, its nearest rival and the others; marks nearer than this overlap.
 CHOICE, NEAREST, OTHER, APART = 7.0, 5.0, 3.6, 8.0
 #: Of the confidence, how many of three dots are filled.
@@ -62,7 +62,7 @@ def scale_of(
         return None
     inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
     nearest = others[0]
-    taken: list[tuple[float, int]] = [(at(1.0), 0)]
+    taken: list[tuple[float, int]] = [(at(1.0), 0), (at(1.0) + CHOICE, 0)]
     shown, lines = [], []
     for other in inside:
         x, first = at(other["ratio"]), other is nearest
