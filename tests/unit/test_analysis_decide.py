@@ -520,7 +520,7 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     assert decide.main([*arguments, "--answers-out", str(tmp_path / "answers.json")]) == 0
     said = capsys.readouterr().out
     assert "at most 2 GPUs" in said
-    assert "convnext_large (ddp-fsdp, cifar10): Fastest in its one run: ddp on 2 GPUs." in said
+    assert "convnext_large (ddp-fsdp): ddp × 2" in said
     matrix = pd.read_csv(tmp_path / "d.csv")
     assert tuple(matrix.columns) == decide.MATRIX_COLUMNS
     assert len(matrix) == len(cells)

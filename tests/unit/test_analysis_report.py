@@ -422,7 +422,8 @@ def test_a_variant_without_a_record_is_told_as_one():
 VISIT = """<script>
 addEventListener("load", function () {
   var answers = Array.from(document.querySelectorAll(".choice"));
-  var seen = { answered_px: answers[1].getBoundingClientRect().bottom, answers: answers.length - 1, height_px: document.documentElement.scrollHeight };
+  var seen = { answered_px: answers[1].getBoundingClientRect().bottom };
+  seen.height_px = document.documentElement.scrollHeight;
   seen.dark = getComputedStyle(document.body).backgroundColor;
   document.querySelectorAll("details").forEach(function (d) { d.open = true; });
   seen.scales = Array.from(document.querySelectorAll("figure")).map(function (figure) {

@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.decision import theory
+from stratbench.analysis.decision.answer_line import answer_line
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import candidates_among
 from stratbench.analysis.decision.confidence import confidence_in
@@ -223,11 +224,11 @@ def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
 
 def describe_decisions(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> str:
     """The decisions as text for a terminal."""
-    lines = [f"Constraints: {'; '.join(given.sentences())}.", *notes, ""]
+    lead = lead_of([(d.model, d.confidence, d.short) for d in found])
+    lines = [lead, f"Constraints: {'; '.join(given.sentences())}.", *notes, ""]
     common = common_sentences(found)
     for d in found:
-        where = f"{d.model} ({d.experiment}, {d.dataset})" if d.experiment else d.model
-        lines += [f"{where}: {d.headline}", f"  {d.reason}"]
+        lines += [answer_line(answer_of(d)), f"  {d.headline}", f"  {d.reason}"]
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
         lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
         lines += [f"  What would change it: {change}" for change in d.changes]
@@ -247,19 +248,21 @@ def answers_as_json(
     found: Sequence[Decision], notes: Sequence[str], given: Constraints
 ) -> dict[str, Any]:
     """The content of answers.json: the decisions in words, and their constraints."""
-    words = ("experiment", "dataset", "model", "source", "headline", "reason")
-    words += ("confidence", "sure", "changes", "excluded")
     return {
         "common": common_sentences(found),
         "constraints": list(given.sentences()),
         "equivalence_margin": given.equivalence_margin,
         "across": list(notes),
         "lead": lead_of([(d.model, d.confidence, d.short) for d in found]),
-        "answers": [
-            {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
-            for decision in found
-        ],
+        "answers": [answer_of(decision) for decision in found],
     }
+
+
+def answer_of(decision: Decision) -> dict[str, Any]:
+    """What answers.json says of a decision."""
+    words = ("experiment", "dataset", "model", "source", "headline", "reason")
+    words += ("confidence", "sure", "changes", "excluded")
+    return {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
 
 
 def write_decisions(

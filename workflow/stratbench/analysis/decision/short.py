@@ -255,8 +255,8 @@ def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
     if not first.card_bytes:
         return bytes_text(first.memory_bytes), "", None
     taken = first.memory_bytes / first.card_bytes
-    own = bytes_text(first.memory_bytes).removesuffix(" GiB")
-    return f"{own} of {first.card_bytes / GIB:.0f} GiB", "", taken
+    held = first.memory_bytes / GIB
+    return f"{held:.{1 if held >= 10 else 2}f} of {first.card_bytes / GIB:.0f} GiB", "", taken
 
 
 # ---------------------------------------------------------------- how sure

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from stratbench.analysis.decision.answer_line import answer_line
 from stratbench.cell.text.words import counted
 
 
@@ -17,9 +18,10 @@ def answer_lines(folder: Path) -> Iterator[str]:
 
     Reads answers.json, audit.csv and cells.csv without pandas, which is slow to import.
     """
-    for d in json.loads((folder / "answers.json").read_text(encoding="utf-8"))["answers"]:
-        where = f"{d['model']} ({d['experiment']})" if d["experiment"] else d["model"]
-        yield f"{where}: {d['headline']} Confidence: {d['confidence']}."
+    decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
+    yield decided["lead"]
+    for d in decided["answers"]:
+        yield answer_line(d)
     found = Counter(row["severity"] for row in read_rows(folder / "audit.csv"))
     tally = [f"{found[severity]} {severity}" for severity in ("unusable", "doubtful")]
     yield f"Audit: {', '.join(tally)}, {found['note']} to note."
