@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: a wheel carries the workflow's files beside the package.
 
-They keep their paths of a clone, below stratbench/_repository; `stratbench.cell.places` finds them.
+They keep their paths of a clone, below stratbench/_repository; `stratbench.cell.installation` finds them.
 """
 
 import json

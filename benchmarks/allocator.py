@@ -36,15 +36,15 @@ REPOSITORY = HERE.parent
 sys.path[:0] = [str(HERE / "gpu"), str(REPOSITORY / "workflow")]
 
 from stratbench.cell.files import read_json, write_atomic  # noqa: E402
-from stratbench.cell.words import MIB  # noqa: E402
-from stratbench.plan.cache import footprints_of  # noqa: E402
-from stratbench.plan.compare import measured_peak_bytes  # noqa: E402
-from stratbench.plan.devices import find_gpu  # noqa: E402
-from stratbench.plan.footprint import Footprint  # noqa: E402
-from stratbench.plan.request import Request, data_bytes  # noqa: E402
+from stratbench.cell.text.words import MIB  # noqa: E402
+from stratbench.plan.against_records import measured_peak_bytes  # noqa: E402
+from stratbench.plan.device_rates import find_gpu  # noqa: E402
+from stratbench.plan.footprint.cache import footprints_of  # noqa: E402
+from stratbench.plan.footprint.footprint import Footprint  # noqa: E402
+from stratbench.plan.footprint.request import Request, data_bytes  # noqa: E402
 from stratbench.strategies import strategy_class  # noqa: E402
-from stratbench.workload.datasets import describe  # noqa: E402
-from stratbench.workload.prepare import prepare  # noqa: E402
+from stratbench.workload.data.datasets import describe  # noqa: E402
+from stratbench.workload.data.prepare import prepare  # noqa: E402
 
 #: Enough for what comes with the second step.
 STEPS = 3

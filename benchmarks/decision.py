@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 import decision_simulation as simulated
 from decision_simulation import NOISES, ahead_by, judged, normal, preferences, truths
 
-from stratbench.analysis.ranking import Noise
-from stratbench.moderated import REPEATED_LOOKS
+from stratbench.analysis.decision.ranking import Noise
+from stratbench.statistics.moderated import REPEATED_LOOKS
 
 #: Decisions behind each rate.
 DECISIONS = 4000

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stratbench import moderated
-from stratbench.analysis import ranking, tolerance
+from stratbench.analysis.decision import ranking, tolerance
+from stratbench.statistics import moderated
 
 MARGIN = 0.03
 

@@ -16,11 +16,11 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.audit import confounding
+from stratbench.analysis.audit.across_cells import confounding
 from stratbench.analysis.audit.rule import Evidence
-from stratbench.analysis.candidates import Candidate
-from stratbench.analysis.columns import COLUMNS
-from stratbench.analysis.ranking import rankings_of_bouts
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.ranking import rankings_of_bouts
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell, expand
 from stratbench.study.order import priority
 

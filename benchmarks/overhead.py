@@ -50,9 +50,9 @@ from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train.loop import timed_steps
-from stratbench.workload import models
-from stratbench.workload.data import DeviceData, epoch_order
-from stratbench.workload.prepare import prepare
+from stratbench.workload.data.device_data import DeviceData, epoch_order
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.network import models
 from stratbench.workload.tasks import Classification, NextToken
 
 OUT = Path(__file__).parent / "results"

@@ -28,10 +28,10 @@ from typing import Any
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench.plan.compare import prediction_rows, write_prediction_csv  # noqa: E402
+from stratbench.plan.against_records import prediction_rows, write_prediction_csv  # noqa: E402
 from stratbench.plan.schedule import make_plan, records_by_cell  # noqa: E402
-from stratbench.study import config as configuration  # noqa: E402
-from stratbench.workload.prepare import prepare  # noqa: E402
+from stratbench.study.config import config as configuration  # noqa: E402
+from stratbench.workload.data.prepare import prepare  # noqa: E402
 
 OUT = Path(__file__).parent / "results"
 #: So many that PowerSGD feeds errors back in the last (see VARIANTS).

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from stratbench.cell.learning_rate import share_of_lr
-from stratbench.workload import gpt, sources
+from stratbench.workload.data import sources
+from stratbench.workload.network import gpt
 from stratbench.workload.tasks import NextToken
 
 STEPS, BATCH, LENGTH, LR, FINAL_LR = 2000, 12, 64, 1e-3, 1e-4

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from stratbench.analysis.groups import Group
-from stratbench.analysis.score import Score
-from stratbench.sets import regression
-from stratbench.sets.comparison import ComparedCell
-from stratbench.sets.matching import Match
+from stratbench.analysis.records.groups import Group
+from stratbench.analysis.records.score import Score
+from stratbench.sets.comparing import regression
+from stratbench.sets.comparing.comparison import ComparedCell
+from stratbench.sets.comparing.matching import Match
 
 NOISE, TURNS, SEED = 0.01, 200, 20
 SHAPE = (4, 3, 2)

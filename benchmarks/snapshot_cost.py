@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
-from stratbench.ps.policies import make_policy
-from stratbench.ps.policy import Hyper
+from stratbench.ps.policies.policies import make_policy
+from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.server import ServerConfig, serve
 from stratbench.ps.shard import Shard
 from stratbench.ps.snapshots import SnapshotWriter

@@ -40,12 +40,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 import staleness
 
 from stratbench.cell.learning_rate import share_of_lr
-from stratbench.ps.policies import make_policy
-from stratbench.ps.policy import Hyper, Outcome, Policy
+from stratbench.plan.queue.virtual_clock import Timing, Trace, simulate
+from stratbench.ps.policies.policies import make_policy
+from stratbench.ps.policies.policy import Hyper, Outcome, Policy
 from stratbench.ps.tickets import Ticket, TicketPlan
-from stratbench.ps.virtual import Timing, Trace, simulate
-from stratbench.workload.gpt import GPT
-from stratbench.workload.sources import ROOT_VARIABLE, Source, markov_text, tinyshakespeare
+from stratbench.workload.data.sources import ROOT_VARIABLE, Source, markov_text, tinyshakespeare
+from stratbench.workload.network.gpt import GPT
 
 #: What is compared with ps-sync: a policy, and its options as text.
 VARIANTS = (

@@ -25,8 +25,8 @@ import tempfile
 from pathlib import Path
 
 from stratbench.cell.coordinates import Cell
-from stratbench.study.config import load_config
-from stratbench.workload.prepare import prepare
+from stratbench.study.config.config import load_config
+from stratbench.workload.data.prepare import prepare
 
 #: By optimizer: what is compared, and what else the experiment says.
 STRATEGIES = {

@@ -3,8 +3,8 @@
     PYTHONPATH=workflow python benchmarks/verdict_limits.py > benchmarks/results/verdict/limits.md
 
 Ten minutes of one core. Seeds are fixed, so that the page comes out the same again. The tables on nodes
-and on dependence go through `stratbench.verdict.race`; the others through the whole verdict (`next_round`,
-then `verdict_of`), on blocks and full runs that are drawn.
+and on dependence go through `stratbench.analysis.race.judging`; the others through the whole verdict
+(`next_round`, then `verdict_of`), on blocks and full runs that are drawn.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+from stratbench.analysis.race import judging
+from stratbench.analysis.race.evidence import Bout, FullRun, RaceEvidence
+from stratbench.analysis.race.next_round import next_round, round_of
+from stratbench.analysis.race.rounds import Course
+from stratbench.analysis.race.verdict import verdict_of
 from stratbench.cell.blocks import Block, Place, Segment
 from stratbench.cell.coordinates import Cell
-from stratbench.verdict import race
-from stratbench.verdict.evidence import Bout, FullRun, RaceEvidence
-from stratbench.verdict.next_round import next_round, round_of
-from stratbench.verdict.rounds import Course
-from stratbench.verdict.summary import verdict_of
 
 MARGIN = 0.03
 #: Bouts behind a row of the race alone, and of the whole verdict.
@@ -70,8 +70,8 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
     mu = true_logs(rng, n, k, truth)
     everywhere = np.ones(mu.shape, dtype=bool)
     served = np.broadcast_to(np.arange(k) >= k // 2, mu.shape)
-    course = race.Race(served, everywhere, everywhere, MARGIN)
-    several = how.nodes or race.LOOKS[-1]
+    course = judging.Race(served, everywhere, everywhere, MARGIN)
+    several = how.nodes or judging.LOOKS[-1]
     effects = (
         rng.normal(0, how.on_node, (*mu.shape, several)) if how.on_node else 0.0 * mu[..., None]
     )
@@ -82,7 +82,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
     while course.open.any():
         judged = course.open.copy()
         new, nodes = [], []
-        for _ in range(race.next_look(done) - done):
+        for _ in range(judging.next_look(done) - done):
             at = rng.integers(0, several, (n, 1)) if how.nodes else np.full((n, 1), done)
             ran |= (np.arange(several) == at[..., None]) & judged[..., None]
             own = np.take_along_axis(
@@ -100,7 +100,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
             result[name] = np.where(step.ended, value, result.get(name, np.zeros_like(value)))
     count = np.maximum(ran.sum(-1, keepdims=True), 1)
     here = mu + (effects * ran[..., None, :]).sum(-1) / count
-    named = (result["sets"] < race.FEWEST_SETS)[..., None]
+    named = (result["sets"] < judging.FEWEST_SETS)[..., None]
     return {
         "wrong": 100 * wrong(np.where(named, here, mu), result).mean(),
         "of_all": 100 * wrong(mu, result).mean(),
@@ -113,7 +113,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
 def wrong(mu: np.ndarray, said: Mapping[str, np.ndarray]) -> np.ndarray:
     """Whether the claim on each bout is wrong, by the true log times `mu`."""
     best = mu.min(-1)
-    gap = race.at(mu, said["leader"]) - best
+    gap = judging.at(mu, said["leader"]) - best
     tied = (mu <= best[..., None] + 1e-12).sum(-1) > 1
     within = said["at_most"] <= math.log1p(MARGIN) + 1e-9
     return (

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stratbench import moderated
-from stratbench.cell.segments import disagreement_limit, discarded_steps
-from stratbench.verdict import race
+from stratbench.analysis.race import judging
+from stratbench.cell.block_rules import disagreement_limit, discarded_steps
+from stratbench.statistics import moderated
 
 MARGIN = 0.03
 
@@ -221,10 +221,10 @@ def run(
     one_node: bool = False,
     segments_as_units: bool = False,
 ) -> Outcome:
-    """Races every study to its end, through `race.Race`. `segments_as_units`: the known mistake."""
+    """Races every study to its end, through `judging.Race`. `segments_as_units`: the known mistake."""
     costs = costs or Costs()
     full, short = costs.full(s), costs.short(s)
-    course = race.Race(s.served, s.equal, s.there, MARGIN)
+    course = judging.Race(s.served, s.equal, s.there, MARGIN)
     bouts = course.open.shape
     node = s.scatter * rng.normal(0, noise.arm_in_allocation, s.mu.shape) if one_node else None
     timing, training = np.zeros(bouts), np.zeros(bouts)
@@ -236,7 +236,7 @@ def run(
     while course.open.any():
         judged = course.open.copy()
         blocks = int(course.blocks.max())
-        target = race.next_look(blocks)
+        target = judging.next_look(blocks)
         new, began = [], course.logs.shape[-1]
         for _ in range(target - blocks):
             logs = block_of_segments(rng, s, noise, node)
@@ -258,7 +258,7 @@ def run(
             np.stack(new, -1), judged * len(new), nodes, first_limits[:, None, None]
         )
         look = step.look
-        gaps = s.mu - race.at(s.mu, look.leader)[..., None]
+        gaps = s.mu - judging.at(s.mu, look.leader)[..., None]
         holds = ~look.rivals | ((look.low <= gaps) & (gaps <= look.high))
         said = step.dropped | step.ended[..., None]
         covered &= (holds | ~said | ~np.isfinite(look.low)).all(-1)
@@ -273,10 +273,10 @@ def run(
     )  # BatchNorm: each count
     training = training + reference * full[..., 0]
     # A leader of equal arithmetic is trained, too, to check its steps; others have been, for their scores.
-    own = race.at(s.equal, result["leader"]) & ~(reference & (result["leader"] == 0))
-    training = training + own * race.at(full, result["leader"])
+    own = judging.at(s.equal, result["leader"]) & ~(reference & (result["leader"] == 0))
+    training = training + own * judging.at(full, result["leader"])
     total = 3 * (full * s.there).sum((-1, -2))
-    within = (result["at_most"] <= np.log1p(MARGIN) + 1e-9) & race.at(
+    within = (result["at_most"] <= np.log1p(MARGIN) + 1e-9) & judging.at(
         course.admissible, result["leader"]
     )
     return Outcome(
@@ -312,14 +312,14 @@ def uncorrected():
 
 def screening_whatever_the_noise():
     """The known mistake of dropping arms after one block without a look at how it scatters."""
-    advance = race.Race.advance
-    return _with(race.Race, advance=lambda self, *of: advance(self, *of[:3]))
+    advance = judging.Race.advance
+    return _with(judging.Race, advance=lambda self, *of: advance(self, *of[:3]))
 
 
 def intervals_of_a_leader_known_before():
     """The known mistake of reporting intervals as if the same blocks had not chosen the leader."""
-    tail = race.reported_tail
-    return _with(race, reported_tail=lambda k: tail(k) * np.maximum(2, k) / 2)
+    tail = judging.reported_tail
+    return _with(judging, reported_tail=lambda k: tail(k) * np.maximum(2, k) / 2)
 
 
 def values_of_segments(logs: np.ndarray) -> np.ndarray:
@@ -337,7 +337,7 @@ def limits_of(apart: list[np.ndarray]) -> np.ndarray:
 def rates(s: Studies, found: Outcome) -> dict[str, float]:
     """Rates in percent over all bouts: claims, wrong ones, and what they cost."""
     best = np.where(s.usable, s.mu, np.inf).min(-1)
-    gap = race.at(s.mu, found.leader) - best
+    gap = judging.at(s.mu, found.leader) - best
     tied = (s.usable & (s.mu <= best[..., None] + 1e-12)).sum(-1) > 1
     wrong_fastest = found.fastest & ((gap > 1e-12) | tied)
     wrong_within = found.within & (gap > np.log1p(MARGIN) + 1e-9)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "workflow" / "stratbench"
-WINGS = ("plan", "train", "verdict", "analysis")
+WINGS = ("plan", "train", "analysis")
 #: The floors from top to bottom, each with its parts. A part imports from the floors below its own. The
 #: wings never import each other; on the ground floor a part imports those before it.
 FLOORS = [
@@ -27,10 +27,16 @@ FLOORS = [
     ("A config becomes cells", ["study"]),
     ("Ways to train with many workers", ["strategies"]),
     ("The parameter server", ["ps"]),
-    ("What everything rests on", ["cell", "moderated", "workload", "telemetry"]),
+    ("What everything rests on", ["cell", "statistics", "workload", "telemetry"]),
 ]
+#: The parts that train and record. They import none that plans, judges or shows.
+MEASURING = ("cell", "telemetry", "workload", "ps", "strategies", "study", "train")
+#: It judges blocks by their evidence alone: neither it nor the other rooms of its part import each other.
+RACE = "analysis.race"
+#: The most files side by side in a folder.
+FLAT = 16
 #: What no part may import, at the top of a file or inside a function.
-NO_TORCH = ("sets", "analysis", "verdict", "study", "cell", "moderated")
+NO_TORCH = ("sets", "analysis", "study", "cell", "statistics")
 #: A module named in a string: to be imported by its name, or started as a command.
 NAMED = re.compile(r"stratbench\.([\w.]+?)(:\w+)?")
 
@@ -51,15 +57,17 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def imports(path: Path, known: Iterable[str], package: str = "stratbench.") -> set[str]:
+def imports(
+    path: Path, known: Iterable[str], package: str = "stratbench.", types: bool = False
+) -> set[str]:
     """Of the modules of a package those that a file imports, wherever in it.
 
     A module named in a string counts, too (a registry's entry, a command to start). Imports for type
-    checkers alone do not count.
+    checkers alone count only with `types`.
     """
     found = {
         name.removeprefix(package)
-        for name in names_imported(path, path.read_text(encoding="utf-8"))
+        for name in names_imported(path, path.read_text(encoding="utf-8"), types)
         if name.startswith(package) and name.removeprefix(package) in known
     }
     # `from stratbench.ps import server` names the package as well; the module is what is meant.
@@ -67,12 +75,12 @@ def imports(path: Path, known: Iterable[str], package: str = "stratbench.") -> s
 
 
 @cache
-def names_imported(path: Path, text: str) -> set[str]:
+def names_imported(path: Path, text: str, types: bool = False) -> set[str]:
     """What a file of this text imports: modules, and what may be modules in them."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for child in node.orelse:
                 visit(child)
             return
@@ -92,9 +100,10 @@ def names_imported(path: Path, text: str) -> set[str]:
     return found
 
 
-def graph() -> dict[str, set[str]]:
+def graph(types: bool = False) -> dict[str, set[str]]:
+    """What each module imports; with `types` also what it imports for type checkers alone."""
     known = modules()
-    return {name: imports(path, known) - {name} for name, path in known.items()}
+    return {name: imports(path, known, types=types) - {name} for name, path in known.items()}
 
 
 def part_of(module: str) -> str:
@@ -111,7 +120,7 @@ def floor_of(part: str) -> int:
 
 def faults() -> list[str]:
     """What breaks the rules, in words."""
-    return [*import_faults(), *rule_faults()]
+    return [*import_faults(), *rule_faults(), *crowded()]
 
 
 def import_faults() -> list[str]:
@@ -133,11 +142,52 @@ def import_faults() -> list[str]:
     for module, path in modules().items():
         if part_of(module) in NO_TORCH and imports_torch(path):
             found.append(f"{module} imports torch, which {part_of(module)} does without")
+    for module, targets in edges.items():
+        for target in sorted(targets):
+            rooms = {room_of(module), room_of(target)}
+            if part_of(module) == part_of(target) and RACE in rooms and len(rooms) > 1:
+                found.append(f"{module} imports {target}: what passes is verdict.json")
+            if part_of(module) in MEASURING and part_of(target) not in MEASURING:
+                found.append(f"{module} imports {target}, which is no part that measures")
+    found += circle(graph(types=True), "modules")
+    found += circle(between_rooms(edges), "rooms")
+    return found
+
+
+def circle(edges: dict[str, set[str]], what: str) -> list[str]:
+    """The circle in which modules or rooms import each other, if there is one."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as e:
-        found.append(f"modules import each other in a circle: {' -> '.join(e.args[1])}")
+        return [f"{what} import each other in a circle: {' -> '.join(e.args[1])}"]
+    return []
+
+
+def room_of(module: str) -> str:
+    """The inner room of a module: its part and the folder in it; of a module outside one, itself."""
+    names = module.split(".")
+    return ".".join(names[:2]) if (PACKAGE / Path(*names[:2])).is_dir() else module
+
+
+def between_rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The imports between inner rooms of one part."""
+    found: dict[str, set[str]] = {}
+    for module, targets in edges.items():
+        here = room_of(module)
+        there = {room_of(t) for t in targets if part_of(t) == part_of(module)}
+        found.setdefault(here, set()).update(there - {here})
     return found
+
+
+def crowded() -> list[str]:
+    """Folders with more files than a reader can overlook."""
+    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in folders}
+    return [
+        f"{folder.relative_to(PACKAGE.parent)} has {n} files; give some a room of their own"
+        for folder, n in counts.items()
+        if n > FLAT
+    ]
 
 
 def rules() -> list[Path]:
@@ -216,10 +266,15 @@ def page() -> str:
         "",
         "<!-- made by docs/architecture.py (make docs) -->",
         "",
+        f"The {len(MEASURING)} parts that measure ({', '.join(f'`{part}`' for part in MEASURING)})",
+        "import nothing of those that plan, judge and show: who changes the first need not know the others.",
+        "",
         f"{len(parts)} parts on {len(FLOORS)} floors, with {n_arrows} arrows between them. "
         "Imports only point down.",
         "On the ground floor a part imports those before it. The wings never import each other: what passes",
         "between them is files, described by `workflow/schemas/`.",
+        "Inside a part, folders import each other in no",
+        f"circle, and none has more than {FLAT} files side by side.",
         f"{', '.join(f'`{part}`' for part in NO_TORCH)} never import torch. A test holds all of this.",
         "",
         "| floor | parts | what for |",

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.options import limits, spell
-from stratbench.ps.policies import POLICIES, policy_class
+from stratbench.ps.policies.policies import POLICIES, policy_class
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.study.schema import TYPE_NAMES, resolved, schema
+from stratbench.study.config.schema import TYPE_NAMES, resolved, schema
 
 #: Lines of docs/configuration.md that the generated tables stand between.
 TABLE_BEGIN, TABLE_END = "<!-- begin: generated -->", "<!-- end: generated -->"

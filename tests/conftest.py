@@ -22,7 +22,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # It looks for the source of what it registers, which takes longer the more is imported before it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     import stratbench.workload.with_torch  # noqa: F401
-    from stratbench.workload.models import import_torchvision
+    from stratbench.workload.network.models import import_torchvision
 
     import_torchvision()
 
@@ -32,9 +32,9 @@ import pytest
 from launching import TINY, WORKFLOW, LaunchedCell, sharing
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.telemetry.cores import usable_cores
+from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.train import forkserver
-from stratbench.workload.prepare import prepare
+from stratbench.workload.data.prepare import prepare
 
 #: What runs on PyTorch's CUDA build alone; `make test-gpu-path` names the folder, and so collects it.
 collect_ignore = ["software_gpu"]

@@ -10,10 +10,10 @@ from typing import Any
 from stage import Stage, median
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
-from stratbench.telemetry.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import datasheet_of
 from stratbench.train.forkserver import shared_server
-from stratbench.workload.prepare import prepare
-from stratbench.workload.sources import DataError
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.sources import DataError
 from subject import launch_command, prepared, settings
 
 #: (variant or strategy, precision) on a GPU, and on a CPU.

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     evidence: dict[str, Any] = {
         "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "verdict": "unfinished",
+        "outcome": "unfinished",
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": packages(),
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         from stratbench.telemetry.git import git_state
         from stratbench.train import agent
     except ImportError as e:
-        evidence |= {"verdict": "failed", "reason": f"the worker cannot be imported: {e}"}
+        evidence |= {"outcome": "failed", "reason": f"the worker cannot be imported: {e}"}
         write(args.out, evidence)
         print(f"gpu-check: {evidence['reason']} ({args.out})")
         return 1
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
                 found = run_stage(listed, device, args.small, Path(scratch))
             except agent.Stopped as stopped:
                 reason = f"stopped by {stopped}"
-                kept = noted(listed, Path(scratch)) | {"verdict": "failed", "reason": reason}
+                kept = noted(listed, Path(scratch)) | {"outcome": "failed", "reason": reason}
                 evidence["stages"][listed.name] = kept
                 write(args.out, evidence)
                 print(
@@ -172,7 +172,7 @@ def packages() -> dict[str, str | None]:
 
 
 def run_stage(listed: Listed, device: str, small: bool, scratch: Path) -> dict[str, Any]:
-    """Run a stage in a forked process; returns what it found, with `verdict`, `seconds`, `log`."""
+    """Run a stage in a forked process; returns what it found, with `outcome`, `seconds`, `log`."""
     from stage import end_tree
 
     limit_s = listed.limit_s * (1 if device == "cuda" else CPU_PATIENCE)
@@ -196,7 +196,7 @@ def run_stage(listed: Listed, device: str, small: bool, scratch: Path) -> dict[s
         reason = f"ended with code {code}"
     else:
         reason = f"{len(failed)} of {len(found['checks'])} checks" if failed else None
-    found |= {"verdict": "failed" if reason else "passed", "reason": reason}
+    found |= {"outcome": "failed" if reason else "passed", "reason": reason}
     found |= {"seconds": round(seconds, 1), "device": device}
     if reason:
         found["log"] = log.read_text(encoding="utf-8", errors="replace")[-6000:]
@@ -258,7 +258,7 @@ def wait(pid: int, until_s: float) -> int | None:
 def tell(listed: Listed, found: dict[str, Any]) -> None:
     """A line for the stage, one for each check that failed, and its short figures."""
     done = sum(c["holds"] for c in found["checks"])
-    line = f"{found['verdict'].upper():7} {listed.name:10} {found['seconds']:5.1f} s  "
+    line = f"{found['outcome'].upper():7} {listed.name:10} {found['seconds']:5.1f} s  "
     line += f"{done} of {len(found['checks'])} checks hold"
     if found["skipped"]:
         line += f", {len(found['skipped'])} not looked at"
@@ -278,8 +278,8 @@ def tell(listed: Listed, found: dict[str, Any]) -> None:
 def conclude(out: Path, evidence: dict[str, Any]) -> int:
     """Write the evidence for the last time, print a summary; returns the exit code."""
     stages = evidence["stages"]
-    failed = [name for name, found in stages.items() if found["verdict"] != "passed"]
-    evidence["verdict"] = "failed" if failed else "passed"
+    failed = [name for name, found in stages.items() if found["outcome"] != "passed"]
+    evidence["outcome"] = "failed" if failed else "passed"
     evidence["unproven"] += [
         f"{name}: {skipped['what']} ({skipped['why']})"
         for name, found in stages.items()
@@ -291,7 +291,7 @@ def conclude(out: Path, evidence: dict[str, Any]) -> int:
     write(out, evidence)
     checks = [c["holds"] for found in stages.values() for c in found["checks"]]
     print(
-        f"gpu-check on {evidence.get('device')}: {evidence['verdict']}"
+        f"gpu-check on {evidence.get('device')}: {evidence['outcome']}"
         + (f" ({', '.join(failed)})" if failed else "")
         + f"; {sum(checks)} of {len(checks)} checks hold in {len(stages)} stages, "
         f"{evidence['wall_s']:.0f} s; {len(evidence['unproven'])} things unproven; "

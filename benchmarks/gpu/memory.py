@@ -18,16 +18,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stage import Stage, in_child
 from stratbench.cell.settings import Settings
-from stratbench.plan.compare import measured_peak_bytes
-from stratbench.plan.devices import CONTEXT_BYTES
-from stratbench.plan.fake import replaced
-from stratbench.plan.footprint import Footprint, make_footprint
-from stratbench.plan.request import Request, data_bytes
-from stratbench.study.schema import schema
-from stratbench.telemetry.cores import usable_cores
+from stratbench.plan.against_records import measured_peak_bytes
+from stratbench.plan.device_rates import CONTEXT_BYTES
+from stratbench.plan.footprint.fake import replaced
+from stratbench.plan.footprint.footprint import Footprint, make_footprint
+from stratbench.plan.footprint.request import Request, data_bytes
+from stratbench.study.config.schema import schema
+from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
-from stratbench.workload.datasets import Dataset, describe
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.datasets import describe
 from subject import job_of, prepared, served, settings, spec_of
 
 #: Samples of a worker's batch on a GPU and on a CPU; the data set has one for each of 64 workers.

@@ -11,13 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stage import Stage, in_child
-from stratbench.telemetry.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import datasheet_of
+from stratbench.telemetry.machine.nvml import Gpu, Nvml
 from stratbench.telemetry.memory import cuda_uuid
-from stratbench.telemetry.nvml import Gpu, Nvml
 from stratbench.train import efficiency
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
-from stratbench.workload import models
+from stratbench.workload.network import models
 from subject import job_of, prepared, settings
 
 PRODUCT = 8192  # rows of the two square matrices

@@ -9,10 +9,10 @@ from glob import glob
 import torch
 
 from stage import Stage, in_child
+from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import cuda_uuid
-from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.provenance import host_facts
-from stratbench.train.devices import DEVICE_FILES
+from stratbench.train.gpu_locks import DEVICE_FILES
 
 TORCH, PYTHON = (2, 11), (3, 11)
 

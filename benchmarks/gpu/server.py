@@ -17,7 +17,7 @@ from stratbench.telemetry.clock import synchronise
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
-from stratbench.workload.data import epoch_order
+from stratbench.workload.data.device_data import epoch_order
 from subject import (
     Trainee,
     differ,

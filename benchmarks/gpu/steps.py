@@ -16,8 +16,8 @@ from stage import Stage, median
 from stratbench.telemetry.clock import StepClock, synchronise
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
-from stratbench.workload import models
-from stratbench.workload.data import DeviceData
+from stratbench.workload.data.device_data import DeviceData
+from stratbench.workload.network import models
 from subject import Trainee, job_of, prepared, set_up, settings
 
 VARIANTS = ("single", "ddp", "fsdp", "fsdp-never")

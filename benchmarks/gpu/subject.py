@@ -20,8 +20,8 @@ from stage import Child, ChildFailed, Stage, end_tree
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.ps.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.server import serve
+from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.telemetry.shards import whole_tensor
@@ -29,11 +29,11 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
 from stratbench.train.agent import servers_of
 from stratbench.train.job import Job
-from stratbench.workload import models
-from stratbench.workload.data import DeviceData
-from stratbench.workload.precision import batch_format, weights_dtype
-from stratbench.workload.prepare import prepare
-from stratbench.workload.prepared import read_meta
+from stratbench.workload.data.device_data import DeviceData
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepared import read_meta
+from stratbench.workload.network import models
+from stratbench.workload.network.precision import batch_format, weights_dtype
 
 #: The variants that are looked at, by name: a strategy and its options.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -37,13 +37,13 @@ def racing(folder: Path, cluster: SlurmCluster) -> ClusterWorkflow:
         "colocated": {"strategy": "ps-async", "placement": "colocated"}
     }
     workflow = ClusterWorkflow(folder, config, cluster)
-    rules = "workflow/stratbench/cell/segments.py"
+    rules = "workflow/stratbench/cell/block_rules.py"
     workflow.change_code(rules, "MOST_STEPS = 50, 300", "MOST_STEPS = 4, 6")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
     workflow.change_code(
         rules, "LEAST_DISAGREEMENT, DISAGREEMENT = 0.03", "LEAST_DISAGREEMENT, DISAGREEMENT = 9"
     )
-    workflow.change_code("workflow/stratbench/strategies/zero.py", SETUP, HUNGRY)
+    workflow.change_code("workflow/stratbench/strategies/sharding/zero.py", SETUP, HUNGRY)
     return workflow
 
 

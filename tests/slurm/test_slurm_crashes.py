@@ -59,7 +59,9 @@ def resumed(
 ) -> Iterator[Resumed]:
     folder = tmp_path_factory.mktemp("resumed")
     workflow = ClusterWorkflow(folder, study({"a": HELD, "b": HELD, "c": {}}), slurm_session)
-    workflow.change_code("workflow/stratbench/study/slurm.py", "POLL_S = 15", "POLL_S = 1")
+    workflow.change_code(
+        "workflow/stratbench/study/slurm/live_jobs.py", "POLL_S = 15", "POLL_S = 1"
+    )
     workflow.hold("a", "b")
     records = [workflow.record(name, "single", "vgg-compact", "1gpu") for name in "ab"]
     try:

@@ -121,7 +121,7 @@ def test_a_refused_sbatch_says_why_and_not_its_command_line(
 def test_a_job_that_never_starts_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
     """After a minute; here, after 2 s."""
     workflow = ClusterWorkflow(tmp_path, study({"one": {}}), slurm)
-    code = "workflow/stratbench/study/pending.py"
+    code = "workflow/stratbench/study/slurm/stuck_jobs.py"
     workflow.change_code(code, "PATIENCE_S = 60", "PATIENCE_S = 2")
     workflow.change_code(code, "LOOK_S = 20", "LOOK_S = 1")
     slurm.run("scontrol", "update", f"nodename={','.join(NODES)}", "state=drain", "reason=test")

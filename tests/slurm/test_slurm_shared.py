@@ -94,7 +94,9 @@ def test_each_cell_of_a_shared_job_fails_and_is_trained_again_by_itself(
 def test_a_shared_job_outlives_a_killed_driver_and_its_cells_are_not_started_twice(
     workflow: ClusterWorkflow,
 ) -> None:
-    workflow.change_code("workflow/stratbench/study/slurm.py", "POLL_S = 15", "POLL_S = 1")
+    workflow.change_code(
+        "workflow/stratbench/study/slurm/live_jobs.py", "POLL_S = 15", "POLL_S = 1"
+    )
     run = workflow.start(*CELLS_ONLY)
     first, _ = wait_for(lambda: training(workflow, *CELLS))
     workflow.release(first)

@@ -19,7 +19,7 @@ from launching import LaunchedCell
 from stratbench.cell import record, software_gpu
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
-from stratbench.workload.prepare import prepare
+from stratbench.workload.data.prepare import prepare
 
 if not software_gpu.is_here():
     raise pytest.UsageError(

@@ -15,12 +15,12 @@ from itertools import product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.places import SCHEMAS
+from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.study.config import load_config
-from stratbench.study.messages import ConfigError
-from stratbench.workload.models import MODELS
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload.network.models import MODELS
 
 COUNTS = (1, 2, 4, 8)
 DATASETS = {

@@ -11,14 +11,15 @@ import pytest
 from design import COUNTS, Planned, cells_of, design, precisions, wishes_of
 from machine import Machine
 
-from stratbench.analysis.audit import counts, machines, memory, servers, traffic
+from stratbench.analysis.audit import counts, memory, servers, traffic
+from stratbench.analysis.audit.across_cells import machines
 from stratbench.analysis.audit.rule import Evidence, Rule
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import software_gpu
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY
-from stratbench.workload.prepare import prepare
+from stratbench.workload.data.prepare import prepare
 
 pytestmark = pytest.mark.timeout(900)
 #: Kinds of evidence that are not times, and the figures among them that networks compute.

@@ -17,7 +17,7 @@ from machine import Machine
 from launching import LaunchedCell, settings, train_one_epoch, until
 from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.rule import Evidence
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.settings import Settings
 

@@ -142,7 +142,7 @@ def test_it_cannot_be_bundled(study: Workflow) -> None:
 
 
 def test_a_verdicts_blocks_run_and_decide_nothing(study: Workflow) -> None:
-    rules = "workflow/stratbench/cell/segments.py"
+    rules = "workflow/stratbench/cell/block_rules.py"
     study.change_code(rules, "MOST_STEPS = 50, 300", "MOST_STEPS = 4, 6")
     study.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
     done = study.run(

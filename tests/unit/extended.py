@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 
 def load_study(folder: Path, **changes: Any) -> Any:
     """config and study of one experiment on digits; `changes` replace keys of the experiment."""
-    from stratbench.study.config import load_config
+    from stratbench.study.config.config import load_config
 
     experiment = {
         "dataset": "digits", "strategies": ["single"], "models": ["vgg-compact"], "gpus": [1],
@@ -68,9 +68,9 @@ def trained(folder: Path, name: str, model: str = "vgg-compact", dataset: str = 
     from stratbench.telemetry.memory import MemoryMeter
     from stratbench.telemetry.timeline import PhaseLog
     from stratbench.train import loop
-    from stratbench.workload import models
-    from stratbench.workload.data import DeviceData
-    from stratbench.workload.prepare import prepare
+    from stratbench.workload.data.device_data import DeviceData
+    from stratbench.workload.data.prepare import prepare
+    from stratbench.workload.network import models
 
     _, study = load_study(folder, strategies=[name], models=[model], dataset=dataset)
     s = study.settings(study.cells[0])
@@ -92,8 +92,8 @@ def trained(folder: Path, name: str, model: str = "vgg-compact", dataset: str = 
 
 def footprint_of(folder: Path, **changes: Any) -> Any:
     """The plan's prediction of the first cell of a study."""
-    from stratbench.plan.footprint import make_footprint
-    from stratbench.plan.subject import subject_of
+    from stratbench.plan.footprint.footprint import make_footprint
+    from stratbench.plan.needs import subject_of
 
     config, study = load_study(folder, **changes)
     return make_footprint(subject_of(config, study, study.cells[0]).request)
@@ -103,7 +103,9 @@ def analysed(folder: Path, change: Any = None) -> Path:
     """The folder of a constructed study of two strategies, with its tables made."""
     import fixture_records as fixture
 
-    from stratbench.analysis import audit, collect, tables
+    from stratbench.analysis import audit
+    from stratbench.analysis.records import collect
+    from stratbench.analysis.tables import tables
     from stratbench.cell import record
 
     cells = fixture.expand(("single", "ddp"), ("vgg16",), (1, 2))
@@ -137,10 +139,10 @@ def a_strategy(folder: Path) -> None:
 
 
 def a_policy(folder: Path) -> None:
-    from stratbench.ps.policies import make_policy
-    from stratbench.ps.policy import Hyper
+    from stratbench.plan.queue.virtual_clock import Timing, simulate
+    from stratbench.ps.policies.policies import make_policy
+    from stratbench.ps.policies.policy import Hyper
     from stratbench.ps.tickets import TicketPlan
-    from stratbench.ps.virtual import Timing, simulate
     from stratbench.strategies import strategy_class, traits_of
 
     _, study = load_study(folder, strategies=["ps-clipped"], gpus=[2])
@@ -156,7 +158,7 @@ def a_policy(folder: Path) -> None:
 
 
 def a_model(folder: Path) -> None:
-    from stratbench.workload import models
+    from stratbench.workload.network import models
 
     net = models.build("plain", 1000, (3, 224, 224))
     assert sum(p.numel() for p in net.parameters()) == models.MODELS["plain"].parameters
@@ -211,8 +213,8 @@ def an_audit_rule(folder: Path) -> None:
 
 
 def a_figure(folder: Path) -> None:
-    from stratbench.analysis import plots
-    from stratbench.analysis.style import RC
+    from stratbench.analysis.figures import plots
+    from stratbench.analysis.figures.style import RC
 
     study = analysed(folder)
     tables = [study / f"{name}.csv" for name in ("cells", "epochs", "summary")]

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.plan import fake
+from stratbench.plan.footprint import fake
 from stratbench.ps import client, device, flat
 from stratbench.ps.tickets import Ticket
 from stratbench.strategies import ddp, option_defaults, slowdown
@@ -35,9 +35,9 @@ from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.workload import models
-from stratbench.workload.data import DeviceData, Images, Texts
-from stratbench.workload.precision import batch_format, weights_dtype
+from stratbench.workload.data.device_data import DeviceData, Images, Texts
+from stratbench.workload.network import models
+from stratbench.workload.network.precision import batch_format, weights_dtype
 
 warnings.simplefilter("ignore")  # of what a CPU build says of CUDA
 

@@ -13,7 +13,7 @@ import fixture_records as fixture
 import pandas as pd
 
 from stratbench.analysis.audit.rule import Evidence
-from stratbench.analysis.columns import COLUMNS, row_of_record
+from stratbench.analysis.records.columns import COLUMNS, row_of_record
 from stratbench.cell import record as record_module
 from stratbench.cell.coordinates import Cell
 

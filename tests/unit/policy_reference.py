@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratbench.ps.policies import parse_options
-from stratbench.ps.policy import Hyper
+from stratbench.ps.policies.policies import parse_options
+from stratbench.ps.policies.policy import Hyper
 
 
 class Reference:

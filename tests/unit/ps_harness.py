@@ -22,12 +22,12 @@ from torch import nn
 from launching import until
 from stratbench.ps.client import Channel
 from stratbench.ps.flat import FlatSpace
-from stratbench.ps.frames import Frame
 from stratbench.ps.member import Member
-from stratbench.ps.policies import parse_options
+from stratbench.ps.policies.policies import parse_options
 from stratbench.ps.scale import LossScale
 from stratbench.ps.server import ServerConfig, serve
 from stratbench.ps.tickets import Ticket
+from stratbench.ps.wire.frames import Frame
 
 BATCH = 4
 #: Held while torch's one generator is drawn from: workers are threads here.

@@ -12,12 +12,12 @@ import fixture_records as fixture
 from planted import faster
 from synthetic_race import World
 
+from stratbench.analysis.race import __main__ as command
+from stratbench.analysis.race.evidence import read_evidence
+from stratbench.analysis.race.next_round import next_round
 from stratbench.cell.blocks import BLOCK_PATTERN, trained_with
 from stratbench.cell.coordinates import Cell
-from stratbench.study.config import load_config
-from stratbench.verdict import __main__ as command
-from stratbench.verdict.evidence import read_evidence
-from stratbench.verdict.next_round import next_round
+from stratbench.study.config.config import load_config
 
 WORLD = World(
     steps_s={"ddp": 0.1, "fsdp": 0.11, "ps-dana": 0.099, "ps-async": 0.3},
@@ -48,7 +48,7 @@ class Files:
         self.root = folder / "demo"
 
     def command(self, *args: str) -> int:
-        """`python -m stratbench.verdict`."""
+        """`python -m stratbench.analysis.race`."""
         return command.main([args[0], "--config", json.dumps(self.config), *args[1:]])
 
     def next_round(self) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stratbench.analysis.race.evidence import Bout, FullRun, RaceEvidence
+from stratbench.analysis.race.next_round import NextRound, next_round
 from stratbench.cell.blocks import Block, Place, Segment
 from stratbench.cell.coordinates import Cell
-from stratbench.verdict.evidence import Bout, FullRun, RaceEvidence
-from stratbench.verdict.next_round import NextRound, next_round
 
 
 @dataclass(frozen=True)

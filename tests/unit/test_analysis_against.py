@@ -6,31 +6,34 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stratbench.analysis import against, audit, claims, paper, sections
-from stratbench.analysis.claims import FAILS, HOLDS, UNKNOWN, judge_claims
-from stratbench.analysis.groups import GROUP
-from stratbench.analysis.metrics import METRICS, ClaimFigure
-from stratbench.analysis.stats import ratio_intervals
-from stratbench.analysis.usable import UsableGroups
+from stratbench.analysis import audit
+from stratbench.analysis.paper import against, claims, published
+from stratbench.analysis.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
+from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
+from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.report import sections
+from stratbench.analysis.tables.usable import UsableGroups
+from stratbench.statistics.intervals import ratio_intervals
 
 pytestmark = pytest.mark.slow
-NOTHING = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
+NOTHING = pd.DataFrame(columns=list(AUDIT_COLUMNS))
 
 
 @pytest.fixture(scope="module")
 def v2():
-    return paper.cells_of_version("v2")
+    return published.cells_of_version("v2")
 
 
 def verdicts(cells, findings=NOTHING):
-    return judge_claims(cells, findings).set_index("id")["verdict"].to_dict()
+    return judge_claims(cells, findings).set_index("id")["holds"].to_dict()
 
 
 def test_every_claim_has_a_metric_and_every_explanation_something_to_explain():
-    claims, tables = paper.published_claims(), paper.published_tables()
+    claims, tables = published.published_claims(), published.published_tables()
     assert set(claims["metric"]) == set(METRICS)
     names = set(claims["id"]) | set(tables["version"] + " " + tables["table"])
-    assert set(paper.explanations()["about"]) <= names
+    assert set(published.explanations()["about"]) <= names
 
 
 def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
@@ -73,7 +76,7 @@ def test_only_repeats_that_both_have_are_compared(v2):
 def test_only_the_papers_models_on_gpus_are_evidence(v2):
     for change in ({"device_kind": "cpu"}, {"model": "vgg-compact"}):
         elsewhere = judge_claims(v2.assign(**change).drop_duplicates(GROUP), NOTHING)
-        assert set(elsewhere["verdict"]) == {UNKNOWN}
+        assert set(elsewhere["holds"]) == {UNKNOWN}
         assert elsewhere["elsewhere"].str.len().max() > 0
         assert elsewhere["explanation"].isna().all()
 
@@ -81,11 +84,11 @@ def test_only_the_papers_models_on_gpus_are_evidence(v2):
 def test_what_the_audit_calls_unusable_is_no_evidence(v2):
     before = judge_claims(v2, NOTHING).set_index("id").loc["modified-slower-v2"]
     assert "0.98 (densenet121)" in before["figures"]
-    found = pd.DataFrame(audit.audit(v2), columns=list(audit.AUDIT_COLUMNS))
+    found = pd.DataFrame(audit.audit(v2), columns=list(AUDIT_COLUMNS))
     after = judge_claims(v2, found).set_index("id").loc["modified-slower-v2"]
     # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
     assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"
-    assert after["verdict"] == FAILS
+    assert after["holds"] == FAILS
 
 
 def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
@@ -112,9 +115,9 @@ def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
     ids=lambda changed: next(iter(changed)),
 )
 def test_only_cells_that_correspond_are_judged(v2, changed):
-    assert paper.is_counterpart(v2).all()
+    assert published.is_counterpart(v2).all()
     others = v2.assign(**changed)
-    assert not paper.is_counterpart(others).any()
+    assert not published.is_counterpart(others).any()
     listed = against.published_cells(others.drop_duplicates(GROUP), NOTHING)
     assert listed["ours"].isna().all()
 
@@ -201,7 +204,7 @@ def test_ratios_of_ratios_cancel_what_hardware_changes_and_show_what_strategies_
 
 
 def test_without_a_counterpart_the_section_says_so(tmp_path):
-    cells = paper.cells_of_version("v2").assign(
+    cells = published.cells_of_version("v2").assign(
         dataset="digits", device_kind="cpu", model="vgg-compact"
     )
     cells = cells.drop_duplicates(GROUP)

@@ -10,12 +10,15 @@ import pandas as pd
 import pytest
 from planted import faster
 
-from stratbench.analysis import audit, collect, tables
-from stratbench.analysis.audit.machines import groups_cross_nodes
+from stratbench.analysis import audit
+from stratbench.analysis.audit.across_cells.machines import groups_cross_nodes
 from stratbench.analysis.audit.traffic import least_bytes_per_s
-from stratbench.analysis.columns import read_cells
-from stratbench.analysis.measures import MEASURES
-from stratbench.analysis.summary import summarise
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import AUDIT_COLUMNS, read_audit
+from stratbench.analysis.records.measures import MEASURES
+from stratbench.analysis.tables import tables
+from stratbench.analysis.tables.summary import summarise
 from stratbench.cell.coordinates import Cell
 
 MODELS = ("vgg16",)
@@ -287,7 +290,7 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
         audit.main(["--cells", str(study_dir / "cells.csv"), "--out", str(tmp_path / "a.csv")]) == 0
     )
     rows = read_cells(study_dir / "cells.csv")
-    summary = summarise(rows, audit.read_audit(tmp_path / "a.csv"))
+    summary = summarise(rows, read_audit(tmp_path / "a.csv"))
     flagged = summary[summary["flags"] != ""]
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
         ("ddp", 2, "score")
@@ -303,7 +306,7 @@ def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none
     study_dir = fixture.write_study(tmp_path, cells)
     collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     rows = read_cells(study_dir / "cells.csv")
-    blank = dict.fromkeys(audit.AUDIT_COLUMNS)
+    blank = dict.fromkeys(AUDIT_COLUMNS)
     found = pd.DataFrame(
         [
             blank | {"rule": "a", "severity": "unusable", "affects": "time", "model": "vgg16"},

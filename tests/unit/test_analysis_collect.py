@@ -14,10 +14,11 @@ from pathlib import Path
 import fixture_records as fixture
 import pytest
 
-from stratbench.analysis import collect, derived
-from stratbench.study import config
+from stratbench.analysis.records import collect, derived
+from stratbench.cell.installation import PACKAGE
+from stratbench.study.config import config
 
-WORKFLOW = Path(collect.__file__).parents[2]
+WORKFLOW = PACKAGE.parent
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -134,8 +135,9 @@ def test_cores_are_those_that_the_workers_may_use(workers, cores):
 
 @pytest.mark.slow
 def test_the_analysis_never_imports_torch():
-    modules = "collect, tables, plots, report"
-    code = f"import sys; from stratbench.analysis import {modules}; print('torch' in sys.modules)"
+    modules = ("records.collect", "tables.tables", "figures.plots", "report.report")
+    imports = "; ".join(f"import stratbench.analysis.{module}" for module in modules)
+    code = f"import sys; {imports}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(WORKFLOW), "PATH": ""},
@@ -151,7 +153,7 @@ def test_the_analysis_never_imports_torch():
 COLLECT = """
 import sys
 from pathlib import Path
-from stratbench.analysis.collect import main
+from stratbench.analysis.records.collect import main
 
 code = main(sys.argv[2:])
 Path(sys.argv[1]).write_text(Path("/proc/self/status").read_text())

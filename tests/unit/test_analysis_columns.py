@@ -9,14 +9,16 @@ import fixture_records as fixture
 import pandas as pd
 import pytest
 
-from stratbench.analysis import audit, columns, groups
-from stratbench.analysis.figure_list import PLOTS
-from stratbench.analysis.measures import FACTORS, MEASURES
-from stratbench.analysis.plots import CHARTS, OTHERS
-from stratbench.analysis.score import Score
+from stratbench.analysis.figures.figure_list import PLOTS
+from stratbench.analysis.figures.plots import CHARTS, OTHERS
+from stratbench.analysis.records import columns, groups
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
+from stratbench.analysis.records.measures import FACTORS, MEASURES
+from stratbench.analysis.records.score import Score
+from stratbench.cell.installation import PACKAGE
 from stratbench.cell.record import RecordError
 
-ANALYSIS = Path(columns.__file__).parent
+ANALYSIS = PACKAGE / "analysis"
 
 
 def test_every_column_has_a_definition_and_fields_are_those_of_the_schema():
@@ -70,7 +72,7 @@ def test_groups_of_repeats_have_one_order_and_findings_name_all_of_it():
     defined = [p.name for p in ANALYSIS.rglob("*.py") if "\nGROUP = " in p.read_text()]
     assert defined == ["groups.py"]
     assert list(groups.Group._fields) == groups.GROUP
-    assert set(groups.GROUP) < set(audit.AUDIT_COLUMNS)
+    assert set(groups.GROUP) < set(AUDIT_COLUMNS)
     frame = pd.DataFrame([("e", "ddp", "m", 2)] * 2, columns=groups.GROUP)
     ((group, rows),) = groups.rows_by_group(frame).items()
     assert (group.experiment, group.strategy, group.model, group.gpus) == ("e", "ddp", "m", 2)

@@ -10,11 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stratbench.analysis import audit, decide, paper, theory
-from stratbench.analysis.columns import COLUMNS
-from stratbench.analysis.constraints import Constraints
+from stratbench.analysis import audit
+from stratbench.analysis.decision import decide, theory
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.paper import published
+from stratbench.analysis.records.columns import COLUMNS
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.strategies import option_defaults, strategy_class, traits_of
-from stratbench.study.messages import ConfigError
+from stratbench.study.config.messages import ConfigError
 
 MIB = 2**20
 
@@ -45,40 +48,40 @@ def repeats(strategy, times, **other):
 
 
 def finding(rule="some-rule", severity="unusable", affects="time", **where):
-    blank = dict.fromkeys(audit.AUDIT_COLUMNS)
+    blank = dict.fromkeys(AUDIT_COLUMNS)
     return blank | {"rule": rule, "severity": severity, "affects": affects, "figures": "f"} | where
 
 
 def decided(rows, findings=(), **constraints):
     """The decision on one experiment and model."""
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    found = pd.DataFrame(list(findings), columns=list(audit.AUDIT_COLUMNS))
+    found = pd.DataFrame(list(findings), columns=list(AUDIT_COLUMNS))
     (decision,) = decide.decisions(frame, found, Constraints(**constraints))
     return decision
 
 
-def verdicts(decision):
-    return {(row["strategy"], row["gpus"]): row["verdict"] for row in decision.matrix}
+def standings(decision):
+    return {(row["strategy"], row["gpus"]): row["standing"] for row in decision.matrix}
 
 
 @pytest.mark.parametrize(
-    ("test_samples", "verdict"), [(None, "worse score"), (10_000, "worse score"), (360, "")]
+    ("test_samples", "standing"), [(None, "worse score"), (10_000, "worse score"), (360, "")]
 )
-def test_accuracy_is_lost_only_beyond_what_chance_makes_of_the_test_set(test_samples, verdict):
+def test_accuracy_is_lost_only_beyond_what_chance_makes_of_the_test_set(test_samples, standing):
     """90 % against 88 %: the 95 % interval of the difference is 4.5 points at 360 samples."""
     rows = [
         cell("ddp", 10.0, score_final=0.88, test_samples=test_samples),
         cell("fsdp", 20.0, score_final=0.90, test_samples=test_samples),
     ]
     found = decided(rows)
-    assert found.choice.strategy == ("fsdp" if verdict else "ddp")
-    assert verdict in verdicts(found)["ddp", 4]
+    assert found.choice.strategy == ("fsdp" if standing else "ddp")
+    assert standing in standings(found)["ddp", 4]
 
 
 def test_what_the_plan_calls_infeasible_does_not_fit():
     rows = [cell("ddp", 10.0), failed("single", "infeasible", 1, reason="needs 93.0 GiB")]
     found = decided(rows)
-    assert verdicts(found)["single", 1] == "does not fit"
+    assert standings(found)["single", 1] == "does not fit"
     assert any("needs 93.0 GiB by the plan" in why for _, why in found.excluded)
 
 
@@ -89,7 +92,7 @@ def test_the_fastest_is_chosen_by_how_much_and_how_sure():
     assert "takes 1.50 [1.50, 1.50] times the time (15.1 s)" in found.reason
     assert found.confidence == "high"
     assert "Over 3 repeats it is told apart from its only rival" in found.confidence_why
-    assert verdicts(found) == {("ddp", 4): "recommended", ("fsdp", 4): "possible"}
+    assert standings(found) == {("ddp", 4): "recommended", ("fsdp", 4): "possible"}
 
 
 def test_repeats_that_do_not_tell_two_apart_leave_a_tie():
@@ -97,7 +100,7 @@ def test_repeats_that_do_not_tell_two_apart_leave_a_tie():
     assert found.headline == "No clear winner: ddp on 4 GPUs, or fsdp on 4 GPUs."
     assert found.confidence == "low"
     assert "is not told apart from 1 rival" in found.confidence_why
-    assert verdicts(found)[("fsdp", 4)] == "tied"
+    assert standings(found)[("fsdp", 4)] == "tied"
 
 
 def test_of_equals_the_one_that_needs_less_memory_is_named_first():
@@ -116,7 +119,7 @@ def test_near_ties_are_ties_and_fewer_gpus_come_first(gpus, memory, first):
     )
     found = decided(rows)
     assert found.headline.startswith("No clear winner: ")
-    assert (found.choice.gpus, verdicts(found)["ddp", 4]) != (2, "recommended")
+    assert (found.choice.gpus, standings(found)["ddp", 4]) != (2, "recommended")
     assert found.choice.gpus == first
     assert found.choice.strategy == ("ddp" if gpus == 8 else "fsdp")
     assert found.confidence == "medium"
@@ -132,7 +135,7 @@ def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
     assert found.confidence == "low"
     counts = decided([*rows, *repeats("ddp", [9.5, 16.0, 13.0], gpus=2)])
     assert counts.headline == "No clear winner: ddp on 4 GPUs, or ddp on 2 GPUs."
-    assert verdicts(counts) == {
+    assert standings(counts) == {
         ("ddp", 4): "recommended", ("fsdp", 4): "possible", ("ddp", 2): "tied"
     }  # fmt: skip
 
@@ -174,7 +177,7 @@ WORSE = "; the accuracy of ps-async on 4 GPUs may be up to {} points worse than 
 
 
 @pytest.mark.parametrize(
-    ("lost", "samples", "verdict", "said"),
+    ("lost", "samples", "standing", "said"),
     [
         # By one repeat: what the test set leaves to chance, 0.8 points at 10,000 samples.
         ([0.5], 10_000, "recommended", WORSE.format(1.3)),
@@ -187,7 +190,9 @@ WORSE = "; the accuracy of ps-async on 4 GPUs may be up to {} points worse than 
         ([-1.0, 0.5, 2.0], 10_000, "recommended", WORSE.format("3.0")),
     ],
 )
-def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(lost, samples, verdict, said):
+def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(
+    lost, samples, standing, said
+):
     rows = [
         row
         for k, points in enumerate(lost)
@@ -198,7 +203,7 @@ def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(lost, samp
         )
     ]
     found = decided(rows)
-    assert verdicts(found)["ps-async", 4] == verdict
+    assert standings(found)["ps-async", 4] == standing
     assert (said or "") in found.headline
     assert (said is not None) == ("may be up to" in found.headline)
     if said:
@@ -208,7 +213,7 @@ def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(lost, samp
         )
     if samples == 360:
         assert (
-            verdict != "recommended"
+            standing != "recommended"
             or "points of a test set of 360 samples" in found.confidence_why
         )
 
@@ -222,7 +227,7 @@ def test_strategies_of_equal_arithmetic_share_their_accuracy():
     ]
     assert decided(rows, score_tolerance={"accuracy": 0.5}).choice.strategy == "ddp"
     odd = decided([rows[0] | {"score_final": 0.6}, *rows[1:]])
-    assert verdicts(odd)["ddp", 4] == "worse score"
+    assert standings(odd)["ddp", 4] == "worse score"
     assert "differs by 30.00 points from that of equal arithmetic" in odd.matrix[0]["doubts"]
 
 
@@ -252,7 +257,7 @@ def test_what_cannot_be_chosen_is_excluded_with_why(row, kind, why):
     assert name == "ddp"
     assert kind in text
     assert why in text
-    assert verdicts(found)[("ddp", 4)] == kind
+    assert standings(found)[("ddp", 4)] == kind
 
 
 def test_a_repeat_that_ran_out_of_memory_counts_against_the_others():
@@ -348,8 +353,8 @@ def test_workers_that_come_and_go_need_a_strategy_that_goes_on():
     rows = [cell("ddp", 10.0), cell("ddp", 38.0, gpus=1), cell("ps-dana", 12.0)]
     found = decided(rows, gang_scheduled=False)
     assert found.choice.strategy == "ps-dana"
-    assert verdicts(found)[("ddp", 4)] == "needs all workers"
-    assert verdicts(found)[("ddp", 1)] == "possible"
+    assert standings(found)[("ddp", 4)] == "needs all workers"
+    assert standings(found)[("ddp", 1)] == "possible"
 
 
 def test_unequal_workers_are_answered_by_where_it_turns_round():
@@ -386,7 +391,7 @@ def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
     assert found.changes[0].startswith("Cells on 8 workers: train them")
     assert not any("repeats" in change for change in found.changes)
     assert decided(rows, gpus=2).choice.gpus == 2
-    assert verdicts(decided(rows, gpus=2))[("ddp", 4)] == "needs more workers"
+    assert standings(decided(rows, gpus=2))[("ddp", 4)] == "needs more workers"
     # Two counts fit any line: nothing is made up from them, nor for CPU processes.
     two = decided([row for row in rows if row["gpus"] > 1], gpus=8)
     assert two.choice.gpus == 4
@@ -414,9 +419,9 @@ def test_extrapolation_ends_at_twice_the_largest_count_and_where_more_workers_di
     worse = decided([*rows[:1], cell("ddp", 20.0, gpus=2), cell("ddp", 22.0, gpus=4)], gpus=8)
     assert worse.choice.gpus == 2
     assert "of 8 GPUs: 4 workers were no faster than fewer." in worse.headline
-    assert ("ddp", 8) not in verdicts(worse)
+    assert ("ddp", 8) not in standings(worse)
     # Nor is a smaller count than any that was measured made up: its memory would be more.
-    assert ("ddp", 1) not in verdicts(decided([c | {"gpus": 2 * c["gpus"]} for c in rows], gpus=1))
+    assert ("ddp", 1) not in standings(decided([c | {"gpus": 2 * c["gpus"]} for c in rows], gpus=1))
 
 
 def test_a_peak_needs_a_reserve_before_it_fits():
@@ -483,9 +488,9 @@ def test_rules_from_theory():
 
 
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
-    cells = paper.cells_of_version("v2")
+    cells = published.cells_of_version("v2")
     findings = pd.DataFrame(
-        audit.audit(cells, floors=paper.accuracy_floors()), columns=list(audit.AUDIT_COLUMNS)
+        audit.audit(cells, floors=published.accuracy_floors()), columns=list(AUDIT_COLUMNS)
     )
     found = {(d.experiment, d.model): d for d in decide.decisions(cells, findings, Constraints())}
     assert len(found) == 6
@@ -506,7 +511,7 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
 
 
 def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
-    cells = paper.cells_of_version("v2")
+    cells = published.cells_of_version("v2")
     cells.to_csv(tmp_path / "cells.csv", index=False)
     audited = ["--cells", str(tmp_path / "cells.csv"), "--out", str(tmp_path / "audit.csv")]
     assert audit.main(audited) == 0
@@ -515,11 +520,11 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     assert decide.main([*arguments, "--answers-out", str(tmp_path / "answers.json")]) == 0
     said = capsys.readouterr().out
     assert "at most 2 GPUs" in said
-    assert "convnext_large (ddp-fsdp, cifar10): Fastest in its one run: ddp on 2 GPUs." in said
+    assert "convnext_large (ddp-fsdp): ddp × 2" in said
     matrix = pd.read_csv(tmp_path / "d.csv")
     assert tuple(matrix.columns) == decide.MATRIX_COLUMNS
     assert len(matrix) == len(cells)
-    assert set(matrix.loc[matrix["gpus"] == 4, "verdict"]) >= {"needs more workers"}
+    assert set(matrix.loc[matrix["gpus"] == 4, "standing"]) >= {"needs more workers"}
     told = json.loads((tmp_path / "answers.json").read_text())
     assert all(answer["headline"] in said for answer in told["answers"])
 
@@ -549,7 +554,7 @@ def test_a_misspelt_model_is_refused_with_those_there_are(tmp_path, capsys):
         "Allowed: vgg16, resnet50."
     )
     pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(tmp_path / "cells.csv", index=False)
-    pd.DataFrame(columns=list(audit.AUDIT_COLUMNS)).to_csv(tmp_path / "audit.csv", index=False)
+    pd.DataFrame(columns=list(AUDIT_COLUMNS)).to_csv(tmp_path / "audit.csv", index=False)
     arguments = ["--cells", f"{tmp_path}/cells.csv", "--audit", f"{tmp_path}/audit.csv"]
     arguments += ["--out", f"{tmp_path}/d.csv", "--answers-out", f"{tmp_path}/a.json"]
     assert decide.main([*arguments, "--constraints", '{"model": "nonsense"}']) == 1
@@ -661,7 +666,7 @@ def test_what_holds_for_every_decision_is_said_once():
         for row in repeats("ddp", [10.0, 10.1]) + repeats("fsdp", [15.0, 15.3])
     ]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    none = pd.DataFrame(columns=list(audit.AUDIT_COLUMNS))
+    none = pd.DataFrame(columns=list(AUDIT_COLUMNS))
     found = decide.decisions(frame, none, Constraints())
     said = decide.describe_decisions(found, [], Constraints())
     assert said.count("says nothing of GPUs") == 1

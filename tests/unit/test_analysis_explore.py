@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stratbench.analysis import collect, explore, report
-from stratbench.analysis.columns import read_cells
-from stratbench.analysis.style import known_styles
+from stratbench.analysis.figures.style import known_styles
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.report import explore, report
 
 #: Statuses by strategy, model and workers of `study`.
 pytest_plugins = ["browser_fixtures"]

@@ -12,13 +12,16 @@ import pytest
 from matplotlib.colors import rgb_to_hsv, to_rgb
 from PIL import Image
 
-from stratbench.analysis import audit, collect, plots, style
-from stratbench.analysis.columns import COLUMNS, read_cells
-from stratbench.analysis.figure_list import PLOTS
-from stratbench.analysis.score import Score
-from stratbench.analysis.summary import read_summary, summarise
-from stratbench.analysis.timelines import COLOURS
-from stratbench.analysis.tradeoffs import OTHER_PHASE_LOOKS, PHASE_LOOKS
+from stratbench.analysis import audit
+from stratbench.analysis.figures import plots, style
+from stratbench.analysis.figures.figure_list import PLOTS
+from stratbench.analysis.figures.timelines import COLOURS
+from stratbench.analysis.figures.tradeoffs import OTHER_PHASE_LOOKS, PHASE_LOOKS
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import COLUMNS, read_cells
+from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.score import Score
+from stratbench.analysis.tables.summary import read_summary, summarise
 from stratbench.strategies import REGISTRY, strategy_class
 
 pytestmark = pytest.mark.slow
@@ -30,7 +33,7 @@ def analysed(root, cells, statuses=None, device="cuda"):
     collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     read = read_cells(study_dir / "cells.csv")
     audit.main(["--cells", str(study_dir / "cells.csv"), "--out", str(study_dir / "audit.csv")])
-    findings = audit.read_audit(study_dir / "audit.csv")
+    findings = read_audit(study_dir / "audit.csv")
     summarise(read, findings).to_csv(study_dir / "summary.csv", index=False)
     found = plots.figure_data_by_experiment(
         read,
@@ -316,7 +319,7 @@ def test_variants_are_of_their_strategys_family_in_any_order():
 
 
 def test_a_legend_fits_its_figure():
-    from stratbench.analysis.panels import legend_columns
+    from stratbench.analysis.figures.panels import legend_columns
 
     names = list(style.known_styles())
     for width_in in (4.2, 6.6, 9.9):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy
 
-from stratbench import moderated
-from stratbench.analysis.stats import median_and_spread, ratio_intervals
+from stratbench.statistics import moderated
+from stratbench.statistics.intervals import median_and_spread, ratio_intervals
 
 #: The numeric check of the procedure: ten variances of 2 degrees of freedom each.
 VARIANCES = np.array([0.5, 1, 1, 2, 2, 3, 4, 6, 9, 30]) * 1e-4

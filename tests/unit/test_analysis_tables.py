@@ -8,13 +8,16 @@ import fixture_records as fixture
 import pandas as pd
 import pytest
 
-from stratbench.analysis import audit, candidates, collect, tables
-from stratbench.analysis.columns import read_cells
-from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.measures import MEASURES, format_number
-from stratbench.analysis.metrics import MEMORY_RATIO, METRICS
-from stratbench.analysis.summary import read_summary, summarise
-from stratbench.analysis.usable import UsableGroups
+from stratbench.analysis import audit
+from stratbench.analysis.decision import candidates
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.paper.metrics import MEMORY_RATIO, METRICS
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.measures import MEASURES, format_number
+from stratbench.analysis.tables import tables
+from stratbench.analysis.tables.summary import read_summary, summarise
+from stratbench.analysis.tables.usable import UsableGroups
 
 
 def analysed(root, cells, statuses=None, change=None, device="cuda"):

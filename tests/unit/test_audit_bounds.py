@@ -20,12 +20,12 @@ from planted import both, faster, put
 
 from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.rule import Evidence
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
-from stratbench.ps.policies import POLICIES, make_policy, parse_options
-from stratbench.ps.policy import Hyper
+from stratbench.plan.queue.virtual_clock import Timing, simulate
+from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.tickets import TicketPlan
-from stratbench.ps.virtual import Timing, simulate
 
 Record = dict[str, Any]
 RULE = {rule.id: rule for rule in RULES}

@@ -16,11 +16,11 @@ from planted import ENDS, Fault, both, change, faster, put, sound, swap, times
 from test_analysis_audit import ELSEWHERE, PLANTED
 
 from stratbench.analysis.audit import RULES
+from stratbench.analysis.audit.across_cells.mixed import MIXED
 from stratbench.analysis.audit.checks import Facts, numbers_by_path
-from stratbench.analysis.audit.mixed import MIXED
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Rule
 from stratbench.analysis.audit.times import faults_of_workers
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import RecordError
 from stratbench.strategies import REGISTRY, strategy_class
@@ -33,7 +33,7 @@ SINGLE, ASYNC, SYNC = (
 )
 ALONE, MODIFIED = ("main", "ps-async", 1, 0), ("main", "ps-async-modified", 2, 0)
 OOM, TIMEOUT = ("ends", "ddp", 1, 0), ("ends", "ddp", 2, 0)
-#: As telemetry/tenants.py notes one.
+#: As telemetry/machine/tenants.py notes one.
 STRANGER = {"gpu": 1, "pid": 4711, "bytes": int(79.5 * 2**30), "first_s": 30.2, "last_s": 95.1}
 DIVERGED, SERVED_DIVERGED = ("ends", "fsdp", 2, 0), ("ends", "ps-async", 2, 0)
 SERVER = "server.servers.0"
@@ -1374,6 +1374,17 @@ def test_a_short_training_may_lose_its_core_before_its_first_step(lost_ms, belie
     record["time"]["step_ms"] |= {"mean": 2.8, "count": 4 * count}
     record["time"]["breakdown_ms"] = {"step": 2.8}
     assert (not list(faults_of_workers(Facts(record)))) == believed
+
+
+@pytest.mark.parametrize(("waited", "believed"), [(1.25, True), (1.5, False)])
+def test_a_worker_may_wait_for_the_word_that_the_last_update_is_made(waited, believed):
+    """On a busy machine it comes late, and the worker's own time ends with it; the server's does not."""
+    record = copy.deepcopy(sound("cuda")[SYNC])
+    ends_s = record["server"]["servers"][0]["train_time_s"]
+    record["workers"][1]["train_time_s"] = 1.3 * ends_s
+    record["server"]["servers"][0]["workers"][1]["wait_s"] = waited * ends_s
+    found = RULE["contradictory-server"].check(planted.study({SYNC: record}, "cuda"))
+    assert any("wait_s of worker 1" in f.figures for f in found) != believed
 
 
 def test_workers_with_classes_of_their_own_are_believed():

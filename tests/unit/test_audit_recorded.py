@@ -9,7 +9,7 @@ import pytest
 import whole_lies
 from whole_lies import DDP, HONEST, LIES, RULES_OF
 
-from stratbench.analysis.samples import timeline_of
+from stratbench.analysis.records.samples import timeline_of
 
 
 @pytest.mark.slow

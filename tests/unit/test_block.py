@@ -19,13 +19,13 @@ import psutil
 import pytest
 
 from launching import WORKFLOW, assert_gone, settings, until
-from stratbench.analysis import collect
+from stratbench.analysis.records import collect
 from stratbench.cell import blocks, record
 from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import strategy_class
-from stratbench.train.devices import visible_gpus
-from stratbench.train.segments import run_in_order
+from stratbench.train.block_segments import run_in_order
+from stratbench.train.gpu_locks import visible_gpus
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -22,14 +22,15 @@ from launching import LaunchedCell, settings, sharing
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
-from stratbench.plan.check_text import check_text, lines_by_reason
-from stratbench.plan.subject import subject_of
+from stratbench.plan.needs import subject_of
+from stratbench.plan.pages.check_text import check_text, lines_by_reason
 from stratbench.ps.flat import FlatSpace
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Worker
-from stratbench.study.config import load_config
-from stratbench.study.messages import ConfigError
-from stratbench.workload import own, sharding
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload import users_code
+from stratbench.workload.network import sharding
 from stratbench.workload.tasks import Classification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -101,7 +102,7 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         with strategy.evaluating() as module, torch.no_grad():
             return None, float(Classification().loss(module(x), y))
     except Exception as e:
-        return own.told(e), float("nan")
+        return users_code.error_text(e), float("nan")
 
 
 def groups_agree(rank: int, sign: int) -> str | None:
@@ -117,7 +118,7 @@ def groups_agree(rank: int, sign: int) -> str | None:
         strategy.step(x * factor, torch.arange(4) % CLASSES)
     try:
         strategy.check_alike()
-    except own.Refused as e:
+    except users_code.Refused as e:
         return str(e)
     return None
 
@@ -159,7 +160,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | 
 @pytest.fixture(autouse=True)
 def code(monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path(odd_networks.__file__).parent
-    monkeypatch.setenv(own.CODE_VARIABLE, str(folder))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(folder))
     monkeypatch.setattr(sys, "path", [*sys.path])
     return folder
 
@@ -373,7 +374,7 @@ def check_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch, **blocks: dict) -
     name = f"my_tasks_{abs(hash(folder))}"
     (folder / f"{name}.py").write_text(TASKS)
     code = [str(Path(odd_networks.__file__).parent), str(folder)]
-    monkeypatch.setenv(own.CODE_VARIABLE, os.pathsep.join(code))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, os.pathsep.join(code))
     monkeypatch.setattr(sys, "path", [*code, *sys.path])
     monkeypatch.setattr(
         check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
@@ -417,8 +418,8 @@ def test_a_cell_and_the_check_say_the_same_of_a_task(start_cell, shared_server, 
     name = f"my_tasks_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(TASKS)
     call = f"{name}:{bad}"
-    s = settings(own_task={"call": call} | own.fingerprint(call, [tmp_path]))
-    launched = start_cell(s, env=os.environ | {own.CODE_VARIABLE: str(tmp_path)})
+    s = settings(own_task={"call": call} | users_code.fingerprint(call, [tmp_path]))
+    launched = start_cell(s, env=os.environ | {users_code.CODE_VARIABLE: str(tmp_path)})
     assert launched.finish()[0] == 1
     failure = json.loads((launched.logs / "failure.json").read_text())
     # The tests' data have three classes.
@@ -515,7 +516,7 @@ def test_a_job_ends_with_the_checks_sentence(
     sentence,
 ):
     call = f"odd_networks.{name}"
-    spec = {"call": call, "kwargs": {}, "shard": ["Block"]} | own.fingerprint(call, [code])
+    spec = {"call": call, "kwargs": {}, "shard": ["Block"]} | users_code.fingerprint(call, [code])
     s = settings(
         strategy, model="odd", own_model=spec, per_worker_batch=batch, global_batch=2 * batch
     )

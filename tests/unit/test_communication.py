@@ -18,11 +18,11 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY, sampled_times
-from stratbench.strategies.fsdp import FSDP
+from stratbench.strategies.sharding.fsdp import FSDP
+from stratbench.strategies.sharding.zero import TorchZeRO1, ZeRO1
 from stratbench.strategies.single import Single
-from stratbench.strategies.zero import TorchZeRO1, ZeRO1
 from stratbench.telemetry.collective_count import ranks_of_group
-from stratbench.workload.trial import take_trial
+from stratbench.workload.network.trial import take_trial
 
 pytestmark = pytest.mark.timeout(120)
 

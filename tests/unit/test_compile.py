@@ -12,7 +12,7 @@ import pytest
 from launching import LaunchedCell, settings
 from stratbench.cell import record
 from stratbench.telemetry.compiling import missing_compiler
-from stratbench.workload import own
+from stratbench.workload import users_code
 
 pytestmark = pytest.mark.slow
 NETWORK = """
@@ -40,9 +40,9 @@ class Net(nn.Module):
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the settings say of a small network whose file lies in `tmp_path`."""
     (tmp_path / "small_net.py").write_text(NETWORK)
-    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     spec = {"call": "small_net.Net", "kwargs": {}, "shard": ["Block"]}
-    return spec | own.fingerprint(spec["call"], [tmp_path])
+    return spec | users_code.fingerprint(spec["call"], [tmp_path])
 
 
 @pytest.mark.timeout(500)
@@ -60,7 +60,7 @@ def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
         s = settings(
             strategy, model="net", own_model=code, precision="fp64", epochs=2, compile=compiles
         )
-        cell = start_cell(s, env=warm | {own.CODE_VARIABLE: str(tmp_path)})
+        cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
         exit_code, output = cell.finish(timeout_s=300)
         assert exit_code == 0, output
         rec = record.read(cell.record)

@@ -16,9 +16,9 @@ import yaml
 
 from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults
-from stratbench.study import config, schema, validation, yaml_traps
-from stratbench.study.messages import ConfigError
-from stratbench.workload.datasets import SPECS
+from stratbench.study.config import config, schema, validation, yaml_traps
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload.data.datasets import SPECS
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = "studies.demo.experiments.first"
@@ -603,7 +603,7 @@ def test_the_example_on_the_page_is_valid():
 
 def test_a_config_is_read_without_torch():
     code = (
-        "import sys, yaml; from stratbench.study import config;"
+        "import sys, yaml; from stratbench.study.config import config;"
         "config.load_config(yaml.safe_load(open('config.yaml', encoding='utf-8')));"
         "print([m for m in ('torch', 'numpy', 'pandas') if m in sys.modules])"
     )

@@ -20,7 +20,7 @@ from planted import faster
 
 from stratbench.analysis.audit import RULES
 from stratbench.analysis.audit.rule import Evidence
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.study.order import priority
 

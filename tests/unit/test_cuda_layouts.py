@@ -12,10 +12,10 @@ import torch
 from test_plan_footprint import request_for
 from torch.distributed import fsdp
 
-from stratbench.plan import fake
-from stratbench.workload import models
-from stratbench.workload.data import DeviceData
-from stratbench.workload.precision import batch_format, weights_dtype
+from stratbench.plan.footprint import fake
+from stratbench.workload.data.device_data import DeviceData
+from stratbench.workload.network import models
+from stratbench.workload.network.precision import batch_format, weights_dtype
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from launching import until
-from stratbench.workload import prepared, sources
-from stratbench.workload.datasets import DATASETS, describe
-from stratbench.workload.prepare import main, prepare
-from stratbench.workload.sources import DataError
+from stratbench.workload.data import prepared, sources
+from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.prepare import main, prepare
+from stratbench.workload.data.sources import DataError
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
@@ -318,9 +318,9 @@ def test_a_folder_with_other_things_in_it_is_not_touched(tmp_path: Path) -> None
 #: Of one that stays before it moves what it has built.
 STAYS = """
 import runpy, time
-from stratbench.workload import prepared
+from stratbench.workload.data import prepared
 prepared.install = lambda *_: time.sleep(600)
-runpy.run_module("stratbench.workload.prepare", run_name="__main__", alter_sys=True)
+runpy.run_module("stratbench.workload.data.prepare", run_name="__main__", alter_sys=True)
 """
 
 
@@ -375,7 +375,7 @@ def test_what_killed_preparations_have_left_goes_and_what_others_still_build_sta
 @pytest.mark.timeout(120)
 def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> None:
     processes = [
-        run_prepare(tmp_path / "out", "-m", "stratbench.workload.prepare") for _ in range(4)
+        run_prepare(tmp_path / "out", "-m", "stratbench.workload.data.prepare") for _ in range(4)
     ]
     assert [process.wait() for process in processes] == [0] * 4
     assert os.listdir(tmp_path) == ["out"]
@@ -481,7 +481,10 @@ def test_the_command_prints_one_message_and_no_traceback(
 
 
 def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, stratbench.workload.datasets; print({'torch', 'numpy', 'pandas'} & set(sys.modules))"
+    code = (
+        "import sys, stratbench.workload.data.datasets; "
+        "print({'torch', 'numpy', 'pandas'} & set(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(WORKFLOW)},

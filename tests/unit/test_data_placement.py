@@ -15,8 +15,8 @@ from process_groups import forking
 
 from launching import settings, until
 from stratbench.cell.run_folder import RunFolder
-from stratbench.plan.request import buffer_bytes
-from stratbench.plan.subject import data_bytes_of
+from stratbench.plan.footprint.request import buffer_bytes
+from stratbench.plan.needs import data_bytes_of
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import ParameterServer
@@ -24,11 +24,11 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.workload import placement
-from stratbench.workload.data import DeviceData
-from stratbench.workload.datasets import describe
-from stratbench.workload.placement import HostRows
-from stratbench.workload.prepare import prepare
+from stratbench.workload.data import placement
+from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.device_data import DeviceData
+from stratbench.workload.data.placement import HostRows
+from stratbench.workload.data.prepare import prepare
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratbench.workload import prepared
-from stratbench.workload.data import Augmentation, DeviceData, epoch_order, fit, packed_bytes
-from stratbench.workload.datasets import DATASETS, describe
-from stratbench.workload.prepare import prepare
-from stratbench.workload.sources import DataError
+from stratbench.workload.data import prepared
+from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.device_data import (
+    Augmentation,
+    DeviceData,
+    epoch_order,
+    fit,
+    packed_bytes,
+)
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.sources import DataError
 
 SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
 
@@ -167,7 +173,7 @@ def test_the_prepared_files_are_not_changed_by_training_on_them(digits_dir: Path
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, digits_dir: Path) -> None:
-    with pytest.raises(DataError, match=r"stratbench\.workload\.prepare"):
+    with pytest.raises(DataError, match=r"stratbench\.workload\.data\.prepare"):
         DeviceData.load(tmp_path)
     broken = tmp_path / "broken"
     shutil.copytree(digits_dir, broken)

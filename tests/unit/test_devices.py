@@ -18,16 +18,16 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.study.resources import job_request
-from stratbench.telemetry import nvml
-from stratbench.train import agent, devices
+from stratbench.telemetry.machine import nvml
+from stratbench.train import agent, gpu_locks
 from stratbench.train.launch import hold_devices
 
 pytestmark = pytest.mark.timeout(120)
 
 HOLDER = """
 import sys, time
-from stratbench.train import devices
-with devices.reserve(sys.argv[2:], int(sys.argv[1])) as mine:
+from stratbench.train import gpu_locks
+with gpu_locks.reserve(sys.argv[2:], int(sys.argv[1])) as mine:
     print("holds", *mine, flush=True)
     sys.stdin.readline()
 """
@@ -46,26 +46,26 @@ def hold(wanted: int, *gpus: str) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(devices.__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(Path(gpu_locks.__file__).parents[2])},
     )
 
 
 def test_two_cells_get_different_gpus():
-    with devices.reserve(["a", "b", "c"], 1) as one, devices.reserve(["a", "b", "c"], 2) as two:
+    with gpu_locks.reserve(["a", "b", "c"], 1) as one, gpu_locks.reserve(["a", "b", "c"], 2) as two:
         assert (one, two) == (["a"], ["b", "c"])
-    with devices.reserve(["a", "b", "c"], 3) as again:
+    with gpu_locks.reserve(["a", "b", "c"], 3) as again:
         assert again == ["a", "b", "c"]
 
 
 def test_another_process_is_waited_for(capsys):
     other = hold(1, "a", "b")
     assert other.stdout.readline() == "holds a\n"
-    with devices.reserve(["a", "b"], 1) as mine:  # one is free
+    with gpu_locks.reserve(["a", "b"], 1) as mine:  # one is free
         assert mine == ["b"]
     assert capsys.readouterr().err == ""
     waiting = hold(2, "a", "b")
     assert waiting.stdout.readline().startswith("waiting for 2 free GPUs")
-    with devices.reserve(["a", "b"], 1) as mine:  # the waiting one holds nothing meanwhile
+    with gpu_locks.reserve(["a", "b"], 1) as mine:  # the waiting one holds nothing meanwhile
         assert mine == ["b"]
     other.communicate("\n")
     assert waiting.stdout.readline() == "holds a b\n"
@@ -77,21 +77,21 @@ def test_a_killed_holder_gives_its_gpus_back():
     assert other.stdout.readline() == "holds a\n"
     other.kill()
     other.wait()
-    with devices.reserve(["a"], 1) as mine:
+    with gpu_locks.reserve(["a"], 1) as mine:
         assert mine == ["a"]
 
 
 def test_too_few_gpus():
     with (
-        pytest.raises(devices.DeviceError, match="needs 3 GPUs on this node, but 2 are visible"),
-        devices.reserve(["a", "b"], 3),
+        pytest.raises(gpu_locks.DeviceError, match="needs 3 GPUs on this node, but 2 are visible"),
+        gpu_locks.reserve(["a", "b"], 3),
     ):
         pass
 
 
 def test_names_with_a_slash():
     """MIG instances had such names."""
-    with devices.reserve(["MIG-GPU-1/2/0"], 1) as mine:
+    with gpu_locks.reserve(["MIG-GPU-1/2/0"], 1) as mine:
         assert mine == ["MIG-GPU-1/2/0"]
 
 
@@ -114,7 +114,7 @@ NO_NVML = {"failures": {"nvmlInit": OSError("driver/library version mismatch")}}
 
 def test_whatever_a_gpu_is_called_its_lock_is_one(machine):
     machine()
-    assert devices.lock_names(["0", "1", UUIDS[0], "GPU-666", "7"]) == {
+    assert gpu_locks.lock_names(["0", "1", UUIDS[0], "GPU-666", "7"]) == {
         "0": UUIDS[0], "1": UUIDS[1], UUIDS[0]: UUIDS[0], "GPU-666": UUIDS[1], "7": "7"
     }  # fmt: skip
 
@@ -142,49 +142,49 @@ def test_whatever_a_gpu_is_called_its_lock_is_one(machine):
 )
 def test_visible_gpus_are_those_that_cuda_shows(machine, given, expected):
     machine(given)
-    assert devices.visible_gpus() == expected
+    assert gpu_locks.visible_gpus() == expected
 
 
 def test_instances_are_visible_by_their_names(machine):
     machine(f"{INSTANCES[1]},MIG-aaaaaaaa", mig=True)
-    assert devices.visible_gpus() == [INSTANCES[1], "MIG-aaaaaaaa"]
+    assert gpu_locks.visible_gpus() == [INSTANCES[1], "MIG-aaaaaaaa"]
 
 
 def test_names_are_believed_where_nvml_cannot_be_asked(machine):
     machine("3,GPU-1,cuda", **NO_NVML)
-    assert devices.visible_gpus() == ["3", "GPU-1"]
+    assert gpu_locks.visible_gpus() == ["3", "GPU-1"]
 
 
 @pytest.mark.parametrize("given", ["1,1", "0,1,01", f"1,{UUIDS[1]}", "GPU-6,GPU-666"])
 def test_a_gpu_that_is_named_twice_is_an_error_and_not_waited_for(machine, given):
     machine(given)
-    with pytest.raises(devices.DeviceError, match=r"names one GPU twice \(.*name each GPU once"):
-        devices.visible_gpus()
+    with pytest.raises(gpu_locks.DeviceError, match=r"names one GPU twice \(.*name each GPU once"):
+        gpu_locks.visible_gpus()
     machine("1,1", **NO_NVML)
-    with pytest.raises(devices.DeviceError, match="twice"):
-        devices.visible_gpus()
+    with pytest.raises(gpu_locks.DeviceError, match="twice"):
+        gpu_locks.visible_gpus()
 
 
 def test_a_name_that_is_no_gpu_is_told(machine):
     machine("0,9,1")
     with (
         pytest.raises(
-            devices.DeviceError, match=r"1 are visible \(0; '9' in CUDA_VISIBLE_DEVICES ="
+            gpu_locks.DeviceError, match=r"1 are visible \(0; '9' in CUDA_VISIBLE_DEVICES ="
         ),
-        devices.reserve(devices.visible_gpus(), 2),
+        gpu_locks.reserve(gpu_locks.visible_gpus(), 2),
     ):
         pass
     machine("GPU-7")  # a GPU is asked for: it is not trained on the CPU instead
     for device in ("auto", "cuda"):
-        with pytest.raises(devices.DeviceError, match="'GPU-7' in CUDA_VISIBLE_DEVICES"):
-            devices.wants_cuda(device, devices.visible_gpus())
+        with pytest.raises(gpu_locks.DeviceError, match="'GPU-7' in CUDA_VISIBLE_DEVICES"):
+            gpu_locks.wants_cuda(device, gpu_locks.visible_gpus())
     machine("NoDevFiles")  # as SLURM says that a job has none
-    assert not devices.wants_cuda("auto", devices.visible_gpus())
-    with pytest.raises(devices.DeviceError, match="'NoDevFiles' in CUDA_VISIBLE_DEVICES"):
-        devices.wants_cuda("cuda", devices.visible_gpus())
+    assert not gpu_locks.wants_cuda("auto", gpu_locks.visible_gpus())
+    with pytest.raises(gpu_locks.DeviceError, match="'NoDevFiles' in CUDA_VISIBLE_DEVICES"):
+        gpu_locks.wants_cuda("cuda", gpu_locks.visible_gpus())
     for given in (None, "1", "0,-1,5", ""):
         machine(given)
-        assert devices.unknown_gpu() is None
+        assert gpu_locks.unknown_gpu() is None
 
 
 def test_cells_on_cpus_read_no_names_of_gpus(machine):
@@ -202,32 +202,32 @@ def test_the_log_says_which_name_hides_others(machine, capsys):
 
 
 def test_device_setting():
-    assert devices.wants_cuda("auto", ["0"])
-    assert devices.wants_cuda("cuda", ["0"])
-    assert not devices.wants_cuda("cpu", ["0"])
-    assert not devices.wants_cuda("auto", [])
-    with pytest.raises(devices.DeviceError, match="no GPU is visible"):
-        devices.wants_cuda("cuda", [])
+    assert gpu_locks.wants_cuda("auto", ["0"])
+    assert gpu_locks.wants_cuda("cuda", ["0"])
+    assert not gpu_locks.wants_cuda("cpu", ["0"])
+    assert not gpu_locks.wants_cuda("auto", [])
+    with pytest.raises(gpu_locks.DeviceError, match="no GPU is visible"):
+        gpu_locks.wants_cuda("cuda", [])
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_the_reason_of_nvml_is_told_in_the_same_words(tmp_path, monkeypatch, machine, device):
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(gpu_locks, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
     machine(**NO_NVML)
     with pytest.raises(
-        devices.DeviceError,
+        gpu_locks.DeviceError,
         match=r"nvidia0 is there and NVML does not answer .*version mismatch.*; see",
     ):
-        devices.wants_cuda(device, devices.visible_gpus())
+        gpu_locks.wants_cuda(device, gpu_locks.visible_gpus())
 
 
 def test_the_reason_of_nvml_is_told_without_a_device_file(monkeypatch, tmp_path, machine):
-    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(gpu_locks, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
     machine(**NO_NVML)
-    with pytest.raises(devices.DeviceError, match=r"NVML does not answer .*version mismatch"):
-        devices.wants_cuda("cuda", devices.visible_gpus())
-    assert not devices.wants_cuda("auto", devices.visible_gpus())
+    with pytest.raises(gpu_locks.DeviceError, match=r"NVML does not answer .*version mismatch"):
+        gpu_locks.wants_cuda("cuda", gpu_locks.visible_gpus())
+    assert not gpu_locks.wants_cuda("auto", gpu_locks.visible_gpus())
 
 
 @pytest.mark.parametrize(
@@ -244,24 +244,24 @@ def test_a_gpu_that_cannot_be_asked_for_is_not_passed_over(
 ):
     for name in files:
         (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(gpu_locks, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     real, failures = nvml.Nvml, {} if nvml_answers else {"nvmlInit": OSError("no library")}
     monkeypatch.setattr(nvml, "Nvml", lambda: real(FakeNvml(gpus=0, failures=failures)))
-    assert not devices.wants_cuda("cpu", devices.visible_gpus())
+    assert not gpu_locks.wants_cuda("cpu", gpu_locks.visible_gpus())
     if expected is None:
-        assert not devices.wants_cuda("auto", devices.visible_gpus())
+        assert not gpu_locks.wants_cuda("auto", gpu_locks.visible_gpus())
         return
-    with pytest.raises(devices.DeviceError, match=expected) as refused:
-        devices.wants_cuda("auto", devices.visible_gpus())
+    with pytest.raises(gpu_locks.DeviceError, match=expected) as refused:
+        gpu_locks.wants_cuda("auto", gpu_locks.visible_gpus())
     assert "device: cpu" in str(refused.value)
 
 
 def test_children_see_only_the_given_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    devices.show_only(["1", "3"])
+    gpu_locks.show_only(["1", "3"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
@@ -313,9 +313,9 @@ def test_what_nohup_ignores_stays_ignored():
 def test_threads_are_shared_out():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shared = settings(threads=None)
-    assert devices.threads_of(shared, 1, 1, 0) == cores
-    assert devices.threads_of(shared, 10 * cores, 1, 0) == 1
-    assert devices.threads_of(settings(threads=3), 10 * cores, 1, 0) == 3
+    assert gpu_locks.threads_of(shared, 1, 1, 0) == cores
+    assert gpu_locks.threads_of(shared, 10 * cores, 1, 0) == 1
+    assert gpu_locks.threads_of(settings(threads=3), 10 * cores, 1, 0) == 3
 
 
 @pytest.mark.parametrize("request_gpus", [True, False])
@@ -342,8 +342,8 @@ def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gp
             cell = Cell("s", "e", name, "m", "d", 4, 0)
             request = job_request(cell, s, cluster, None)
             cores = request.cpus if in_job else 64
-            monkeypatch.setattr(devices, "usable_cores", lambda cores=cores: set(range(cores)))
+            monkeypatch.setattr(gpu_locks, "usable_cores", lambda cores=cores: set(range(cores)))
             asked.add(request.cpus)
-            threads.add(devices.threads_of(s, 4, request.cpus, request.server_cpus))
+            threads.add(gpu_locks.threads_of(s, 4, request.cpus, request.server_cpus))
     assert len(asked) > 1
     assert threads == {(8 if request_gpus else 1) if in_job else 16}

@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stratbench import moderated
-from stratbench.analysis import ranking
-from stratbench.analysis.candidates import Candidate
+from stratbench.analysis.decision import ranking
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.statistics import moderated
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import decision_simulation as simulated

@@ -14,16 +14,17 @@ import pytest
 
 from launching import TINY, LaunchedCell, settings, sharing
 from stratbench.analysis import audit
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.settings import Settings
-from stratbench.plan import check, footprint
-from stratbench.plan.check_text import check_text
-from stratbench.plan.request import Request
+from stratbench.plan import check
+from stratbench.plan.footprint import footprint
+from stratbench.plan.footprint.request import Request
+from stratbench.plan.pages.check_text import check_text
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.study.config import load_config
-from stratbench.workload import own
-from stratbench.workload.datasets import describe
+from stratbench.study.config.config import load_config
+from stratbench.workload import users_code
+from stratbench.workload.data.datasets import describe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,14 +39,14 @@ ALL = TRAINED + 64 * 600 + 600 + 600 * 8 + 8 + 4 * (64 + 8)
 def code() -> Iterator[None]:
     """Jobs and this process import the network from the tests' folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(own.CODE_VARIABLE, str(CODE))
+        patch.setenv(users_code.CODE_VARIABLE, str(CODE))
         patch.setattr(sys, "path", [*sys.path])
         with sharing():
             yield
 
 
 def adapted(strategy: str) -> Settings:
-    spec = {"call": CALL, "kwargs": {}, "shard": ["Block"]} | own.fingerprint(CALL, [CODE])
+    spec = {"call": CALL, "kwargs": {}, "shard": ["Block"]} | users_code.fingerprint(CALL, [CODE])
     workers = min(2, strategy_class(strategy).max_workers or 2)
     return settings(
         strategy, model="adapted", own_model=spec, gpus=workers, epochs=2, global_batch=16,

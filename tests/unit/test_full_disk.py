@@ -14,7 +14,13 @@ from pathlib import Path
 import fixture_records as fixture
 import pytest
 
-from stratbench.analysis import against, audit, collect, decide, plots, report, tables
+from stratbench.analysis import audit
+from stratbench.analysis.decision import decide
+from stratbench.analysis.figures import plots
+from stratbench.analysis.paper import against
+from stratbench.analysis.records import collect
+from stratbench.analysis.report import report
+from stratbench.analysis.tables import tables
 from stratbench.cell import files
 from stratbench.sets.__main__ import main as sets_main
 
@@ -113,7 +119,7 @@ def test_a_rules_program_ends_in_one_sentence(study: Path, tmp_path) -> None:
             code,
             str(os.getpid()),
             "-m",
-            "stratbench.analysis.collect",
+            "stratbench.analysis.records.collect",
             *arguments,
         ],
         env=os.environ

@@ -21,7 +21,7 @@ import pytest
 import torch
 from test_worker import BARE
 
-from stratbench.telemetry.hardware import all_datasheets
+from stratbench.telemetry.machine.hardware import all_datasheets
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 pytestmark = pytest.mark.timeout(300)
@@ -35,15 +35,15 @@ def part(monkeypatch):
 
 
 class Noted:
-    """Stands for a stage: keeps the verdicts."""
+    """Stands for a stage: keeps the outcomes."""
 
     on_cuda = True
 
     def __init__(self):
-        self.verdicts, self.skipped = {}, []
+        self.outcomes, self.skipped = {}, []
 
     def check(self, what, holds, said=""):
-        self.verdicts[what] = holds
+        self.outcomes[what] = holds
 
     def skip(self, what, why):
         self.skipped.append(what)
@@ -75,7 +75,7 @@ def test_what_needs_no_gpu_holds(tmp_path):
         path=tmp_path,
     )  # fmt: skip
     assert code == 0, output
-    assert evidence["verdict"] == "passed"
+    assert evidence["outcome"] == "passed"
     assert list(evidence["stages"]) == list(stages)
     assert "no GPU" in output
     assert all(output.count(f"PASSED  {name}") == 1 for name in stages)
@@ -168,7 +168,7 @@ def test_a_stage_that_hangs_dies_or_raises_does_not_stop_the_next(tmp_path):
     status, output, evidence = run_check("--device", "cpu", "--out", str(out), code=code)
     found = evidence["stages"]
     assert status == 1, output
-    assert {name: f["verdict"] for name, f in found.items()} == {
+    assert {name: f["outcome"] for name, f in found.items()} == {
         "hangs": "failed", "dies": "failed", "raises": "failed", "works": "passed",
     }  # fmt: skip
     assert found["hangs"]["reason"] == "not done after 2 s"
@@ -197,7 +197,7 @@ def test_a_training_that_is_not_singles_is_found(part, after, layouts, holds):
 
     single = trained(1.0, 3)
     matrix.compare(stage, "vgg-compact fp32 ddp", single, trained(after, layouts), "fp32")
-    assert list(stage.verdicts.values()) == [holds]
+    assert list(stage.outcomes.values()) == [holds]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_first_loss_that_cannot_be_is_found(part, losses, holds):
     weights = [torch.zeros(4)], [torch.ones(4)]
     single = matrix.Trained(losses, *weights, {}, None)
     matrix.compare(stage, "vgg-compact fp16 single", single, single, "fp16")
-    assert stage.verdicts == {"vgg-compact fp16 single trains": holds}
+    assert stage.outcomes == {"vgg-compact fp16 single trains": holds}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_the_cost_of_marks_is_the_median_of_blocks_that_agree(part, ratios, hold
     clock, stage = part("clock"), Noted()
     clock.judge(stage, ratios)
     what = "phase marks cost less than 1 % of a step"
-    assert stage.verdicts == ({} if holds is None else {what: holds})
+    assert stage.outcomes == ({} if holds is None else {what: holds})
     assert stage.skipped == ([what] if holds is None else [])
 
 
@@ -257,7 +257,7 @@ def test_the_energy_counter_is_held_against_power(part, counted_w, holds):
     stage = Noted()
     samples = [{"t_s": t / 20, "power_w": 300.0, "energy_j": counted_w * t / 20} for t in range(80)]
     part("power").energy_and_power(stage, "energy", samples)
-    assert stage.verdicts == {"energy": holds}
+    assert stage.outcomes == {"energy": holds}
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ def test_memory_is_held_against_the_plan(part, monkeypatch, peak_mib, states_off
     stage = Noted()
     subject = part("subject")
     memory.look_at(stage, memory.Case("fsdp", 8), subject.settings("fsdp", "cuda"), found, plan)
-    failed = {what for what, holds in stage.verdicts.items() if not holds}
-    assert len(stage.verdicts) == 3
+    failed = {what for what, holds in stage.outcomes.items() if not holds}
+    assert len(stage.outcomes) == 3
     assert {word for word in ("peak", "states") for what in failed if word in what} == failing
 
 
@@ -293,7 +293,7 @@ def test_step_ratios_fail_only_where_every_block_says_so(part):
     setup = {variant: {"setup_s": 1.0} for variant in steps.VARIANTS}
     steps.judge(stage, "noisy", medians | {"fsdp": [10.2, 12.0]}, setup)
     steps.judge(stage, "slow", medians | {"fsdp": [11.0, 12.0]}, setup)
-    assert [what.split(":")[0] for what, holds in stage.verdicts.items() if not holds] == ["slow"]
+    assert [what.split(":")[0] for what, holds in stage.outcomes.items() if not holds] == ["slow"]
 
 
 def test_blocks_that_were_measured_are_kept_when_a_later_one_is_not(part, monkeypatch, tmp_path):

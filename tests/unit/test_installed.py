@@ -19,8 +19,8 @@ import yaml
 from packaging.requirements import Requirement
 
 from stratbench.command.__main__ import main
+from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import image_of_jobs
-from stratbench.study.messages import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("workflow", "envs", "profiles")
@@ -100,7 +100,7 @@ def test_a_wheel_has_every_file_of_the_workflow(installed):
 def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed, tmp_path):
     code = (
         "from stratbench.cell import places; from stratbench.cell.record import _schema;"
-        "from stratbench.study.schema import schema; from stratbench.analysis import paper;"
+        "from stratbench.study.config.schema import schema; from stratbench.analysis.paper import paper;"
         "assert _schema() and schema() and len(paper.published_tables());"
         "print(places.INSTALLED, places.built_from(), places.package_folder(places.Path('copies')))"
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stratbench.study.config import load_config
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
 from stratbench.study.job_environment import set_job_environment
 from stratbench.study.jobs import Jobs
-from stratbench.study.messages import ConfigError
 from stratbench.study.plan_file import digest_of_settings
 
 

@@ -60,9 +60,9 @@ from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.standing import Standing
-from stratbench.workload.prepare import prepare
-from stratbench.workload.prepared import verified_meta
-from stratbench.workload.sources import DataError
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepared import verified_meta
+from stratbench.workload.data.sources import DataError
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -22,8 +22,8 @@ from stratbench.telemetry.collective_cost import (
     served,
 )
 from stratbench.telemetry.collectives import CollectiveCall
-from stratbench.train import links
-from stratbench.train.link_timing import KINDS, Sweep
+from stratbench.train.links import measure as links
+from stratbench.train.links.timing import KINDS, Sweep
 
 SIZES = [1 << i for i in range(10, 27, 2)]
 TRUE = {"within": Link(20e-6, 5e9), "between": Link(100e-6, 1e9)}
@@ -103,7 +103,7 @@ def test_links_are_read_back_for_the_projection(tmp_path):
 @pytest.mark.timeout(600)
 def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
     command = [
-        sys.executable, "-m", "stratbench.train.links", "--workers", "2", "3", "--largest-mib", "1",
+        sys.executable, "-m", "stratbench.train.links.measure", "--workers", "2", "3", "--largest-mib", "1",
         "--repeats", "1", "--servers", "tcp", "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=WORKFLOW, capture_output=True, text=True, timeout=550)

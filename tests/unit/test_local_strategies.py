@@ -22,11 +22,11 @@ from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Collective, Worker
-from stratbench.strategies.diloco import DiLoCo
-from stratbench.strategies.gossip import Gossip
-from stratbench.strategies.local_sgd import LocalSGD
+from stratbench.strategies.local.diloco import DiLoCo
+from stratbench.strategies.local.gossip import Gossip
+from stratbench.strategies.local.local_sgd import LocalSGD
 from stratbench.telemetry.memory import optimizer_state
-from stratbench.workload.gpt import GPT
+from stratbench.workload.network.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

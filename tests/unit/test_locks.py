@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from launching import WORKFLOW, until
-from stratbench.train import devices, locks
+from stratbench.train import gpu_locks, locks
 
 pytestmark = pytest.mark.timeout(120)
 STRANGER = 65534  # nobody
@@ -60,7 +60,7 @@ def test_another_users_folder_and_lock_harm_no_file_and_stop_no_cell(shared_tmp,
                 (folder / link).symlink_to(victim)
 
         as_stranger(plant)
-    with devices.reserve(["0"], 1) as mine:
+    with gpu_locks.reserve(["0"], 1) as mine:
         assert mine == ["0"]
         ours = (p for p in shared_tmp.glob("stratbench-*") if p.stat().st_uid == os.geteuid())
         used = {path.name for path in ours}

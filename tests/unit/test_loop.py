@@ -23,7 +23,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
-from stratbench.workload.data import DeviceData
+from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.tasks import Classification
 
 LATE_S = 0.5

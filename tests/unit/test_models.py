@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from stratbench.workload import models
-from stratbench.workload.datasets import DATASETS
-from stratbench.workload.gpt import GPT
-from stratbench.workload.models import (
+from stratbench.workload.data.datasets import DATASETS
+from stratbench.workload.network import models
+from stratbench.workload.network.gpt import GPT
+from stratbench.workload.network.models import (
     MODELS,
     build,
     for_training,
@@ -260,7 +260,7 @@ def run_python(code: str) -> str:
 
 def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
     heavy = "{'torch', 'numpy', 'torchvision'}"
-    code = f"import sys, stratbench.workload.models; print({heavy} & set(sys.modules))"
+    code = f"import sys, stratbench.workload.network.models; print({heavy} & set(sys.modules))"
     assert run_python(code) == "set()"
 
 
@@ -279,7 +279,7 @@ def test_models_build_whether_or_not_torchvisions_compiled_part_loads(compiled_p
     }[compiled_part]
     code = (
         "import stratbench.workload.with_torch, torch\n"
-        f"{prepare}\nfrom stratbench.workload import models\n"
+        f"{prepare}\nfrom stratbench.workload.network import models\n"
         "print(sum(p.numel() for p in models.build('vgg-compact', 1000).parameters()))"
     )
     assert run_python(code) == str(MODELS["vgg-compact"].parameters)
@@ -333,7 +333,7 @@ def test_statistics_taken_twice_and_other_random_numbers_are_seen(monkeypatch):
     from contextlib import nullcontext
     from functools import partial
 
-    from stratbench.workload import checkpointing
+    from stratbench.workload.network import checkpointing
 
     plain = trained_by_two_steps("resnet-compact", False)
     with monkeypatch.context() as m:

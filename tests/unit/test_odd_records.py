@@ -18,7 +18,13 @@ from typing import Any
 import fixture_records as fixture
 import pytest
 
-from stratbench.analysis import against, audit, collect, decide, plots, report, tables
+from stratbench.analysis import audit
+from stratbench.analysis.decision import decide
+from stratbench.analysis.figures import plots
+from stratbench.analysis.paper import against
+from stratbench.analysis.records import collect
+from stratbench.analysis.report import report
+from stratbench.analysis.tables import tables
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.study import plan_file

@@ -13,15 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
-from stratbench.plan.subject import subject_of
-from stratbench.study.config import Study, load_config
-from stratbench.study.messages import ConfigError
+from stratbench.plan.needs import subject_of
+from stratbench.study.config.config import Study, load_config
+from stratbench.study.config.messages import ConfigError
 from stratbench.train.launch import check_data
-from stratbench.workload import own, own_arrays, own_data, prepared
-from stratbench.workload.own import ModelError
-from stratbench.workload.partition import ByClass
-from stratbench.workload.prepare import prepare
-from stratbench.workload.sources import DataError
+from stratbench.workload import users_code
+from stratbench.workload.data import own_arrays, own_data, prepared
+from stratbench.workload.data.partition import ByClass
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.users_code import ModelError
 
 CODE = """
 import numpy as np
@@ -48,7 +49,7 @@ def my_data(tmp_path, monkeypatch, request) -> str:
     """The name of a module with CODE, in a folder that is on the path of this process's jobs."""
     name = f"data_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(CODE)
-    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     return name
 
@@ -78,7 +79,7 @@ def test_images_of_a_call_are_stored_channels_first(tmp_path, my_data, axes):
 
 
 def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
-    from stratbench.workload.data import DeviceData
+    from stratbench.workload.data.device_data import DeviceData
 
     spec = {"call": f"{my_data}:images", "kwargs": {"kind": "float32"}}
     meta, arrays = prepared_from(tmp_path, spec)
@@ -93,7 +94,7 @@ def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
 
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
 def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkeypatch, shape):
-    from stratbench.workload.data import DeviceData
+    from stratbench.workload.data.device_data import DeviceData
 
     y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     given = images(train_y=y, test_y=y)

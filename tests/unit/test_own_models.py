@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import nn
 
+from stratbench.cell.installation import PACKAGE
 from stratbench.cell.settings import Settings
-from stratbench.plan.cache import try_footprint
-from stratbench.plan.subject import subject_of
-from stratbench.study.config import Study, load_config
-from stratbench.study.messages import ConfigError
+from stratbench.plan.footprint.cache import try_footprint
+from stratbench.plan.needs import subject_of
+from stratbench.study.config.config import Study, load_config
+from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.flops import counted_flops
-from stratbench.workload import models, own, sharding, tasks
-from stratbench.workload.own import ModelError, OwnModel
+from stratbench.workload import tasks, users_code
+from stratbench.workload.network import models, own, sharding
+from stratbench.workload.network.own import OwnModel
+from stratbench.workload.users_code import ModelError
 
 CPU = torch.device("cpu")
 TASK = tasks.Classification()
@@ -89,7 +92,7 @@ def nets(tmp_path, monkeypatch, request) -> str:
     """The name of a module with NETS, in a folder that is on the path of this process's jobs."""
     name = f"nets_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(NETS)
-    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     return name
 
@@ -160,10 +163,11 @@ def test_a_scan_finds_torchvisions_classification_networks_and_imports_nothing()
 
     assert own.torchvision_names() == set(theirs.list_models(module=theirs))
     code = (
-        "import sys; from stratbench.study.config import load_config; from stratbench.workload import own; "
+        "import sys; from stratbench.study.config.config import load_config; "
+        "from stratbench.workload.network import own; "
         "assert 'swin_t' in own.torchvision_names(); assert not {'torch', 'torchvision'} & set(sys.modules)"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(own.__file__).parents[2])}
+    env = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=env)
 
 
@@ -241,7 +245,7 @@ def test_a_network_of_images_is_told_that_the_data_are_texts(nets):
 def test_an_error_of_the_users_code_is_the_plans_sentence(tmp_path, monkeypatch, text):
     name = f"broken_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": f"{name}.Net"}, tmp_path)
     sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
@@ -259,7 +263,7 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
         "    def forward(self, x):\n"
         "        return super().forward(x.flatten(1)) * (1 if x.mean().item() > 0 else 2)\n"
     )
-    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": "asking.Net"}, tmp_path)
     sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
@@ -324,7 +328,7 @@ def test_the_settings_follow_the_content_of_the_code_and_not_its_place(tmp_path)
     texts = [first_settings(spec, folder).as_json() for folder in folders]
     assert texts[0] == texts[1]
     assert str(tmp_path) not in texts[0]
-    files = own.sources("pack.net.Net", folders)
+    files = users_code.sources("pack.net.Net", folders)
     assert list(files) == ["pack/__init__.py", "pack/net.py", "shared.py"]
     for name, changes in (("other.py", False), ("shared.py", True)):
         (folders[1] / name).write_text("# changed\n")
@@ -334,10 +338,10 @@ def test_the_settings_follow_the_content_of_the_code_and_not_its_place(tmp_path)
 def test_code_that_changes_after_the_start_of_a_run_is_not_trained(nets, tmp_path):
     call = f"{nets}.Named"
     spec = first_settings({"call": call}, tmp_path).own_model
-    own.check_unchanged("mine", spec)
+    users_code.check_unchanged("mine", spec)
     (tmp_path / f"{nets}.py").write_text(NETS + "\n")
     with pytest.raises(ModelError, match="its code has changed"):
-        own.check_unchanged("mine", spec)
+        users_code.check_unchanged("mine", spec)
 
 
 def test_an_installed_package_counts_by_its_version():
@@ -375,7 +379,9 @@ def test_trying_a_network_leaves_no_trace_in_it(nets):
     assert net.training
     assert int(net.norm.num_batches_tracked) == 0
     assert not net.norm.running_mean.any()
-    assert not [name for name in os.listdir(os.environ[own.CODE_VARIABLE]) if name == "__pycache__"]
+    assert not [
+        name for name in os.listdir(os.environ[users_code.CODE_VARIABLE]) if name == "__pycache__"
+    ]
 
 
 # --- sharding ------------------------------------------------------------------------------------

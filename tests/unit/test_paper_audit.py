@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratbench.analysis import paper_audit
+from stratbench.analysis.paper import paper_audit
 
 COLLECTIVE = ("vgg16", "efficientnet_v2_l", "convnext_large")
 SERVED = ("vgg16", "resnet50", "densenet121")

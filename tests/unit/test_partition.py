@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from stratbench.workload.data import epoch_order
-from stratbench.workload.partition import ByClass
+from stratbench.workload.data.device_data import epoch_order
+from stratbench.workload.data.partition import ByClass
 
 SAMPLES, CLASSES, BATCH = 103, 5, 8
 

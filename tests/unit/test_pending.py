@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from stratbench.cell.coordinates import Cell
-from stratbench.study import config, nodes, pending, resources
-from stratbench.study.slurm import shared_list
+from stratbench.study import resources
+from stratbench.study.config import config
+from stratbench.study.slurm import nodes, stuck_jobs
+from stratbench.study.slurm.live_jobs import shared_list
 
 #: `sinfo --noheader --Node --format='%P|%N|%c|%m|%G|%l'`: the tests' cluster, and a larger one.
 TESTS = """gpu*|node1|16|24000|gpu:4|infinite
@@ -179,7 +181,9 @@ def test_what_the_profile_asks_for_is_judged_and_named():
 
     def refusal(**given):
         job = snakemake_job(cell, **(same | given))
-        return pending.refusals([(job, cell, settings, asked)], offered, anywhere=False).get(cell)
+        return stuck_jobs.refusals([(job, cell, settings, asked)], offered, anywhere=False).get(
+            cell
+        )
 
     assert refusal() is None
     assert "lower it in the profile" in refusal(mem_mb=900_000)
@@ -202,7 +206,7 @@ def test_a_refused_sbatch_is_two_sentences():
     record = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, "Error in rule", (), None)
     record.rule_msg, record.output, record.shellcmd = REFUSED, ["a/record.json"], "python -m x"
     asks = {"a/record.json": "s/e: ddp asks for a node with 32 CPU cores"}
-    assert pending.RefusalFilter(asks).filter(record)
+    assert stuck_jobs.RefusalFilter(asks).filter(record)
     assert record.rule_msg == (
         "SLURM refuses it: CPU count per node can not be satisfied; Batch job submission failed: "
         "Requested node configuration is not available. s/e: ddp asks for a node with 32 CPU cores."
@@ -213,7 +217,7 @@ def test_a_refused_sbatch_is_two_sentences():
 def test_other_reports_are_left_alone():
     record = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, "Error in rule", (), None)
     record.rule_msg, record.shellcmd = "SLURM-job '7' failed", "python -m x"
-    assert pending.RefusalFilter({}).filter(record)
+    assert stuck_jobs.RefusalFilter({}).filter(record)
     assert (record.rule_msg, record.shellcmd) == ("SLURM-job '7' failed", "python -m x")
 
 
@@ -248,7 +252,7 @@ def test_reasons_that_do_not_pass_are_told_from_those_that_do(tmp_path):
         "9|HERE|PENDING|AssocMaxCpuPerJobLimit|i",
         "10|HERE|PENDING|BadConstraints|j",
     )
-    found = {job: reason for (job, _), (reason, _) in pending.stuck_jobs(text, tmp_path)}
+    found = {job: reason for (job, _), (reason, _) in stuck_jobs.stuck_jobs(text, tmp_path)}
     assert found == {
         "1": "PartitionConfig",
         "4": "QOSMaxWallDurationPerJobLimit",
@@ -260,7 +264,7 @@ def test_reasons_that_do_not_pass_are_told_from_those_that_do(tmp_path):
 
 def test_a_limit_on_all_jobs_together_is_told_once_none_of_them_runs(tmp_path):
     text = queue(tmp_path, "5|HERE|PENDING|AssocGrpCpuLimit|e")
-    ((_, (reason, remedy)),) = pending.stuck_jobs(text, tmp_path)
+    ((_, (reason, remedy)),) = stuck_jobs.stuck_jobs(text, tmp_path)
     assert reason == "AssocGrpCpuLimit"
     assert "no job of yours runs" in remedy
 
@@ -268,12 +272,14 @@ def test_a_limit_on_all_jobs_together_is_told_once_none_of_them_runs(tmp_path):
 def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
     said = [queue(tmp_path, "12|HERE|PENDING|PartitionConfig|c1", "13|HERE|PENDING|Priority|c2")]
     monkeypatch.setattr(
-        pending.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=said[-1])
+        stuck_jobs.subprocess,
+        "run",
+        lambda *_, **__: SimpleNamespace(returncode=0, stdout=said[-1]),
     )
     cells, seen = {"c1": "results/a/record.json", "c2": "results/b/record.json"}, {}
 
     def look(now_s):
-        return pending.newly_stuck(seen, cells, tmp_path, tmp_path / "lists", now_s)
+        return stuck_jobs.newly_stuck(seen, cells, tmp_path, tmp_path / "lists", now_s)
 
     assert look(0.0) == []
     assert look(59.0) == []
@@ -294,21 +300,21 @@ def test_a_stuck_job_is_named_after_a_minute(tmp_path, monkeypatch):
 def test_a_stuck_job_that_cells_share_is_named_by_its_first_cell(tmp_path, monkeypatch):
     said = queue(tmp_path, "12|HERE|PENDING|PartitionConfig|rule_r_wildcards_s_shared_0f3c")
     monkeypatch.setattr(
-        pending.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=said)
+        stuck_jobs.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=said)
     )
     shared_list(tmp_path, "0f3c").write_text("a/record.json\nb/record.json\n")
     cells = {"c1": "a/record.json", "c2": "b/record.json"}
     seen = {("12", "PartitionConfig"): 0.0}
-    ((_, sentence),) = pending.newly_stuck(seen, cells, tmp_path, tmp_path, 61.0)
+    ((_, sentence),) = stuck_jobs.newly_stuck(seen, cells, tmp_path, tmp_path, 61.0)
     assert sentence.startswith("SLURM job 12 (a/record.json and 1 more) waits")
 
 
 def test_a_silent_slurm_stops_nothing(tmp_path, monkeypatch):
     def fail(*_, **__):
-        raise pending.subprocess.TimeoutExpired("squeue", 60)
+        raise stuck_jobs.subprocess.TimeoutExpired("squeue", 60)
 
-    monkeypatch.setattr(pending.subprocess, "run", fail)
-    assert pending.newly_stuck({}, {}, tmp_path, tmp_path, 0.0) == []
+    monkeypatch.setattr(stuck_jobs.subprocess, "run", fail)
+    assert stuck_jobs.newly_stuck({}, {}, tmp_path, tmp_path, 0.0) == []
     monkeypatch.setattr(nodes.subprocess, "run", fail)
     monkeypatch.setattr(nodes.shutil, "which", lambda name: name)
     assert nodes.cluster_nodes() == []

@@ -11,8 +11,8 @@ from ps_harness import Served, Worked, config
 from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.servers import busiest_link_bytes, server_needs
-from stratbench.ps.shm import Layout
 from stratbench.ps.store import Store
+from stratbench.ps.wire.shm import Layout
 from stratbench.strategies import REGISTRY, resolved_options, strategy_class
 from stratbench.strategies.ps import node_of_server
 from stratbench.study.resources import job_request

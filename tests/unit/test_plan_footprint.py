@@ -17,16 +17,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.plan import fake, footprint
-from stratbench.plan.footprint import Affine, upper_envelope
-from stratbench.plan.request import Request
-from stratbench.plan.trace import OperatorTrace
-from stratbench.plan.traffic import wire_bytes
+from stratbench.plan.footprint import fake, footprint
+from stratbench.plan.footprint.footprint import Affine, upper_envelope
+from stratbench.plan.footprint.request import Request
+from stratbench.plan.footprint.trace import OperatorTrace
+from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
-from stratbench.workload import models
-from stratbench.workload.data import example_batch
-from stratbench.workload.own import ModelError
+from stratbench.workload.data.device_data import example_batch
+from stratbench.workload.network import models
 from stratbench.workload.tasks import Classification
+from stratbench.workload.users_code import ModelError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,7 +37,7 @@ SMALL = {
     for name, call, kwargs, shard in (
         (
             "small text",
-            "stratbench.workload.gpt.GPT",
+            "stratbench.workload.network.gpt.GPT",
             {"layers": 2, "heads": 4, "width": 128},
             ["Block"],
         ),

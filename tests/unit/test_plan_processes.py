@@ -14,10 +14,10 @@ from launching import WORKFLOW
 #: Two pools; of a process of each: its parent, whether a fresh one has what takes long to import, its GPUs.
 PROGRAM = """
 import json, os, sys
-from stratbench.plan.processes import pool_of
+from stratbench.plan.footprint.processes import pool_of
 
 def found():
-    imported = [m in sys.modules for m in ("torch._dynamo", "stratbench.plan.fake")]
+    imported = [m in sys.modules for m in ("torch._dynamo", "stratbench.plan.footprint.fake")]
     return os.getppid(), imported, os.environ["CUDA_VISIBLE_DEVICES"]
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratbench.plan import fake, footprint
-from stratbench.plan.footprint import Affine, Moment, Sums
-from stratbench.plan.reductions import Reduction
-from stratbench.plan.trace import OperatorTrace
+from stratbench.plan.footprint import fake, footprint
+from stratbench.plan.footprint.footprint import Affine, Moment, Sums
+from stratbench.plan.footprint.reductions import Reduction
+from stratbench.plan.footprint.trace import OperatorTrace
 
 #: Multiprocessors times threads of each: A100, H100, A10G, T4.
 GPUS = (108 * 2048, 132 * 2048, 80 * 1536, 40 * 1024)

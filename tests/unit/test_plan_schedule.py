@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.words import bytes_text
+from stratbench.cell.text.words import bytes_text
 from stratbench.plan import __main__ as command
-from stratbench.plan import cache, devices, duration, figures, rows, schedule, servers, traffic
-from stratbench.plan.answers import answered_questions
+from stratbench.plan import device_rates, duration, quantities, schedule, servers
 from stratbench.plan.duration import Span
-from stratbench.plan.figures import hours_text
-from stratbench.plan.footprint import Affine, Footprint, MemoryPeak, Moment
-from stratbench.plan.text import plan_text
-from stratbench.ps.policies import POLICIES, make_policy, parse_options
-from stratbench.ps.policy import Hyper
-from stratbench.ps.preview import CHUNK
+from stratbench.plan.footprint import cache, traffic
+from stratbench.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
+from stratbench.plan.pages import rows
+from stratbench.plan.pages.answers import answered_questions
+from stratbench.plan.pages.text import plan_text
+from stratbench.plan.quantities import hours_text
+from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.ps.policies.policy import Hyper
+from stratbench.ps.policies.preview import CHUNK
 from stratbench.strategies import option_defaults
-from stratbench.study import config as configuration
 from stratbench.study import plan_file, resources
-from stratbench.study.messages import ConfigError
+from stratbench.study.config import config as configuration
+from stratbench.study.config.messages import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 GIB = 1 << 30
@@ -154,7 +156,7 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     rows.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     assert kept.host_mem_mib(planned.cell) == planned.asked.mem_mib
-    assert kept.longest_s(planned.cell) == round(planned.verdict.total.high_s)
+    assert kept.longest_s(planned.cell) == round(planned.fit.total.high_s)
     without = resources.job_request(planned.cell, planned.subject.settings, plan.cluster, None)
     assert without.mem_mib < planned.asked.mem_mib
     assert plan_file.PlanFile(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
@@ -224,11 +226,11 @@ def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says(
 
 
 def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):
-    quick = cell(plan_of(), "single", 1).verdict
+    quick = cell(plan_of(), "single", 1).fit
     assert quick.cut_off == "no"
-    assert cell(plan_of(epochs=10_000), "single", 1).verdict.cut_off == "certain"
+    assert cell(plan_of(epochs=10_000), "single", 1).fit.cut_off == "certain"
     # Some number of epochs lies between.
-    cuts = {cell(plan_of(epochs=n), "single", 1).verdict.cut_off for n in (20, 60, 180, 500)}
+    cuts = {cell(plan_of(epochs=n), "single", 1).fit.cut_off for n in (20, 60, 180, 500)}
     assert "possible" in cuts
 
 
@@ -282,9 +284,9 @@ def test_amounts_have_units_in_which_they_are_at_least_one():
     assert bytes_text(5 << 20) == "5 MiB"
     assert bytes_text(-(2 << 10)) == "-2 KiB"
     assert bytes_text(0) == "0"
-    assert figures.in_unit(1023 << 20, 1 << 20) == "1023"
-    assert figures.in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
-    assert figures.span_text(Span(0.01, 0.4, "")) == "under 1 s"
+    assert quantities.in_unit(1023 << 20, 1 << 20) == "1023"
+    assert quantities.in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
+    assert quantities.span_text(Span(0.01, 0.4, "")) == "under 1 s"
 
 
 def test_the_five_questions_are_answered(plan_of):
@@ -327,13 +329,13 @@ def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(
     ],
 )
 def test_a_gpu_is_found_by_what_people_call_it(text: str, name: str):
-    assert devices.find_gpu(text).name == name
+    assert device_rates.find_gpu(text).name == name
 
 
 @pytest.mark.parametrize("text", ["A100 81GB", "", "24GB", "Z9000"])
 def test_an_unknown_gpu_is_refused_with_those_that_are_known(text: str):
     with pytest.raises(ConfigError, match=r"cluster\.gpu.*A10G"):
-        devices.find_gpu(text)
+        device_rates.find_gpu(text)
 
 
 # --- projections ---------------------------------------------------------------------------------
@@ -377,9 +379,9 @@ def test_a_records_time_replaces_the_devices(plan_of, monkeypatch):
         "records_by_cell",
         lambda study, results: {c: record_of("ddp", 2, 777.0) for c in study.cells[:1]},
     )
-    verdict = cell(plan_of(), "ddp", 2).verdict
-    assert verdict.train.low_s == pytest.approx(0.9 * 777)
-    assert verdict.by_device.low_s != verdict.train.low_s
+    fit = cell(plan_of(), "ddp", 2).fit
+    assert fit.train.low_s == pytest.approx(0.9 * 777)
+    assert fit.by_device.low_s != fit.train.low_s
 
 
 # --- traffic and servers -------------------------------------------------------------------------

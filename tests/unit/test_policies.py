@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from policy_reference import REFERENCES, hyper_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratbench.ps import asynchronous, averaging, ordered, preview
-from stratbench.ps.policies import POLICIES, make_policy, parse_options, policy_class
-from stratbench.ps.policy import Hyper, Outcome
+from stratbench.plan.queue.virtual_clock import Timing, simulate
+from stratbench.ps.policies import asynchronous, averaging, ormo, preview
+from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options, policy_class
+from stratbench.ps.policies.policy import Hyper, Outcome
 from stratbench.ps.tickets import TicketPlan
-from stratbench.ps.virtual import Timing, simulate
 
 pytestmark = pytest.mark.timeout(120)
 NAMES = list(POLICIES)
@@ -419,7 +419,7 @@ class AsyncIgnoresScale(asynchronous.AsyncPolicy):
         return self.hyper.lr
 
 
-class OrMoRollsAtOnce(ordered.OrMoPolicy):
+class OrMoRollsAtOnce(ormo.OrMoPolicy):
     """Counts a bucket's last push as the next one's first."""
 
     def on_push(self, worker, grad, read_version):
@@ -429,12 +429,12 @@ class OrMoRollsAtOnce(ordered.OrMoPolicy):
         return outcome
 
 
-class OrMoTakesAllForInTime(ordered.OrMoPolicy):
+class OrMoTakesAllForInTime(ormo.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
         return super().on_push(worker, grad, self.version)
 
 
-class OrMoStepsAsIfInTime(ordered.OrMoPolicy):
+class OrMoStepsAsIfInTime(ormo.OrMoPolicy):
     """Enters the momentum in order, but moves W by g alone."""
 
     def on_push(self, worker, grad, read_version):
@@ -446,24 +446,24 @@ class OrMoStepsAsIfInTime(ordered.OrMoPolicy):
         return outcome
 
 
-class OrMoRollsTwice(ordered.OrMoPolicy):
+class OrMoRollsTwice(ormo.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
         if self.version % self.hyper.workers == 1:
             self._bucket = -1
         return super().on_push(worker, grad, read_version)
 
 
-class OrMoLooksAheadForItselfToo(ordered.OrMoPolicy):
+class OrMoLooksAheadForItselfToo(ormo.OrMoPolicy):
     def view(self, worker, out):
         return super().view(-1, out)
 
 
-class OrMoLooksAheadForLeavers(ordered.OrMoPolicy):
+class OrMoLooksAheadForLeavers(ormo.OrMoPolicy):
     def on_leave(self, worker):
         pass
 
 
-class OrMoLooksAheadAlongTheMomentum(ordered.OrMoPolicy):
+class OrMoLooksAheadAlongTheMomentum(ormo.OrMoPolicy):
     """By all of V, not by what a roll makes of it."""
 
     def view(self, worker, out):
@@ -472,7 +472,7 @@ class OrMoLooksAheadAlongTheMomentum(ordered.OrMoPolicy):
         return self.version
 
 
-class OrMoDecaysAfterTheRoll(ordered.OrMoPolicy):
+class OrMoDecaysAfterTheRoll(ormo.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
         n, eta = self.hyper.workers, self.push_lr
         if self.version and self.version % n == 0:
@@ -481,7 +481,7 @@ class OrMoDecaysAfterTheRoll(ordered.OrMoPolicy):
         return super().on_push(worker, grad, read_version)
 
 
-class OrMoRollsAtTheUnscheduledRate(ordered.OrMoPolicy):
+class OrMoRollsAtTheUnscheduledRate(ormo.OrMoPolicy):
     def on_push(self, worker, grad, read_version):
         begins = self.version and self.version % self.hyper.workers == 0
         rolled = self.hyper.momentum * self._momentum * (self.push_lr - self.lr / self.lr_share / 4)
@@ -1056,7 +1056,7 @@ def test_optimizer_buffers_says_what_a_policy_keeps(name, workers):
 
 def test_options_are_known_without_torch():
     code = (
-        "import sys; from stratbench.ps.policies import POLICIES, parse_options;"
+        "import sys; from stratbench.ps.policies.policies import POLICIES, parse_options;"
         "list(map(parse_options, POLICIES)); sys.exit('torch' in sys.modules)"
     )
     package = Path(__file__).parents[2] / "workflow"

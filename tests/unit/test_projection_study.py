@@ -13,9 +13,9 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.plan.projection import __main__ as command
 from stratbench.plan.projection.evidence import evidence_of
-from stratbench.study import config as configuration
+from stratbench.study.config import config as configuration
 from stratbench.telemetry.collective_cost import Layout, Link, Time, ring, tree
-from stratbench.train import links
+from stratbench.train.links import measure as links
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_plan_footprint import request_for
 
-from stratbench.plan.devices import Device
+from stratbench.plan.device_rates import Device
 from stratbench.plan.projection.links import Links
 from stratbench.plan.projection.replay import Schedule, replay
 from stratbench.plan.projection.traced import traced_schedule

@@ -23,7 +23,7 @@ from stratbench.ps.scale import LossScale, Unscaler
 from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.store import Store
 from stratbench.ps.tickets import Ticket
-from stratbench.ps.transport import Closed
+from stratbench.ps.wire.transport import Closed
 
 pytestmark = pytest.mark.timeout(180)
 SECRET = b"s" * 32

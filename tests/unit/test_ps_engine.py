@@ -28,21 +28,21 @@ from ps_harness import (
 )
 
 from launching import until
-from stratbench.ps import asynchronous
-from stratbench.ps import run as run_module
-from stratbench.ps import transport as transport_module
-from stratbench.ps.asynchronous import AsyncPolicy
+from stratbench.ps import server_run as run_module
 from stratbench.ps.client import Channel, RunEnded
 from stratbench.ps.flat import FlatSpace
-from stratbench.ps.frames import Frame, Kind, ProtocolError
-from stratbench.ps.handshake import JoinRefused
-from stratbench.ps.link import Link
 from stratbench.ps.member import Hello, Member
-from stratbench.ps.policies import POLICIES, make_policy
-from stratbench.ps.run import ServerRun
+from stratbench.ps.policies import asynchronous
+from stratbench.ps.policies.asynchronous import AsyncPolicy
+from stratbench.ps.policies.policies import POLICIES, make_policy
+from stratbench.ps.server_run import ServerRun
 from stratbench.ps.snapshots import load_snapshot
 from stratbench.ps.tickets import Ticket, TicketPlan
-from stratbench.ps.transport import Closed, Connection, Listeners, Silent
+from stratbench.ps.wire import transport as transport_module
+from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
+from stratbench.ps.wire.handshake import JoinRefused
+from stratbench.ps.wire.link import Link
+from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from stratbench.ps.device import Countdown, buckets_of
 from stratbench.ps.flat import ALIGN_BYTES, FlatSpace, cut
-from stratbench.ps.shm import allocate, attach
+from stratbench.ps.wire.shm import allocate, attach
 
 
 def step(model, x, y):

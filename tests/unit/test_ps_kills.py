@@ -11,7 +11,7 @@ from ps_harness import DEADLINE_S, GATE, LATE, SILENT, Habits, Processes, config
 
 from launching import until
 from stratbench.cell.files import write_atomic
-from stratbench.ps.config import HEARTBEAT_DEADLINE_S
+from stratbench.ps.server_config import HEARTBEAT_DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from ps_harness import DEADLINE_S, PATIENCE_S, Served, Worked, config, single_run, small_model
 
 from launching import until
-from stratbench.ps import gate
-from stratbench.ps import run as run_module
+from stratbench.ps import server_run as run_module
 from stratbench.ps.client import Channel, RunEnded, ServerLost
 from stratbench.ps.flat import FlatSpace
-from stratbench.ps.frames import (
+from stratbench.ps.member import Member
+from stratbench.ps.wire import gate
+from stratbench.ps.wire.frames import (
     BUFFERS,
     HEADER_BYTES,
     NO_TICKET,
@@ -36,9 +37,8 @@ from stratbench.ps.frames import (
     Kind,
     ProtocolError,
 )
-from stratbench.ps.handshake import JoinRefused, join_handshake, load_secret, write_secret
-from stratbench.ps.member import Member
-from stratbench.ps.transport import Connection, dial, rendezvous_file
+from stratbench.ps.wire.handshake import JoinRefused, join_handshake, load_secret, write_secret
+from stratbench.ps.wire.transport import Connection, dial, rendezvous_file
 
 pytestmark = pytest.mark.timeout(180)
 

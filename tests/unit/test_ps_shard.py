@@ -9,9 +9,9 @@ import torch
 from policy_reference import hyper_of
 
 from stratbench.ps.buffers import BufferMean
-from stratbench.ps.config import ServerConfig
-from stratbench.ps.policies import make_policy
-from stratbench.ps.policy import Hyper
+from stratbench.ps.policies.policies import make_policy
+from stratbench.ps.policies.policy import Hyper
+from stratbench.ps.server_config import ServerConfig
 from stratbench.ps.shard import Shard
 from stratbench.ps.snapshots import SnapshotWriter, drop_snapshot, load_snapshot
 

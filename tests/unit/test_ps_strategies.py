@@ -27,17 +27,17 @@ from launching import until
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.ps.averaging import SyncPolicy
-from stratbench.ps.handshake import new_secret, write_secret
-from stratbench.ps.policies import make_policy
+from stratbench.ps.policies.averaging import SyncPolicy
+from stratbench.ps.policies.policies import make_policy
 from stratbench.ps.scale import LossScale
 from stratbench.ps.server import serve
+from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import option_defaults, resolved_options, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.train import forkserver
-from stratbench.workload.checkpointing import checkpoint_blocks
-from stratbench.workload.prepare import prepare
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.network.checkpointing import checkpoint_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -73,7 +73,7 @@ def mutant_or_real(policy, weights, hyper, options):
 
 
 def make_options():
-    from stratbench.ps.policies import parse_options
+    from stratbench.ps.policies.policies import parse_options
 
     return parse_options("ps-sync")
 
@@ -178,8 +178,8 @@ def worker_process(runs: list[tuple], rank: int, world: int, folder: Path) -> No
 
 
 def server_process(config_json: str, policy: str, folder: Path) -> None:
-    from stratbench.ps.config import ServerConfig
-    from stratbench.ps.handshake import load_secret
+    from stratbench.ps.server_config import ServerConfig
+    from stratbench.ps.wire.handshake import load_secret
 
     config = replace(ServerConfig(**json.loads(config_json)), policy=policy)
     serve(config, load_secret(RunFolder(folder).secret), mutant_or_real)

@@ -35,15 +35,36 @@ def test_imports_point_down_and_wings_stay_apart():
     ("module", "target", "why"),
     [
         ("ps.server", "train.loop", "which lies above it"),
-        ("plan.cache", "train.loop", "wings do not import each other"),
-        ("cell.record", "telemetry.cores", "which comes after it on its floor"),
+        ("plan.footprint.cache", "train.loop", "wings do not import each other"),
+        ("cell.record", "telemetry.machine.cores", "which comes after it on its floor"),
+        ("analysis.race.noise", "analysis.tables.usable", "what passes is verdict.json"),
+        ("analysis.decision.raced", "analysis.race.lines", "what passes is verdict.json"),
+        ("train.loop", "statistics.moderated", "which is no part that measures"),
     ],
 )
 def test_an_import_up_or_sideways_is_found(monkeypatch, module, target, why):
-    monkeypatch.setattr(architecture, "graph", lambda: {module: {target}, target: set()})
+    edges = {module: {target}, target: set()}
+    monkeypatch.setattr(architecture, "graph", lambda types=False: edges)
     [fault] = architecture.faults()
     assert fault.startswith(f"{module} imports {target}")
     assert why in fault
+
+
+def test_a_circle_of_types_or_of_rooms_is_found(monkeypatch):
+    types = {"cell.record": {"cell.blocks"}, "cell.blocks": {"cell.record"}}
+    monkeypatch.setattr(
+        architecture, "graph", lambda types=False, all_=types: all_ if types else {}
+    )
+    assert "modules import each other in a circle" in " ".join(architecture.import_faults())
+    rooms = {"ps.wire.link": {"ps.policies.policy"}, "ps.policies.options": {"ps.wire.frames"}}
+    monkeypatch.setattr(architecture, "graph", lambda types=False: rooms)
+    [fault] = architecture.import_faults()
+    assert fault.startswith("rooms import each other in a circle: ps.")
+
+
+def test_a_crowded_folder_is_found(monkeypatch):
+    monkeypatch.setattr(architecture, "FLAT", 13)
+    assert any(fault.startswith("stratbench/train has") for fault in architecture.crowded())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +95,7 @@ def test_a_relative_import_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("from stratbench.plan.devices import Gone", "x.smk imports plan.devices.Gone"),
+        ("from stratbench.plan.device_rates import Gone", "x.smk imports plan.device_rates.Gone"),
         ("from stratbench.study import gone", "x.smk imports study.gone"),
         ('shell: "python -m stratbench.train.gone --x"', "x.smk starts train.gone"),
         ("from stratbench.study import config as c\nshell: 'python -m stratbench.plan'", None),

@@ -11,11 +11,11 @@ import pytest
 
 from stratbench.cell.blocks import trained_digest
 from stratbench.cell.settings import Settings
-from stratbench.study.config import load_config
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
 from stratbench.study.jobs import Jobs
-from stratbench.study.messages import ConfigError
 from stratbench.study.resources import SEGMENT_ALLOWANCE_S, block_min, segment_limit_s
-from stratbench.study.rounds import Round
+from stratbench.study.verdict_round import Round
 
 BLOCK = {
     "experiment": "e", "model": "vgg-compact", "dataset": "digits", "gpus": 2, "block": 3,

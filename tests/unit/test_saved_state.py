@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.ps.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.server import serve
+from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import server_configs

@@ -16,17 +16,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.groups import Group
-from stratbench.sets import page, regression, tables, unpaired
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.records.groups import Group
 from stratbench.sets.__main__ import main
-from stratbench.sets.compare import folder_name
-from stratbench.sets.comparison import compare, headline_of
+from stratbench.sets.comparing import page, regression, tables
+from stratbench.sets.comparing.compare import folder_name
+from stratbench.sets.comparing.comparison import compare, headline_of
+from stratbench.sets.comparing.union import decisions_over
 from stratbench.sets.reading import read_set
-from stratbench.sets.union import decisions_over
-from stratbench.study import validation
-from stratbench.study.messages import ConfigError
-from stratbench.study.result_sets import existing_sets
+from stratbench.statistics import unpaired
+from stratbench.study.config import validation
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.result_sets import existing_sets
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXAMPLE = BENCHMARKS / "results/paper-v1-v2"
@@ -357,8 +358,8 @@ def test_planted_slowdowns_are_found_and_noise_is_not(
 def test_compare_fails_where_a_strategy_is_slower(
     folder, sets, tmp_path, capsys, monkeypatch, other, allowed, code, told
 ):
-    monkeypatch.setattr("stratbench.sets.compare.read_set", lambda _, name: sets[name])
-    monkeypatch.setattr("stratbench.sets.figures.draw_all", lambda *_: {})
+    monkeypatch.setattr("stratbench.sets.comparing.compare.read_set", lambda _, name: sets[name])
+    monkeypatch.setattr("stratbench.sets.comparing.figures.draw_all", lambda *_: {})
     named = {name: str(folder / name / "constructed") for name in ("old", other)}
     judge = ["--compare", json.dumps({"fail_above": allowed})]
     assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path), *judge]) == code
@@ -421,7 +422,7 @@ def test_one_repeat_cannot_tell(tmp_path):
     old = read_set(str(a_set(tmp_path, "one", repeats=1)), "one")
     new = read_set(str(a_set(tmp_path, "two", lambda _: 2.0, repeats=1)), "two")
     watched = regression.watch([compare(old, new)], 0.05)
-    assert [w.verdict for w in watched] == ["cannot tell"] * 2
+    assert [w.outcome for w in watched] == ["cannot tell"] * 2
     assert "no two repeats in both sets" in watched[0].sentence
     told = list(regression.describe_watch(watched, 0.05))
     assert (
@@ -458,7 +459,7 @@ def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys
     software = {"change": lambda cell, record: record["provenance"].update(software_gpu=True)}
     none = read_set(str(a_set(tmp_path, "none", **software)), "none")
     watched = regression.watch([compare(sets["old"], none)], 0.05)
-    assert {w.verdict for w in watched if w.fails} == {"no longer judged"}
+    assert {w.outcome for w in watched if w.fails} == {"no longer judged"}
     # What the first set cannot be held against either was never judged.
     for first in (new, fewer):
         assert not regression.is_slower(regression.watch([compare(first, sets["old"])], 0.5))
@@ -468,7 +469,7 @@ def test_other_work_is_named_and_fails_nothing(sets):
     """A learning rate was changed on purpose."""
     watched = regression.watch([compare(sets["old"], sets["fast"])], 0.0)
     assert not regression.is_slower(watched)
-    assert [w.sentence for w in watched if w.verdict == "not judged"] == [
+    assert [w.sentence for w in watched if w.outcome == "not judged"] == [
         f"fast: {s}, 2 kinds of cells other work: resnet50 on 1 (main), resnet50 on 2 (main): not judged"
         for s in ("ddp", "fsdp")
     ]

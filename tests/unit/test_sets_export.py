@@ -14,7 +14,7 @@ import fixture_records as fixture
 import numpy as np
 import pytest
 
-from stratbench.analysis.columns import BY_NAME, EPOCH_BY_NAME
+from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME
 from stratbench.cell.files import MARK
 from stratbench.sets.__main__ import main
 from stratbench.sets.export import EXPORTS, REQUIREMENTS, export_set

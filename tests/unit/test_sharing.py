@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.study import nodes, sharing, slurm
+from stratbench.study.slurm import live_jobs, nodes, sharing
 
-executors = pytest.importorskip("stratbench.study.sharing_executor", exc_type=ImportError)
+executors = pytest.importorskip("stratbench.study.slurm.sharing_executor", exc_type=ImportError)
 
 
 def test_kinds_are_kept_apart_and_the_order_stays():
@@ -130,7 +130,9 @@ def test_cells_of_one_repeat_that_ask_for_the_same_share_a_job(executor, tmp_pat
     found = [cells_of(job) for job in executor.submitted]
     assert found == [["far0"], ["a0", "b0", "c0"], ["d0"], ["wide0"], ["b1"]]
     shared = executor.submitted[1]
-    listed = [Path(x).parent.name for x in slurm.shared_list(tmp_path, shared.wildcards[2]).open()]
+    listed = [
+        Path(x).parent.name for x in live_jobs.shared_list(tmp_path, shared.wildcards[2]).open()
+    ]
     assert listed == ["a0", "b0", "c0"]
     assert shared.resources["runtime"] == 10 + 10 + 30
     assert shared.resources["mem_mb"] == 700

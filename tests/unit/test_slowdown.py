@@ -15,7 +15,7 @@ from torch import nn
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.ps.handshake import new_secret, write_secret
+from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.strategies import REGISTRY, slowdown, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
@@ -24,7 +24,7 @@ from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.workload.data import DeviceData
+from stratbench.workload.data.device_data import DeviceData
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,8 +12,8 @@ import pytest
 from synthetic_files import Files
 from test_analysis_report import Page, write_page
 
-from stratbench.analysis import sections
-from stratbench.analysis.timelines import read_timeline
+from stratbench.analysis.figures.timelines import read_timeline
+from stratbench.analysis.report import sections
 from stratbench.cell import software_gpu
 from stratbench.cell.__main__ import records_with
 from stratbench.sets.archive import SetError

@@ -25,12 +25,12 @@ from stratbench.cell.settings import Settings
 from stratbench.strategies import option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
-from stratbench.strategies.fsdp import FSDP
+from stratbench.strategies.sharding.fsdp import FSDP
+from stratbench.strategies.sharding.zero import TorchZeRO1, ZeRO1
 from stratbench.strategies.single import Single
-from stratbench.strategies.zero import TorchZeRO1, ZeRO1
-from stratbench.workload import models
-from stratbench.workload.checkpointing import checkpoint_blocks
-from stratbench.workload.gpt import GPT
+from stratbench.workload.network import models
+from stratbench.workload.network.checkpointing import checkpoint_blocks
+from stratbench.workload.network.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 

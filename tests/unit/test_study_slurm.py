@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.study import resume, slurm
+from stratbench.study import resume
+from stratbench.study.slurm import live_jobs
 
 
 @pytest.fixture
@@ -18,8 +19,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
     monkeypatch.setenv("PATH", f"{bin_dir}:/usr/bin:/bin")
-    monkeypatch.setattr(slurm.shutil, "which", lambda name: (bin_dir / name).exists() or None)
-    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(live_jobs.shutil, "which", lambda name: (bin_dir / name).exists() or None)
+    monkeypatch.setattr(live_jobs.time, "sleep", lambda seconds: None)
     monkeypatch.chdir(tmp_path)
 
     def install(name: str, script: str) -> None:
@@ -49,8 +50,8 @@ def snakemake(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_machine_without_slurm_has_no_live_jobs(fake, snakemake, tmp_path, capfd):
-    slurm.hold_until_ended(snakemake, [job(tmp_path, "a", "1")], tmp_path)
-    slurm.warn_of_forgetful_slurm()
+    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")], tmp_path)
+    live_jobs.warn_of_forgetful_slurm()
     assert snakemake.log == []
     assert capfd.readouterr() == ("", "")
 
@@ -65,7 +66,7 @@ def test_only_live_jobs_of_this_folder_and_of_planned_cells_are_waited_for(
         echo '8|{tmp_path}|rule_train_cell_wildcards_b_1'
         echo '9|{tmp_path}|(null)'""",
     )
-    slurm.hold_until_ended(snakemake, [job(tmp_path, "a", "1")], tmp_path)
+    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a", "1")], tmp_path)
     assert snakemake.log == []
     assert capfd.readouterr().err == ""
 
@@ -80,7 +81,7 @@ def test_a_live_cell_is_named_waited_for_and_planned_anew(fake, snakemake, tmp_p
         3) exit 1;;
         esac""",
     )
-    slurm.hold_until_ended(snakemake, [job(tmp_path, "demo", "a/b", "1")], tmp_path)
+    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "demo", "a/b", "1")], tmp_path)
     assert (tmp_path / "calls").read_text() == "x\n" * 4
     assert snakemake.log == ["unlock", ["-m", "snakemake"]]
     told = capfd.readouterr().err
@@ -91,7 +92,7 @@ def test_a_live_cell_is_named_waited_for_and_planned_anew(fake, snakemake, tmp_p
 def test_live_cells_that_share_a_job_are_named_by_what_it_lists(fake, snakemake, tmp_path, capfd):
     planned = [job(tmp_path, name) for name in "ab"]
     made = [str(tmp_path / name) for name in "abc"]  # c is not planned: it has finished
-    slurm.shared_list(tmp_path, "0f3c").write_text("".join(f"{path}\n" for path in made))
+    live_jobs.shared_list(tmp_path, "0f3c").write_text("".join(f"{path}\n" for path in made))
     fake(
         "squeue",
         f"""echo x >> {tmp_path}/calls
@@ -100,7 +101,7 @@ def test_live_cells_that_share_a_job_are_named_by_what_it_lists(fake, snakemake,
            echo '13|{tmp_path}|rule_train_cell_wildcards_demo_shared_none';;
         esac""",
     )
-    slurm.hold_until_ended(snakemake, planned, tmp_path)
+    live_jobs.hold_until_ended(snakemake, planned, tmp_path)
     assert snakemake.log == ["unlock", ["-m", "snakemake"]]
     told = capfd.readouterr().err
     assert told.startswith("2 cells still run")
@@ -110,7 +111,7 @@ def test_live_cells_that_share_a_job_are_named_by_what_it_lists(fake, snakemake,
 
 def test_a_slurm_that_does_not_answer_is_told(fake, snakemake, tmp_path, capfd):
     fake("squeue", "exit 1")
-    slurm.hold_until_ended(snakemake, [job(tmp_path, "a")], tmp_path)
+    live_jobs.hold_until_ended(snakemake, [job(tmp_path, "a")], tmp_path)
     assert snakemake.log == []
     assert "squeue does not answer" in capfd.readouterr().err
 
@@ -118,7 +119,7 @@ def test_a_slurm_that_does_not_answer_is_told(fake, snakemake, tmp_path, capfd):
 @pytest.mark.parametrize(("age", "told"), [("20 sec", True), ("300 sec", False)])
 def test_a_forgetful_slurm_is_told(fake, capfd, age, told):
     fake("scontrol", f"echo 'MinJobAge               = {age}'")
-    slurm.warn_of_forgetful_slurm()
+    live_jobs.warn_of_forgetful_slurm()
     assert ("MinJobAge" in capfd.readouterr().err) == told
 
 
@@ -129,5 +130,5 @@ def test_the_comment_is_the_one_that_the_plugin_gives():
     theirs = utils.get_job_wildcards(SimpleNamespace(wildcards=wildcards))
     source = Path(sys.modules["snakemake_executor_plugin_slurm"].__file__).read_text()
     assert 'f"rule_{job.name}_wildcards_{wildcard_str}"' in source
-    assert slurm.comment_of("train_cell", wildcards) == f"rule_train_cell_wildcards_{theirs}"
+    assert live_jobs.comment_of("train_cell", wildcards) == f"rule_train_cell_wildcards_{theirs}"
     assert os.sep not in theirs

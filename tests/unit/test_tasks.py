@@ -11,24 +11,27 @@ import fixture_records as fixture
 import pandas as pd
 import pytest
 import torch
-from test_analysis_decide import cell, decided, verdicts
+from test_analysis_decide import cell, decided, standings
 from test_own_models import experiment, study_of
 
 from launching import settings
-from stratbench.analysis import audit, collect, report, tables
+from stratbench.analysis import audit
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.columns import COLUMNS, read_cells, read_epochs
-from stratbench.analysis.figure_data import figure_data_by_experiment
-from stratbench.analysis.measures import measures_of
-from stratbench.analysis.plots import draw_figure, has_data
-from stratbench.analysis.summary import summarise
+from stratbench.analysis.figures.figure_data import figure_data_by_experiment
+from stratbench.analysis.figures.plots import draw_figure, has_data
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import COLUMNS, read_cells, read_epochs
+from stratbench.analysis.records.measures import measures_of
+from stratbench.analysis.report import report
+from stratbench.analysis.tables import tables
+from stratbench.analysis.tables.summary import summarise
 from stratbench.cell import record
 from stratbench.ps.store import EpochLog
 from stratbench.ps.tickets import TicketPlan
-from stratbench.study.config import load_config
-from stratbench.study.messages import ConfigError
-from stratbench.workload import own, tasks
-from stratbench.workload.own import ModelError
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload import tasks, users_code
+from stratbench.workload.users_code import ModelError
 
 LEAST = 1.5
 RULE = {rule.id: rule for rule in RULES}
@@ -164,7 +167,7 @@ class Raises(Regression):
 def own_tasks(tmp_path, monkeypatch, request) -> str:
     name = f"tasks_{abs(hash(request.node.name))}"
     (tmp_path / f"{name}.py").write_text(OWN)
-    monkeypatch.setenv(own.CODE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     return name
 
@@ -242,9 +245,9 @@ def test_data_and_a_task_that_do_not_go_together_are_told_in_one_sentence(own_ta
 def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
     own_tasks, tmp_path, start_cell, warm
 ):
-    code = own.fingerprint(f"{own_tasks}:Top3", [tmp_path])
+    code = users_code.fingerprint(f"{own_tasks}:Top3", [tmp_path])
     s = settings("ddp", own_task={"call": f"{own_tasks}:Top3"} | code)
-    launched = start_cell(s, env=warm | {own.CODE_VARIABLE: str(tmp_path)})
+    launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = launched.finish()
     assert exit_code == 0, output
     found = record.read(launched.record)
@@ -458,7 +461,7 @@ def test_the_decision_goes_by_the_direction_and_the_tolerance_of_the_score(
         cell("ps-async", 10.0, **LOSS, score_error=error) | {"score_final": loss},
     ]
     found = decided(rows, score_tolerance=tolerance)
-    assert verdicts(found)["ps-async", 4] == verdict
+    assert standings(found)["ps-async", 4] == verdict
     words = " ".join((found.headline, found.reason, *found.changes, found.confidence_why))
     words += str(found.excluded)
     assert "accuracy" not in words
@@ -466,7 +469,7 @@ def test_the_decision_goes_by_the_direction_and_the_tolerance_of_the_score(
     if verdict == "worse score":
         assert "1.600 nats/token, 0.100 nats/token more than ddp on 4 (0.05 allowed" in words
     if loss == 1.4:
-        assert verdicts(found)["ddp", 4] == "worse score"
+        assert standings(found)["ddp", 4] == "worse score"
 
 
 def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():

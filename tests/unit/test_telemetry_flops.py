@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stratbench.telemetry.flops import counted_flops
-from stratbench.workload import models
+from stratbench.workload.network import models
 
 #: torchvision's own figures: billions of multiply-adds, and the image size they are for.
 PUBLISHED = {

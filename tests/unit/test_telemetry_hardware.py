@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from stratbench.telemetry import hardware
-from stratbench.telemetry.hardware import datasheet_of
+from stratbench.cell.installation import PACKAGE
+from stratbench.telemetry.machine import hardware
+from stratbench.telemetry.machine.hardware import datasheet_of
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_an_unknown_precision_is_refused():
 
 def test_modules_that_must_not_import_torch_do_not():
     program = (
-        "import sys, stratbench.telemetry.hardware, stratbench.telemetry.nvml,"
+        "import sys, stratbench.telemetry.machine.hardware, stratbench.telemetry.machine.nvml,"
         " stratbench.telemetry.sampler; sys.exit('torch' in sys.modules)"
     )
-    root = Path(hardware.__file__).parents[2]
+    root = PACKAGE.parent
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=100)

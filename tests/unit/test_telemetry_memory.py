@@ -17,8 +17,8 @@ from process_groups import forking
 from torch import nn
 
 from stratbench.telemetry import memory
+from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import MemoryMeter, model_states
-from stratbench.telemetry.nvml import Nvml
 
 MIB = 1 << 20
 WORKFLOW = Path(memory.__file__).parents[2]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from fake_nvml import INSTANCES, UUIDS, FakeNvml, GpuIsLost, NotSupported, NVMLError
 
-from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.machine.nvml import Nvml
 
 
 def test_counters_are_in_the_units_of_their_names():

@@ -18,7 +18,7 @@ from torch import nn
 
 from stratbench.telemetry import provenance
 from stratbench.telemetry.git import git_state
-from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 
 

@@ -20,7 +20,7 @@ import pytest
 from fake_nvml import INSTANCES, UUIDS, FakeNvml, GpuIsLost
 
 from stratbench.telemetry import sampler as sampler_module
-from stratbench.telemetry.nvml import Gpu, Nvml
+from stratbench.telemetry.machine.nvml import Gpu, Nvml
 from stratbench.telemetry.sampler import (
     CellProcesses,
     Sampler,

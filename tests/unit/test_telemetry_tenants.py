@@ -13,9 +13,9 @@ import psutil
 import pytest
 from fake_nvml import UUIDS, FakeNvml
 
-from stratbench.telemetry import tenants
-from stratbench.telemetry.nvml import Nvml
-from stratbench.telemetry.tenants import StrangerWatch, gpu_place, others_on
+from stratbench.telemetry.machine import tenants
+from stratbench.telemetry.machine.nvml import Nvml
+from stratbench.telemetry.machine.tenants import StrangerWatch, gpu_place, others_on
 
 GIB = 2**30
 #: Of no process: the kernel gives out less.

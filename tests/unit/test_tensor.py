@@ -22,14 +22,15 @@ from stratbench.strategies import mesh_of, option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
-from stratbench.strategies.tensor import TensorParallel
+from stratbench.strategies.splitting.tensor import TensorParallel
 from stratbench.telemetry import collective_count
 from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.telemetry.shards import whole_tensor
-from stratbench.workload import prepared, tasks
-from stratbench.workload.checkpointing import checkpoint_blocks
-from stratbench.workload.gpt import GPT, Block
-from stratbench.workload.prepare import prepare
+from stratbench.workload import tasks
+from stratbench.workload.data import prepared
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.network.checkpointing import checkpoint_blocks
+from stratbench.workload.network.gpt import GPT, Block
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH = 2, 12, 8, 7, 8

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from stratbench.workload import prepared, sources
-from stratbench.workload.data import DeviceData, eval_batch, example_batch
-from stratbench.workload.datasets import DATASETS, describe
-from stratbench.workload.prepare import prepare
-from stratbench.workload.sources import DataError
+from stratbench.workload.data import prepared, sources
+from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.device_data import DeviceData, eval_batch, example_batch
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.sources import DataError
 
 REAL_DATA = os.environ.get("STRATBENCH_TEST_DATA")
 SPEC = {

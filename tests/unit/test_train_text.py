@@ -12,8 +12,8 @@ import pytest
 from launching import LaunchedCell, settings
 from stratbench.analysis.audit.scores import contradictory_score, loss_below_least
 from stratbench.cell import record
-from stratbench.workload import prepared
-from stratbench.workload.prepare import prepare
+from stratbench.workload.data import prepared
+from stratbench.workload.data.prepare import prepare
 
 VOCABULARY, LENGTH = 8, 16
 

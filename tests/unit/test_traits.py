@@ -15,16 +15,18 @@ from policy_reference import hyper_of
 
 from launching import settings
 from stratbench import strategies
-from stratbench.analysis import audit, columns, decide, theory
-from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.decision import decide, theory
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.records import columns
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import SCHEMA_PATH
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import servers
-from stratbench.plan.request import Request
-from stratbench.ps.policies import POLICIES, make_policy, parse_options
+from stratbench.plan.footprint.request import Request
+from stratbench.plan.queue.virtual_clock import Timing, WorkerLost, simulate
+from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.tickets import TicketPlan
-from stratbench.ps.virtual import Timing, WorkerLost, simulate
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Collective, Traits
 from stratbench.strategies.ps import class_of_policy, server_configs
@@ -33,9 +35,9 @@ PACKAGE = Path(strategies.__file__).parents[1]
 #: Files that name strategies because what they hold is about those: the paper's own, a colour for
 #: each, ratios that are defined against one of them.
 MAY_NAME = {
-    *("analysis/against.py", "analysis/numbered.py", "analysis/measures.py"),
-    *("analysis/metrics.py", "analysis/paper_audit.py"),
-    "plan/trace.py",  # torch's namespace of FSDP's operators
+    *("analysis/paper/against.py", "analysis/tables/numbered.py", "analysis/records/measures.py"),
+    *("analysis/paper/metrics.py", "analysis/paper/paper_audit.py"),
+    "plan/footprint/trace.py",  # torch's namespace of FSDP's operators
 }
 
 
@@ -75,7 +77,7 @@ def rows(times: dict[str, float], gpus: int = 4) -> pd.DataFrame:
 
 def decided(times: dict[str, float], **constraints) -> decide.Decision:
     (found,) = decide.decisions(
-        rows(times), pd.DataFrame(columns=list(audit.AUDIT_COLUMNS)), Constraints(**constraints)
+        rows(times), pd.DataFrame(columns=list(AUDIT_COLUMNS)), Constraints(**constraints)
     )
     return found
 
@@ -206,11 +208,11 @@ def test_the_record_and_the_columns_carry_every_trait():
 
 
 def test_no_wing_keeps_a_list_of_strategies():
-    """No text in plan, train, verdict or analysis is a strategy's name, or the beginning of some."""
+    """No text in plan, train or analysis is a strategy's name, or the beginning of some."""
     names = {*REGISTRY, "ps-"}
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}"
-        for wing in ("plan", "train", "verdict", "analysis")
+        for wing in ("plan", "train", "analysis")
         for path in sorted((PACKAGE / wing).rglob("*.py"))
         if str(path.relative_to(PACKAGE)) not in MAY_NAME
         for node in ast.walk(ast.parse(path.read_text()))

@@ -9,10 +9,11 @@ import pytest
 from synthetic_files import Files
 from synthetic_race import World
 
-from stratbench.analysis import audit, collect
-from stratbench.analysis.columns import COLUMNS
+from stratbench.analysis import audit
+from stratbench.analysis.race.evidence import bouts_of
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
-from stratbench.verdict.evidence import bouts_of
 
 RULE = {rule.id: rule for rule in audit.RULES}["full-run-against-steps"]
 

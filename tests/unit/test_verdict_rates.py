@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratbench.verdict import race
+from stratbench.analysis.race import judging
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import verdict_simulation as simulated
@@ -117,7 +117,7 @@ def test_the_check_figures_of_the_procedure():
     for arm, variance in enumerate(np.append(variances, np.zeros(4)), 1):
         logs[0, arm] = 1.0 + np.sqrt(variance) * np.array([-1, 0, 1])
     there = np.ones((1, 15), dtype=bool)
-    look = race.judge(
+    look = judging.judge(
         logs,
         there,
         there,

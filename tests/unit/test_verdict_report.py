@@ -9,10 +9,16 @@ import pandas as pd
 import pytest
 from synthetic_files import Files
 
-from stratbench.analysis import against, audit, collect, decide, report, tables
-from stratbench.analysis.columns import read_cells
-from stratbench.analysis.verdict_section import verdict_section
-from stratbench.analysis.verdicts import raced_groups, read_verdict
+from stratbench.analysis import audit
+from stratbench.analysis.decision import decide
+from stratbench.analysis.decision.raced import raced_groups, read_verdict
+from stratbench.analysis.paper import against
+from stratbench.analysis.records import collect
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.report import report
+from stratbench.analysis.report.verdict_section import verdict_section
+from stratbench.analysis.tables import tables
 
 
 def verdict_of(files: Files) -> str:
@@ -68,7 +74,7 @@ def test_without_a_verdict_a_decision_goes_by_records_alone(told, tmp_path):
 def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence):
     """Three blocks on hosts of their own would do for high; the verdict knows what speaks against them."""
     cells = read_cells(told.root / "cells.csv")
-    findings = audit.read_audit(told.root / "audit.csv")
+    findings = read_audit(told.root / "audit.csv")
     raced = raced_groups(read_verdict(verdict_of(told)))
     for group, found in raced.items():
         claim = found.claim and confidence and (found.claim[0], confidence)
@@ -82,14 +88,14 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     """The user's GPUs are too small for the leader: the race does not decide against the others."""
     cells = read_cells(told.root / "cells.csv")
     raced = raced_groups(read_verdict(verdict_of(told)))
-    findings = audit.read_audit(told.root / "audit.csv")
+    findings = read_audit(told.root / "audit.csv")
     finding = dict.fromkeys(findings.columns) | {
         "rule": "contradictory-time", "severity": "unusable", "affects": "all", "strategy": "ps-dana",
         "figures": "f", "explanation": "e",
     }  # fmt: skip
     broken = pd.DataFrame([finding], columns=findings.columns)
     (found,) = decide.decisions(cells, broken, decide.Constraints(), raced)
-    kinds = {row["strategy"]: row["verdict"] for row in found.matrix}
+    kinds = {row["strategy"]: row["standing"] for row in found.matrix}
     assert kinds["ps-dana"] == "unusable record"
     assert "slower" not in (kinds["ddp"], kinds["fsdp"])
 
@@ -98,7 +104,7 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
     """As after half a race, or where a strategy is alone on so many workers: no block is a repeat."""
     cells, findings = (
         read_cells(told.root / "cells.csv"),
-        audit.read_audit(told.root / "audit.csv"),
+        read_audit(told.root / "audit.csv"),
     )
     timed = set(cells.loc[cells["status"] == "ok", "gpus"])
     assert timed
@@ -117,10 +123,10 @@ def values(told) -> dict:
     return report.page_values(told.root, told.root, True, verdict_of(told)) | {"description": ""}
 
 
-def test_the_report_begins_with_the_verdict(values):
+def test_the_answers_are_followed_by_the_verdict(values):
     html = report.render(values)
-    first, second = html.index('id="verdict"'), html.index('id="answer"')
-    section = html[first:second]
+    assert html.index('id="answer"') < html.index('id="verdict"')
+    section = html[html.index('id="verdict"') : html.index('aria-labelledby="e-')]
     assert section.count("ps-dana is within 3 % of the fastest (95 %, on 3 nodes).") == 2
     assert "more than 1.5 times as slow in the first block" in section
     assert "strategy × allocation" in section

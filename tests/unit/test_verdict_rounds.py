@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 from synthetic_race import World
 
-from stratbench.cell.blocks import Block, Place, Segment
-from stratbench.cell.segments import (
+from stratbench.analysis.race import judging
+from stratbench.analysis.race.evidence import RaceEvidence
+from stratbench.analysis.race.lines import verdict_lines
+from stratbench.analysis.race.next_round import next_round, round_of
+from stratbench.analysis.race.noise import noise_of
+from stratbench.analysis.race.rounds import Course
+from stratbench.analysis.race.verdict import verdict_of
+from stratbench.cell.block_rules import (
     disagreement_limit,
     discarded_steps,
     expected_cost,
     segment_steps,
     value_of_segments,
 )
-from stratbench.verdict import race
-from stratbench.verdict.evidence import RaceEvidence
-from stratbench.verdict.next_round import next_round, round_of
-from stratbench.verdict.noise import noise_of
-from stratbench.verdict.rounds import Course
-from stratbench.verdict.summary import verdict_of
-from stratbench.verdict.words import verdict_lines
+from stratbench.cell.blocks import Block, Place, Segment
 
 ONE = Place("e", "m", 1)
 FIVE = World(
@@ -227,7 +227,7 @@ def test_arms_are_compared_over_the_blocks_that_all_of_them_are_in():
     """The second allocation was slow for all; the arm that came back was not in it."""
     logs = np.array([[[0.0, 3.0, 0.0], [0.01, np.nan, 0.02]]])
     everywhere = np.ones((1, 2), dtype=bool)
-    look = race.judge(
+    look = judging.judge(
         logs, everywhere, everywhere, ~everywhere, np.array([2]), np.array([True]), 0.03, np.inf,
         np.arange(3)[None],
     )  # fmt: skip

@@ -14,13 +14,13 @@ import pytest
 from synthetic_files import Files
 from synthetic_race import World
 
-from stratbench.analysis.verdicts import raced_groups, read_verdict
+from stratbench.analysis.decision.raced import raced_groups, read_verdict
+from stratbench.analysis.race import judging
+from stratbench.analysis.race.lines import verdict_lines
+from stratbench.analysis.race.next_round import next_round, round_of
+from stratbench.analysis.race.rounds import Course
+from stratbench.analysis.race.verdict import verdict_of
 from stratbench.cell.blocks import Place, read_block
-from stratbench.verdict import race
-from stratbench.verdict.next_round import next_round, round_of
-from stratbench.verdict.rounds import Course
-from stratbench.verdict.summary import verdict_of
-from stratbench.verdict.words import verdict_lines
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import verdict_limits as limits
@@ -139,9 +139,9 @@ def test_nodes_that_suit_one_strategy_do_no_harm(nodes, truth, k):
 
 def test_control_blocks_of_four_nodes_taken_for_ten_err_too_often(monkeypatch):
     none = np.zeros((1000, 1), dtype=bool)
-    monkeypatch.setattr(race, "by_node_set", lambda logs, _: (logs, none.astype(int), none))
+    monkeypatch.setattr(judging, "by_node_set", lambda logs, _: (logs, none.astype(int), none))
     how = limits.Blocks(0.005, 4, 0.02)
-    monkeypatch.setattr(race, "FEWEST_SETS", 0)
+    monkeypatch.setattr(judging, "FEWEST_SETS", 0)
     assert limits.race_rates(1000, 15, limits.TRUTHS[0], how)["of_all"] > 5
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratbench.cell.words import counted, worker_noun
+from stratbench.cell.text.words import counted, worker_noun
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from planted import faster
 
 from stratbench.analysis import audit
 from stratbench.analysis.audit.rule import key_of
-from stratbench.analysis.columns import COLUMNS, row_of_record
-from stratbench.analysis.samples import Timeline, timeline_of
+from stratbench.analysis.records.columns import COLUMNS, row_of_record
+from stratbench.analysis.records.samples import Timeline, timeline_of
 
 Record = dict[str, Any]
 Rows = list[dict[str, Any]]

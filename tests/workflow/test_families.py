@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_study import Workflow, tiny_config
 
-from stratbench.plan.compare import sent_bytes_of_record
-from stratbench.plan.footprint import make_footprint
-from stratbench.plan.subject import subject_of
-from stratbench.study.config import load_config
+from stratbench.plan.against_records import sent_bytes_of_record
+from stratbench.plan.footprint.footprint import make_footprint
+from stratbench.plan.needs import subject_of
+from stratbench.study.config.config import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

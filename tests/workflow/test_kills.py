@@ -205,10 +205,10 @@ def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
 @pytest.mark.parametrize(
     ("target", "module"),
     [
-        ("results/data/tiny-images/meta.json", "workload/prepare.py"),
-        ("check", "plan/fake.py"),  # in the process that all others are forked from
-        ("plan", "plan/footprint.py"),
-        ("decide", "analysis/candidates.py"),
+        ("results/data/tiny-images/meta.json", "workload/data/prepare.py"),
+        ("check", "plan/footprint/fake.py"),  # in the process that all others are forked from
+        ("plan", "plan/footprint/footprint.py"),
+        ("decide", "analysis/decision/candidates.py"),
         ("results/tiny/cells.json", "study/listing.py"),
     ],
 )
@@ -230,7 +230,7 @@ def test_what_trains_nothing_ends_with_its_snakemake(workflow, target, module):
 
 
 def test_two_reports_of_what_is_there_are_not_written_at_once(workflow):
-    path = workflow.folder / "workflow/stratbench/analysis/collect.py"
+    path = workflow.folder / "workflow/stratbench/analysis/records/collect.py"
     path.write_text(path.read_text().replace("\ndef main", f"{AT_IMPORT}\ndef main"))
     hold = workflow.folder / HOLD
     hold.touch()

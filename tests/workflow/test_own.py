@@ -135,8 +135,8 @@ def test_a_cell_that_is_refused_stands_in_the_tables_with_its_reason(trained):
     assert "refused: the strategy cannot train the network" in report
     assert "DDP waits for one from every parameter" in report
     with open(work.folder / "results/tiny/decision.csv", newline="") as file:
-        verdicts = {(r["strategy"], r["model"]): r["verdict"] for r in csv.DictReader(file)}
-    assert verdicts["ddp", "spared"] == "refused"
+        standings = {(r["strategy"], r["model"]): r["standing"] for r in csv.DictReader(file)}
+    assert standings["ddp", "spared"] == "refused"
     assert "train tiny/" not in work.run("-n").stdout
 
 

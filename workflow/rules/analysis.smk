@@ -1,6 +1,6 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
-from stratbench.analysis import brief
-from stratbench.analysis.figure_list import PLOTS
+from stratbench.analysis.report import brief
+from stratbench.analysis.figures.figure_list import PLOTS
 
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"
@@ -20,27 +20,27 @@ onsuccess:
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what
 # the stages make of its records, itself or one below it.
 STAGES = {
-    "collect": "-m stratbench.analysis.collect --expected {params.study:q}/cells.json"
+    "collect": "-m stratbench.analysis.records.collect --expected {params.study:q}/cells.json"
     " --skipped {params.skipped:q} --targets {params.targets:q} --study {params.trained:q}"
     " --records-root {params.study:q}/cells"
     " --out {params.out:q}/cells.csv --epochs-out {params.out:q}/epochs.csv",
     "audit": "-m stratbench.analysis.audit --cells {params.out:q}/cells.csv"
     " --study-dir {params.study:q} --out {params.out:q}/audit.csv",
-    "tables": "-m stratbench.analysis.tables --cells {params.out:q}/cells.csv"
+    "tables": "-m stratbench.analysis.tables.tables --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
     " --out-dir {params.out:q}/tables",
-    "plots": "-m stratbench.analysis.plots --cells {params.out:q}/cells.csv"
+    "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
     " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
     " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
-    "decide": "-m stratbench.analysis.decide --cells {params.out:q}/cells.csv"
+    "decide": "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
     " --verdict={params.verdict:q}"
     " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
-    "against": "-m stratbench.analysis.against --cells {params.out:q}/cells.csv"
+    "against": "-m stratbench.analysis.paper.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
     " --claims-out {params.out:q}/against_claims.csv"
     " --paper-audit-out {params.out:q}/paper_audit.csv",
-    "report": "-m stratbench.analysis.report --folder {params.out:q}"
+    "report": "-m stratbench.analysis.report.report --folder {params.out:q}"
     " --study-dir {params.study:q} --verdict={params.verdict:q}"
     " --description={params.description:q}",
 }

@@ -11,17 +11,17 @@ from snakemake.settings.types import DeploymentMethod
 from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
-from stratbench.plan.devices import named_gpus
+from stratbench.plan.device_rates import named_gpus
 from stratbench.study import resume
 from stratbench.study.answer_alone import leave_answers_alone
-from stratbench.study.config import load_config
+from stratbench.study.config.config import load_config
 from stratbench.study.failed_jobs import speak_of_failed_jobs
 from stratbench.study.job_environment import image_of_jobs, set_job_environment
 from stratbench.study.jobs import Jobs
-from stratbench.study.messages import ConfigError
-from stratbench.study.result_sets import existing_sets
-from stratbench.study.rounds import Round
-from stratbench.workload.prepared import meta_name
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.result_sets import existing_sets
+from stratbench.study.verdict_round import Round
+from stratbench.workload.data.prepared import meta_name
 
 try:
     CONFIG, STUDY = load_config(config, workflow.configfiles)
@@ -57,7 +57,7 @@ LOGS = f"{{study}}/logs/{CELL_PATTERN}"
 BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
 # Of this study alone, for a command line.
 STUDY_CONFIG = CONFIG | {"studies": {STUDY.name: CONFIG["studies"][STUDY.name]}}
-NEXT_ROUND = [sys.executable, *"-m stratbench.verdict next".split()]
+NEXT_ROUND = [sys.executable, *"-m stratbench.analysis.race next".split()]
 ROUND = Round(
     STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not workflow.is_main_process
 )
@@ -80,7 +80,7 @@ wildcard_constraints:
 
 def cell_of(wildcards):
     """The cell that a training job's wildcards name."""
-    return told(JOBS.cell_of, wildcards)
+    return or_workflow_error(JOBS.cell_of, wildcards)
 
 
 def setting_parameters():
@@ -131,7 +131,7 @@ def description(wildcards):
 
 def compared_sets(wildcards):
     """The sets of the config, all of them there, for `compare`."""
-    return json.dumps(told(existing_sets, CONFIG))
+    return json.dumps(or_workflow_error(existing_sets, CONFIG))
 
 
 def told_verdict(wildcards):
@@ -176,7 +176,7 @@ def data_of_block(wildcards):
     return prepared_data(plan.dataset)
 
 
-def told(question, *of):
+def or_workflow_error(question, *of):
     """The answer, or Snakemake's own error with the reason."""
     try:
         return question(*of)
@@ -186,7 +186,7 @@ def told(question, *of):
 
 def block_of(wildcards):
     """The block of a verdict's round that a job's wildcards name."""
-    return told(ROUND.block_of, wildcards)
+    return or_workflow_error(ROUND.block_of, wildcards)
 
 
 def block_request(wildcards):
@@ -208,5 +208,5 @@ def begin_round():
 def end_round():
     """After a round: start the next, where the config says so and something is open."""
     if jobs_of(rules.verdict) and CONFIG["verdict"]["rounds"] == "all":
-        if not ROUND.content["done"] and told(ROUND.goes_on):
+        if not ROUND.content["done"] and or_workflow_error(ROUND.goes_on):
             resume.restart(workflow)

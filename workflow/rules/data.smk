@@ -21,5 +21,5 @@ rule prepare_data:
         "prepare the data set {wildcards.dataset}"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.workload.prepare {wildcards.dataset:q} --out {params.out:q}"
+        "-m stratbench.workload.data.prepare {wildcards.dataset:q} --out {params.out:q}"
         " {params.source:q} ${{STRATBENCH_NO_DOWNLOAD:+--no-download}} > {log:q} 2>&1"

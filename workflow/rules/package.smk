@@ -34,7 +34,7 @@ def clone_of(repository, commit):
 def installed(folder):
     """The folder to import from, where `folder`, of the rules, is stratbench/_repository/workflow of a wheel."""
     sys.path.insert(0, str(folder.parents[2]))
-    from stratbench.cell.places import package_folder
+    from stratbench.cell.installation import package_folder
 
     del sys.path[0]
     return package_folder(COPIES)

@@ -66,7 +66,7 @@ rule compare_with_prediction:
         "compare what the plan predicts of {wildcards.study} with what was measured"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.plan.compare --config {params.config:q} --out {output:q}"
+        "-m stratbench.plan.against_records --config {params.config:q} --out {output:q}"
         " > {log:q} 2>&1"
 
 
@@ -107,4 +107,4 @@ rule links:
         f"measure the links for the study {STUDY.name}"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.train.links {params.arguments} --out {params.folder:q} > {log:q} 2>&1"
+        "-m stratbench.train.links.measure {params.arguments} --out {params.folder:q} > {log:q} 2>&1"

@@ -1,7 +1,8 @@
 import signal
 from threading import Thread
 
-from stratbench.study import order, pending, resume, sharing, slurm
+from stratbench.study import order, resume
+from stratbench.study.slurm import stuck_jobs, sharing, live_jobs
 from stratbench.train import forkserver
 
 # Which cells share a SLURM job.
@@ -33,12 +34,12 @@ onstart:
             requests.append(
                 (job, cell, JOBS.settings_of(cell), ROUND.request_of(plan))
             )
-    if unheld := pending.before_submission(workflow, requests, SHARED_LISTS):
+    if unheld := stuck_jobs.before_submission(workflow, requests, SHARED_LISTS):
         raise WorkflowError("\n".join(unheld))
     if not workflow.local_exec:
         # Snakemake does not know its SLURM jobs again after it was killed.
-        slurm.hold_until_ended(workflow, planned, SHARED_LISTS)
-        slurm.warn_of_forgetful_slurm()
+        live_jobs.hold_until_ended(workflow, planned, SHARED_LISTS)
+        live_jobs.warn_of_forgetful_slurm()
     resume.keep_finished(workflow, training)
     most = CLUSTER["cells_per_job"]
     if (
@@ -46,7 +47,7 @@ onstart:
         and not workflow.local_exec
         and workflow.executor_plugin.name == "slurm"
     ):
-        from stratbench.study.sharing_executor import begin_sharing
+        from stratbench.study.slurm.sharing_executor import begin_sharing
 
         begin_sharing(workflow, rules.train_cell.rule.name, most, SHARED_LISTS)
     order.start_by_priority(workflow)

@@ -53,7 +53,7 @@ rule run_block:
 # One round, and what it decided. It has no output, so that it always runs.
 rule verdict:
     input:
-        lambda w: told(ROUND.files),
+        lambda w: or_workflow_error(ROUND.files),
     log:
         f"{RESULTS}/{STUDY.name}/logs/verdict.log",
     localrule: True
@@ -61,9 +61,9 @@ rule verdict:
         ENV
     params:
         config=lambda w: json.dumps(STUDY_CONFIG, sort_keys=True),
-        outlook=lambda w: told(lambda: ROUND.outlook),  # all that a dry run can say
+        outlook=lambda w: or_workflow_error(lambda: ROUND.outlook),  # all that a dry run can say
     message:
         f"tell what is decided of the study {STUDY.name}. {{params.outlook}}"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.verdict tell --config {params.config:q} 2>&1 | tee {log:q}"
+        "-m stratbench.analysis.race tell --config {params.config:q} 2>&1 | tee {log:q}"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell import software_gpu
+from stratbench.cell.block_rules import value_of_segments
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json
-from stratbench.cell.segments import value_of_segments
 from stratbench.cell.settings import Settings
 
 #: Path of a block below `blocks/` and `logs/blocks/` of its study.

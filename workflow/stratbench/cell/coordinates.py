@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stratbench.cell.words import counted
+from stratbench.cell.text.words import counted
 
 #: Path of a cell below its study's folder, with the names Snakemake uses as wildcards.
 CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"

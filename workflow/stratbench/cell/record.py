@@ -10,7 +10,7 @@ from typing import Any
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.cell.places import SCHEMAS
+from stratbench.cell.installation import SCHEMAS
 
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"

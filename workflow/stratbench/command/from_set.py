@@ -10,20 +10,20 @@ from typing import Any
 
 import yaml
 
-from stratbench.analysis.constraints import Constraints
-from stratbench.analysis.decide import write_decisions
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.decide import write_decisions
 from stratbench.cell.files import claim_folder
-from stratbench.cell.words import printable
+from stratbench.cell.text.words import printable
 from stratbench.command import CommandError
 from stratbench.sets.archive import SetError, extract
 from stratbench.sets.check import INVALID, describe_set, exit_code
 from stratbench.sets.export import export_set
 from stratbench.sets.reading import ResultSet, read_set
 from stratbench.sets.shared import faults_of_bundle
-from stratbench.study.messages import ConfigError
-from stratbench.study.result_sets import check_sets, existing_sets
-from stratbench.study.schema import checked_block
-from stratbench.workload.own_data import is_own
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.result_sets import check_sets, existing_sets
+from stratbench.study.config.schema import checked_block
+from stratbench.workload.data.own_data import is_own
 from stratbench.workload.tasks import TASKS
 
 
@@ -80,7 +80,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
 
 def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
     """Compares sets (NAME=SET); returns 1 if one fails the regression watch of `compare.fail_above`."""
-    from stratbench.sets.compare import compare_sets
+    from stratbench.sets.comparing.compare import compare_sets
 
     config = changed({}, pairs)
     named = dict(source.partition("=")[::2] for source in sources)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from stratbench.cell.places import ROOT, SNAKEFILE
+from stratbench.cell.installation import ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
 #: Packages that rules need besides those of the analysis, and how to install them.

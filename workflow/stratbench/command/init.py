@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from stratbench.cell.places import INSTALLED, ROOT, SNAKEFILE
+from stratbench.cell.installation import INSTALLED, ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
 TEMPLATES = Path(__file__).parent / "templates" / "study"
 #: The path in a wheel would change with the environment, but the package can be imported from any.
-FROM_WHEEL = ("from stratbench.cell.places import SNAKEFILE", "str(SNAKEFILE)")
+FROM_WHEEL = ("from stratbench.cell.installation import SNAKEFILE", "str(SNAKEFILE)")
 
 
 def lay_down(folder: Path) -> list[Path]:

@@ -13,18 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.places import INSTALLED, PACKAGE
-from stratbench.cell.words import counted
-from stratbench.plan import rows
+from stratbench.cell.installation import INSTALLED, PACKAGE
+from stratbench.cell.text.words import counted
 from stratbench.plan.check import check_study
-from stratbench.plan.check_text import check_text
-from stratbench.plan.devices import named_gpus
+from stratbench.plan.device_rates import named_gpus
+from stratbench.plan.pages import rows
+from stratbench.plan.pages.check_text import check_text
+from stratbench.plan.pages.text import plan_text
 from stratbench.plan.schedule import make_plan
-from stratbench.plan.text import plan_text
-from stratbench.study.config import load_config
+from stratbench.study.config.config import load_config
+from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.study.job_environment import set_job_environment
-from stratbench.study.messages import ConfigError
-from stratbench.study.yaml_traps import check_duplicate_keys
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or Path(config["results"]) / study.name
     table = rows.write_csv(plan, out / "plan.csv")
     rows.write_json(plan, out / "plan.json")
-    from stratbench.plan.page import write_html
+    from stratbench.plan.pages.page import write_html
 
     write_html(plan, table, out / "plan.html")
     print(plan_text(plan))

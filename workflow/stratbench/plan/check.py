@@ -21,19 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.cell.words import counted
-from stratbench.plan.cache import key_parts
-from stratbench.plan.processes import pool_of
-from stratbench.plan.request import Request
-from stratbench.plan.subject import Subject, subject_of
+from stratbench.cell.text.words import counted
+from stratbench.plan.footprint.cache import key_parts
+from stratbench.plan.footprint.processes import pool_of
+from stratbench.plan.footprint.request import Request
+from stratbench.plan.needs import Subject, subject_of
 from stratbench.strategies import acceptance
-from stratbench.study.config import Study
-from stratbench.telemetry.cores import usable_cores
-from stratbench.workload import models, tasks
-from stratbench.workload.own import ModelError, told
+from stratbench.study.config.config import Study
+from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.workload import tasks
+from stratbench.workload.network import models
+from stratbench.workload.users_code import ModelError, error_text
 
 if TYPE_CHECKING:
-    from stratbench.workload.trial import Trial
+    from stratbench.workload.network.trial import Trial
 
 #: The most parameters of a network that is tried with real numbers where fake tensors cannot follow it.
 MOST_REAL_PARAMETERS = 50_000_000
@@ -193,13 +194,13 @@ def find(requests: Sequence[Request]) -> CheckResult:
     except ModelError as error:
         found = CheckResult(error=str(error))
     except Exception as error:  # whatever a model raises
-        found = CheckResult(error=f"{models.in_words(requests[0].network)}: {told(error)}")
+        found = CheckResult(error=f"{models.in_words(requests[0].network)}: {error_text(error)}")
     return replace(found, seconds=time.perf_counter() - started)
 
 
 def _found_of(requests: Sequence[Request]) -> CheckResult:
-    from stratbench.plan import fake
-    from stratbench.workload.trial import NeedsData
+    from stratbench.plan.footprint import fake
+    from stratbench.workload.network.trial import NeedsData
 
     # What only some of the cells ask of a network is judged with each of these.
     first = min(requests, key=lambda r: r.checkpointing)
@@ -221,7 +222,7 @@ def _found_of(requests: Sequence[Request]) -> CheckResult:
 
 
 def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
-    from stratbench.plan import fake
+    from stratbench.plan.footprint import fake
 
     with fake.surroundings(request, on_fakes):
         model, _, worker = fake.built(request, on_fakes)
@@ -264,8 +265,8 @@ def _parameters(request: Request) -> int:
 
 def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
     """Why the request's strategy cannot train it: its own rules, or what a step or evaluation raises."""
-    from stratbench.plan import fake
-    from stratbench.workload.trial import NO_VALUES, SAMPLES
+    from stratbench.plan.footprint import fake
+    from stratbench.workload.network.trial import NO_VALUES, SAMPLES
 
     with ExitStack() as stack:
         stack.enter_context(fake.surroundings(request, on_fakes))
@@ -287,5 +288,5 @@ def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
                     f"{who}: its evaluation asks for the values of tensors, which cannot be checked without "
                     "data"
                 )
-            return f"{who}: {request.strategy} cannot train it: its step raised {told(error)}"
+            return f"{who}: {request.strategy} cannot train it: its step raised {error_text(error)}"
     return None

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.words import counted
-from stratbench.plan.devices import Device
-from stratbench.plan.footprint import Footprint
+from stratbench.cell.text.words import counted
+from stratbench.plan.device_rates import Device
+from stratbench.plan.footprint.footprint import Footprint
 
 # A step's fastest and slowest time on a device follow from its datasheet and these. Training of
 # convolutional networks reaches 10 to 50 % of the peak with images of 224 pixels; small images are bound

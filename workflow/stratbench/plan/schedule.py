@@ -10,14 +10,14 @@ from typing import Any
 
 from stratbench.cell import record, software_gpu
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.words import GIB, MIB
+from stratbench.cell.text.words import GIB, MIB
 from stratbench.plan import duration
-from stratbench.plan.cache import footprints_of
-from stratbench.plan.devices import Device, cpu_device, fits, gpu_device, named_gpus
+from stratbench.plan.device_rates import Device, cpu_device, fits, gpu_device, named_gpus
 from stratbench.plan.duration import Span, Work
-from stratbench.plan.footprint import Footprint, MemoryPeak
-from stratbench.plan.request import Request
-from stratbench.plan.subject import (
+from stratbench.plan.footprint.cache import footprints_of
+from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.plan.footprint.request import Request
+from stratbench.plan.needs import (
     Subject,
     data_bytes_of,
     host_bytes_of,
@@ -29,13 +29,14 @@ from stratbench.plan.subject import (
     subject_of,
     work_of,
 )
-from stratbench.study import nodes, resources, sharing
-from stratbench.study.config import Study
-from stratbench.telemetry.hardware import Datasheet
+from stratbench.study import resources
+from stratbench.study.config.config import Study
+from stratbench.study.slurm import nodes, sharing
+from stratbench.telemetry.machine.hardware import Datasheet
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DeviceFit:
     """How a cell would run on one device. `cut_off` by the time limit: `no`, `possible` or `certain`."""
 
     device: str
@@ -68,8 +69,8 @@ class Planned:
     server_bytes: int  # memory of a server process
     host_bytes: int  # memory of a node's processes, as far as known
     snapshot_bytes: int  # disk, until they are evaluated
-    verdict: Verdict | None  # on the plan's device, or the CPU for a cell that trains there
-    verdicts: dict[str, Verdict]  # by device
+    fit: DeviceFit | None  # on the plan's device, or the CPU for a cell that trains there
+    fits_on: dict[str, DeviceFit]  # by device
     asked: resources.JobRequest
 
     @property
@@ -219,7 +220,7 @@ def _plan_cell(
     footprint = made if isinstance(made, Footprint) else None
     peak, needed_bytes, wire, server_bytes = None, 0, 0.0, 0
     host_bytes, n_nodes = 0, resources.node_count(s.cell, cluster)
-    verdicts: dict[str, Verdict] = {}
+    fits_on: dict[str, DeviceFit] = {}
     if footprint is not None:
         threads = primary.resident_threads
         peak = peak_with_data(footprint.training_peak(s.samples_per_step, threads), s)
@@ -237,9 +238,9 @@ def _plan_cell(
         span = duration.span_by_records(s.cell, timed)
         for name, device in devices.items():
             measured = span if name in (primary.name, "CPU") else None
-            verdicts[name] = _verdict(s, footprint, work, device, measured, cluster)
-    verdict = verdicts.get(primary.name if s.request.on_cuda else "CPU")
-    state, why = _state(s, made, records.get(s.cell), verdict, needed_bytes, results)
+            fits_on[name] = _fit(s, footprint, work, device, measured, cluster)
+    fit = fits_on.get(primary.name if s.request.on_cuda else "CPU")
+    state, why = _state(s, made, records.get(s.cell), fit, needed_bytes, results)
     return Planned(
         subject=s,
         state=state,
@@ -253,27 +254,27 @@ def _plan_cell(
         server_bytes=server_bytes,
         host_bytes=host_bytes,
         snapshot_bytes=snapshot_bytes_of(s, footprint) if footprint is not None else 0,
-        verdict=verdict,
-        verdicts=verdicts,
+        fit=fit,
+        fits_on=fits_on,
         asked=resources.job_request(
             s.cell,
             s.settings,
             cluster,
             s.time_limit_s,
             -(-host_bytes // MIB),
-            longest_time_s(verdict),
+            longest_time_s(fit),
         ),
     )
 
 
-def _verdict(
+def _fit(
     s: Subject,
     footprint: Footprint,
     work: Work,
     device: Device,
     measured: Span | None,
     cluster: Mapping[str, Any],
-) -> Verdict:
+) -> DeviceFit:
     margin = cluster["memory_margin"]
     needed_bytes = footprint.needed_bytes(s.samples_per_step, device.resident_threads)
     needed_bytes += data_bytes_of(s)
@@ -284,7 +285,7 @@ def _verdict(
     cut_off = "no"
     if total is not None and s.time_limit_s is not None and total.high_s > s.time_limit_s:
         cut_off = "certain" if total.low_s > s.time_limit_s else "possible"
-    return Verdict(
+    return DeviceFit(
         device=device.name,
         fits=fits(needed_bytes, device, margin),
         largest_batch=s.steps_per_batch
@@ -304,7 +305,7 @@ def _state(
     s: Subject,
     made: Footprint | str,
     found: Mapping[str, Any] | None,
-    verdict: Verdict | None,
+    fit: DeviceFit | None,
     needed_bytes: int,
     results: str,
 ) -> tuple[str, str]:
@@ -324,7 +325,7 @@ def _state(
         return "failed", failed
     if isinstance(made, str):
         return "to do", f"could not be predicted: {made}"
-    if verdict is not None and not verdict.fits:
+    if fit is not None and not fit.fits:
         return "infeasible", f"needs {needed_bytes / GIB:.1f} GiB{_share_of_data(s, needed_bytes)}"
     return "to do", ""
 
@@ -337,9 +338,9 @@ def _share_of_data(s: Subject, needed_bytes: int) -> str:
     return f", {n_bytes / GIB:.1f} of it for the data (placement: host keeps them in host memory)"
 
 
-def longest_time_s(verdict: Verdict | None) -> int | None:
+def longest_time_s(fit: DeviceFit | None) -> int | None:
     """The longest time that a cell is expected to take, in whole seconds; None if not known."""
-    return None if verdict is None or verdict.total is None else round(verdict.total.high_s)
+    return None if fit is None or fit.total is None else round(fit.total.high_s)
 
 
 def _other_resharding(request: Request) -> Request:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.settings import Settings
-from stratbench.ps.config import ServerConfig
+from stratbench.ps.server_config import ServerConfig
 from stratbench.strategies import strategy_class
 from stratbench.strategies.ps import node_of_server
 

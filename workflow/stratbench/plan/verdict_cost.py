@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from stratbench.cell.segments import (
+from stratbench.cell.block_rules import (
     MATRIX_REPEATS,
     SEGMENT_START_S,
     STEP_NOISE,
@@ -14,7 +14,7 @@ from stratbench.cell.segments import (
     segment_s,
     segment_steps,
 )
-from stratbench.plan.figures import hours_text
+from stratbench.plan.quantities import hours_text
 from stratbench.plan.schedule import Plan, Planned
 
 #: The share of the matrix that a verdict should cost at most.
@@ -49,11 +49,11 @@ def cost_of(bout: list[Planned], slow: bool) -> Cost:
     gpus = bout[0].cell.gpus
     segments, cells, starts = [], [], []
     for c in bout:
-        train, total = c.verdict.train, c.verdict.total
+        train, total = c.fit.train, c.fit.total
         train_s, total_s = (
             (train.high_s, total.high_s) if slow else (train.low_s, total.low_s)
         )  # fmt: skip
-        device = "cpu" if c.verdict.device == "CPU" else "cuda"
+        device = "cpu" if c.fit.device == "CPU" else "cuda"
         step_s, start_s = train_s / c.subject.steps, SEGMENT_START_S[device]
         steps = segment_steps(start_s, step_s, *STEP_NOISE[device])
         segments.append(gpus * segment_s(start_s, step_s, steps))
@@ -68,7 +68,7 @@ def verdict_costs(plan: Plan) -> dict[tuple[str, str, int], tuple[Cost, Cost]]:
     known = [
         c
         for c in plan.cells
-        if c.cell.repeat == 0 and c.verdict is not None and c.verdict.total and c.verdict.train
+        if c.cell.repeat == 0 and c.fit is not None and c.fit.total and c.fit.train
         and c.state not in ("refused", "infeasible")
     ]  # fmt: skip
 

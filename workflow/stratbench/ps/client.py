@@ -16,7 +16,9 @@ import torch
 
 from stratbench.ps.device import Staging
 from stratbench.ps.flat import FlatSpace, as_bytes, cut
-from stratbench.ps.frames import (
+from stratbench.ps.scale import LossScale, Unscaler
+from stratbench.ps.tickets import Ticket
+from stratbench.ps.wire.frames import (
     BUFFERS,
     NO_TICKET,
     SMALL_BYTES,
@@ -25,12 +27,10 @@ from stratbench.ps.frames import (
     ProtocolError,
     unpack_ticket,
 )
-from stratbench.ps.handshake import JoinRefused, join_handshake
-from stratbench.ps.link import Link, RunEnded, ServerLost
-from stratbench.ps.scale import LossScale, Unscaler
-from stratbench.ps.shm import DTYPES
-from stratbench.ps.tickets import Ticket
-from stratbench.ps.transport import Closed, Connection, Silent, dial
+from stratbench.ps.wire.handshake import JoinRefused, join_handshake
+from stratbench.ps.wire.link import Link, RunEnded, ServerLost
+from stratbench.ps.wire.shm import DTYPES
+from stratbench.ps.wire.transport import Closed, Connection, Silent, dial
 
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from stratbench.ps.shm import DTYPES, FlatTensors, Layout, allocate, dtype_name
+from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout, allocate, dtype_name
 
 #: Tensors start on the boundary torch's own allocations start on: vectorised kernels may round
 #: differently on other ones, and a run must equal one without a server bit for bit.

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from stratbench.cell.files import write_atomic
-from stratbench.ps.config import ServerConfig
-from stratbench.ps.gate import Gate
-from stratbench.ps.policies import make_policy
-from stratbench.ps.run import ServerRun
+from stratbench.ps.policies.policies import make_policy
+from stratbench.ps.server_config import ServerConfig
+from stratbench.ps.server_run import ServerRun
 from stratbench.ps.store import MakePolicy
-from stratbench.ps.transport import Listeners
+from stratbench.ps.wire.gate import Gate
+from stratbench.ps.wire.transport import Listeners
 
 __all__ = ["ServerConfig", "serve"]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from stratbench.ps.policy import Outcome, Policy
+from stratbench.ps.policies.policy import Outcome, Policy
 from stratbench.ps.tickets import Once
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from stratbench.ps.buffers import BufferMean
 from stratbench.ps.flat import cut
-from stratbench.ps.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.ps.member import Member, SharedLane, StreamLane
-from stratbench.ps.policy import Hyper, Policy
+from stratbench.ps.policies.policy import Hyper, Policy
 from stratbench.ps.shard import Shard
-from stratbench.ps.shm import DTYPES, Layout
 from stratbench.ps.snapshots import SnapshotWriter
 from stratbench.ps.tickets import Once, TicketPlan
+from stratbench.ps.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
+from stratbench.ps.wire.shm import DTYPES, Layout
 
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratbench.analysis import collect
-from stratbench.analysis.constraints import Constraints
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.records import collect
 from stratbench.cell.files import reason_of
-from stratbench.cell.words import counted, printable
+from stratbench.cell.text.words import counted, printable
 from stratbench.sets.archive import SetError
 from stratbench.sets.bundle import write_bundle
 from stratbench.sets.check import INVALID, describe_set, exit_code
@@ -48,7 +48,9 @@ def check(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Compare two sets or more with the first: a page, tables and figures; fails if one got slower."""
-    from stratbench.sets.compare import compare_sets  # loads matplotlib; the others need none
+    from stratbench.sets.comparing.compare import (
+        compare_sets,  # loads matplotlib; the others need none
+    )
 
     given = Constraints.from_json(args.constraints)
     settings = json.loads(args.compare)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pandas as pd
 
 from stratbench.analysis.audit import SEVERITIES
-from stratbench.analysis.report import STATUS_WORDS, distinct_values
-from stratbench.cell.words import counted, plural, worker_noun
+from stratbench.analysis.report.report import STATUS_WORDS, distinct_values
+from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.sets.reading import ResultSet
 
 #: Exit codes of a check: all is well; valid, but the audit calls figures unusable; not valid.

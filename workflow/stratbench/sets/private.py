@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.derived import value_at
+from stratbench.analysis.records.derived import value_at
 from stratbench.cell.record import Record
-from stratbench.telemetry import environment
+from stratbench.telemetry.machine import environment
 
 LEFT_OUT = "(left out: it looks like a secret)"
 _GPU = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")

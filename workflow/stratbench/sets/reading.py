@@ -11,18 +11,19 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis import paper
-from stratbench.analysis.audit import AUDIT_COLUMNS, audit, read_records, read_timelines
+from stratbench.analysis.audit import audit, read_records, read_timelines
 from stratbench.analysis.audit.rule import Key
-from stratbench.analysis.collect import Expected, collect
-from stratbench.analysis.columns import EPOCH_COLUMNS, read_cells, read_epochs
-from stratbench.analysis.samples import Timeline
+from stratbench.analysis.paper import published
+from stratbench.analysis.records.collect import Expected, collect
+from stratbench.analysis.records.columns import EPOCH_COLUMNS, read_cells, read_epochs
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
+from stratbench.analysis.records.samples import Timeline
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular
 from stratbench.cell.record import Record, RecordError
 from stratbench.sets.archive import MOST_MEMBER_BYTES, NAME, SetError, extract, shown_name
-from stratbench.study.result_sets import PAPER, VERSIONS
+from stratbench.study.config.result_sets import PAPER, VERSIONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +95,12 @@ def read_set(text: str, name: str | None = None, asked: Expected | None = None) 
         if version not in VERSIONS:
             known = ", ".join(PAPER + v for v in VERSIONS)
             raise SetError(f"{shown_name(text)} is no version of the paper; known: {known}")
-        cells = paper.cells_of_version(version)
+        cells = published.cells_of_version(version)
         epochs = pd.DataFrame(columns=list(EPOCH_COLUMNS))
         study = f"paper-{version}"
-        return ResultSet(name or study, text, study, cells, epochs, floors=paper.accuracy_floors())
+        return ResultSet(
+            name or study, text, study, cells, epochs, floors=published.accuracy_floors()
+        )
     path = Path(text).expanduser()
     if path.is_dir():
         return _read_folder(path, text, name, None, asked)

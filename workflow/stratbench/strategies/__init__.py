@@ -1,6 +1,6 @@
 """Training strategies: one file a family, one line each in this registry.
 
-Each policy of the parameter server (`ps/policies.py`) is a strategy, too. Strategy modules import
+Each policy of the parameter server (`ps/policies/policies.py`) is a strategy, too. Strategy modules import
 torch inside functions only, so that the workflow can read a strategy's name and options in milliseconds.
 """
 
@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from stratbench.ps.policies import POLICIES
+from stratbench.ps.policies.policies import POLICIES
 
 if TYPE_CHECKING:
     from stratbench.strategies.base import Strategy, Traits
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
     "ddp": "stratbench.strategies.ddp:DDP",
-    "fsdp": "stratbench.strategies.fsdp:FSDP",
-    "zero1": "stratbench.strategies.zero:ZeRO1",
-    "zero1-torch": "stratbench.strategies.zero:TorchZeRO1",
-    "tensor": "stratbench.strategies.tensor:TensorParallel",
-    "local-sgd": "stratbench.strategies.local_sgd:LocalSGD",
-    "diloco": "stratbench.strategies.diloco:DiLoCo",
-    "gossip": "stratbench.strategies.gossip:Gossip",
+    "fsdp": "stratbench.strategies.sharding.fsdp:FSDP",
+    "zero1": "stratbench.strategies.sharding.zero:ZeRO1",
+    "zero1-torch": "stratbench.strategies.sharding.zero:TorchZeRO1",
+    "tensor": "stratbench.strategies.splitting.tensor:TensorParallel",
+    "local-sgd": "stratbench.strategies.local.local_sgd:LocalSGD",
+    "diloco": "stratbench.strategies.local.diloco:DiLoCo",
+    "gossip": "stratbench.strategies.local.gossip:Gossip",
     **dict.fromkeys(POLICIES, "stratbench.strategies.ps:class_of_policy"),
 }
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stratbench.workload import models
-from stratbench.workload.own import Refused, listed
+from stratbench.workload.network import models
+from stratbench.workload.users_code import Refused, listed
 
 if TYPE_CHECKING:
     from torch import nn
 
     from stratbench.cell.settings import Settings
     from stratbench.strategies.base import Strategy, Worker
-    from stratbench.workload.trial import Trial
+    from stratbench.workload.network.trial import Trial
 
 
 def check_model(
@@ -52,7 +52,7 @@ def remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
     """What of a network is worth knowing although every strategy trains it."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from stratbench.workload.trial import tied_parameters
+    from stratbench.workload.network.trial import tied_parameters
 
     for names in tied_parameters(model):
         yield (

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import Options
 from stratbench.strategies.mesh import Mesh
-from stratbench.workload.own import listed
 from stratbench.workload.tasks import Classification, Task
+from stratbench.workload.users_code import listed
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stratbench.strategies.saved import SavedState, Stateful
     from stratbench.telemetry.compiling import CompileWatch
     from stratbench.telemetry.pulse import Pulse
-    from stratbench.workload.trial import Trial
+    from stratbench.workload.network.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Strategy:
 
     #: `collective`: all workers step together; `server`: workers talk to parameter servers.
     kind: ClassVar[Literal["collective", "server"]] = "collective"
-    #: The policy by which its servers update the weights (`ps/policies.py`); None: it has no servers.
+    #: The policy by which its servers update the weights (`ps/policies/policies.py`); None: no servers.
     policy: ClassVar[str | None] = None
     #: What it is a kind of: figures give each family a hue, `other` black.
     family: ClassVar[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from stratbench.cell.options import option
 from stratbench.strategies import base
 from stratbench.strategies.compression import PowerSGD, SixteenBits, compression
-from stratbench.workload.own import ModelError, listed
+from stratbench.workload.users_code import ModelError, listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

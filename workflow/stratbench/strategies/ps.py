@@ -1,6 +1,6 @@
 """Workers that push gradients to parameter servers, which update the weights by a policy.
 
-Each policy in `ps/policies.py` makes one strategy of the same name (`class_of_policy`). Workers take
+Each policy in `ps/policies/policies.py` makes one strategy of the same name (`class_of_policy`). Workers take
 batches as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep
 the optimizer's state.
 """
@@ -13,9 +13,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
-from stratbench.ps.config import ServerConfig
-from stratbench.ps.options import EveryPushOptions
-from stratbench.ps.policies import first_choice, policy_class
+from stratbench.ps.policies.options import EveryPushOptions
+from stratbench.ps.policies.policies import first_choice, policy_class
+from stratbench.ps.server_config import ServerConfig
 from stratbench.strategies import base, strategy_class
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class ParameterServer(base.Strategy):
     def connect(self) -> Channel:
         """The connections to the cell's servers."""
         from stratbench.ps.client import Channel
-        from stratbench.ps.handshake import load_secret
+        from stratbench.ps.wire.handshake import load_secret
 
         worker, options = self.worker, self.worker.settings.options
         return Channel.connect(

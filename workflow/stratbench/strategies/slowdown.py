@@ -86,8 +86,8 @@ def measure_step_s(
 
     from stratbench.strategies import strategy_class
     from stratbench.telemetry.clock import synchronise
-    from stratbench.workload.data import example_batch
-    from stratbench.workload.precision import batch_format
+    from stratbench.workload.data.device_data import example_batch
+    from stratbench.workload.network.precision import batch_format
     from stratbench.workload.tasks import takes_values, task_of
 
     state = {k: v.clone() for k, v in model.state_dict().items()}

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.study.messages import ConfigError
-from stratbench.workload.own import CODE_VARIABLE
-from stratbench.workload.own_data import PLACES_VARIABLE, places_for_jobs
+from stratbench.study.config.messages import ConfigError
+from stratbench.workload.data.own_data import PLACES_VARIABLE, places_for_jobs
+from stratbench.workload.users_code import CODE_VARIABLE
 
 
 def image_of_jobs(config: Mapping[str, Any], asked: bool) -> str | None:

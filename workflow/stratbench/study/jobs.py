@@ -9,8 +9,8 @@ from typing import Any
 
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.settings import Settings
-from stratbench.study.config import Study
-from stratbench.study.messages import ConfigError
+from stratbench.study.config.config import Study
+from stratbench.study.config.messages import ConfigError
 from stratbench.study.plan_file import PlanFile
 from stratbench.study.resources import JobRequest, job_request
 

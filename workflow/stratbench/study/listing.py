@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stratbench.cell.coordinates import expand
 from stratbench.cell.files import write_atomic
-from stratbench.cell.words import counted
+from stratbench.cell.text.words import counted
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import nn
 
-from stratbench.telemetry.nvml import Nvml
+from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.shards import free_gathered, local_part
 
 METHOD_RESET = "vmhwm"

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 import torch
 
-from stratbench.telemetry import environment
-from stratbench.telemetry.cores import usable_cores
+from stratbench.telemetry.machine import environment
+from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import cuda_uuid
-from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.shards import whole_tensor
 
 _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")

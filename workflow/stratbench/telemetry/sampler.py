@@ -24,9 +24,9 @@ from typing import Any, TextIO
 
 import psutil
 
-from stratbench.telemetry.cores import usable_cores
-from stratbench.telemetry.nvml import Gpu, Nvml
-from stratbench.telemetry.tenants import StrangerWatch, is_broker
+from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.telemetry.machine.nvml import Gpu, Nvml
+from stratbench.telemetry.machine.tenants import StrangerWatch, is_broker
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
 #: How long the sampler may take to end, in seconds.

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import rank_of, server_name, worker_name
-from stratbench.ps.config import ServerConfig
-from stratbench.telemetry.nvml import Nvml
+from stratbench.ps.server_config import ServerConfig
+from stratbench.telemetry.machine.nvml import Nvml
+from stratbench.telemetry.machine.tenants import gpu_place
 from stratbench.telemetry.sampler import Sampler, busy_check
-from stratbench.telemetry.tenants import gpu_place
 from stratbench.telemetry.timeline import read_phases
-from stratbench.train import devices, standing
+from stratbench.train import gpu_locks, standing
 from stratbench.train.forkserver import Process, fork_server, shares_gpus
 from stratbench.train.job import Job
 from stratbench.train.locks import scratch
@@ -83,7 +83,7 @@ def run_node(job: Job, node: int) -> Exits:
     # GPUs were chosen by NVML's numbers, which follow the PCI bus. CUDA's would follow speed.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
-        devices.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
+        gpu_locks.show_only([])  # seeing some, init_device_mesh would make FSDP a second group
     with fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus()) as path:
         text = job.to_json()
         servers = [
@@ -126,7 +126,7 @@ def gpus_of(job: Job, node: int) -> dict[str, str]:
     if not job.use_cuda:
         return {}
     names = map(worker_name, job.ranks_of(node))
-    return dict(zip(names, devices.visible_gpus(), strict=False))
+    return dict(zip(names, gpu_locks.visible_gpus(), strict=False))
 
 
 def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from stratbench import __version__
 from stratbench.cell import software_gpu
-from stratbench.cell.places import INSTALLED, ROOT, built_from
+from stratbench.cell.installation import INSTALLED, ROOT, built_from
 from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.cell.run_folder import rank_of
 from stratbench.strategies import mesh_of, option_defaults, strategy_class, traits_of
@@ -22,10 +22,12 @@ from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import efficiency
 from stratbench.train.ending import Ending, own_reason
 from stratbench.train.job import Job
-from stratbench.workload import models, own, prepared, tasks
-from stratbench.workload.own_data import is_own
-from stratbench.workload.placement import BUFFERED_BATCHES
-from stratbench.workload.sources import DataError
+from stratbench.workload import tasks, users_code
+from stratbench.workload.data import prepared
+from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.placement import BUFFERED_BATCHES
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network import models
 
 
 def make_record(job: Job, ending: Ending) -> Record:
@@ -255,7 +257,7 @@ def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[s
 
 def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
     """What a record says of a user's code: what is called, its hash, its files, their git revision."""
-    files = own.sources(spec["call"], own.code_folders())
+    files = users_code.sources(spec["call"], users_code.code_folders())
     return {key: spec[key] for key in ("call", "sha256", "version")} | {
         "files": list(files),
         "git": git_state(next(iter(files.values())).parent) if files else None,

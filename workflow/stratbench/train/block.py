@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from stratbench.cell import blocks, record, segments, software_gpu
+from stratbench.cell import block_rules, blocks, record, software_gpu
 from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.files import write_atomic
 from stratbench.cell.parent import end_with
@@ -31,7 +31,14 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
 from stratbench.telemetry.compiling import missing_compiler
-from stratbench.train import agent, assemble, devices
+from stratbench.train import agent, assemble, gpu_locks
+from stratbench.train.block_segments import (
+    TAIL_STEPS,
+    differences_of,
+    limit,
+    run_in_order,
+    timed_steps,
+)
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
 from stratbench.train.launch import (
     add_job_arguments,
@@ -43,15 +50,8 @@ from stratbench.train.launch import (
     launch,
 )
 from stratbench.train.locks import hold_cell
-from stratbench.train.segments import (
-    TAIL_STEPS,
-    differences_of,
-    limit,
-    run_in_order,
-    timed_steps,
-)
-from stratbench.workload.own import ModelError
-from stratbench.workload.sources import DataError
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.users_code import ModelError
 
 
 class SegmentError(RuntimeError):
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             return 128 + stopped.signum
         except SegmentError as e:
             return fail(run.logs, plan, f"{run.at}: {e}", e.processes)
-        except (devices.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
+        except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
             return fail(run.logs, plan, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
@@ -143,7 +143,7 @@ class BlockRun:
         with hold_devices(any_settings, args.nodes) as self._use_cuda:
             started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices
             if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
-                raise devices.DeviceError(reason)
+                raise gpu_locks.DeviceError(reason)
             with self._shared_import():
                 done = run_in_order(plan, self._run_segment, self._burnt_in)
         agent.on_signals(lambda _: None)  # what is as good as finished is not given up
@@ -197,10 +197,10 @@ class BlockRun:
     def _burnt_in(self, segment: Segment) -> None:
         """Choose the length of the segments from the burn-in, where the plan has not."""
         if self._steps is None:
-            noise = segments.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
-            self._steps = segments.segment_steps(segment.start_s, segment.mean_step_s, *noise)
+            noise = block_rules.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
+            self._steps = block_rules.segment_steps(segment.start_s, segment.mean_step_s, *noise)
         if self._discard is None:
-            self._discard = segments.discarded_steps(self._steps)
+            self._discard = block_rules.discarded_steps(self._steps)
 
     def _run_segment(self, in_pass: str, strategy: str) -> Segment:
         """Run one segment and write its record. Raises SegmentError if it failed."""
@@ -209,8 +209,8 @@ class BlockRun:
         name = f"{slot:02d}-{strategy}"
         self._slot += 1
         self.logs, self.at = args.logs / name, f"segment {name}"
-        timed = self._steps or segments.LEAST_STEPS
-        discarded = segments.discarded_steps(timed) if self._discard is None else self._discard
+        timed = self._steps or block_rules.LEAST_STEPS
+        discarded = block_rules.discarded_steps(timed) if self._discard is None else self._discard
         s = self._settings[strategy]
         cls = strategy_class(s.strategy)
         discarded, timed = cls(cls.Options(**s.options)).own_length(discarded, timed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from stratbench.strategies.ps import node_of_server
-from stratbench.telemetry.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import datasheet_of
 from stratbench.telemetry.timeline import energy_within, read_phases
 from stratbench.train.job import Job
 

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.telemetry.pulse import STACK_SIGNAL
-from stratbench.train.devices import VARIABLE as VISIBLE_GPUS
+from stratbench.train.gpu_locks import VARIABLE as VISIBLE_GPUS
 from stratbench.train.locks import scratch
 
 #: The folder of the server that the cells of this run share.

@@ -36,18 +36,19 @@ from stratbench.cell.files import last_lines, write_atomic
 from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
-from stratbench.ps.handshake import new_secret, write_secret
+from stratbench.ps.wire.handshake import new_secret, write_secret
 from stratbench.telemetry.compiling import missing_compiler
-from stratbench.telemetry.tenants import describe_gpu
-from stratbench.train import agent, assemble, devices
+from stratbench.telemetry.machine.tenants import describe_gpu
+from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.ending import Ending, classify, oom_kills
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_cell, scratch
 from stratbench.train.standing import Standing, calls_in, standings_of, why_hung
-from stratbench.workload import models, prepared
-from stratbench.workload.own import ModelError, check_unchanged
-from stratbench.workload.own_data import is_own
-from stratbench.workload.sources import DataError
+from stratbench.workload.data import prepared
+from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network import models
+from stratbench.workload.users_code import ModelError, check_unchanged
 
 EVIDENCE_LINES = 20
 #: How long srun may take to end what it has started, in seconds.
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         except agent.Stopped as stopped:
             print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
-        except (devices.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
+        except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
             return fail(args.logs, cell, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
@@ -203,13 +204,13 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
     """Hold this node's GPUs for a cell in the block, where it trains on them; yields whether it does."""
-    gpus = [] if settings.device == "cpu" else devices.visible_gpus()
-    cuda = devices.wants_cuda(settings.device, gpus)
-    if settings.device != "cpu" and (unknown := devices.unknown_gpu()):
+    gpus = [] if settings.device == "cpu" else gpu_locks.visible_gpus()
+    cuda = gpu_locks.wants_cuda(settings.device, gpus)
+    if settings.device != "cpu" and (unknown := gpu_locks.unknown_gpu()):
         print(f"{unknown}: as in CUDA it hides what follows; visible: {', '.join(gpus) or 'none'}")
-    with devices.reserve(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
+    with gpu_locks.reserve(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
         if mine:
-            devices.show_only(mine)
+            gpu_locks.show_only(mine)
         yield cuda
 
 
@@ -239,7 +240,7 @@ def job_of(
             n_nodes=n_nodes,
             workers_per_node=per_node,
             use_cuda=use_cuda,
-            threads=devices.threads_of(settings, per_node, args.cpus_per_node, args.server_cpus),
+            threads=gpu_locks.threads_of(settings, per_node, args.cpus_per_node, args.server_cpus),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,

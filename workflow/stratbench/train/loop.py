@@ -29,8 +29,8 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.pulse import Pulse
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.workload.data import Augmentation, DeviceData, EpochTables, eval_batch
-from stratbench.workload.partition import ByClass
+from stratbench.workload.data.device_data import Augmentation, DeviceData, EpochTables, eval_batch
+from stratbench.workload.data.partition import ByClass
 from stratbench.workload.tasks import Task, loss_and_score, sums_of_batch
 
 

@@ -24,29 +24,30 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder, server_name, worker_name
 from stratbench.cell.settings import Settings
-from stratbench.ps.config import ServerConfig
-from stratbench.ps.handshake import load_secret
 from stratbench.ps.server import serve
+from stratbench.ps.server_config import ServerConfig
+from stratbench.ps.wire.handshake import load_secret
 from stratbench.strategies import acceptance, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.compiling import CompileWatch
 from stratbench.telemetry.flops import counted_flops
+from stratbench.telemetry.machine.nvml import Nvml
+from stratbench.telemetry.machine.tenants import others_on
 from stratbench.telemetry.memory import MemoryMeter
-from stratbench.telemetry.nvml import Nvml
 from stratbench.telemetry.provenance import sha256_of_state, worker_provenance
 from stratbench.telemetry.pulse import STACK_SIGNAL, Pulse
-from stratbench.telemetry.tenants import others_on
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.job import Job
 from stratbench.train.locks import hold_as_worker
-from stratbench.workload import models, tasks
-from stratbench.workload.data import DeviceData
-from stratbench.workload.own import Refused
-from stratbench.workload.precision import batch_format, weights_dtype
-from stratbench.workload.sources import DataError
+from stratbench.workload import tasks
+from stratbench.workload.data.device_data import DeviceData
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network import models
+from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.users_code import Refused
 
 models.import_torchvision()
 import torchvision.models  # noqa: E402, F401

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratbench.workload import own
+from stratbench.workload.users_code import ModelError, error_text, fault_of_call, named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,7 +130,7 @@ def fault_of_task(name: str, shape: Sequence[int] | None) -> str | None:
         natural = name if shape is None else natural_task(shape)
         what = "a text" if natural == "next-token" else "images"
         return None if name == natural else f"the data set is {what}, whose task is {natural}"
-    if own.fault_of_call(name):
+    if fault_of_call(name):
         return f"is neither of {', '.join(TASKS)} nor a class of your own; write my_tasks:MyTask"
     return None
 
@@ -148,7 +148,7 @@ def task_of(s: Settings, shape: Sequence[int], values: bool | None = None) -> Ta
     task = own_task(s.own_task["call"]) if s.own_task else TASKS[natural_task(shape)]()
     if values is not None and values != takes_values(task):
         who = OwnTask(s.own_task["call"]) if s.own_task else f"task {natural_task(shape)!r}"
-        raise own.ModelError(f"{who}: {wrong_targets(values)}")
+        raise ModelError(f"{who}: {wrong_targets(values)}")
     return task
 
 
@@ -178,9 +178,9 @@ def outputs_of(task: Task, targets: Sequence[int], classes: int) -> list[int]:
     try:
         found = list(task.outputs(tuple(targets), classes))
     except Exception as e:
-        raise own.ModelError(f"{what}: its outputs of {list(targets)} raised {own.told(e)}") from e
+        raise ModelError(f"{what}: its outputs of {list(targets)} raised {error_text(e)}") from e
     if not found or any(type(n) is not int or n < 1 for n in found) or found[0] != targets[0]:
-        raise own.ModelError(
+        raise ModelError(
             f"{what}: its outputs of targets {list(targets)} are {found}; return the shape of the "
             f"network's outputs, [{targets[0]}, ...]"
         )
@@ -204,11 +204,11 @@ def tried_task(s: Settings, shape: Sequence[int], classes: int, values: bool) ->
 def own_task(call: str) -> Task:
     """The task that a user's class makes; ModelError for what lacks something of the protocol."""
     what = OwnTask(call)
-    cls = own.named(what)
+    cls = named(what)
     try:
         task = cls()
     except Exception as e:
-        raise own.ModelError(f"{what}: called without arguments, it raised {own.told(e)}") from e
+        raise ModelError(f"{what}: called without arguments, it raised {error_text(e)}") from e
     wanted = {
         "score_name": (str, "a short text, the score's name"),
         "unit": (str, "a short text: share, or the score's unit"),
@@ -226,14 +226,12 @@ def own_task(call: str) -> Task:
         else:
             good = good and bool(_WORD.fullmatch(value))
         if not good:
-            raise own.ModelError(f"{what}: its {name} is {value!r}; it must be {means}")
+            raise ModelError(f"{what}: its {name} is {value!r}; it must be {means}")
     if getattr(task, "targets", "classes") not in ("classes", "values"):
-        raise own.ModelError(
-            f"{what}: its targets is {task.targets!r}; it must be classes or values"
-        )
+        raise ModelError(f"{what}: its targets is {task.targets!r}; it must be classes or values")
     for name in ("loss", "score"):
         if not inspect.ismethod(getattr(task, name, None)):
-            raise own.ModelError(f"{what}: it has no method {name}(outputs, targets)")
+            raise ModelError(f"{what}: it has no method {name}(outputs, targets)")
     return task
 
 
@@ -256,18 +254,18 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
             try:
                 found[name] = getattr(task, name)(x, y)
             except Exception as e:
-                raise own.ModelError(f"{what}: {name} of {given} raised {own.told(e)}") from e
+                raise ModelError(f"{what}: {name} of {given} raised {error_text(e)}") from e
             if not isinstance(found[name], torch.Tensor):
                 kind = type(found[name]).__name__
-                raise own.ModelError(f"{what}: {name} returned a {kind}; return a tensor")
+                raise ModelError(f"{what}: {name} returned a {kind}; return a tensor")
         if found["loss"].dim() or not found["loss"].requires_grad:
-            raise own.ModelError(
+            raise ModelError(
                 f"{what}: loss of {given} returned a tensor {list(found['loss'].shape)}"
                 f"{'' if found['loss'].requires_grad else ' without a gradient'}; return the mean, a "
                 "scalar that has a gradient"
             )
         if list(found["score"].shape[:1]) != list(targets[:1]):
-            raise own.ModelError(
+            raise ModelError(
                 f"{what}: score of {given} returned a tensor {list(found['score'].shape)}; return the "
                 f"score of each answer, [{targets[0]}] or [{targets[0]}, ...]"
             )

@@ -16,14 +16,9 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import (
-    comparability,
-    confounding,
     counts,
     efficiency,
-    full_runs,
-    machines,
     memory,
-    mixed,
     scores,
     servers,
     speed,
@@ -31,26 +26,22 @@ from stratbench.analysis.audit import (
     times,
     traffic,
 )
+from stratbench.analysis.audit.across_cells import (
+    comparability,
+    confounding,
+    full_runs,
+    machines,
+    mixed,
+)
 from stratbench.analysis.audit.rule import SEVERITIES, Evidence, Found, Key, Rule, key_of
-from stratbench.analysis.columns import read_cells, read_table
-from stratbench.analysis.samples import Timeline, read_timeline
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import AUDIT_COLUMNS
+from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import blocks, record
 from stratbench.cell.coordinates import STATUSES
 from stratbench.cell.files import replacing
 from stratbench.cell.record import Record
 
-AUDIT_COLUMNS = (
-    "rule",
-    "severity",
-    "affects",
-    "experiment",
-    "strategy",
-    "model",
-    "gpus",
-    "repeat",
-    "figures",
-    "explanation",
-)
 #: The description on the command line.
 DESCRIPTION = (
     "Writes audit.csv: one row for each cell or comparison that trips a rule, with its figures."
@@ -148,12 +139,6 @@ def read_blocks(study_dir: Path) -> list[blocks.Block]:
         with contextlib.suppress(blocks.BlockError):
             found.append(blocks.read_block(path))
     return found
-
-
-def read_audit(path: Path) -> pd.DataFrame:
-    """Reads audit.csv, as the command line wrote it."""
-    text = ("rule", "severity", "affects", "figures", "explanation", "version")
-    return read_table(path, text=text, gpus="Int64", repeat="Int64")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from stratbench.analysis.derived import value_at
-from stratbench.analysis.samples import Series, Timeline
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.samples import Series, Timeline
 from stratbench.cell.record import Record
 from stratbench.strategies.mesh import Mesh
 

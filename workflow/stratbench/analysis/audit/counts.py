@@ -18,7 +18,7 @@ from stratbench.analysis.audit.checks import (
     unless_same,
 )
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.analysis.derived import value_at
+from stratbench.analysis.records.derived import value_at
 from stratbench.strategies import REGISTRY, mesh_of, strategy_class, traits_of
 
 #: Settings that also stand in the cell's coordinates.

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most, unless_equal
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.audit.timelines import SAMPLES
-from stratbench.analysis.derived import value_at
-from stratbench.analysis.samples import WORKING_PCT
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.samples import WORKING_PCT
 from stratbench.telemetry.flops import TRAINING_FLOPS
-from stratbench.telemetry.hardware import datasheet_of
+from stratbench.telemetry.machine.hardware import datasheet_of
 
 #: More and less than any GPU draws while it trains, in watts. If a GPU states its
 #: limit, that replaces the first.

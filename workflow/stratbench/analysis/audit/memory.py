@@ -25,10 +25,10 @@ from stratbench.analysis.audit.rule import (
     rule,
 )
 from stratbench.analysis.audit.timelines import SAMPLES, is_crowded
-from stratbench.analysis.derived import value_at
-from stratbench.analysis.groups import GROUP, Group
-from stratbench.analysis.samples import HELD
-from stratbench.cell.words import MIB
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.groups import GROUP, Group
+from stratbench.analysis.records.samples import HELD
+from stratbench.cell.text.words import MIB
 
 #: A reduction by more than this times the number of workers cannot come from sharding alone.
 REDUCED = 1.05

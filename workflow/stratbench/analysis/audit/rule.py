@@ -17,9 +17,9 @@ from typing import Any, Literal
 import pandas as pd
 
 from stratbench.analysis.audit.checks import Facts
-from stratbench.analysis.columns import Row
-from stratbench.analysis.groups import GROUP, Group, rows_by_group
-from stratbench.analysis.samples import Timeline
+from stratbench.analysis.records.columns import Row
+from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
+from stratbench.analysis.records.samples import Timeline
 from stratbench.cell.blocks import Block
 from stratbench.cell.record import Record
 

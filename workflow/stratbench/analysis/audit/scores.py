@@ -27,9 +27,9 @@ from stratbench.analysis.audit.rule import (
     record_rule,
     rule,
 )
-from stratbench.analysis.groups import GROUP
-from stratbench.analysis.measures import ALONE
-from stratbench.analysis.score import Score, score_of
+from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.records.measures import ALONE
+from stratbench.analysis.records.score import Score, score_of
 
 #: The share of the reference's gain over guessing that working training at least reaches in the same epochs.
 WORKING = 0.5

@@ -9,8 +9,8 @@ from functools import cache
 
 import numpy as np
 
+from stratbench.analysis.audit.across_cells.machines import OTHERS
 from stratbench.analysis.audit.checks import Facts
-from stratbench.analysis.audit.machines import OTHERS
 from stratbench.analysis.audit.rule import (
     Evidence,
     Found,
@@ -21,8 +21,8 @@ from stratbench.analysis.audit.rule import (
     record_rule,
     rule,
 )
-from stratbench.analysis.groups import Group, rows_by_group
-from stratbench.analysis.measures import ALONE
+from stratbench.analysis.records.groups import Group, rows_by_group
+from stratbench.analysis.records.measures import ALONE
 from stratbench.cell.record import Record
 
 #: Ratios from which a figure is suspicious.

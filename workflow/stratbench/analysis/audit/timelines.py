@@ -19,8 +19,8 @@ from stratbench.analysis.audit.rule import (
     record_rule,
     rule,
 )
-from stratbench.analysis.derived import value_at
-from stratbench.analysis.samples import BUSY, Series, Timeline
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.samples import BUSY, Series, Timeline
 from stratbench.cell.record import Record
 
 #: The fewest samples of training by which a cell is judged: 5 s at the sampler's period of 0.5 s.

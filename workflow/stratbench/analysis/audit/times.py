@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 
+from stratbench.analysis.audit.across_cells.mixed import shortened
 from stratbench.analysis.audit.checks import (
     Facts,
     unless_absent,
@@ -14,9 +15,8 @@ from stratbench.analysis.audit.checks import (
     unless_rising,
     unless_same,
 )
-from stratbench.analysis.audit.mixed import shortened
 from stratbench.analysis.audit.rule import record_rule
-from stratbench.analysis.derived import value_at
+from stratbench.analysis.records.derived import value_at
 
 #: The share by which the sum of the steps (the device's clock) may miss the time around them (the host's).
 STEPS = 0.05

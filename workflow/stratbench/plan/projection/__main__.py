@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.plan.devices import cpu_device, gpu_device, named_gpus
+from stratbench.plan.device_rates import cpu_device, gpu_device, named_gpus
+from stratbench.plan.needs import subject_of
 from stratbench.plan.projection.evidence import Evidence, evidence_of, on_measured_links
 from stratbench.plan.projection.links import Unmeasured
 from stratbench.plan.projection.naive import RULES
 from stratbench.plan.projection.project import Projection, computing_of, project, sentence
 from stratbench.plan.schedule import records_by_cell
-from stratbench.plan.subject import subject_of
-from stratbench.study.config import Study, load_config
-from stratbench.study.messages import ConfigError
+from stratbench.study.config.config import Study, load_config
+from stratbench.study.config.messages import ConfigError
 
 #: The largest count that is asked for.
 MOST_WORKERS = 1024

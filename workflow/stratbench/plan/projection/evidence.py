@@ -12,14 +12,14 @@ from typing import Any
 
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
-from stratbench.plan.devices import Device
+from stratbench.plan.device_rates import Device
+from stratbench.plan.needs import Subject
 from stratbench.plan.projection.links import read_links
 from stratbench.plan.projection.naive import Measured, Scaling
 from stratbench.plan.projection.population import Stated
 from stratbench.plan.projection.project import Replayed
 from stratbench.plan.projection.replay import Schedule, replay
 from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
-from stratbench.plan.subject import Subject
 from stratbench.strategies import strategy_class, traits_of
 from stratbench.telemetry.collective_cost import Layout
 from stratbench.telemetry.collectives import CollectiveCall

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stratbench.plan.devices import Device
+from stratbench.plan.device_rates import Device
+from stratbench.plan.footprint.request import Request
 from stratbench.plan.projection.replay import Schedule, TracedPhase, schedule_of
-from stratbench.plan.request import Request
 
 #: Of a CPU's core, where the plan does not know it: to weigh bytes against operations.
 CPU_MEMORY_BYTES_PER_S = 8e9
@@ -16,7 +16,7 @@ def traced_schedule(request: Request, samples: int, device: Device) -> Schedule:
     Only shares of the step's computing are taken from the device's rates. How long it takes as a whole
     is measured. On CUDA gathers run ahead on a stream of their own; gloo's are waited for.
     """
-    from stratbench.plan import fake  # imports PyTorch
+    from stratbench.plan.footprint import fake  # imports PyTorch
 
     trace, _ = fake.traced_steps(request, [samples])
     flops_per_s = device.flops_per_s or 1e12

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.columns import CELL_COLUMNS, COORDINATES, EPOCH_BY_NAME
+from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, EPOCH_BY_NAME
 from stratbench.cell.coordinates import Cell
 from stratbench.sets.reading import ResultSet
 

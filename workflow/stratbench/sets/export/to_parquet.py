@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stratbench import __version__
-from stratbench.analysis.columns import BY_NAME, EPOCH_BY_NAME, Column
+from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME, Column
 from stratbench.sets.reading import ResultSet
 
 #: Whether this format can hold only cells with a record.

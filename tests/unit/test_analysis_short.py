@@ -1,0 +1,183 @@
+"""The answer in a few words: the sentence of each case, its figures, the reason for the confidence."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
+
+from stratbench.analysis.decision.short import Short, duration, lead_of
+from stratbench.analysis.report.answer_rows import answer_rows, at
+
+NOISE = (1.0, 1.01, 0.99, 1.005, 0.995)
+
+
+def runs(strategy, time_s, count=5, gpus=4, **other):
+    """Repeats of a strategy around a time."""
+    return repeats(
+        strategy, [time_s * f for f in NOISE[:count]], gpus=gpus, planned_repeats=count, **other
+    )
+
+
+CASES = {
+    "a clear winner": (
+        [*runs("ddp", 200.0), *runs("zero1", 218.0)],
+        "high",
+        "Fastest: the next takes 9 % longer.",
+        "5 runs on 2 hosts, no doubts",
+    ),
+    "a tie": (
+        [
+            *runs("ddp", 200.0, peak_memory_bytes=3000 * MIB),
+            *runs("zero1", 201.0, peak_memory_bytes=1000 * MIB),
+        ],
+        "medium",
+        "As fast as ddp × 4 within 3 %, and needs 1.95 GiB less.",
+        "equal within 3 %: either will do",
+    ),
+    "not told apart": (
+        [*repeats("ddp", [200.0, 260.0, 180.0]), *repeats("zero1", [230.0, 190.0, 300.0])],
+        "low",
+        "Not told apart from zero1 × 4.",
+        "zero1 × 4 may take much less",
+    ),
+    "one run": (
+        [cell("ddp", 200.0), cell("zero1", 218.0)],
+        "low",
+        "Fastest, in one run each.",
+        "one run each: may be chance",
+    ),
+    "a doubt": (
+        [*runs("ddp", 200.0), *runs("zero1", 218.0)],
+        "medium",
+        "Fastest: the next takes 9 % longer.",
+        "doubted by the audit: some-rule",
+    ),
+    "one host": (
+        [*runs("ddp", 200.0, host="a"), *runs("zero1", 218.0, host="a")],
+        "medium",
+        "Fastest: the next takes 9 % longer.",
+        "5 runs on one host",
+    ),
+    "nothing": (
+        [failed("ddp", "oom"), failed("zero1", "oom")],
+        "none",
+        "No candidate fits the memory.",
+        "2 of 2 do not fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_case_has_its_sentence_and_its_reason(name):
+    rows, level, claim, why = CASES[name]
+    findings = (
+        [finding(severity="doubtful", experiment="e", strategy="ddp")] if name == "a doubt" else []
+    )
+    answer = decided(rows, findings)
+    assert (answer.confidence, answer.short.claim, answer.short.why) == (level, claim, why)
+    assert (answer.choice is None) == (answer.short.strategy is None)
+
+
+def test_a_score_that_may_be_lost_stands_in_the_claim_and_in_its_cell():
+    scores = dict(zip(range(5), (0.90, 0.93, 0.91, 0.94, 0.90), strict=True))
+    fast = [r | {"score_final": scores[r["repeat"]]} for r in runs("ps-async", 150.0)]
+    steady = [r | {"score_final": 0.92} for r in runs("ddp", 200.0)]
+    short = decided([*fast, *steady]).short
+    assert short.strategy == "ps-async"
+    assert short.claim == "Fastest, but accuracy may be lost."
+    assert short.score_open
+    assert short.score_note.startswith("may lose up to ")
+    assert short.score_note.endswith(" points (1 allowed)")
+    assert short.score == "91.6 %"
+
+
+def test_a_time_has_an_interval_from_five_runs_on_and_a_range_below():
+    five, three = decided(runs("ddp", 200.0)).short, decided(runs("ddp", 200.0, 3)).short
+    logs = np.log(200.0 * np.array(NOISE))
+    half = (
+        2.7764451 * logs.std(ddof=1) / np.sqrt(5)
+    )  # the 97.5 % quantile of t with 4 degrees of freedom
+    low, high = np.exp(logs.mean() - half), np.exp(logs.mean() + half)
+    assert five.value_note == f"{low:.0f}–{high:.0f} s (95 %)"
+    assert three.value_note == "198–202 s in 3 runs"
+    assert decided([cell("ddp", 3.5)]).short.value_note == "one run"
+    assert [duration(s) for s in (0.8123, 12.34, 1870.0, 9000.0)] == [
+        "0.812 s", "12.3 s", "1\u2009870 s", "2.5 h",
+    ]  # fmt: skip
+
+
+def test_memory_stands_against_the_card():
+    on_card = decided(runs("ddp", 200.0, device_memory_bytes=80 * 2**30)).short
+    assert (on_card.memory, on_card.memory_share) == ("0.98 of 80 GiB", pytest.approx(1000 / 81920))
+    on_cpu = decided(runs("ddp", 200.0, device_kind="cpu")).short
+    assert (on_cpu.memory_note, on_cpu.memory_share) == ("above its base", None)
+
+
+def test_with_a_price_the_cheapest_is_said():
+    short = decided(
+        [*runs("ddp", 200.0), *runs("single", 500.0, gpus=1)], price_per_gpu_hour=2.0
+    ).short
+    assert short.strategy == "single"
+    assert short.claim == "Cheapest: the next costs 60 % more."
+    assert short.value_note == "for 500 s"
+
+
+def test_one_line_says_how_many_answers_are_sure():
+    sure, tie = Short("ddp", 8, "Fastest."), Short("zero1", 8, "As fast as ddp × 8.", why="equal")
+    one, none = Short("fsdp", 4, "Fastest.", why="one run each"), Short(None, None, "None.")
+    lines = [
+        lead_of([("a", "high", sure), ("b", "medium", tie), ("c", "low", one), ("d", "none", none)]),
+        lead_of([("resnet50", "low", one)]),
+        lead_of([("a", "low", Short("ddp", 2, "Not told apart from x."))] * 2),
+        lead_of([("a", "high", sure)]),
+    ]  # fmt: skip
+    assert lines == [
+        "One answer is sure: ddp × 8 for a. One holds with a condition, one rests on one run of each "
+        "cell and one has no strategy to recommend.",
+        "One question, no sure answer yet. One rests on one run of each cell.",
+        "Two questions, no sure answer yet. Two do not tell the first two apart.",
+        "One answer is sure: ddp × 8 for a.",
+    ]
+
+
+# ---------------------------------------------------------------- on the page
+
+
+def row_of(rows, margin=0.03):
+    decision = decided(rows)
+    answer = {"short": asdict(decision.short), "confidence": decision.confidence}
+    names = [(name, name) for name in pd.DataFrame(rows)["strategy"].unique()]
+    [row] = answer_rows([answer], names, margin)
+    return row
+
+
+def test_rivals_stand_at_their_ratios_and_far_ones_are_counted():
+    row = row_of([*runs("ddp", 100.0), *runs("zero1", 150.0), *runs("fsdp", 500.0)])
+    scale = row["scale"]
+    assert scale["beyond"] == 1
+    assert scale["label"].startswith("zero1 × 4: 1.50× [1.50–1.50]")
+    assert scale["label_x"] == pytest.approx(at(1.5), abs=0.5)
+    assert scale["band"]["x"] < at(1.0) < scale["band"]["x"] + scale["band"]["width"]
+    assert row["dots"] == 3
+    assert row["families"] == ["replicas", "shards"]
+
+
+def test_marks_that_would_overlap_are_put_on_lines_of_their_own():
+    rows = [
+        cell("single", 100.0, gpus=1),
+        cell("ddp", 112.0),
+        cell("zero1", 113.0),
+        cell("fsdp", 114.0),
+    ]
+    marks = row_of(rows)["scale"]["marks"]
+    heights = {m.path.split(",")[1].split("L")[0] for m in marks[:-1]}
+    assert len(heights) == 3
+
+
+def test_an_answer_without_a_rival_has_no_scale():
+    assert row_of([cell("ddp", 100.0)])["scale"] is None
+    assert row_of([failed("ddp", "oom")])["scale"] is None

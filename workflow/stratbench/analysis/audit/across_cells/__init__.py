@@ -1,0 +1,1 @@
+"""Rules that compare cells: what differs between them, and what was measured only together."""

@@ -1,0 +1,138 @@
+"""Rules on comparisons: the same work, the same start, and repeats that are real repeats."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.audit.across_cells.mixed import shortened
+from stratbench.analysis.audit.rule import (
+    Evidence,
+    Found,
+    coordinates_of_group,
+    coordinates_of_row,
+    rows_of,
+    rule,
+)
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.groups import rows_by_group
+from stratbench.cell.coordinates import STATUSES
+
+#: Ratio of the most to the fewest samples seen.
+SAMPLES = 1.005
+
+
+def comparable_cells(
+    evidence: Evidence, column: str
+) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
+    """The cells of each experiment and model that state `column`: those that a reader compares."""
+    stated = evidence.ok.dropna(subset=[column])
+    yield from stated.groupby(["experiment", "model"], sort=False)
+
+
+@rule(
+    "unequal-samples",
+    "unusable",
+    "all",
+    "Strategies that saw different numbers of samples do not compare in time or score.",
+)
+def unequal_samples(evidence: Evidence) -> Iterator[Found]:
+    for (experiment, model), rows in comparable_cells(evidence, "samples_seen"):
+        low, high = rows["samples_seen"].min(), rows["samples_seen"].max()
+        if high > SAMPLES * low:
+            where = {"experiment": experiment, "model": model}
+            yield Found(where, f"{low:.0f} to {high:.0f} samples")
+
+
+@rule(
+    "unequal-start",
+    "unusable",
+    "score",
+    "The strategies of a repeat must start from the same weights.",
+)
+def unequal_start(evidence: Evidence) -> Iterator[Found]:
+    for (experiment, model), rows in comparable_cells(evidence, "initial_weights_sha256"):
+        for repeat, same in rows.groupby("repeat", sort=False):
+            hashes = same["initial_weights_sha256"]
+            if hashes.nunique() > 1:
+                usual = hashes.mode().iloc[0]
+                others = ", ".join(sorted(set(same.loc[hashes != usual, "strategy"])))
+                where = {"experiment": experiment, "model": model, "repeat": repeat}
+                yield Found(
+                    where, f"{hashes.nunique()} different initial weights; not as most: {others}"
+                )
+
+
+@rule(
+    "no-common-cell",
+    "doubtful",  # each of its figures may be used, and whoever ranks the two kinds has nothing to go by
+    "all",
+    "Collective strategies and parameter servers never trained the same model on the same data, so "
+    "these records cannot rank one against the other.",
+)
+def no_common_cell(evidence: Evidence) -> Iterator[Found]:
+    kinds = evidence.ok.groupby(["experiment", "model"])["strategy_kind"].agg(set)
+    all_kinds = set().union(*kinds) if len(kinds) else set()
+    for one, other in combinations(sorted(all_kinds), 2):
+        if not any({one, other} <= found for found in kinds):
+            yield Found({}, f"no experiment and model has strategies of both kinds: {one}, {other}")
+
+
+@rule(
+    "repeats-end-differently",
+    "doubtful",
+    "all",
+    "Repeats of a cell do the same work, so that one ends as the others do, but for chance. Look at what "
+    "else was on the device, and at the loss.",
+)
+def repeats_end_differently(evidence: Evidence) -> Iterator[Found]:
+    ended = evidence.cells[evidence.cells["status"].isin(STATUSES)]
+    for key, rows in rows_by_group(ended).items():
+        counts = rows["status"].value_counts()
+        if len(counts) > 1:
+            yield Found(
+                coordinates_of_group(key),
+                ", ".join(f"{n} {status}" for status, n in counts.items()),
+            )
+
+
+@rule(
+    "mixed-limits",
+    "note",
+    "time",
+    "A cell was stopped at a time limit that is shorter than others of its comparison had.",
+)
+def mixed_limits(evidence: Evidence) -> Iterator[Found]:
+    for _, rows in evidence.cells.groupby(["experiment", "model"], sort=False):
+        longest_s = rows["time_limit_s"].max()
+        for row in rows_of(rows[rows["status"] == "timeout"]):
+            if row.time_limit_s < longest_s:
+                yield Found(
+                    coordinates_of_row(row),
+                    f"stopped after {row.time_limit_s:g} s, others {longest_s:g} s",
+                )
+
+
+@rule(
+    "repeats-alike",
+    "unusable",
+    "all",
+    "Repeats that start from the same weights or seed are one repeat, told several times.",
+)
+def repeats_alike(evidence: Evidence) -> Iterator[Found]:
+    seeds: dict[tuple[Any, ...], dict[Any, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for record in evidence.records:
+        cell = record["cell"]
+        for path in ("settings.seed", "model.initial_weights_sha256"):
+            if (value := value_at(record, path)) is not None:
+                seeds[cell["experiment"], cell["model"], path][value].add(cell["repeat"])
+    for (experiment, model, path), by_value in seeds.items():
+        for value, repeats in by_value.items():
+            if len(repeats) > 1:
+                where = {"experiment": experiment, "model": model}
+                named = ", ".join(map(str, sorted(repeats)))
+                yield Found(where, f"{path} {shortened(str(value))} of repeats {named}")

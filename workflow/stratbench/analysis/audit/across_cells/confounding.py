@@ -1,0 +1,205 @@
+"""Rules on what a difference between strategies could come from instead: the hour, or the host."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from stratbench.analysis.audit.rule import Evidence, Found, coordinates_of_group, rule
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.groups import Group
+from stratbench.cell.record import Record
+
+#: A ratio of times that another hour or another node of the same kind explains. Nodes with one slow GPU and
+#: machines that get hot differ by 10 to 20 %.
+EXPLAINED = 1.25
+#: The rule fires by chance in one experiment of a thousand, and a lesser change does not matter.
+CHANCE, CHANGE = 0.001, 0.03
+#: Runs on a host where no other strategy ran, from which that is no chance.
+ALONE = 3
+#: Residuals of runs that follow one another: standard deviations of their correlation by chance.
+NEIGHBOURS = 3.3
+
+
+class Run(NamedTuple):
+    """One repeat: its start and end in s since 1970 (None: not recorded), its hosts, log of its time."""
+
+    repeat: int
+    begun_s: float | None
+    ended_s: float | None
+    hosts: str
+    log_s: float
+
+
+@lru_cache(maxsize=1)
+def runs_of(evidence: Evidence) -> dict[Group, list[Run]]:
+    """The repeats that ended well, of groups with at least two of them."""
+    found: defaultdict[Group, list[Run]] = defaultdict(list)
+    for record in evidence.records:
+        cell, time_s = record["cell"], value_at(record, "time.train_time_s")
+        if record["status"] == "ok" and time_s is not None and time_s > 0:
+            group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
+            ends = (moment_of(record, name) for name in ("started", "finished"))
+            found[group].append(Run(cell["repeat"], *ends, hosts_of(record), math.log(time_s)))
+    return {group: runs for group, runs in found.items() if len(runs) > 1}
+
+
+def moment_of(record: Record, name: str) -> float | None:
+    """A moment of the record's provenance, in s since 1970."""
+    text = value_at(record, f"provenance.{name}")
+    return datetime.fromisoformat(text).timestamp() if text else None
+
+
+def hosts_of(record: Record) -> str:
+    """The hosts of a record's workers as one text; empty if they are not recorded."""
+    names = {value_at(worker["provenance"], "host.name") for worker in record["workers"]}
+    return ", ".join(sorted(names - {None}))
+
+
+def rivals_by_group(
+    evidence: Evidence, on_equal_counts: bool
+) -> Iterator[tuple[Group, list[Group]]]:
+    """Each group with those that it is compared with and that its time is near to: EXPLAINED."""
+    runs = runs_of(evidence)
+    means = {group: float(np.mean([run.log_s for run in own])) for group, own in runs.items()}
+    compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)
+    for group in runs:
+        compared[(*group.comparison, group.gpus if on_equal_counts else 0)].append(group)
+    for members in compared.values():
+        for group in members:
+            yield (
+                group,
+                [
+                    other
+                    for other in members
+                    if other != group and abs(means[other] - means[group]) < math.log(EXPLAINED)
+                ],
+            )
+
+
+@rule(
+    "confounded-order",
+    "doubtful",
+    "time",
+    "The strategy was trained at another time than most that are about as fast, and not in turns with them: "
+    "a machine that changed meanwhile makes such a difference. Train all of them anew, as one study.",
+)
+def confounded_order(evidence: Evidence) -> Iterator[Found]:
+    timed = {
+        group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
+        for group, runs in runs_of(evidence).items()
+    }
+    for group, rivals in rivals_by_group(evidence, on_equal_counts=False):
+        named: defaultdict[str, list[str]] = defaultdict(list)
+        for other in rivals:
+            if how := order_apart(timed[group], timed[other]):
+                named[how].append(f"{other.strategy} on {other.gpus}")
+        # One that was added later is apart from all others, and each of those from it alone.
+        if 2 * sum(map(len, named.values())) > len(rivals):
+            told = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
+            yield Found(coordinates_of_group(group), f"trained {told}, not in turns")
+
+
+def order_apart(own: dict[int, Run], others: dict[int, Run]) -> str:
+    """`before` or `after` if most pairs of equal repeats ran so with other repeats of the two in between."""
+    pairs = [(run, others[repeat]) for repeat, run in own.items() if repeat in others]
+    if len(pairs) < 2:
+        return ""
+    both = [*own.values(), *others.values()]
+    ahead = sum(ahead_of(one, other, both) for one, other in pairs) / len(pairs)
+    return "" if abs(ahead) <= 0.5 else "before" if ahead > 0 else "after"
+
+
+def ahead_of(one: Run, other: Run, runs: Sequence[Run]) -> int:
+    """1 if `one` ended before `other` began and another of `runs` ran in between, -1 the other way round."""
+    first, last = (one, other) if one.begun_s <= other.begun_s else (other, one)
+    from_s, to_s = first.ended_s, last.begun_s
+    between = from_s < to_s and any(from_s <= r.begun_s and r.ended_s <= to_s for r in runs)
+    return 0 if not between else 1 if first is one else -1
+
+
+@rule(
+    "confounded-host",
+    "doubtful",
+    "time",
+    "The strategy is known by its host, and one that is about as fast ran elsewhere: what differs may be "
+    "the hosts. Spread repeats over hosts, or train all strategies on the same.",
+)
+def confounded_host(evidence: Evidence) -> Iterator[Found]:
+    homes: defaultdict[tuple[str, int], defaultdict[str, list[str]]]
+    homes = defaultdict(lambda: defaultdict(list))
+    for group, runs in runs_of(evidence).items():
+        homes[group.experiment, group.gpus][group.strategy] += [run.hosts for run in runs]
+    for group, rivals in rivals_by_group(evidence, on_equal_counts=True):
+        hosts = homes[group.experiment, group.gpus]
+        own = hosts[group.strategy]
+        elsewhere = [r.strategy for r in rivals if own[0] not in hosts[r.strategy]]
+        if len(set(own)) > 1 or not own[0] or not elsewhere:
+            continue
+        # By chance two runs are often on one host, and three seldom where nobody else is.
+        others = [theirs for name, theirs in hosts.items() if name != group.strategy]
+        if len(own) >= ALONE and not any(own[0] in theirs for theirs in others):
+            why = "where no other strategy ran"
+        elif all(len(set(theirs)) == 1 for theirs in others):
+            why = "as each strategy on one host"
+        else:
+            continue
+        yield Found(
+            coordinates_of_group(group),
+            f"all {len(own)} runs on {own[0]}, {why}; elsewhere: {', '.join(elsewhere)}",
+        )
+
+
+@rule(
+    "times-follow-time",
+    "doubtful",
+    "time",
+    "How long a cell trained depends on when it ran: the machine got slower or faster during the study. "
+    "Strategies that took turns are compared fairly; a single time, or one beside another study's, is not.",
+)
+def times_follow_time(evidence: Evidence) -> Iterator[Found]:
+    experiments: defaultdict[str, list[list[Run]]] = defaultdict(list)
+    for group, runs in runs_of(evidence).items():
+        timed = [run for run in runs if run.begun_s is not None]
+        if len(timed) > 1:
+            experiments[group.experiment].append(timed)
+    for experiment, groups in experiments.items():
+        if told := trend_in(groups):
+            yield Found({"experiment": experiment}, told)
+
+
+def trend_in(groups: Sequence[Sequence[Run]]) -> str:
+    """How log times, less their group's mean, follow the order of execution; empty if by chance at most.
+
+    By their regression on the place in the order (within groups, so that it does not matter which strategy
+    ran when), or by their correlation with the next in the order, which finds a slow hour.
+    """
+    runs = sorted((run.begun_s, i, run) for i, own in enumerate(groups) for run in own)
+    total, dof = len(runs), len(runs) - len(groups) - 1
+    if dof < 3:
+        return ""
+    group = np.array([i for _, i, _ in runs])
+    place = np.arange(total) / (total - 1)
+    logs = np.array([run.log_s for *_, run in runs])
+    counts = np.bincount(group)
+    x, y = (v - (np.bincount(group, v) / counts)[group] for v in (place, logs))
+    squares, slope = float(y @ y), float(x @ y) / float(x @ x)
+    if abs(slope) > math.log1p(CHANGE):
+        from scipy.special import stdtr  # takes 0.2 s, and few studies need it
+
+        error = math.sqrt(max(0.0, squares - slope * slope * float(x @ x)) / dof / float(x @ x))
+        if not error or 2 * stdtr(dof, -abs(slope) / error) < CHANCE:
+            return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
+    alike = sum(a * b for a, b in pairwise(y))
+    if squares > 0 and alike / squares * math.sqrt(total) > NEIGHBOURS:
+        common = math.sqrt(alike / dof)
+        if common > math.log1p(CHANGE) / 2:
+            return f"{total} runs: neighbours in time share a deviation of {common:.1%}"
+    return ""

@@ -1,0 +1,57 @@
+"""Rules on full runs whose strategy a verdict's blocks timed, too: both must give the same time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from stratbench.analysis.audit.rule import Evidence, Found, coordinates_of_cell, rule
+from stratbench.cell.block_rules import MOST_OFF
+from stratbench.cell.blocks import Block, Place, trained_digest
+from stratbench.cell.record import Record
+
+
+@rule(
+    "full-run-against-steps",
+    "doubtful",
+    "time",
+    "A full run should take as long as its steps do in the blocks of the verdict. A difference of more "
+    "than 3 % means that one of them is no measure of the other: a device that heats up or slows down "
+    "over minutes, input that runs dry, other load, or segments that are too short.",
+)
+def full_run_against_steps(evidence: Evidence) -> Iterator[Found]:
+    by_place: dict[Place, list[Block]] = {}
+    for block in evidence.blocks:
+        by_place.setdefault(block.place, []).append(block)
+    for record in evidence.records:
+        if record["status"] != "ok" or not record["time"]["train_time_s"]:
+            continue
+        logs = logs_of_steps(by_place.get(Place.of(record["cell"]), []), record)
+        steps = steps_of(record)
+        if not logs or not steps:
+            continue
+        by_steps_s = steps * math.exp(statistics.fmean(logs))
+        off = math.log(record["time"]["train_time_s"] / by_steps_s)
+        if abs(off) > MOST_OFF:
+            yield Found(
+                coordinates_of_cell(record["cell"]),
+                f"{record['time']['train_time_s']:.4g} s; {steps} steps of "
+                f"{1e3 * by_steps_s / steps:.4g} ms in {len(logs)} blocks make {by_steps_s:.4g} s: "
+                f"{math.expm1(off):+.1%}",
+            )
+
+
+def steps_of(record: Record) -> int:
+    """The number of steps that a cell trained."""
+    given = record["settings"].get("steps")
+    return given or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
+
+
+def logs_of_steps(blocks: list[Block], record: Record) -> list[float]:
+    """Log step times of the record's cell in blocks that ran it with the same settings."""
+    if not blocks:
+        return []
+    strategy, trained = record["cell"]["strategy"], trained_digest(record["settings"])
+    logs = [block.value(strategy) for block in blocks if block.trained.get(strategy) == trained]
+    return [log for log in logs if math.isfinite(log)]

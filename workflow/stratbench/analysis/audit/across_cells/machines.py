@@ -1,0 +1,261 @@
+"""Rules on the machine: other load, slowed clocks, shared cores and shared GPUs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import datetime
+from itertools import pairwise
+
+from stratbench.analysis.audit.checks import Facts, unless_same
+from stratbench.analysis.audit.rule import (
+    Evidence,
+    Found,
+    coordinates_of_cell,
+    coordinates_of_row,
+    record_rule,
+    rows_of,
+    rule,
+)
+from stratbench.analysis.records.derived import value_at
+from stratbench.analysis.records.samples import HELD
+from stratbench.cell.record import Record
+from stratbench.cell.text.words import GIB
+from stratbench.telemetry.machine.tenants import OTHERS_BYTES
+
+#: Limits: a share of the samples, and a number of CPU cores.
+THROTTLED, OTHERS = 0.01, 0.25
+#: What CUDA's context of a process takes of a GPU, rounded up: 300 to 600 MiB.
+CONTEXT_BYTES = GIB * 3 // 4
+#: The most that a context, NCCL and cuDNN take of a GPU outside the allocator; some hundred MiB to 3 GiB.
+LIBRARIES_BYTES = 4 * GIB
+#: Start and end are recorded in whole seconds.
+TOGETHER_S = 2.5
+
+
+@rule(
+    "throttled",
+    "doubtful",
+    "time",
+    "A GPU was slowed down by heat or by a lack of power in part of the samples.",
+)
+def throttled(evidence: Evidence) -> Iterator[Found]:
+    for row in rows_of(evidence.ok[evidence.ok["throttled_share"] > THROTTLED]):
+        yield Found(
+            coordinates_of_row(row), f"throttled in {row.throttled_share:.0%} of the samples"
+        )
+
+
+@rule(
+    "busy-machine",
+    "doubtful",
+    "time",
+    "Other processes used the machine when the cell started: it measures them too.",
+)
+def busy_machine(evidence: Evidence) -> Iterator[Found]:
+    for row in rows_of(evidence.ok[evidence.ok["other_cpu_cores"] > OTHERS]):
+        yield Found(coordinates_of_row(row), f"others used {row.other_cpu_cores:.2g} CPU cores")
+
+
+@rule(
+    "software-gpu",
+    "unusable",
+    "all",
+    "The cell was trained on the software GPU of the tests, which runs no kernel: its times and "
+    "its scores are no measurements, and it has no figure in any table.",
+)
+def on_software_gpu(evidence: Evidence) -> Iterator[Found]:
+    for row in rows_of(evidence.cells[evidence.cells["status"] == "unusable"]):
+        yield Found(coordinates_of_row(row), row.reason)
+
+
+@rule(
+    "workers-are-processes",
+    "note",
+    "time",
+    "Workers are CPU processes on shared cores: speedups, efficiencies and the cost of communication "
+    "say nothing about GPUs.",
+)
+def workers_are_processes(evidence: Evidence) -> Iterator[Found]:
+    for experiment, rows in evidence.ok.groupby("experiment", sort=False):
+        cpu = rows[rows["device_kind"] == "cpu"]
+        if len(cpu):
+            cores = " or ".join(f"{n:g}" for n in sorted(set(cpu["cpu_cores"].dropna())))
+            hosts = ", ".join(sorted(set(cpu["host"].dropna())))
+            yield Found(
+                {"experiment": experiment}, f"CPU processes sharing {cores} cores of {hosts}"
+            )
+
+
+@rule(
+    "processes-share-cores",
+    "doubtful",
+    "time",
+    "There are more workers than cores: they take turns, and more workers bring no speed.",
+)
+def processes_share_cores(evidence: Evidence) -> Iterator[Found]:
+    for experiment, rows in evidence.ok.groupby("experiment", sort=False):
+        cpu = rows[(rows["device_kind"] == "cpu") & (rows["gpus"] > rows["cpu_cores"])]
+        for gpus, crowded in cpu.groupby("gpus", sort=False):
+            cores = crowded["cpu_cores"].max()
+            where = {"experiment": experiment, "gpus": gpus}
+            yield Found(where, f"{gpus} processes on {cores:g} cores")
+
+
+@record_rule(
+    "contradictory-devices",
+    "unusable",
+    "all",
+    "The workers did not run where the record says: two of them on one GPU, none, or another kind.",
+)
+def contradictory_devices(facts: Facts) -> Iterator[str]:
+    places: dict[tuple[str, str], int] = {}
+    for worker in facts.workers:
+        place, name = worker["provenance"], f"rank {worker['rank']}"
+        if not place:
+            yield f"{name} does not say where it ran"
+            continue
+        device, host = place["device"], place["host"]["name"]
+        yield from unless_same(
+            f"device of {name}",
+            device.partition(":")[0],
+            "provenance.device",
+            facts("provenance.device"),
+        )
+        is_cuda = device.startswith("cuda")
+        if is_cuda != ("gpu" in place):
+            yield f"{name} ran on {device} and {'names a' if 'gpu' in place else 'names no'} GPU"
+        if not is_cuda:
+            continue
+        uuid = value_at(place, "gpu.uuid")
+        for what, value in (("GPU", uuid), ("device", f"{host} {device}")):
+            if value is None:
+                continue
+            if (what, value) in places:
+                yield f"ranks {places[what, value]} and {worker['rank']} both ran on {what} {value}"
+            places[what, value] = worker["rank"]
+
+
+@record_rule(
+    "stranger-on-gpu",
+    "doubtful",
+    "time",
+    "A process of somebody else computed on a GPU of the cell, or held memory there: what it did there "
+    "slowed the cell.",
+)
+def stranger_on_gpu(facts: Facts) -> Iterator[str]:
+    if facts.status != "oom":
+        yield from strangers_in(facts)
+        yield from memory_of_others(facts)
+
+
+@record_rule(
+    "memory-held-by-others",
+    "unusable",
+    "all",
+    "The cell ran out of memory while somebody else held a part of its GPU: alone it may not.",
+)
+def memory_held_by_others(facts: Facts) -> Iterator[str]:
+    if facts.status == "oom":
+        yield from strangers_in(facts)
+
+
+def strangers_in(facts: Facts) -> Iterator[str]:
+    """The strangers on the cell's own GPUs, at its start and while it ran; others' GPUs do not count."""
+    own = own_gpus(facts)
+    seen: dict[tuple[str, int], str] = {}
+    for node, busy in (facts("provenance.busy_at_start") or {}).items():
+        for index, pids in (busy.get("other_gpu_processes") or {}).items():
+            for pid in pids if (int(node), int(index)) in own else ():
+                seen[node, pid] = f"process {pid} on GPU {index} when the cell began"
+    for node, strangers in (facts("provenance.gpu_strangers") or {}).items():
+        for entry in strangers:
+            held = f" with up to {entry['bytes'] / GIB:.3g} GiB" if entry["bytes"] else ""
+            gpu = "a MIG instance" if entry["gpu"] is None else f"GPU {entry['gpu']}"
+            when = f"from {entry['first_s']:.0f} to {entry['last_s']:.0f} s"
+            seen[node, entry["pid"]] = f"process {entry['pid']} on {gpu}{held}, seen {when}"
+    yield from seen.values()
+
+
+def memory_of_others(facts: Facts) -> Iterator[str]:
+    """Memory of the cell's GPUs that is not the worker's: as NVML told the worker, and in the timeline."""
+    per_node = facts("provenance.workers_per_node") or facts.gpus
+    for worker in facts.workers:
+        # PyTorch may open a context of each process of a node on the node's first GPU.
+        siblings = 0 if worker["rank"] % per_node else per_node - 1 + len(facts.servers)
+        spare = OTHERS_BYTES + siblings * CONTEXT_BYTES
+        own, one = worker["memory"] or {}, facts.gpu_series(worker)
+        used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
+        reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
+        if None not in (used, mine) and used - mine > spare:
+            yield f"{(used - mine) / GIB:.3g} GiB of {what} are not the worker's"
+        sampled = one.training.get(HELD["gpu"]) if one else None
+        most = max(used or 0, sampled.most if sampled else 0)
+        if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES + spare:
+            yield (
+                f"{most / GIB:.3g} GiB of {what} are in use, the worker reserved {reserved / GIB:.3g} GiB"
+            )
+        before = one.first.get(HELD["gpu"], 0) if one and not one.first_phase else 0
+        if before > OTHERS_BYTES:
+            yield f"{before / GIB:.3g} GiB of {what} were in use before the cell began"
+
+
+def own_gpus(facts: Facts) -> set[tuple[int, int]]:
+    """The cell's GPUs, as the numbers of their node and NVML's number there."""
+    found = {
+        (place["node"], place["index"])
+        for place in (facts("provenance.gpus") or {}).values()
+        if place.get("index") is not None
+    }
+    per_node = facts("provenance.workers_per_node") or facts.gpus
+    for worker in facts.workers:
+        index = value_at(worker["provenance"], "gpu.index")
+        if index is not None:
+            found.add((worker["rank"] // per_node, index))
+    return found
+
+
+@record_rule(
+    "groups-cross-nodes",
+    "doubtful",
+    "time",
+    "Workers that divide layers between them were on several nodes, though a node could hold them: they "
+    "exchanged activations over the slower link. Let the number of workers on a node be a multiple of "
+    "tensor_workers.",
+)
+def groups_cross_nodes(facts: Facts) -> Iterator[str]:
+    nodes, on_a_node = facts("provenance.nodes"), facts("provenance.workers_per_node")
+    together = facts.mesh.tensor
+    if not nodes or nodes == 1 or not on_a_node or together > on_a_node:
+        return
+    if on_a_node % together:
+        yield f"groups of {together} workers, and {on_a_node} workers on a node"
+
+
+@rule(
+    "shared-devices",
+    "unusable",
+    "time",
+    "Two cells were on one GPU at the same time: each slowed the other.",
+)
+def shared_devices(evidence: Evidence) -> Iterator[Found]:
+    stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
+    for record in evidence.records:
+        begun, ended = (value_at(record, f"provenance.{end}") for end in ("started", "finished"))
+        if not begun or not ended:
+            continue
+        uuids = {value_at(worker["provenance"], "gpu.uuid") for worker in record["workers"]} - {
+            None
+        }
+        for uuid in uuids:
+            stay = (datetime.fromisoformat(begun), datetime.fromisoformat(ended), record)
+            stays[uuid].append(stay)
+    for uuid, listed in stays.items():
+        listed.sort(key=lambda stay: stay[:2])
+        for (_, until, one), (begun, _, other_one) in pairwise(listed):
+            together_s = (until - begun).total_seconds()
+            if together_s > TOGETHER_S:
+                first, second = one["cell"], other_one["cell"]
+                where = coordinates_of_cell(second)
+                named = f"{first['strategy']} on {first['gpus']}, repeat {first['repeat']}"
+                yield Found(where, f"{uuid} {together_s:.0f} s together with {named}")

@@ -1,0 +1,90 @@
+"""A candidate of a decision: one strategy on one worker count, and why it is excluded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from stratbench.analysis.records.score import Score
+from stratbench.strategies.base import Traits
+
+#: The basis of a time that was measured in a verdict's paired blocks.
+PAIRED_BLOCKS = "measured in paired blocks"
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A strategy on a number of workers; `kind` and `why` say what excludes it, if anything does."""
+
+    strategy: str
+    gpus: int
+    traits: Traits = field(default_factory=Traits)
+    basis: str = "measured"
+    times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
+    time_s: float | None = None
+    score: Score = field(default_factory=Score)
+    scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, as shown
+    #: Standard error of one repeat's score, from the finite test set, as shown; None: not recorded.
+    score_error: float | None = None
+    #: Whether it was trained for a number of steps and not evaluated.
+    unscored: bool = False
+    memory_bytes: float | None = None
+    states_bytes: float | None = None
+    #: The memory of the GPU; None: not known, or no GPU.
+    card_bytes: float | None = None
+    test_samples: float | None = None
+    on_cpu: bool = False
+    served: bool = False  # by parameter servers
+    batchnorm: bool = True
+    global_batch: float | None = None
+    hosts: frozenset[str] = frozenset()  # all hosts of a repeat are one text
+    #: Upper bound (95 %) on how much worse its score may be, as shown; None: not known.
+    may_lose: float | None = None
+    #: Why its strategy has no times on the number of workers that is asked for, if it has none.
+    not_extrapolated: str = ""
+    #: Whose score is the best.
+    best_score: str = ""
+    price_per_gpu_hour: float | None = None
+    #: Whether it has the repeats that its records say were planned before they ran.
+    repeats_fixed: bool = False
+    kind: str = ""
+    why: str = ""
+    doubts: list[str] = field(default_factory=list)
+    #: The claim of a verdict on its bout, with the confidence, if it leads the bout.
+    claim: tuple[str, str] | None = None
+    #: The strategy on as many workers that a verdict found faster, and the verdict's reason.
+    slower_than: tuple[str, str] | None = None
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether its time was not measured on this number of workers."""
+        return self.basis.startswith("extrapolated")
+
+    @property
+    def unit(self) -> str:
+        """The unit of its times: `block` or `repeat`."""
+        return "block" if self.basis == PAIRED_BLOCKS else "repeat"
+
+    @property
+    def cost(self) -> float | None:
+        """GPU-hours times price, without servers; None without a time or a price."""
+        if self.time_s is None or self.price_per_gpu_hour is None:
+            return None
+        return self.time_s / 3600 * self.gpus * self.price_per_gpu_hour
+
+    @property
+    def objective(self) -> float:
+        """The value to rank by: cost if there is a price, else training time; infinite if not known."""
+        value = self.time_s if self.price_per_gpu_hour is None else self.cost
+        return float("inf") if value is None else value
+
+    @property
+    def mean_score(self) -> float | None:
+        """The mean of the score over the repeats, as shown."""
+        return float(self.scores.mean()) if len(self.scores) else None
+
+    def exclude(self, kind: str, why: str) -> None:
+        """Exclude the candidate, unless it is excluded already."""
+        if not self.kind:
+            self.kind, self.why = kind, why

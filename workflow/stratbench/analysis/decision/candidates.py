@@ -1,0 +1,279 @@
+"""The candidates of a decision: each strategy on each worker count, and why some are excluded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, Candidate
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.raced import Raced
+from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
+from stratbench.analysis.records.groups import Group, findings_by_group, rows_by_group
+from stratbench.analysis.records.score import score_of
+from stratbench.cell.text.words import GIB, unit_for
+from stratbench.strategies.base import Traits
+
+#: Times are extrapolated up to this multiple of the largest measured count. On public series of training
+#: times, a + b/N errs by 2.7 % (median) and 15 % (90th percentile) at 2, by 8 and 28 % at 4.
+FARTHEST = 2
+#: The audit's rule for scores which show that training did not work.
+FLOOR_RULE = "score-below-floor"
+
+
+def candidates_among(
+    rows: pd.DataFrame,
+    findings: list[dict[str, Any]],
+    constraints: Constraints,
+    raced: Mapping[Group, Raced] | None = None,
+) -> list[Candidate]:
+    """All candidates of one experiment and model (rows of cells.csv): measured, then extrapolated ones.
+
+    `raced`: the results of a verdict's blocks by group; their times replace those of the records.
+    """
+    groups = rows_by_group(rows)
+    found = []
+    for key, on_it in findings_by_group(findings, groups):
+        candidate = measured_candidate(groups[key], constraints)
+        if raced and key in raced:
+            take_blocks(candidate, raced[key])
+        exclude_by_records(candidate, groups[key], on_it, constraints)
+        found.append(candidate)
+    found += extrapolated_candidates(found, constraints)
+    for candidate in found:
+        exclude_by_constraints(candidate, constraints)
+    judge_scores(found, constraints)
+    exclude_by_race(found)
+    return found
+
+
+def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
+    """A candidate from a group of repeats."""
+    ok = frame[frame["status"] == "ok"]
+    times = pd.Series(ok["train_time_s"].to_numpy(dtype=float), index=ok["repeat"]).dropna()
+    first = frame.iloc[0]
+    on_cpu = bool((ok["device_kind"] == "cpu").any())
+
+    def most(column: str) -> float | None:
+        values = pd.to_numeric(ok[column], errors="coerce").dropna()
+        return float(values.max()) if len(values) else None
+
+    score = score_of(frame)
+    scores = pd.Series(ok["score_final"].to_numpy(dtype=float), index=ok["repeat"])
+    error = most("score_error")
+    return Candidate(
+        strategy=str(first["strategy"]),
+        gpus=int(first["gpus"]),
+        traits=traits_of_group(frame),
+        times=times,
+        time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
+        score=score,
+        scores=score.factor * scores.dropna(),
+        score_error=None if error is None else score.factor * error,
+        unscored=bool(frame["steps"].notna().any()),
+        test_samples=most("test_samples"),
+        memory_bytes=most("peak_memory_bytes"),
+        states_bytes=most("model_states_bytes"),
+        card_bytes=None if on_cpu else most("device_memory_bytes"),
+        on_cpu=on_cpu,
+        served=bool((frame["strategy_kind"] == "server").any()),
+        batchnorm=not (ok["batchnorm"].dropna().astype(str) == "False").any(),
+        global_batch=most("global_batch"),
+        hosts=frozenset(map(str, ok["host"].dropna())),
+        price_per_gpu_hour=constraints.price_per_gpu_hour,
+        repeats_fixed=has_planned_repeats(frame),
+    )
+
+
+def has_planned_repeats(frame: pd.DataFrame) -> bool:
+    """Whether every record of a group says that as many repeats were planned as there are.
+
+    A record has the number that the config had when its cell was trained. So a repeat that was added
+    later says another one than those before it, and where some are still to come there are too few.
+    """
+    return set(frame["planned_repeats"]) == {len(frame)}
+
+
+def take_blocks(candidate: Candidate, found: Raced) -> None:
+    """Give a candidate its times in a verdict's paired blocks, and exclude it if it left the race."""
+    if found.excluded is not None:
+        candidate.exclude(*found.excluded)
+    if not len(found.times_s):
+        return
+    candidate.times = found.times_s
+    candidate.time_s = float(np.exp(np.log(found.times_s).mean()))
+    candidate.basis = PAIRED_BLOCKS
+    candidate.hosts, candidate.on_cpu = found.hosts, found.on_cpu
+    candidate.traits, candidate.served = found.traits, found.served
+    candidate.claim, candidate.slower_than = found.claim, found.slower_than
+    candidate.repeats_fixed = False  # a race looks after every block
+
+
+def traits_of_group(frame: pd.DataFrame) -> Traits:
+    """The traits that the records of a group state of their strategy; cautious defaults for the rest."""
+    said = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
+    return Traits(**{name: values.iloc[0] for name, values in said.items() if len(values)})
+
+
+def exclude_by_records(
+    candidate: Candidate,
+    frame: pd.DataFrame,
+    findings: Iterable[dict[str, Any]],
+    given: Constraints,
+) -> None:
+    """Exclude a candidate that did not finish or that the audit calls unusable; keep its other doubts."""
+    for status, rows in frame.groupby("status", sort=False):
+        share = "" if len(rows) == len(frame) else f"{len(rows)} of {len(frame)} repeats: "
+        reason = rows["reason"].iloc[0]
+        limit = rows["time_limit_s"].max()
+        match status:
+            case "oom":
+                candidate.exclude("does not fit", f"{share}out of memory")
+            case "infeasible":
+                candidate.exclude("does not fit", f"{share}{reason} by the plan")
+            case "timeout":
+                over = "its time limit" if pd.isna(limit) else f"{limit:g} s"
+                candidate.exclude("too slow", f"{share}not done after {over}")
+            case "diverged":
+                candidate.exclude("worse score", f"{share}training diverged")
+            case "unusable":
+                candidate.exclude(UNUSABLE, f"{share}{reason}")
+            case "refused":
+                candidate.exclude("refused", f"{share}{reason}")
+            case "error":
+                candidate.exclude("failed", f"{share}{reason}")
+    if candidate.time_s is None:
+        untimed = "no training time recorded" if (frame["status"] == "ok").any() else "no record"
+        candidate.exclude("not measured", untimed)
+    for finding in findings:
+        if finding["affects"] == "memory" and given.gpu_memory_gib is None:
+            continue
+        if finding["severity"] == "unusable":
+            text = f"the audit: {finding['rule']} ({finding['figures']})"
+            candidate.exclude(UNUSABLE, text)
+        elif finding["rule"] == FLOOR_RULE:
+            candidate.exclude(
+                "does not learn", f"the audit: {candidate.score.name} {finding['figures']}"
+            )
+        elif finding["severity"] == "doubtful" and finding["rule"] not in candidate.doubts:
+            candidate.doubts.append(finding["rule"])
+
+
+def exclude_by_race(found: list[Candidate]) -> None:
+    """Exclude candidates that a verdict found slower than a remaining one on as many workers."""
+    left = {(c.strategy, c.gpus) for c in found if not c.kind}
+    for c in found:
+        if c.slower_than is not None and (c.slower_than[0], c.gpus) in left:
+            c.exclude("slower", c.slower_than[1])
+
+
+def exclude_by_constraints(candidate: Candidate, given: Constraints) -> None:
+    """Exclude a candidate that the constraints rule out."""
+    if given.gpus is not None and candidate.gpus > given.gpus:
+        candidate.exclude("needs more workers", f"{candidate.gpus}, and {given.gpus} are at hand")
+    if given.gpu_memory_gib is not None:
+        exclude_by_memory(candidate, given.gpu_memory_gib * GIB, given.memory_margin)
+    time_s = candidate.time_s
+    if given.deadline_s is not None and time_s is not None and time_s > given.deadline_s:
+        candidate.exclude("too slow", f"{exceeding(time_s, given.deadline_s, 's')} are given")
+    stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
+    if stops and not given.gang_scheduled:
+        candidate.exclude("needs all workers", "the job stops when a worker is lost")
+
+
+def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
+    """Exclude a candidate whose memory and reserve exceed the limit; add a doubt if that is not known.
+
+    The reserve is the plan's: a peak leaves out the memory of the driver, of the libraries and of a
+    fragmented allocator.
+    """
+    held = candidate.states_bytes if candidate.on_cpu else candidate.memory_bytes
+    what = "model states alone" if candidate.on_cpu else "peak"
+    if held is not None and held * (1 + margin) > limit_bytes:
+        reserve = f" (a reserve of {margin:.0%} on top)" if held <= limit_bytes else ""
+        name, unit = unit_for(limit_bytes)
+        sizes = exceeding(held / unit, limit_bytes / unit, f"{name}{reserve}", name)
+        candidate.exclude("does not fit", f"{what} {sizes} are given")
+    elif candidate.on_cpu or held is None:
+        why = "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
+        candidate.doubts.append(f"whether it fits is not known: {why}")
+
+
+def exceeding(held: float, limit: float, unit: str, of_limit: str | None = None) -> str:
+    """Two amounts, one of which is too much for the other, in as many digits as tell them apart."""
+    for digits in range(2 if max(held, limit) < 10 else 0, 6):
+        texts = [
+            f"{x:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{x:.0f}"
+            for x in (held, limit)
+        ]
+        if texts[0] != texts[1]:
+            break
+    return f"{texts[0]} {unit}, and {texts[1]} {of_limit or unit}"
+
+
+def extrapolated_candidates(found: list[Candidate], given: Constraints) -> Iterator[Candidate]:
+    """A candidate for each strategy on the GPUs at hand, if that count was not measured.
+
+    Time = a + b/N with a, b >= 0 (least squares over the measured counts): a is the share that does not
+    get shorter with more workers, b/N the share that does. `why_not_extrapolated` says where there is
+    none. Memory and score are those of the nearest lower measured count; with the same global batch that
+    memory is an upper bound.
+    """
+    for name in dict.fromkeys(c.strategy for c in found):
+        line = [c for c in found if c.strategy == name]
+        if given.gpus is None or given.gpus in [c.gpus for c in line]:
+            continue
+        why = why_not_extrapolated(line, given.gpus)
+        if why is not None:
+            for c in line:
+                c.not_extrapolated = why
+            continue
+        usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
+        counts = np.array([c.gpus for c in usable], dtype=float)
+        times = np.array([c.time_s for c in usable], dtype=float)
+        design = np.stack([np.ones_like(counts), 1 / counts], axis=1)
+        from scipy.optimize import nnls  # takes 0.3 s, and few decisions need it
+
+        (fixed_s, shared_s), _ = nnls(design, times)
+        off = float(np.max(np.abs(design @ [fixed_s, shared_s] / times - 1)))
+        nearest = [c for c in usable if c.gpus < given.gpus][-1]
+        yield replace(
+            nearest,
+            gpus=given.gpus,
+            basis=f"extrapolated from {', '.join(str(c.gpus) for c in usable)} workers by "
+            f"{fixed_s:.3g} s + {shared_s:.3g} s / N, which misses the measured by {off:.0%} at most",
+            times=pd.Series(dtype=float),
+            time_s=float(fixed_s + shared_s / given.gpus),
+            may_lose=None,
+            claim=None,
+            slower_than=None,
+            doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
+        )
+
+
+def why_not_extrapolated(line: list[Candidate], gpus: int) -> str | None:
+    """Why the times of one strategy are not extrapolated to a number of workers; None if they are.
+
+    Any two counts fit, so three are needed. Counts reach from the least to FARTHEST times the largest.
+    CPU processes are left out, because more of them are no more hardware, and strategies whose largest
+    count was no faster than some smaller one: more workers would not help them, whatever a fit says.
+    """
+    usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
+    if any(c.on_cpu for c in usable):
+        return "CPU processes are not extrapolated, since more of them are no more hardware"
+    if len(usable) < 3:
+        many = "one number" if len(usable) == 1 else f"{len(usable)} numbers"
+        return f"{many} of workers can be used, and an extrapolation takes three"
+    least, most = usable[0].gpus, usable[-1].gpus
+    if gpus < least:
+        return f"{least} workers are the fewest that were measured"
+    if gpus > FARTHEST * most:
+        return f"it is more than {FARTHEST} times the most that were measured, {most}"
+    times = [c.time_s or 0.0 for c in usable]
+    if times[-1] >= min(times[:-1]):
+        return f"{most} workers were no faster than fewer"
+    return None

@@ -1,0 +1,310 @@
+"""Decides which strategy to choose for each model: ranks the records under the constraints.
+
+Writes decision.csv, the matrix of all strategies and worker counts with its standing and a reason each,
+and answers.json, the decisions in words, which the report shows. Also prints them. If nothing was
+measured, the answer comes from the rules of `theory`, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.decision import theory
+from stratbench.analysis.decision.answer_line import answer_line
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.candidates import candidates_among
+from stratbench.analysis.decision.confidence import confidence_in
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
+from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
+from stratbench.analysis.decision.sentences import (
+    excluded_strategies,
+    headline_of,
+    reason_for,
+    sentences_on_changes,
+    sentences_on_constraints,
+    why_none,
+)
+from stratbench.analysis.decision.short import Short, lead_of, short_answer
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.groups import Group
+from stratbench.cell.files import write_atomic
+from stratbench.cell.text.words import MIB, worker_noun
+from stratbench.study.config.consistency import check_model
+from stratbench.study.config.messages import ConfigError
+
+MATRIX_COLUMNS = (
+    *("experiment", "dataset", "model", "strategy", "gpus", "standing", "rank", "why", "basis"),
+    *("repeats", "time_s", "cost", "memory_mib", "score", "score_name", "score_unit"),
+    *("ratio_to_first", "low", "high", "may_lose", "doubts"),
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer for one model in one experiment (`experiment` is empty for theory alone)."""
+
+    experiment: str
+    dataset: str
+    model: str
+    #: `records` or `theory`.
+    source: str
+    choice: Candidate | None
+    headline: str
+    reason: str
+    #: `high`, `medium`, `low` or `none`, and why, in sentences.
+    confidence: str
+    sure: tuple[str, ...]
+    changes: tuple[str, ...]
+    #: (strategy, why) for each strategy that cannot be chosen at any count.
+    excluded: tuple[tuple[str, str], ...]
+    matrix: tuple[dict[str, Any], ...]
+    #: The answer in a few words.
+    short: Short
+
+    @property
+    def confidence_why(self) -> str:
+        """Why the confidence is what it is."""
+        return " ".join(self.sure)
+
+
+def decisions(
+    cells: pd.DataFrame,
+    findings: pd.DataFrame,
+    constraints: Constraints,
+    raced: Mapping[Group, Raced] | None = None,
+) -> list[Decision]:
+    """A decision for each experiment and model, in the order of the config. `raced`: a verdict's blocks.
+
+    ConfigError if the constraints name a model that nobody knows.
+    """
+    check_model(constraints.model, cells["model"].astype(str))
+    listed = findings.to_dict("records")
+    studied = [
+        (rows, candidates_among(rows, listed, constraints, raced))
+        for _, rows in cells.groupby(["experiment", "model"], sort=False)
+    ]
+    made = decide_together(studied, constraints)  # even if only one model is wanted
+    if constraints.model is not None:
+        made = [decision for decision in made if decision.model == constraints.model]
+        if not made:
+            why = f"it is not a model of the study, which has {', '.join(cells['model'].unique())}"
+            made = [decision_by_theory("", "", constraints.model, constraints, [], why)]
+    return made
+
+
+def decide_together(
+    studied: Sequence[tuple[pd.DataFrame, list[Candidate]]], given: Constraints
+) -> list[Decision]:
+    """A decision for the rows and candidates of each model; all variances together say more."""
+    rankings = rankings_of_bouts([found for _, found in studied], given.equivalence_margin)
+    return [
+        decide(rows, found, ranking, given)
+        for (rows, found), ranking in zip(studied, rankings, strict=True)
+    ]
+
+
+def decide(
+    rows: pd.DataFrame, found: list[Candidate], ranking: Ranking | None, given: Constraints
+) -> Decision:
+    """The decision on one experiment and model (rows of cells.csv); `found` are its candidates.
+
+    `ranking` ranks the candidates that nothing excludes; None if there are none.
+    """
+    experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
+    if all(c.kind in ("not measured", "failed") for c in found):
+        return decision_by_theory(experiment, dataset, model, given, found)
+    ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.compared)]
+    common = {"experiment": experiment, "dataset": dataset, "model": model, "source": "records"}
+    common["matrix"] = matrix_rows((experiment, dataset, model), found, ranking)
+    common["excluded"] = tuple(excluded_strategies(found, {c.strategy for c in ranked}))
+    if ranking is None:
+        return Decision(
+            **common,
+            choice=None,
+            headline=f"No strategy can be recommended from these records: {why_none(found)}.",
+            reason="Every strategy is excluded; see why below.",
+            confidence="none",
+            sure=("Nothing is left to rank.",),
+            changes=tuple(sentences_on_constraints(found, None)),
+            short=short_answer(found, None, given, "none", slowed=False),
+        )
+    noun = worker_noun(rows["device_kind"])
+    slowed = sorted(set(rows["slowdown"].dropna()))
+    level, sure = confidence_in(ranking, given, slowed)
+    return Decision(
+        **common,
+        choice=ranking.first,
+        headline=headline_of(found, ranking, noun, given, bool(slowed)),
+        reason=reason_for(found, ranking, noun, given),
+        confidence=level,
+        sure=sure,
+        changes=tuple(sentences_on_changes(found, ranking, given)),
+        short=short_answer(found, ranking, given, level, bool(slowed)),
+    )
+
+
+def matrix_rows(
+    where: tuple[str, str, str], found: list[Candidate], ranking: Ranking | None
+) -> tuple[dict[str, Any], ...]:
+    """A row of MATRIX for each candidate."""
+    compared = [] if ranking is None else list(ranking.compared)
+    places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
+    rows = []
+    for c in found:
+        place, against = places.get(id(c), (None, None))
+        standing = c.kind
+        if ranking is not None and c is ranking.first:
+            place, standing = 1, "recommended"
+        elif against is not None:
+            standing = "tied" if against.stand == "tied" else "possible"
+        values = (*where, c.strategy, c.gpus, standing, place, c.why, c.basis)
+        rows.append(
+            dict(zip(MATRIX_COLUMNS, values, strict=False))
+            | {
+                "repeats": len(c.times),
+                "time_s": c.time_s,
+                "cost": c.cost,
+                "memory_mib": c.memory_bytes and c.memory_bytes / MIB,
+                "score": c.mean_score,
+                "score_name": c.score.name,
+                "score_unit": c.score.shown_unit,
+                "ratio_to_first": against.ratio if against else 1.0 if place == 1 else None,
+                "low": against and against.low,
+                "high": against and against.high,
+                "may_lose": c.may_lose,
+                "doubts": "; ".join(c.doubts),
+            }
+        )
+    return tuple(rows)
+
+
+def decision_by_theory(
+    experiment: str,
+    dataset: str,
+    model: str,
+    given: Constraints,
+    found: list[Candidate],
+    why: str = "nothing was measured",
+) -> Decision:
+    """The decision if there are no measurements, with the reason `why` there are none."""
+    name, reasons = theory.choice_by_theory(model, given, given.optimizers.get(experiment, "sgd"))
+    return Decision(
+        experiment=experiment,
+        dataset=dataset,
+        model=model,
+        source="theory",
+        choice=None,
+        headline=f"{name or 'No strategy'}, by theory: {why}.",
+        reason=" ".join(reasons),
+        confidence="none",
+        sure=("These are rules from theory; no record of this model is usable.",),
+        changes=("Records: train the study's cells of this model, and decide again.",),
+        excluded=tuple(excluded_strategies(found, set())),
+        matrix=matrix_rows((experiment, dataset, model), found, None),
+        short=Short(name, given.gpus, "By theory.", why=why),
+    )
+
+
+def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
+    """What the audit finds against the study as a whole, as texts; it limits every decision."""
+    places = ["experiment", "strategy", "model", "gpus", "repeat"]
+    whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] != "note")]
+    return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
+
+
+def describe_decisions(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> str:
+    """The decisions as text for a terminal."""
+    lead = lead_of([(d.model, d.confidence, d.short) for d in found])
+    lines = [lead, f"Constraints: {'; '.join(given.sentences())}.", *notes, ""]
+    common = common_sentences(found)
+    for d in found:
+        lines += [answer_line(answer_of(d)), f"  {d.headline}", f"  {d.reason}"]
+        sure = " ".join(sentence for sentence in d.sure if sentence not in common)
+        lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
+        lines += [f"  What would change it: {change}" for change in d.changes]
+        lines += [f"  Excluded: {name}: {why}" for name, why in d.excluded]
+        lines.append("")
+    return "\n".join([*lines, *(f"Of all of them: {sentence}" for sentence in common)])
+
+
+def common_sentences(found: Sequence[Decision]) -> list[str]:
+    """What several decisions, all that there are, say of their confidence: it is told once."""
+    if len(found) < 2:
+        return []
+    return [s for s in found[0].sure if all(s in other.sure for other in found)]
+
+
+def answers_as_json(
+    found: Sequence[Decision], notes: Sequence[str], given: Constraints
+) -> dict[str, Any]:
+    """The content of answers.json: the decisions in words, and their constraints."""
+    return {
+        "common": common_sentences(found),
+        "constraints": list(given.sentences()),
+        "equivalence_margin": given.equivalence_margin,
+        "across": list(notes),
+        "lead": lead_of([(d.model, d.confidence, d.short) for d in found]),
+        "answers": [answer_of(decision) for decision in found],
+    }
+
+
+def answer_of(decision: Decision) -> dict[str, Any]:
+    """What answers.json says of a decision."""
+    words = ("experiment", "dataset", "model", "source", "headline", "reason")
+    words += ("confidence", "sure", "changes", "excluded")
+    return {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
+
+
+def write_decisions(
+    cells: pd.DataFrame,
+    findings: pd.DataFrame,
+    given: Constraints,
+    out: Path,
+    answers_out: Path,
+    raced: Mapping[Group, Raced] | None = None,
+) -> str:
+    """Decide, write the matrix (CSV) and the answers (JSON), and return the answers for a terminal."""
+    found = decisions(cells, findings, given, raced)
+    rows = [row for decision in found for row in decision.matrix]
+    write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
+    notes = notes_on_the_study(findings)
+    write_atomic(answers_out, json.dumps(answers_as_json(found, notes, given), indent=1) + "\n")
+    return describe_decisions(found, notes, given)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="stratbench.analysis.decision.decide", description=__doc__
+    )
+    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
+    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--verdict", default="", help="the verdict.json that counts, if any")
+    parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="the decision matrix (CSV)")
+    parser.add_argument("--answers-out", type=Path, required=True, help="the decisions (JSON)")
+    args = parser.parse_args(argv)
+    given = Constraints.from_json(args.constraints)
+    cells, findings = read_cells(args.cells), read_audit(args.audit)
+    verdict = read_verdict(args.verdict)
+    raced = {} if verdict is None else raced_groups(verdict)
+    try:
+        print(write_decisions(cells, findings, given, args.out, args.answers_out, raced))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Reads the verdict of a study, as `snakemake verdict` wrote it: what its blocks say of each strategy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.records.groups import Group
+from stratbench.cell.blocks import VERDICT_VERSION
+from stratbench.cell.files import read_json
+from stratbench.cell.seal import why_broken
+from stratbench.strategies.base import Traits
+
+#: States of an arm that exclude it, with the words of the decision.
+EXCLUDED = {
+    "oom": "does not fit",
+    "timeout": "too slow",
+    "diverged": "worse score",
+    "refused": "refused",
+    "score": "worse score",
+}
+
+
+@dataclass(frozen=True)
+class Raced:
+    """The results of a verdict's blocks for a strategy on a number of workers."""
+
+    times_s: pd.Series  # of the whole training, by block
+    hosts: frozenset[str]
+    on_cpu: bool
+    served: bool
+    traits: Traits
+    excluded: tuple[str, str] | None  # kind and why
+    slower_than: tuple[str, str] | None  # the leader that it was dropped against, and why
+    claim: tuple[str, str] | None  # the claim on its bout and the confidence, if it leads one
+
+
+def read_verdict(path: str) -> dict[str, Any] | None:
+    """The content of a verdict.json; None if `path` is empty or nothing is there that this version reads."""
+    if not path:
+        return None
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("schema_version") != VERDICT_VERSION:
+        return None
+    if why := why_broken(found, path):
+        print(f"{path} is not used: {why}; `snakemake verdict` writes it anew", file=sys.stderr)
+        return None
+    return found
+
+
+def raced_groups(verdict: Mapping[str, Any]) -> dict[Group, Raced]:
+    """The results of a verdict for each strategy, model and number of workers in the race."""
+    found = {}
+    for bout in verdict["bouts"]:
+        if bout["unusable"]:
+            continue
+        states = {ratio["strategy"]: ratio for ratio in bout["ratios"]}
+        for arm in bout["arms"]:
+            times = {
+                f"block {number}": step_s * bout["full_steps"]
+                for number, step_s in enumerate(bout["step_s"].get(arm, ()), 1)
+                if step_s is not None and bout["full_steps"]
+            }
+            state = states[arm]
+            kind = EXCLUDED.get(state["state"])
+            leads = arm == bout["leader"] and bout["claimed"]
+            found[Group(bout["experiment"], arm, bout["model"], bout["gpus"])] = Raced(
+                times_s=pd.Series(times, dtype=float),
+                hosts=frozenset(bout["hosts"]),
+                on_cpu=bout["device"] == "cpu",
+                served=bool(bout.get("served", {}).get(arm)),
+                traits=traits_from(bout.get("traits", {}).get(arm, {})),
+                excluded=None if kind is None else (kind, f"in the race: {state['why']}"),
+                slower_than=(state["against"], f"in the race: {state['why']}")
+                if state["state"] in ("slower", "much slower") and state["against"] != arm
+                else None,
+                claim=(bout["text"], bout["confidence"]) if leads else None,
+            )
+    return found
+
+
+def traits_from(said: Mapping[str, Any]) -> Traits:
+    """The traits that a verdict states, without those that this version does not know."""
+    known = {field.name for field in fields(Traits)}
+    return Traits(**{name: value for name, value in said.items() if name in known})

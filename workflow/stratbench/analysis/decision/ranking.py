@@ -1,0 +1,304 @@
+"""Ranks candidates: which comes first, and what the repeats allow to claim about it.
+
+The arithmetic works on arrays, so that a simulation can run it a hundred thousand times: axes
+[..., candidates, repeats], with NaN for a missing repeat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.tolerance import UNUSABLE
+from stratbench.statistics import moderated
+
+#: A study is asked for so many repeats at most.
+MOST_REPEATS = 40
+#: The share of studies in which a difference may be missed.
+MISSED = 0.2
+
+
+class Standings(NamedTuple):
+    """Every candidate against the chosen one; ratios as logarithms, shape [..., candidates].
+
+    `low` and `high` are infinite if there is no interval.
+    """
+
+    chosen: np.ndarray  # the index of the chosen candidate, shape [...]
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    repeats: np.ndarray
+    slower: np.ndarray  # clearly slower: the interval excludes equality, and it is no near tie
+    at_most: np.ndarray  # log ratio by which something may be faster than the chosen, shape [...]
+
+
+def index_of_choice(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
+    """The index of the choice: the most preferred among those within `margin` of the fastest.
+
+    `means`: logarithms of time or cost, shape [..., candidates]; `preference`: the same shape or
+    [candidates], the lowest value is preferred; among equals the fastest is chosen.
+    """
+    behind = means - np.nanmin(means, axis=-1, keepdims=True)
+    near = behind <= np.log1p(margin) + 1e-12
+    order = preference + np.nan_to_num(behind) / (1 + np.log1p(margin))
+    return np.argmin(np.where(near, order, np.inf), axis=-1)
+
+
+def differences_from_chosen(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
+    """Every candidate's paired difference from the chosen one; its own has no degrees of freedom."""
+    first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
+    found = moderated.paired_differences(logs, first)
+    itself = np.arange(logs.shape[-2]) == chosen[..., None]
+    return found._replace(repeats=np.where(itself, 0, found.repeats))
+
+
+def standings_against_chosen(
+    found: moderated.Differences,
+    chosen: np.ndarray,
+    means: np.ndarray,
+    variance: np.ndarray,
+    dof: np.ndarray,
+    tail: float | np.ndarray,
+    margin: float,
+) -> Standings:
+    """The standings that paired differences `found` from the `chosen` allow, with moderated variances.
+
+    `means` are used where there is no common repeat; `tail` is what an interval leaves out on each side.
+    """
+    itself = np.arange(means.shape[-1]) == chosen[..., None]
+    first = np.take_along_axis(means, chosen[..., None], axis=-1)
+    mean = np.where(np.isfinite(found.mean) & ~itself, found.mean, means - first)
+    half = moderated.half_widths(variance, dof, found.repeats, tail)
+    low, high = mean - half, mean + half
+    beyond = mean > np.log1p(margin) + 1e-12
+    screened = (found.repeats == 1) & (mean >= np.log(moderated.SCREEN)) & (dof == 0)
+    with_others = (found.repeats.max(-1, keepdims=True) > 1) & screened
+    slower = beyond & ((low > 0) | with_others) & ~itself
+    may_lead = np.where(itself | with_others, np.inf, low)
+    at_most = np.maximum(0.0, -may_lead.min(-1))
+    return Standings(chosen, mean, low, high, found.repeats, slower, at_most)
+
+
+# ---------------------------------------------------------------- of candidates
+
+
+@dataclass(frozen=True)
+class AgainstRival:
+    """The ratio of the `rival`'s objective to that of the chosen; `low`, `high` are None without interval."""
+
+    rival: Candidate
+    ratio: float
+    low: float | None
+    high: float | None
+    repeats: int
+    #: `slower`, `tied` (a near tie, or no clear difference), or `unknown` if nothing tells.
+    stand: str
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How repeats of one bout scatter, and what that asks of a study like it."""
+
+    #: Standard deviation of the logarithm of a time (cost), repeats paired.
+    sd: float
+    candidates: int
+    #: Degrees of freedom behind each difference's prior, for each repeat beyond the first.
+    others: float
+
+    def repeats_for(self, difference: float) -> int | None:
+        """Repeats until a rival slower by this share is told apart in four studies of five.
+
+        In a study whose number of repeats is fixed before. None if that takes more than MOST_REPEATS.
+        """
+        from scipy.special import nctdtr, stdtrit  # takes 0.2 s
+
+        n = np.arange(3, MOST_REPEATS + 1)
+        # The weight of a prior is estimated, too, and is often less than it may be: half is counted.
+        dof = n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.others * (n - 1)) / 2
+        needed = -stdtrit(dof, float(moderated.tail_among(self.candidates)))
+        apart = np.log1p(difference) / np.sqrt(2 * self.sd**2 / n)
+        enough = n[nctdtr(dof, apart, needed) <= MISSED]
+        return int(enough[0]) if len(enough) else None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The chosen candidate and every other against it, in the order of their objectives."""
+
+    first: Candidate
+    compared: tuple[AgainstRival, ...]
+    #: The share by which something may be faster (cheaper) than the chosen; None: not known.
+    at_most: float | None
+    #: What the repeats of the bout and of its study tell of their noise; None: nothing.
+    noise: Noise | None
+    #: Whether the intervals pay for further looks: the number of repeats is not known to be planned.
+    looked_again: bool
+
+    @property
+    def tied(self) -> list[Candidate]:
+        """The candidates that the records cannot distinguish from the chosen one."""
+        return [c.rival for c in self.compared if c.stand == "tied"]
+
+    @property
+    def nearest(self) -> list[AgainstRival]:
+        """The next rival, and the next of another strategy than the choice, which may be the same."""
+        others = (c for c in self.compared if c.rival.strategy != self.first.strategy)
+        other = next(others, None)
+        return [c for c in self.compared if c is self.compared[0] or c is other]
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether every rival is clearly slower."""
+        return all(c.stand == "slower" for c in self.compared)
+
+    @property
+    def repeats(self) -> int:
+        """The fewest repeats behind an interval; without a rival, those of the chosen one."""
+        with_interval = [c.repeats for c in self.compared if c.low is not None]
+        return min(with_interval, default=len(self.first.times))
+
+    @property
+    def chance(self) -> str | None:
+        """A few words on why the order may be chance; None if repeats decide, or nothing is compared."""
+        if not self.compared or self.first.extrapolated:
+            return None
+        if len(self.first.times) < 2:
+            return f"measured in one {self.first.unit}"
+        if any(c.low is None and c.stand != "slower" for c in self.compared):
+            return "some rivals were measured once, or not at all"
+        return None
+
+
+def rankings_of_bouts(
+    studied: Sequence[Sequence[Candidate]], margin: float
+) -> list[Ranking | None]:
+    """The ranking of each bout: of those of its candidates that nothing excludes; None if all are.
+
+    The variances of all groups of the study are pooled, so all bouts of a study are ranked together.
+    """
+    bouts = [Bout.of(found, margin) for found in studied]
+    if not any(bout.left for bout in bouts):
+        return [None] * len(bouts)
+    groups = moderated.Scatter(*map(np.concatenate, zip(*(b.groups for b in bouts), strict=True)))
+    found = moderated.Differences(*map(np.concatenate, zip(*(b.found for b in bouts), strict=True)))
+    served = np.array([c.served for bout in bouts for c in bout.all], dtype=bool)
+    sizes = [len(bout.all) for bout in bouts]
+    starts = np.cumsum([0, *sizes[:-1]])
+    first = np.repeat(starts + [bout.chosen for bout in bouts], sizes)
+    variance, dof = moderated.moderated_by_groups(found, groups, served, first)
+    return [
+        bout.ranking(variance[start:][:size], dof[start:][:size], margin) if bout.left else None
+        for bout, start, size in zip(bouts, starts, sizes, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Bout:
+    """The candidates of one model with their differences from the chosen one; arrays by candidate."""
+
+    all: Sequence[Candidate]
+    #: Indices of those that nothing excludes.
+    left: list[int]
+    #: The index of the chosen one; 0 if there is none.
+    chosen: int
+    #: The differences of those that are left from the chosen one.
+    found: moderated.Differences
+    groups: moderated.Scatter
+
+    @classmethod
+    def of(cls, found: Sequence[Candidate], margin: float) -> Bout:
+        """The bout of `found`; what an unusable record measured tells nothing of the noise."""
+        left = [i for i, c in enumerate(found) if not c.kind]
+        told = [c.times if c.kind != UNUSABLE else c.times[:0] for c in found]
+        logs = logs_by_repeat(found, told)
+        chosen = 0
+        if left:
+            bout = [found[i] for i in left]
+            among = index_of_choice(log_objectives(bout), preference_places(bout), margin)
+            chosen = left[int(among)]
+        differences = differences_from_chosen(logs, np.array(chosen))
+        out = np.array([bool(c.kind) for c in found], dtype=bool)
+        differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
+        return cls(found, left, chosen, differences, moderated.scatter_of_groups(logs))
+
+    def ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
+        """The ranking, from moderated variances of the differences."""
+        bout = [self.all[i] for i in self.left]
+        fixed = all(c.repeats_fixed for c in bout)
+        stood = standings_against_chosen(
+            moderated.Differences(*(part[self.left] for part in self.found)),
+            np.array(self.left.index(self.chosen)),
+            log_objectives(bout),
+            variance[self.left],
+            dof[self.left],
+            moderated.tail_among(len(bout), 1.0 if fixed else moderated.REPEATED_LOOKS),
+            margin,
+        )
+        return Ranking(
+            first=self.all[self.chosen],
+            compared=tuple(comparisons(bout, stood, margin)),
+            at_most=float(np.expm1(stood.at_most)) if np.isfinite(stood.at_most) else None,
+            noise=self.noise,
+            looked_again=bool(not fixed and stood.repeats.max() > 1),
+        )
+
+    @property
+    def noise(self) -> Noise | None:
+        """The noise of the bout's own repeats; None without two of a candidate."""
+        groups = moderated.Scatter(*(part[self.left] for part in self.groups))
+        if not groups.pooled > 0:  # nan without repeats
+            return None
+        others = float(groups.dof.sum()) / (max(len(c.times) for c in self.all) - 1) - 1
+        return Noise(math.sqrt(groups.pooled), len(self.left), max(0.0, others))
+
+
+def log_objectives(bout: Sequence[Candidate]) -> np.ndarray:
+    """The logarithm of each candidate's objective."""
+    return np.log([c.objective for c in bout])
+
+
+def logs_by_repeat(bout: Sequence[Candidate], times: Sequence[pd.Series]) -> np.ndarray:
+    """Logarithms of the objective by repeat, shape [candidates, repeats], from times in s.
+
+    Repeats are paired by name: a block of a verdict is not paired with a cell's repeat.
+    """
+    repeats = list(dict.fromkeys(repeat for found in times for repeat in found.index))
+    per_second = [c.objective / c.time_s if c.time_s else np.nan for c in bout]
+    values = np.array([found.reindex(repeats).to_numpy(dtype=float) for found in times])
+    return np.log(values.reshape(len(bout), -1) * np.array(per_second)[:, None])
+
+
+def preference_places(bout: Sequence[Candidate]) -> np.ndarray:
+    """The order of preference among equals: fewer GPUs first, then less memory."""
+    # Peaks that differ by a percent or two count as equal: they are compared in steps of 3 %.
+    steps = [np.inf if not c.memory_bytes else round(np.log(c.memory_bytes) / 0.03) for c in bout]
+    keys = [(c.gpus, step) for c, step in zip(bout, steps, strict=True)]
+    places = {key: place for place, key in enumerate(sorted(set(keys)))}
+    return np.array([places[key] for key in keys], dtype=float)
+
+
+def comparisons(
+    bout: Sequence[Candidate], found: Standings, margin: float
+) -> Iterator[AgainstRival]:
+    """Every rival of one bout against the chosen one, the best first, from the bout's standings."""
+    for i in sorted(range(len(bout)), key=lambda i: (bout[i].objective, bout[i].gpus)):
+        if i == int(found.chosen):
+            continue
+        known = bool(np.isfinite(found.low[i]))
+        near = found.mean[i] <= np.log1p(margin) + 1e-12
+        stand = "slower" if found.slower[i] else "tied" if near or known else "unknown"
+        yield AgainstRival(
+            rival=bout[i],
+            ratio=float(np.exp(found.mean[i])),
+            low=float(np.exp(found.low[i])) if known else None,
+            high=float(np.exp(found.high[i])) if known else None,
+            repeats=int(found.repeats[i]),
+            stand=stand,
+        )

@@ -1,0 +1,279 @@
+"""A decision in words: its headline, the reason, and what would change it.
+
+Each sentence names what it speaks of: `it` is the chosen strategy and nothing else.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
+from stratbench.analysis.records.measures import format_number
+from stratbench.cell.text.words import bytes_text, counted, plural
+from stratbench.statistics.moderated import ROUGH
+
+#: Characters of a reason that a headline quotes.
+MOST_OF_A_REASON = 120
+
+
+def named(c: Candidate, noun: str) -> str:
+    """A candidate's name: `ddp on 4 GPUs`."""
+    return f"{c.strategy} on {counted(c.gpus, noun)}"
+
+
+# ---------------------------------------------------------------- the headline
+
+
+def headline_of(
+    found: Sequence[Candidate], ranking: Ranking, noun: str, given: Constraints, slowed: bool
+) -> str:
+    """The answer, which claims no more than its records show; first what was asked and is not known."""
+    told = [*unanswered(found, ranking.first, noun, given, slowed)]
+    answer = answer_of(ranking, noun, given) + score_clause(ranking.first, noun, given)
+    return " ".join([*told, f"{'Of what was measured: ' if told else ''}{answer}."])
+
+
+def unanswered(
+    found: Sequence[Candidate], first: Candidate, noun: str, given: Constraints, slowed: bool
+) -> Iterator[str]:
+    """What the constraints ask for and no record can tell."""
+    if given.gpus is not None and not any(c.gpus == given.gpus for c in found):
+        yield f"Nothing is known of {counted(given.gpus, noun)}: {first.not_extrapolated}."
+    if not given.homogeneous and not slowed:
+        yield "Nothing is known of unequal workers: only equally fast ones were measured."
+
+
+def answer_of(ranking: Ranking, noun: str, given: Constraints) -> str:
+    """The chosen candidate, and whether it won."""
+    first = ranking.first
+    name = named(first, noun)
+    if first.extrapolated:
+        return f"{with_ties(ranking, noun)} (extrapolated, not measured)"
+    if not ranking.compared:
+        return f"{name}, the only one left"
+    if len(first.times) < 2:
+        run = "run" if first.unit == "repeat" else first.unit
+        if any(c.ratio < 1 for c in ranking.compared):
+            return f"Within {given.equivalence_margin:.0%} of the best in one {run} each: {name}"
+        best = "Fastest" if first.price_per_gpu_hour is None else "Cheapest"
+        return f"{best} in its one {run}: {name}"
+    text = with_ties(ranking, noun)
+    return f"{text} ({ranking.chance}: it may be chance)" if ranking.chance else text
+
+
+def with_ties(ranking: Ranking, noun: str) -> str:
+    """The chosen candidate with those that nothing tells apart from it."""
+    name, ties = named(ranking.first, noun), [named(c, noun) for c in ranking.tied]
+    if not ties:
+        return name
+    more = [f"{len(ties) - 3} more"] if len(ties) > 4 else ties[3:]
+    return f"No clear winner: {name}, or {' or '.join(ties[:3] + more)}"
+
+
+def score_clause(first: Candidate, noun: str, given: Constraints) -> str:
+    """What the choice may lose in score, and against which strategy; empty if that is allowed."""
+    if first.unscored:
+        return "; no score was measured, equal ones are assumed"
+    score, tolerance = first.score, given.tolerance_of(first.score)
+    if first.may_lose is None or first.may_lose <= tolerance:
+        return ""
+    return (
+        f"; the {score.name} of {named(first, noun)} may be up to "
+        f"{score.difference(first.may_lose, score.decimals - 1)} worse than that of {first.best_score} "
+        f"({tolerance:g} allowed)"
+    )
+
+
+def why_none(found: Sequence[Candidate]) -> str:
+    """Why candidates are excluded: by kind of reason the strategies, and the reason of the first."""
+    by_kind: dict[str, list[Candidate]] = {}
+    for candidate in found:
+        by_kind.setdefault(candidate.kind, []).append(candidate)
+    return "; ".join(
+        f"{', '.join(dict.fromkeys(c.strategy for c in held))}: {kind} "
+        f"({textwrap.shorten(held[0].why, MOST_OF_A_REASON, placeholder=' ...')})"
+        for kind, held in by_kind.items()
+    )
+
+
+# ---------------------------------------------------------------- the reason
+
+
+def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: Constraints) -> str:
+    """Sentences with the numbers behind the choice: first its own, then those of its rivals."""
+    first = ranking.first
+    told = [figures_of(first)]
+    if first.served and first.cost is not None:
+        told.append("Its cost leaves out the processes of its servers (`processes` in cells.csv).")
+    if not given.homogeneous:
+        told += sentences_on_slow_workers(ranking)
+    told += [describe_rival(c, noun, given) for c in ranking.nearest]
+    if not ranking.compared:
+        out = [c for c in found if c.kind]
+        told.append(f"Nothing else is left: {why_none(out)}." if out else "It has no rival.")
+    return " ".join(told)
+
+
+def figures_of(first: Candidate) -> str:
+    """A sentence with the figures of the choice."""
+    parts = [f"It trains in {describe_amount(first)}{unit_of_cost(first)}"]
+    if first.mean_score is not None:
+        parts.append(f"reaches {first.score.name} {first.score.text(first.mean_score)}")
+    if first.memory_bytes is not None:
+        above = " above its base" if first.on_cpu else ""
+        parts.append(f"has a peak of {bytes_text(first.memory_bytes)} a worker{above}")
+    *some, last = parts
+    return f"{', '.join(some)} and {last}." if some else f"{last}."
+
+
+def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
+    """A rival's time (cost) against the choice's."""
+    name, paid = named(found.rival, noun), describe_amount(found.rival)
+    by_cost = found.rival.price_per_gpu_hour is not None
+    if found.ratio == 1:
+        return f"{name} {'costs exactly as much' if by_cost else 'takes exactly as long'} ({paid})."
+    if found.ratio < 1:
+        return (
+            f"{name} {'costs' if by_cost else 'takes'} {1 - found.ratio:.1%} less ({paid}), within the "
+            f"{given.equivalence_margin:.0%} that count as equal: of equals the one on fewer "
+            f"{plural(noun)} comes first, then the one with less memory."
+        )
+    return (
+        f"{name} takes {describe_ratio(found)} times the {'cost' if by_cost else 'time'} ({paid})."
+    )
+
+
+def describe_ratio(found: AgainstRival) -> str:
+    """The ratio, with its interval if it has one."""
+    text = format_number(found.ratio, 2)
+    if float(text) == 1:
+        text = f"{found.ratio:.4f}"
+    return text if found.low is None else f"{text} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def describe_amount(c: Candidate) -> str:
+    """The training time of a candidate, and its cost if there is a price."""
+    seconds = f"{format_number(c.time_s or 0.0, None)} s"
+    return seconds if c.cost is None else f"{seconds} at a cost of {c.cost:.3g}"
+
+
+def unit_of_cost(c: Candidate) -> str:
+    """The hours and the price that a cost is of, whose unit is the price's; empty without a price."""
+    if c.cost is None or not c.price_per_gpu_hour:
+        return ""
+    unit = "process-hours" if c.on_cpu else "GPU-hours"
+    hours = c.cost / c.price_per_gpu_hour
+    return f" ({hours:.3g} {unit} at {c.price_per_gpu_hour:g} each)"
+
+
+# ---------------------------------------------------------------- what would change it
+
+
+def sentences_on_changes(
+    found: Sequence[Candidate], ranking: Ranking, given: Constraints
+) -> Iterator[str]:
+    """Sentences on what would change the answer, starting from the nearest alternatives."""
+    first = ranking.first
+    ranked = [first, *(c.rival for c in ranking.compared)]
+    if first.extrapolated:
+        yield f"Cells on {first.gpus} workers: train them, and they replace the extrapolated times."
+    elif ranking.compared and (ranking.chance or not ranking.is_clear):
+        yield f"More {first.unit}s: {what_repeats_say(ranking)}"
+    yield from sentences_on_constraints(found, first)
+    tolerance = given.tolerance_of(first.score)
+    if first.may_lose is not None and first.may_lose > tolerance:
+        sure = [c for c in ranked if c.may_lose is not None and c.may_lose <= tolerance]
+        if sure:
+            yield (
+                f"A score that is certain: then {sure[0].strategy} on {sure[0].gpus} "
+                f"({describe_amount(sure[0])})."
+            )
+    smaller = [c for c in ranked if smaller_than(c, first)]
+    if smaller and first.memory_bytes:
+        yield (
+            f"GPUs with less memory than {bytes_text(first.memory_bytes)}: then "
+            f"{smaller[0].strategy} on {smaller[0].gpus} ({bytes_text(smaller[0].memory_bytes)})."
+        )
+    if given.homogeneous:
+        yield from sentences_on_slow_workers(ranking)
+
+
+def what_repeats_say(ranking: Ranking) -> str:
+    """How many repeats it takes to tell a rival apart, at the noise of those that are there."""
+    told = "they would say whether this order holds."
+    if ranking.first.unit != "repeat":  # a verdict says how many blocks
+        return told
+    if ranking.noise is None:
+        return f"{told} One tells nothing of the noise; five are a good start."
+    noise, enough = ranking.noise, ranking.noise.repeats_for(ROUGH)
+    takes = f"more than {MOST_REPEATS}" if enough is None else str(enough)
+    return (
+        f"{told} At your noise of {noise.sd:.1%} a difference of {ROUGH:.0%} takes {takes} repeats."
+    )
+
+
+def smaller_than(candidate: Candidate, first: Candidate) -> bool:
+    """Whether it needs clearly less memory than the first, if their records can be compared."""
+    both = candidate.memory_bytes is not None and first.memory_bytes is not None
+    return both and not first.on_cpu and candidate.memory_bytes < 0.95 * first.memory_bytes
+
+
+def sentences_on_constraints(found: Sequence[Candidate], first: Candidate | None) -> Iterator[str]:
+    """For each constraint the best candidate that it keeps out, if that is better than the first."""
+    lift = {
+        "does not fit": "More memory",
+        "too slow": "A later deadline",
+        "worse score": "A worse score allowed",
+        "needs all workers": "Workers that stay until the end",
+        "needs more workers": "More workers",
+    }
+    for kind, words in lift.items():
+        kept_out = [c for c in found if c.kind == kind and c.time_s is not None]
+        best = min(kept_out, key=lambda c: (c.objective, c.gpus), default=None)
+        if best and (first is None or best.objective < first.objective):
+            # Why a candidate is too slow says its time.
+            amount = (
+                "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
+            )
+            yield f"{words}: then {best.strategy} on {best.gpus} ({amount}{best.why})."
+    stopped = dict.fromkeys(c.strategy for c in found if c.kind == "too slow" and c.time_s is None)
+    if first is None and stopped:
+        yield (
+            f"A longer time_limit_s, which {', '.join(stopped)} reached: train again with --forcerun "
+            "(docs/configuration.md)."
+        )
+
+
+def sentences_on_slow_workers(ranking: Ranking) -> Iterator[str]:
+    """How slow a worker must be for the next strategy that does not wait to win, by theory.
+
+    If one of N workers is f times slower, a strategy that waits takes f times as long, one that does
+    not takes N / (N - 1 + 1/f) times as long. They are equal at f = (N r - 1) / (N - 1), with r the
+    ratio of their times. Nothing is said of costs.
+    """
+    first = ranking.first
+    if not first.traits.waits_for_slowest or first.price_per_gpu_hour is not None:
+        return
+    n, rivals = first.gpus, [c.rival for c in ranking.compared]
+    free = [c for c in rivals if not c.traits.waits_for_slowest and c.gpus == n]
+    if n > 1 and free and first.time_s and free[0].time_s:
+        factor = (n * free[0].time_s / first.time_s - 1) / (n - 1)
+        if factor > 1:
+            yield (
+                f"Workers of unequal speed: with one of {n} more than {factor:.2f} times slower than "
+                f"the rest, {free[0].strategy} would win (by theory: it does not wait)."
+            )
+
+
+def excluded_strategies(found: Sequence[Candidate], usable: set[str]) -> Iterator[tuple[str, str]]:
+    """Each strategy that is excluded at every worker count, with the reasons by count."""
+    for name in dict.fromkeys(c.strategy for c in found):
+        if name not in usable:
+            line = sorted((c for c in found if c.strategy == name), key=lambda c: c.gpus)
+            told: dict[str, list[str]] = {}
+            for c in line:
+                told.setdefault(f"{c.kind}: {c.why}", []).append(str(c.gpus))
+            yield name, "; ".join(f"on {', '.join(on)} {why}" for why, on in told.items())

@@ -1,0 +1,147 @@
+"""Excludes candidates whose score is worse than allowed, and says how much worse the others may be.
+
+Repeats of a cell differ a little, and the finite test set adds chance. So a candidate is excluded if its
+loss exceeds the tolerance beyond chance; a loss that only may exceed it is stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from stratbench.statistics import moderated
+
+if TYPE_CHECKING:
+    from stratbench.analysis.decision.candidate import Candidate
+    from stratbench.analysis.decision.constraints import Constraints
+
+#: Excludes a candidate whose record is no measurement.
+UNUSABLE = "unusable record"
+#: Kinds of exclusion whose scores are no reference: training that does not work.
+NO_MEASURE = (UNUSABLE, "does not learn")
+
+
+def judge_scores(found: Sequence[Candidate], given: Constraints) -> None:
+    """Exclude candidates that lose more than the score's tolerance; set `may_lose` of the others.
+
+    The loss is against the best class of candidates. Candidates of equal arithmetic have the same score
+    except for chance, so those of one global batch form one class with one mean (with BatchNorm, one
+    for each number of workers); any other candidate is a class of its own. Cells that were not
+    evaluated are assumed equal; the confidence says so.
+    """
+    unknown = [c for c in found if c.mean_score is None and not c.kind and not c.unscored]
+    known = [c for c in found if c.mean_score is not None and not c.extrapolated]
+    usable = [c for c in known if c.kind not in NO_MEASURE]
+    for c in unknown:
+        if not any(shares_score(c, other) for other in usable):
+            c.doubts.append(f"its {c.score.name} was not recorded")
+    if not usable:
+        return
+    score = usable[0].score
+    tolerance = given.tolerance_of(score)
+    classes = classes_of(usable, tolerance)
+    names = [" and ".join(f"{c.strategy} on {c.gpus}" for c in members[:2]) for members in classes]
+    series = [pd.concat([c.scores for c in m], axis=1).mean(axis=1) for m in classes]
+    best = max(range(len(classes)), key=lambda i: score.sign * series[i].mean())
+    repeats = sorted(set().union(*(own.index for own in series)))
+    values = np.array([own.reindex(repeats).to_numpy(dtype=float) for own in series])
+    widths = loss_widths(values, np.array(best))
+    for members, own, width in zip(classes, series, widths, strict=True):
+        lost = score.sign * float(series[best].mean() - own.mean())
+        if not np.isfinite(width):
+            width = chance_difference(members[0], classes[best][0])
+        for c in members:
+            c.may_lose, c.best_score = lost + width, names[best]
+            if lost - width > tolerance:
+                chance = f", {width:.{score.decimals}f} may be chance" if width else ""
+                c.exclude(
+                    "worse score",
+                    f"{score.text(own.mean())}, {score.difference(lost)} {score.worse_word} than "
+                    f"{names[best]} ({tolerance:g} allowed{chance})",
+                )
+    for c in unknown:
+        like = next((k for k in usable if shares_score(c, k)), None)
+        if like is not None:
+            c.may_lose, c.best_score = like.may_lose, like.best_score
+    for c in found:
+        if c.extrapolated:
+            for like in (k for k in usable if k.scores is c.scores):
+                c.may_lose, c.best_score = like.may_lose, like.best_score
+                if like.kind:
+                    c.exclude(like.kind, like.why)
+
+
+def shares_score(c: Candidate, other: Candidate) -> bool:
+    """Whether two candidates have equal arithmetic, so that their scores differ only by chance."""
+    if not (c.traits.equals_ddp and other.traits.equals_ddp):
+        return False
+    return c.gpus == other.gpus if other.batchnorm else True
+
+
+def classes_of(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
+    """Classes of candidates with equal arithmetic.
+
+    A candidate that is farther from the median of its class (of two: from the other) than tolerance
+    and chance explain is a class by itself, with a doubt: it is wrong, or the others are.
+    """
+    classes: dict[tuple[object, ...], list[Candidate]] = {}
+    for c in usable:
+        alone = ("alone", c.strategy, c.gpus)
+        equal = ("equal", c.gpus if c.batchnorm else None, c.global_batch)
+        classes.setdefault(equal if c.traits.equals_ddp else alone, []).append(c)
+    result = []
+    for members in classes.values():
+        middle = float(np.median([c.mean_score for c in members]))
+        odd = []
+        for c in members:
+            off = ((c.mean_score or 0.0) - middle) * (2 if len(members) == 2 else 1)
+            if abs(off) > tolerance + chance_difference(c, c):
+                odd.append(c)
+                c.doubts.append(
+                    f"its {c.score.name} differs by {c.score.difference(abs(off))} from that of equal "
+                    "arithmetic"
+                )
+        rest = [c for c in members if c not in odd]
+        result += ([rest] if rest else []) + [[c] for c in odd]
+    return result
+
+
+def loss_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """How much of each class's loss against the `best` one may be chance, shape [..., classes].
+
+    95 %, one side, for all classes together. `values`: scores as shown, shape [..., classes, repeats],
+    NaN for a repeat that is missing; `best`: the index of the best class, shape [...]. By moderated t
+    on differences paired by repeat; infinite without two repeats, 0 for the best class.
+    """
+    first = np.take_along_axis(values, best[..., None, None], axis=-2)
+    itself = np.arange(values.shape[-2]) == best[..., None]
+    found = moderated.paired_differences(values, first)
+    found = found._replace(repeats=np.where(itself, 0, found.repeats))
+    groups = moderated.scatter_of_groups(values)
+    against = best[..., None] + np.zeros(itself.shape, dtype=int)
+    variance, dof = moderated.moderated_by_groups(found, groups, np.array(False), against)
+    tail = moderated.ALPHA / max(1, values.shape[-2] - 1)
+    half = moderated.half_widths(variance, dof, found.repeats, tail)
+    return np.where(itself, 0.0, half)
+
+
+def chance_difference(one: Candidate, other: Candidate) -> float:
+    """The difference that two equally good models may show on a finite test set by chance, as shown.
+
+    It is half the 95 % interval of the difference of two means. That both are tested on the same
+    samples narrows it, so this is the cautious side. 0 if a standard error is not known.
+    """
+    errors = [standard_error(one), standard_error(other)]
+    return 0.0 if None in errors else 1.96 * math.hypot(*errors)
+
+
+def standard_error(c: Candidate) -> float | None:
+    """The standard error of a score, as shown: as recorded, or for a share from its binomial variance."""
+    if c.score_error is not None or not c.score.is_share or not c.test_samples:
+        return c.score_error
+    share = (c.mean_score or 0.0) / 100
+    return 100 * math.sqrt(share * (1 - share) / c.test_samples)

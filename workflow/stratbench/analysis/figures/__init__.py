@@ -1,0 +1,1 @@
+"""The figures of a study: their data, their panels, and how they are drawn."""

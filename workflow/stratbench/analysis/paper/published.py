@@ -1,0 +1,114 @@
+"""The paper's published tables and claims, from workflow/reference/, in the form of a study's cells."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pandas as pd
+
+from stratbench.analysis.records.columns import COLUMNS
+from stratbench.cell.installation import REFERENCE
+from stratbench.strategies import option_defaults, strategy_class, traits_of
+
+#: The number of parameters at 1000 classes, as the paper gives it.
+PARAMETERS = {
+    "vgg16": 138_357_544,
+    "efficientnet_v2_l": 118_515_272,
+    "convnext_large": 197_767_336,
+    "resnet50": 25_557_032,
+    "densenet121": 7_978_856,
+}
+
+
+def published_tables() -> pd.DataFrame:
+    """Every published value: version, table, row, strategy, model, dataset, gpus, measure, value.
+
+    If the paper prints "above a time limit", the value is absent and `limit_s` has the limit.
+    """
+    return pd.read_csv(REFERENCE / "tables.csv")
+
+
+def published_claims() -> pd.DataFrame:
+    """The claims of the paper's text, reworded, each with the range that it gives for a metric."""
+    return pd.read_csv(REFERENCE / "claims.csv")
+
+
+def explanations() -> pd.DataFrame:
+    """Reasons why records may disagree with a claim or a table: the subject, the audit's rule, the words."""
+    return pd.read_csv(REFERENCE / "explanations.csv", keep_default_na=False)
+
+
+def accuracy_floors() -> dict[str, float]:
+    """Accuracies (shares) that the simplest trained models reach, by data set; floors.csv has the sources."""
+    known = pd.read_csv(REFERENCE / "floors.csv")
+    return dict(zip(known["dataset"], known["accuracy_percent"] / 100, strict=True))
+
+
+def cells_of_version(version: str) -> pd.DataFrame:
+    """The tables of one version as rows of cells.csv; values that the paper does not state are absent.
+
+    A value that is printed in two tables is one cell; ValueError if the two disagree.
+    """
+    tables = published_tables()
+    tables = tables[tables["version"] == version]
+    setups = pd.read_csv(REFERENCE / "experiments.csv").set_index(["version", "dataset"])
+    rows = []
+    for (strategy, model, dataset, gpus), found in tables.groupby(
+        ["strategy", "model", "dataset", "gpus"], sort=False
+    ):
+        if (found.groupby("measure")["value"].nunique() > 1).any():
+            raise ValueError(f"{version}: tables disagree on {strategy}, {model}, {gpus} GPUs")
+        setup = setups.loc[(version, dataset)]
+        values = found.groupby("measure")[["value", "limit_s"]].first()
+        time_s = values["value"].get("training_time_s")
+        accuracy = values["value"].get("accuracy_percent")
+        per_epoch = setup["train_samples"] // setup["global_batch"] * setup["global_batch"]
+        samples = per_epoch * setup["epochs"]
+        # If the epochs are not stated, only ratios of throughputs mean something.
+        work = per_epoch if pd.isna(samples) else samples
+        rows.append(
+            {
+                "study": f"paper-{version}",
+                "experiment": setup["experiment"],
+                "strategy": strategy,
+                "model": model,
+                "dataset": dataset,
+                "gpus": gpus,
+                "repeat": 0,
+                "status": "timeout" if values["limit_s"].notna().any() else "ok",
+                "strategy_base": strategy,
+                "strategy_kind": strategy_class(strategy).kind,
+                "train_time_s": time_s,
+                "throughput_samples_per_s": work / time_s if time_s else None,
+                "task": "classification",
+                "score_name": "accuracy",
+                "score_unit": "share",
+                "score_better": "higher",
+                "score_final": accuracy / 100 if accuracy else None,
+                "time_limit_s": values["limit_s"].max(),
+                "samples_seen": samples,
+                "samples_applied": samples,
+                "global_batch": setup["global_batch"],
+                "epochs": setup["epochs"],
+                "precision": setup["precision"],
+                "model_parameters": PARAMETERS[model],
+                "trainable_parameters": PARAMETERS[model],
+                "device_kind": "cuda",
+                "device_name": setup["device"],
+            }
+            | asdict(traits_of(strategy, option_defaults(strategy), gpus))
+        )
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def is_counterpart(cells: pd.DataFrame) -> pd.Series:
+    """The mask of rows that correspond to a cell of the paper: strategy, data set, model, count, on GPUs.
+
+    Excludes `single`, variants by another name or with other options, and cells slowed on purpose.
+    """
+    place = ["strategy", "model", "dataset", "gpus"]
+    published = set(published_tables()[place].itertuples(index=False, name=None))
+    there = [row in published for row in cells[place].itertuples(index=False, name=None)]
+    plain = (cells["strategy"] == cells["strategy_base"]) & cells["slowdown"].isna()
+    plain &= cells["task"].fillna("classification") == "classification"
+    return pd.Series(there, index=cells.index) & plain & (cells["device_kind"] == "cuda")

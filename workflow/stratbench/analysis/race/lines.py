@@ -1,0 +1,91 @@
+"""The verdict in words: what is decided, what is open, what it cost, what the next round will cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from stratbench.cell.text.words import counted, worker_noun
+
+
+def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
+    """The lines for a terminal, from the content of verdict.json."""
+    titles: dict[str, list[dict[str, Any]]] = {"Decided": [], "Ended undecided": [], "Open": []}
+    for bout in verdict["bouts"]:
+        titles[title_of(bout)].append(bout)
+    for title, found in titles.items():
+        if found:
+            yield f"{title}:"
+            for bout in found:
+                yield from bout_lines(bout)
+    yield from cost_lines(verdict)
+    yield f"Noise: {verdict['noise']['text']}."
+    yield from (f"Note: {note}" for note in verdict["notes"])
+    yield from next_lines(verdict)
+
+
+def title_of(bout: dict[str, Any]) -> str:
+    """The title of a bout: open, decided, or ended without the claim that was asked for."""
+    if bout["open"]:
+        return "Open"
+    return "Decided" if bout["claim"] in ("fastest", "within", "only") else "Ended undecided"
+
+
+def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
+    """The lines of a bout: its claim, the confidence, and each other arm against the leader."""
+    workers = counted(bout["gpus"], worker_noun([bout["device"]]))
+    yield f"  {bout['model']} on {workers} ({bout['experiment']}): {bout['text']}"
+    if bout["claimed"]:
+        yield f"    Confidence: {bout['confidence']}. {bout['confidence_why']}"
+    for ratio in bout["ratios"]:
+        if ratio["state"] != "leader" and (told := ratio_text(ratio)):
+            yield f"    {ratio['strategy']}: {told}"
+
+
+def ratio_text(ratio: dict[str, Any]) -> str:
+    """A few words on an arm against the leader."""
+    figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
+    match ratio["state"]:
+        case "open":
+            return figures and f"{figures}: not told apart"
+        case "equal":
+            return f"{figures}: equal"
+        case "slower" if not ratio["why"]:
+            return f"{figures}: slower"
+        case _:
+            dropped = f"dropped after {counted(ratio['blocks'], 'block')}: {ratio['why']}"
+            return f"{dropped}; {figures}" if figures else dropped
+
+
+def cost_lines(verdict: dict[str, Any]) -> Iterator[str]:
+    """The lines on the cost so far, against the full matrix."""
+    spent, matrix = verdict["spent_gpu_hours"], verdict["matrix_gpu_hours"]
+    text = f"Cost so far: {spent:.3g} {verdict['hours']}"
+    if matrix:
+        text += (
+            f"; the full matrix of {verdict['matrix_repeats']} repeats would take about {matrix:.3g}: "
+            f"{spent / matrix:.1%} of it"
+        )
+        if spent < matrix:
+            text += f", {matrix - spent:.3g} saved"
+    yield f"{text}."
+
+
+def next_lines(verdict: dict[str, Any]) -> Iterator[str]:
+    """The lines on the next round."""
+    if verdict["done"]:
+        yield f"Done: {verdict['reason']}."
+        return
+    after, expected = verdict["next"], verdict["expected_gpu_hours"]
+    parts = []
+    if after["blocks"]:
+        parts.append(counted(after["blocks"], "block"))
+    if after["full_runs"]:
+        parts.append(
+            f"{counted(len(after['full_runs']), 'full run')} ({'; '.join(after['full_runs'])})"
+        )
+    cost = "its cost is not known before the first block"
+    if expected is not None:
+        cost = f"about {expected:.3g} {verdict['hours']}"
+    more = f"{counted(after['may_follow'], 'round')} of blocks may follow it at most"
+    yield f"Next round: {' and '.join(parts)}; {cost}; {more}."

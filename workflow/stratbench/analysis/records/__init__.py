@@ -1,0 +1,1 @@
+"""Records as tables: cells.csv and epochs.csv, their columns, and what is derived from them."""

@@ -1,0 +1,233 @@
+"""Collects the records of a study into cells.csv, a row per cell, and epochs.csv, a row per epoch.
+
+Every expected cell gets its row, in the order of the config. A cell without a record is `missing`,
+`error` if a failure left evidence, or `infeasible` if the plan skipped it; one whose record is no
+measurement is `unusable`, without figures. No cell is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stratbench.analysis.records.columns import (
+    COLUMNS,
+    COORDINATES,
+    EPOCH_COLUMNS,
+    Row,
+    on_one_line,
+    row_of_record,
+)
+from stratbench.cell import record
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import replacing
+from stratbench.cell.record import Record
+from stratbench.cell.settings import Settings
+from stratbench.cell.text.words import counted
+from stratbench.study.config.config import Study
+
+#: Statuses of cells without a usable record: none yet, a failure or an unreadable record in its place, or
+#: one that is no measurement.
+UNMEASURED = ("missing", "error", "unusable")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The config's statements on a study, besides its cells.
+
+    The reasons of skipped cells (by path), scores to reach (by experiment), and the study, whose
+    settings every record must have been trained with; None: settings are not checked.
+    """
+
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    targets: Mapping[str, float] = field(default_factory=dict)
+    study: Study | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `expected_of` reads to a command line."""
+    parser.add_argument("--skipped", default="{}", help="JSON: cells not trained, and why")
+    parser.add_argument("--study", default="null", help="JSON: the config of the study alone")
+    parser.add_argument("--targets", default="{}", help="JSON: score to reach, by experiment")
+
+
+def expected_of(args: argparse.Namespace) -> Expected:
+    """The Expected that a command line describes."""
+    config = json.loads(args.study)
+    study = Study(config, config["study"]) if config else None
+    return Expected(json.loads(args.skipped), json.loads(args.targets), study)
+
+
+def time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
+    """Training time at the end of the first epoch that reached `target`; None if none did.
+
+    Reaching means at least `target` if `better` is `higher`, else at most `target`.
+    """
+    if target is None:
+        return None
+    sign = 1 if better == "higher" else -1
+    reached = (
+        e["train_time_s"]
+        for e in per_epoch
+        if e["score"] is not None and sign * e["score"] >= sign * target
+    )
+    return next(reached, None)
+
+
+def describe_other_settings(rec: record.Record, settings: Settings) -> str | None:
+    """A sentence on how a record's settings differ from the config's for its cell; None if they do not."""
+    wanted = json.loads(settings.as_json())
+    stated = rec["settings"]
+    differing = [key for key in wanted if stated.get(key) != wanted[key]]
+    if not differing:
+        return None
+    told = (f"{key} {stated.get(key)} (config: {wanted[key]})" for key in differing)
+    return f"was trained with {', '.join(told)}; delete it to train its cell again"
+
+
+def status_without_record(log_dir: Path) -> Row:
+    """Status and reason of a cell without a record: `error` if a failure left evidence, else `missing`."""
+    reason = record.failure_reason(log_dir)
+    if reason is None:
+        return {"status": "missing", "reason": "no record yet"}
+    return {"status": "error", "reason": on_one_line(reason)}
+
+
+def rows_of_cell(
+    cell: Cell, study_dir: Path, asked: Expected, read: Callable[[Path], Record] = record.read
+) -> tuple[Row, list[Row]]:
+    """The row of a cell and its epochs' rows; faults of the record become status `error`.
+
+    A skipped cell without a record is `infeasible`. `read` reads the record in a file.
+    """
+    path = study_dir / "cells" / cell.path / "record.json"
+    log_dir = study_dir / "logs" / cell.path
+    log = log_dir.with_name(log_dir.name + ".log")
+    coordinates = cell.as_dict()
+    row: Row = dict.fromkeys(COLUMNS) | coordinates
+    row["log_path"] = str(log.relative_to(study_dir))
+    if not os.path.lexists(path):
+        why = asked.skipped.get(cell.path)
+        return row | (
+            {"status": "infeasible", "reason": why} if why else status_without_record(log_dir)
+        ), []
+    row["record_path"] = str(path.relative_to(study_dir))
+    try:
+        rec = read(path)
+        if rec["cell"] != coordinates:
+            raise record.RecordError(
+                f"{path} holds the record of another cell: {record.cell_of(rec)}"
+            )
+        if asked.study is not None and (
+            other := describe_other_settings(rec, asked.study.settings(cell))
+        ):
+            raise record.RecordError(f"{path} {other}")
+        found = row_of_record(rec, path.with_name("timeline.csv"))
+    except record.RecordError as e:
+        return row | {"status": "error", "reason": on_one_line(str(e))}, []
+    except Exception as e:  # one odd record must not stop the others
+        reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
+        return row | {"status": "error", "reason": on_one_line(reason)}, []
+    row |= found
+    if row["status"] == "unusable":
+        return row, []
+    row["target_score"] = target = asked.targets.get(cell.experiment)
+    row["time_to_target_s"] = time_to_score_s(
+        rec["score"]["per_epoch"], target, rec["task"]["better"]
+    )
+    epochs = [coordinates | epoch for epoch in rec["score"]["per_epoch"]]
+    return row, epochs
+
+
+def rows_of_cells(
+    cells: Sequence[Cell], study_dir: Path, asked: Expected, read: Callable[[Path], Record]
+) -> Iterator[tuple[Row, list[Row]]]:
+    """The results of `rows_of_cell` for all cells; prints progress every few seconds."""
+    next_line_s = time.monotonic() + 3
+    for done, cell in enumerate(cells):
+        if time.monotonic() > next_line_s:
+            print(f"read {done} of {len(cells)} records", file=sys.stderr, flush=True)
+            next_line_s += 3
+        yield rows_of_cell(cell, study_dir, asked, read)
+
+
+def read_expected(path: Path) -> list[Cell]:
+    """The cells that the study's config asks for, from a JSON list of their coordinates."""
+    cells = [Cell(**coordinates) for coordinates in json.loads(path.read_text(encoding="utf-8"))]
+    if not cells:
+        raise ValueError(f"{path} names no cells")
+    return cells
+
+
+def collect(
+    cells: Sequence[Cell],
+    study_dir: Path,
+    out: Path,
+    epochs_out: Path,
+    asked: Expected | None = None,
+    read: Callable[[Path], Record] = record.read,
+) -> list[Row]:
+    """Write both files; returns the rows of cells that should have a usable record and have none."""
+    without: list[Row] = []
+    with (
+        replacing(out) as cells_path,
+        replacing(epochs_out) as epochs_path,
+        open(cells_path, "x", newline="", encoding="utf-8") as cells_file,
+        open(epochs_path, "x", newline="", encoding="utf-8") as epochs_file,
+    ):
+        cells_csv = csv.DictWriter(cells_file, COLUMNS)
+        epochs_csv = csv.DictWriter(epochs_file, EPOCH_COLUMNS)
+        cells_csv.writeheader()
+        epochs_csv.writeheader()
+        for row, epochs in rows_of_cells(cells, study_dir, asked or Expected(), read):
+            cells_csv.writerow(row)
+            epochs_csv.writerows(epochs)
+            if row["status"] in UNMEASURED:
+                without.append(row)
+    return without
+
+
+def describe_missing(without: Sequence[Row], total: int) -> str:
+    """A message that names every cell without a usable record."""
+    lines = [f"{len(without)} of {total} cells have no usable record:"]
+    for row in without:
+        cell = Cell(**{key: row[key] for key in COORDINATES})
+        lines.append(f"  {row['status']}: {cell} ({row['reason']})")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 1 if a record is missing or cannot be read, without `--partial`."""
+    parser = argparse.ArgumentParser(
+        prog="stratbench.analysis.records.collect", description=__doc__
+    )
+    parser.add_argument("--expected", type=Path, required=True, help="JSON list of all cells")
+    parser.add_argument("--records-root", type=Path, required=True, help="results/<study>/cells")
+    parser.add_argument("--out", type=Path, required=True, help="one row a cell (CSV)")
+    parser.add_argument("--epochs-out", type=Path, required=True, help="one row an epoch (CSV)")
+    parser.add_argument(
+        "--partial", action="store_true", help="accept missing records, and list them"
+    )
+    add_options(parser)
+    args = parser.parse_args(argv)
+    cells = read_expected(args.expected)
+    study_dir = args.records_root.parent
+    without = collect(cells, study_dir, args.out, args.epochs_out, expected_of(args))
+    lacking = any(row["status"] != "unusable" for row in without)
+    if without:
+        accepted = args.partial or not lacking
+        print(describe_missing(without, len(cells)), file=sys.stdout if accepted else sys.stderr)
+    else:
+        print(counted(len(cells), "record"))
+    return 1 if lacking and not args.partial else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,362 @@
+"""Every column of cells.csv and epochs.csv in one table: name, kind, unit, source, meaning.
+
+Everything else follows this table: the rows that `collect` writes, the types with which the files are
+read, the units and definitions of measures, and the glossary of the report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from stratbench.analysis.records import derived
+from stratbench.analysis.records.derived import value_at
+from stratbench.cell import software_gpu
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.record import SCHEMA_PATH, Record, RecordError
+from stratbench.strategies.base import Traits
+
+Row = dict[str, Any]
+#: The kind of a column's values: text, a JSON text (never cut), a finite number, or true and false.
+Kind = Literal["text", "json", "number", "flag"]
+#: The longest text of a column, in characters.
+LONGEST = 1000
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column. Its values may be empty: an unknown value is absent."""
+
+    name: str
+    kind: Kind
+    #: Empty for text, counts and flags. `share`: of 1.
+    unit: str
+    #: The path of a field of the record, a function of the record, the name of a figure of the
+    #: timeline (`derived.timeline_figures`), or None: `collect` knows the value without a record.
+    source: str | Callable[[Record], Any] | None
+    #: Empty: the description in the record's schema.
+    own_definition: str = ""
+
+    @property
+    def definition(self) -> str:
+        """The meaning of the column, in a sentence."""
+        if self.own_definition or not isinstance(self.source, str):
+            return self.own_definition
+        return described_in_schema(self.source)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its numbers are whole, according to the record's schema or the type of its source."""
+        if self.source is None:
+            return get_type_hints(Cell).get(self.name) is int
+        if callable(self.source):
+            return set(get_args(get_type_hints(self.source)["return"])) == {int, type(None)}
+        return "integer" in types_in_schema(self.source)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is read as text, whatever its values look like."""
+        return self.kind in ("text", "json")
+
+
+# A column in a line or two keeps this readable as a table.
+# fmt: off
+CELL_COLUMNS: tuple[Column, ...] = (
+    Column("study", "text", "", None, "Name of the study."),
+    Column("experiment", "text", "", None, "Name of the experiment."),
+    Column("strategy", "text", "", None, "Name of the strategy, or of the variant."),
+    Column("model", "text", "", None, "Name of the model."),
+    Column("dataset", "text", "", None, "Name of the data set."),
+    Column("gpus", "number", "", None,
+           "Number of workers, each a GPU or a CPU process; servers are not counted."),
+    Column("repeat", "number", "", None, "Number of the repeat, from 0."),
+    Column("status", "text", "", "status",
+           "How the cell ended: ok, oom, timeout, diverged or refused; without a usable record missing, "
+           "error or infeasible; unusable, if the record is no measurement."),
+    Column("reason", "text", "", "reason", "What ended the cell early, in a sentence."),
+    Column("strategy_base", "text", "", "strategy.name"),
+    Column("strategy_kind", "text", "", "strategy.kind"),
+    *(
+        Column(trait.name, "flag" if trait.type == "bool" else "number", "",
+               f"strategy.traits.{trait.name}")
+        for trait in fields(Traits)
+    ),
+    Column("train_time_s", "number", "s", "time.train_time_s",
+           "Wall-clock time of the training steps of all epochs, device-synchronised at both ends, of "
+           "the slowest worker. Warm-up, start-up, data staging and evaluation are not in it."),
+    Column("throughput_samples_per_s", "number", "samples/s", "time.throughput_samples_per_s",
+           "Training samples of all workers whose gradients entered the weights, divided by the "
+           "training time: what a server dropped, or what overflowed, was no training."),
+    Column("task", "text", "", "task.name"),
+    Column("score_name", "text", "", "task.score"),
+    Column("score_unit", "text", "", "task.unit"),
+    Column("score_better", "text", "", "task.better"),
+    Column("score_tolerance", "number", "", "task.tolerance"),
+    Column("score_guess", "number", "", "task.guess"),
+    Column("score_final", "number", "", "score.final",
+           "The score of the experiment's task after the last epoch, over the whole test set, "
+           "evaluated outside the timed region. Accuracy: the share classified correctly. Loss: the "
+           "mean cross-entropy of the next token."),
+    Column("score_best", "number", "", "score.best"),
+    Column("score_error", "number", "", derived.score_error,
+           "Standard error of the score, over the samples of the test set."),
+    Column("perplexity", "number", "", derived.perplexity,
+           "Of a score in nats a token, e to its power: among how many equally likely tokens the "
+           "model would be as unsure."),
+    Column("least_loss", "number", "nats/token", "task.least_loss"),
+    Column("counts", "text", "", "task.counts"),
+    Column("counts_per_sample", "number", "", "task.counts_per_sample"),
+    Column("evaluated_on", "text", "", "score.evaluated_on"),
+    Column("memory_method", "text", "", "memory.method"),
+    Column("parameters_bytes", "number", "bytes", "memory.model_states.parameters_bytes"),
+    Column("gradients_bytes", "number", "bytes", "memory.model_states.gradients_bytes"),
+    Column("optimizer_bytes", "number", "bytes", "memory.model_states.optimizer_bytes"),
+    Column("buffers_bytes", "number", "bytes", "memory.model_states.buffers_bytes"),
+    Column("step_p50_ms", "number", "ms", "time.step_ms.p50",
+           "Median of the step times of all workers together."),
+    Column("step_p90_ms", "number", "ms", "time.step_ms.p90", "90th percentile of the step times."),
+    Column("step_p99_ms", "number", "ms", "time.step_ms.p99", "99th percentile of the step times."),
+    Column("step_mean_ms", "number", "ms", "time.step_ms.mean", "Mean of the step times."),
+    Column("data_ms", "number", "ms", "time.breakdown_ms.data",
+           "The part of a mean step in which a worker waits for its batch."),
+    Column("setup_s", "number", "s", "time.setup_s"),
+    Column("data_s", "number", "s", "time.data_s"),
+    Column("warmup_s", "number", "s", "time.warmup_s"),
+    Column("eval_s", "number", "s", "time.eval_s"),
+    Column("total_s", "number", "s", "time.total_s"),
+    Column("time_limit_s", "number", "s", "time.time_limit_s"),
+    Column("achieved_flops_per_s", "number", "FLOP/s", "compute.achieved_flops_per_s",
+           "Three times the operations of the forward pass (backward computes two gradients) for "
+           "every sample, divided by the training time; all workers together. What activation "
+           "checkpointing computes again does not count."),
+    Column("mfu", "number", "share", "compute.mfu",
+           "The achieved arithmetic rate as a share of the datasheet peak of all workers' GPUs in the "
+           "precision of the training."),
+    Column("sent_bytes_per_step", "number", "bytes", "communication.sent_bytes_per_step",
+           "Counted, not measured on a wire. Collectives: of every tensor that is reduced, gathered "
+           "or broadcast, what a ring sends, whatever algorithm the backend chose. Parameter "
+           "servers: what the worker pushes."),
+    Column("received_bytes_per_step", "number", "bytes", "communication.received_bytes_per_step"),
+    Column("exposed_communication_ms", "number", "ms", "communication.exposed_ms"),
+    Column("implied_bytes_per_s", "number", "bytes/s", "communication.implied_bytes_per_s",
+           "The larger of what a worker sends and receives in a step, times its steps in a second: "
+           "its link moves no less while it trains."),
+    Column("busiest_server_bytes_per_s", "number", "bytes/s",
+           "communication.busiest_server_bytes_per_s"),
+    Column("train_joules", "number", "J", "energy.train_joules"),
+    Column("joules_per_sample", "number", "J", "energy.joules_per_sample",
+           "Of the GPUs' energy counters during the training steps; the processors, the memory and "
+           "the rest of the machine are not in it."),
+    Column("profile_trace", "text", "", "profile.trace"),
+    Column("samples_seen", "number", "samples", "batch.samples_seen"),
+    Column("samples_applied", "number", "samples", "batch.samples_applied"),
+    Column("updates_applied", "number", "", "batch.updates_applied"),
+    Column("global_batch", "number", "samples", "batch.global_batch"),
+    Column("per_worker_batch", "number", "samples", "batch.per_worker_batch"),
+    Column("steps_per_epoch", "number", "", "batch.steps_per_epoch"),
+    Column("epochs", "number", "", "settings.epochs"),
+    Column("steps", "number", "", "settings.steps"),
+    Column("precision", "text", "", "settings.precision"),
+    Column("compile", "flag", "", "settings.compile"),
+    Column("compile_s", "number", "s", "time.compile_s"),
+    Column("recompilations", "number", "", "time.recompilations"),
+    Column("activation_checkpointing", "flag", "", "settings.activation_checkpointing"),
+    Column("compute_dtype", "text", "", "strategy.details.compute_dtype"),
+    Column("model_parameters", "number", "", "model.parameters"),
+    Column("trainable_parameters", "number", "", "model.trainable_parameters",
+           "Those that are trained; the rest is frozen."),
+    Column("classes", "number", "", "model.classes"),
+    Column("batchnorm", "flag", "", "model.batchnorm"),
+    Column("initial_weights_sha256", "text", "", "model.initial_weights_sha256"),
+    Column("data_sha256", "text", "", "data.sha256"),
+    Column("synthetic_data", "flag", "", "data.synthetic"),
+    Column("test_samples", "number", "samples", "data.test_samples"),
+    Column("peak_memory_bytes", "number", "bytes", derived.peak_memory_bytes,
+           "Of the worker that used most. On a GPU the peak that the framework allocated, model "
+           "states included; on a CPU the high-water mark of the resident set above the process's "
+           "base before training, which holds weights and momentum already."),
+    Column("requested_peak_bytes", "number", "bytes", "memory.requested_peak_bytes",
+           "Of the same worker on a GPU: the peak of what was asked of the allocator, which hands out "
+           "whole blocks. With cuBLAS's workspaces."),
+    Column("cublas_bytes", "number", "bytes", "memory.cublas_bytes",
+           "Of the same worker on a GPU: cuBLAS's workspaces, which are in its peaks, whatever the "
+           "strategy."),
+    Column("model_states_bytes", "number", "bytes", derived.model_states_bytes,
+           "Parameters, gradients, optimizer state and buffers that the largest worker holds between "
+           "two steps, counted exactly. Activations and communication buffers are not in it, nor is "
+           "what a parameter server holds."),
+    Column("target_score", "number", "", None,
+           "The score to reach, as the configuration gives it (target_score)."),
+    Column("time_to_target_s", "number", "s", None,
+           "Training time at the end of the first epoch whose test score reached the target of the "
+           "configuration (target_score)."),
+    Column("device_kind", "text", "", derived.device_kind, "cuda or cpu: what the workers ran on."),
+    Column("device_name", "text", "", derived.device_name, "The GPUs, or the CPUs, by name."),
+    Column("device_memory_bytes", "number", "bytes", derived.device_memory_bytes,
+           "Memory of the smallest of the GPUs."),
+    Column("host", "text", "", derived.hosts, "Names of the hosts of the workers."),
+    Column("cpu_model", "text", "", derived.cpu_models, "The processors of the hosts."),
+    Column("cpu_cores", "number", "", derived.cpu_cores,
+           "CPU cores that the workers may use together."),
+    Column("torch", "text", "", derived.torch_versions, "Version of PyTorch."),
+    Column("driver", "text", "", derived.driver_versions, "Version of the GPU driver."),
+    Column("revision", "text", "", derived.revision,
+           "Commit of the code that trained the cell; +changes: files differed from it."),
+    Column("planned_repeats", "number", "", "provenance.planned_repeats"),
+    Column("other_cpu_cores", "number", "", derived.other_cpu_cores,
+           "CPU cores that other processes used when the cell started, on the busiest node."),
+    Column("start_skew_ms", "number", "ms", derived.start_skew_ms,
+           "From the first worker's start of an epoch to the last one's, of the worst epoch."),
+    Column("slowdown", "text", "", derived.slowdown,
+           "How workers were slowed down on purpose."),
+    Column("throttled_share", "number", "share", "timeline: throttled_share",
+           "Share of the GPU samples in which heat or a lack of power slowed a GPU."),
+    Column("utilisation_pct", "number", "%", "timeline: utilisation_pct",
+           "Mean of the samples taken during training. Of a GPU: the share of time in which any "
+           "kernel ran, by NVML; communication and waiting kernels count, so that equal utilisation "
+           "proves nothing. Of a CPU process: of one core."),
+    Column("breakdown_ms", "json", "ms", derived.breakdown_ms, "A mean step by its phases."),
+    Column("staleness", "json", "", derived.staleness,
+           "Pushes by staleness, which is the index: updates between a push and the weights that it "
+           "was computed from."),
+    Column("servers", "number", "", derived.n_servers, "Number of parameter servers."),
+    Column("processes", "number", "", derived.processes,
+           "Number of workers and parameter servers. GPU-hours, worker-hours and costs count the workers "
+           "alone."),
+    Column("server_bytes", "number", "bytes", derived.server_bytes,
+           "Bytes in and out of all servers."),
+    Column("server_wait_s", "number", "s", derived.server_wait_s,
+           "How long servers held workers back, summed over servers and workers."),
+    Column("server_lost", "number", "", derived.server_lost, "Workers that a server lost."),
+    Column("record_path", "text", "", None, "The record, below results/<study>."),
+    Column("log_path", "text", "", None, "The log, below results/<study>."),
+)
+# fmt: on
+
+BY_NAME = {column.name: column for column in CELL_COLUMNS}
+#: The names of the columns of cells.csv.
+COLUMNS = tuple(BY_NAME)
+#: The columns that name a cell: all its coordinates.
+COORDINATES = COLUMNS[:7]
+#: The prefix of a source that names a figure of the timeline.
+_TIMELINE = "timeline: "
+
+# fmt: off
+#: Columns of epochs.csv after the coordinates; a source is a field of an entry of per_epoch.
+_OF_EPOCH = (
+    Column("epoch", "number", "", "score.per_epoch.epoch"),
+    Column("train_time_s", "number", "s", "score.per_epoch.train_time_s"),
+    Column("train_loss", "number", "", "score.per_epoch.train_loss"),
+    Column("test_loss", "number", "", "score.per_epoch.test_loss"),
+    Column("score", "number", "", "score.per_epoch.score"),
+    Column("score_error", "number", "", "score.per_epoch.score_error"),
+)
+# fmt: on
+#: The columns of epochs.csv by name, then their names.
+EPOCH_BY_NAME = {name: BY_NAME[name] for name in COORDINATES} | {c.name: c for c in _OF_EPOCH}
+EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+
+
+def described_in_schema(path: str) -> str:
+    """The schema's description of the record's field at a dotted path; KeyError if there is no such field."""
+    node = _schema()
+    for key in path.split("."):
+        node = node.get("items", node)["properties"][key]
+    return node["description"]
+
+
+def types_in_schema(path: str) -> list[str]:
+    """The types that the schema allows for the record's field at a dotted path; empty if not stated."""
+    node = _schema()
+    for key in path.split("."):
+        node = node.get("items", node)
+        options = [node, *node.get("anyOf", ()), *node.get("oneOf", ())]
+        node = next((o["properties"][key] for o in options if key in o.get("properties", ())), {})
+    found = node.get("type", [])
+    return [found] if isinstance(found, str) else found
+
+
+# The table sorted by source, prepared once: `row_of_record` runs for every record.
+_FIELDS = [
+    (column.name, column.source)
+    for column in CELL_COLUMNS
+    if isinstance(column.source, str) and not column.source.startswith(_TIMELINE)
+]
+_FUNCTIONS = [(column.name, column.source) for column in CELL_COLUMNS if callable(column.source)]
+_OF_TIMELINE = [
+    (column.name, column.source.removeprefix(_TIMELINE))
+    for column in CELL_COLUMNS
+    if isinstance(column.source, str) and column.source.startswith(_TIMELINE)
+]
+
+
+def row_of_record(record: Record, timeline: Path) -> Row:
+    """The columns that a record and its timeline fill, by name.
+
+    A record of the software GPU fills none of the figures' columns: it is `unusable`. RecordError if a
+    column of numbers or flags would hold a value that is not a finite number.
+    """
+    if software_gpu.trained(record):
+        return {"status": "unusable", "reason": software_gpu.WHY}
+    row: Row = {name: value_at(record, path) for name, path in _FIELDS}
+    row |= {name: function(record) for name, function in _FUNCTIONS}
+    figures = derived.timeline_figures(timeline, row["device_kind"])
+    row |= {name: figures.get(figure) for name, figure in _OF_TIMELINE}
+    for name, value in row.items():
+        if value is None:
+            continue
+        kind = BY_NAME[name].kind
+        if kind == "text":
+            row[name] = on_one_line(str(value))
+        elif kind != "json" and not (isinstance(value, int | float) and math.isfinite(value)):
+            raise RecordError(f"{timeline.parent}/record.json: {name} is {str(value)[:80]!r}")
+    return row
+
+
+def on_one_line(text: str) -> str:
+    """`text` without control characters and line ends, cut to LONGEST characters."""
+    line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
+
+
+def text_types(*more: str) -> dict[str, type[object]]:
+    """The types for `pandas.read_csv` that keep columns of text as text, whatever they hold.
+
+    `more`: further columns of text, for files that have columns of their own besides some of cells.csv.
+    """
+    return dict.fromkeys((*(c.name for c in CELL_COLUMNS if c.is_text), *more), object)
+
+
+def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
+    """A CSV file that has columns of cells.csv among its own, as a pandas.DataFrame.
+
+    `text` names its own columns of text; `types` gives pandas types to other columns. Only an empty
+    field is an absent value.
+    """
+    import pandas as pd  # not at the top: `collect` does not need it
+
+    dtype = text_types(*text) | types
+    found = pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
+    # The copy has one block for each type: frames are cut into groups often, and many blocks are slow.
+    # Columns of type `str` would each be one block.
+    return found.copy()
+
+
+def read_cells(path: Path) -> Any:
+    """cells.csv as `collect` made it, as a pandas.DataFrame."""
+    return read_table(path)
+
+
+def read_epochs(path: Path) -> Any:
+    """epochs.csv as `collect` made it, as a pandas.DataFrame."""
+    return read_table(path)

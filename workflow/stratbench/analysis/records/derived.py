@@ -1,0 +1,257 @@
+"""Derived columns of cells.csv: each from several fields of a record, or from a timeline.
+
+Every function takes a record and returns the value of a column; None if the record does not state it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stratbench.analysis.records.samples import BUSY, read_timeline
+from stratbench.cell.record import Record
+
+
+def value_at(value: Any, path: str) -> Any:
+    """The value at a dotted path of nested dicts; None if any part of it is absent."""
+    for key in path.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
+
+
+# ---------------------------------------------------------------- the score
+
+
+def score_error(record: Record) -> float | None:
+    """Standard error of the last epoch's score, for a cell that finished."""
+    entries = value_at(record, "score.per_epoch") or [{}]
+    return None if value_at(record, "score.final") is None else entries[-1].get("score_error")
+
+
+def perplexity(record: Record) -> float | None:
+    """e to the power of the score, if the score is in nats per token and the result is finite."""
+    final = value_at(record, "score.final")
+    if final is None or value_at(record, "task.unit") != "nats/token" or final > 700:
+        return None
+    return math.exp(final)
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def texts_of_workers(record: Record, path: str) -> list[str]:
+    """The distinct values of a field of the workers' provenance, as sorted texts."""
+    values = (value_at(worker["provenance"], path) for worker in record["workers"])
+    return sorted({str(value) for value in values if value is not None})
+
+
+def joined_or_none(texts: list[str]) -> str | None:
+    """`a; b`; None if there are no texts."""
+    return "; ".join(texts) or None
+
+
+def device_kind(record: Record) -> str | None:
+    """`cuda` or `cpu`; from the launcher if no worker lived to record it."""
+    kinds = {device.partition(":")[0] for device in texts_of_workers(record, "device")}
+    return joined_or_none(sorted(kinds)) or value_at(record, "provenance.device")
+
+
+def device_name(record: Record) -> str | None:
+    """Names of the GPUs; if there are none, of the processors."""
+    return joined_or_none(texts_of_workers(record, "gpu.name")) or cpu_models(record)
+
+
+def device_memory_bytes(record: Record) -> float | None:
+    """Memory of the smallest GPU of the workers; None without one."""
+    found = texts_of_workers(record, "gpu.memory_bytes")
+    return min(map(float, found), default=None)
+
+
+def hosts(record: Record) -> str | None:
+    """Names of the hosts on which workers ran."""
+    return joined_or_none(texts_of_workers(record, "host.name"))
+
+
+def cpu_models(record: Record) -> str | None:
+    """Processors of the hosts."""
+    return joined_or_none(texts_of_workers(record, "host.cpu_model"))
+
+
+def torch_versions(record: Record) -> str | None:
+    """Versions of PyTorch; several only if workers differ."""
+    return joined_or_none(texts_of_workers(record, "software.torch"))
+
+
+def driver_versions(record: Record) -> str | None:
+    """Versions of the GPU driver; several only if hosts differ."""
+    return joined_or_none(texts_of_workers(record, "driver.driver_version"))
+
+
+def cpu_cores(record: Record) -> float | None:
+    """CPU cores that the workers may use together: for each host, its affinity within its quota."""
+    cores_of: dict[str, tuple[set[int], float]] = {}
+    for worker in record["workers"]:
+        name = value_at(worker["provenance"], "host.name")
+        affinity = set(value_at(worker["provenance"], "host.affinity") or ())
+        quota = value_at(worker["provenance"], "host.cpu_quota_cores") or math.inf
+        cores_of[name] = (cores_of.get(name, (set(), 0.0))[0] | affinity, quota)
+    total = sum(min(len(cores), quota) for cores, quota in cores_of.values())
+    return round(total, 1) or None
+
+
+def other_cpu_cores(record: Record) -> float | None:
+    """Number of cores that other processes used at the start, on the busiest node."""
+    nodes = (value_at(record, "provenance.busy_at_start") or {}).values()
+    busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
+    return max(busy, default=None)
+
+
+def revision(record: Record) -> str | None:
+    """The first 12 digits of the commit, with `+changes` if files differed from it."""
+    git = value_at(record, "provenance.git") or {}
+    commit = git.get("revision")
+    return commit and commit[:12] + ("+changes" if git.get("dirty") else "")
+
+
+def slowdown(record: Record) -> str | None:
+    """How workers were slowed down on purpose, in words."""
+    setting = value_at(record, "settings.slowdown")
+    if not setting:
+        return None
+    parts = []
+    if setting.get("workers") and setting.get("factor"):
+        ranks = ", ".join(str(rank) for rank in setting["workers"])
+        parts.append(f"rank {ranks} {setting['factor']:g} times slower")
+    if setting.get("sigma"):
+        parts.append(f"random delays (sigma {setting['sigma']:g})")
+    return "; ".join(parts) or None
+
+
+# ---------------------------------------------------------------- memory and time
+
+
+def peak_memory_bytes(record: Record) -> int | None:
+    """Peak memory of the rank that used most: the one figure that tables, figures and rules use.
+
+    On a GPU this is the allocator's peak, including model states. On a CPU it is the growth of the
+    resident set over its base; the base holds libraries, weights and momentum, which are not counted.
+    """
+    on_cpu = "cpu" in (device_kind(record) or "").split("; ")
+    return value_at(record, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
+
+
+def model_states_bytes(record: Record) -> int | None:
+    """Parameters, gradients, optimizer state and buffers of the rank that holds most."""
+    states = value_at(record, "memory.model_states") or {}
+    kinds = ("parameters", "gradients", "optimizer", "buffers")
+    held = [states.get(f"{kind}_bytes") for kind in kinds]
+    return sum(n_bytes or 0 for n_bytes in held) if any(held) else None
+
+
+def start_skew_ms(record: Record) -> float | None:
+    """The largest start skew of an epoch."""
+    return max(value_at(record, "time.start_skew_ms") or (), default=None)
+
+
+def breakdown_ms(record: Record) -> str | None:
+    """The phases of a mean step in ms, as a JSON object."""
+    phases = value_at(record, "time.breakdown_ms")
+    return json.dumps(phases) if phases else None
+
+
+# ---------------------------------------------------------------- parameter servers
+
+
+def servers_in(record: Record) -> list[dict[str, Any]]:
+    """The entries of the parameter servers; empty if there is none."""
+    return value_at(record, "server.servers") or []
+
+
+def links_of(record: Record) -> Iterator[dict[str, Any]]:
+    """The entries that each server has for its workers."""
+    for server in servers_in(record):
+        yield from server.get("workers") or ()
+
+
+def n_servers(record: Record) -> int | None:
+    """The number of parameter servers."""
+    return len(servers_in(record)) or None
+
+
+def processes(record: Record) -> int | None:
+    """The number of workers and parameter servers; None where servers left no statistics."""
+    servers = servers_in(record)
+    if value_at(record, "strategy.kind") == "server" and not servers:
+        return None
+    return value_at(record, "cell.gpus") + len(servers)
+
+
+def server_bytes(record: Record) -> int | None:
+    """Bytes in and out of all servers."""
+    if not servers_in(record):
+        return None
+    return sum(link["bytes_in"] + link["bytes_out"] for link in links_of(record))
+
+
+def server_wait_s(record: Record) -> float | None:
+    """The time for which servers held workers back, in s, summed over servers and workers."""
+    if not servers_in(record):
+        return None
+    return sum(link.get("wait_s") or 0.0 for link in links_of(record))
+
+
+def server_lost(record: Record) -> int | None:
+    """The number of different workers that were lost to a server."""
+    if not servers_in(record):
+        return None
+    return len({str(w) for server in servers_in(record) for w in server.get("lost") or ()})
+
+
+def staleness(record: Record) -> str | None:
+    """The number of pushes by staleness, over all shards and servers, as a JSON list.
+
+    The index is the staleness: the number of updates between a push and the weights that its gradient
+    was computed from.
+    """
+    total: list[int] = []
+    for server in servers_in(record):
+        counts = server.get("staleness_all_shards") or []
+        total += [0] * (len(counts) - len(total))
+        for i, count in enumerate(counts):
+            total[i] += count
+    return json.dumps(total) if total else None
+
+
+# ---------------------------------------------------------------- the timeline
+
+
+def timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
+    """`throttled_share` and `utilisation_pct` from a cell's timeline; empty if it has no samples.
+
+    Throttled is the share of GPU samples in which heat or power brakes slowed a GPU. Utilisation is a
+    mean over the samples during training: of the GPUs, or on CPUs of the worker processes (in percent
+    of one core each).
+    """
+    timeline = read_timeline(path)
+    if timeline is None:
+        return {}
+    kind = "gpu" if device_kind == "cuda" else "process"
+    found: dict[str, float] = {}
+    series = timeline.of_kind(kind)
+    if kind == "gpu" and series:
+        count = sum(one.count for one in series.values())
+        found["throttled_share"] = sum(one.slowed for one in series.values()) / count
+    used = [
+        one.training[BUSY[kind]]
+        for (_, name), one in series.items()
+        if BUSY[kind] in one.training and (kind == "gpu" or not name or name.startswith("rank"))
+    ]
+    if used:
+        whole = sum(values.mean * values.count for values in used)
+        found["utilisation_pct"] = whole / sum(values.count for values in used)
+    return found

@@ -1,0 +1,28 @@
+"""audit.csv: its columns, and how others read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from stratbench.analysis.records.columns import read_table
+
+AUDIT_COLUMNS = (
+    "rule",
+    "severity",
+    "affects",
+    "experiment",
+    "strategy",
+    "model",
+    "gpus",
+    "repeat",
+    "figures",
+    "explanation",
+)
+
+
+def read_audit(path: Path) -> pd.DataFrame:
+    """Reads audit.csv, as the command line wrote it."""
+    text = ("rule", "severity", "affects", "figures", "explanation", "version")
+    return read_table(path, text=text, gpus="Int64", repeat="Int64")

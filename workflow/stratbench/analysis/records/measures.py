@@ -1,0 +1,262 @@
+"""The measures of tables and figures: the column, the unit and the baseline of each.
+
+A measure that shows a column as it is has the column's unit and definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from stratbench.analysis.records.columns import BY_NAME
+from stratbench.analysis.records.score import Score, score_of
+from stratbench.cell.text.words import MIB
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: The mark on a figure that the audit doubts, in tables and in figures.
+DOUBT = "†"
+#: The text in a table if the study has no such cell (`single` on two workers).
+NO_CELL = "–"
+#: The strategy without any distribution, on one worker, which speedups are relative to.
+ALONE = "single"
+#: The factor from a column's unit to the unit in which it is shown.
+FACTORS = {
+    ("bytes", "MiB"): 1 / MIB,
+    ("bytes/s", "GB/s"): 1e-9,
+    ("FLOP/s", "GFLOP/s"): 1e-9,
+    ("share", "%"): 100.0,
+}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure: a column of cells.csv in some unit, or its ratio to a baseline."""
+
+    name: str
+    title: str
+    #: The column of cells.csv.
+    column: str
+    #: The unit in which it is shown; None: the column's. A ratio has none.
+    shown_unit: str | None = None
+    #: The meaning; empty: the column's definition.
+    own_definition: str = ""
+    better: Literal["lower", "higher"] | None = "lower"  # None: neither
+    #: `self`: divided by the same strategy at one worker; `single`: by strategy `single`; another
+    #: name: by that strategy on as many workers.
+    baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
+    #: Divide the baseline by the measure instead.
+    inverted: bool = False
+    #: Divide by the number of workers too.
+    per_worker: bool = False
+    #: The kind of the audit's findings that cast doubt on it.
+    concerns: Literal["time", "memory", "score"] = "time"
+    #: Digits after the point; None: three significant digits.
+    decimals: int | None = None
+    #: Whether its name comes from each experiment's records: the `score`, or what throughput `counts`.
+    named_by: Literal["score", "counts"] | None = None
+    #: The factor from the column's values to the shown ones; None: from the units.
+    own_scale: float | None = None
+
+    @property
+    def unit(self) -> str:
+        """The unit in which it is shown; empty for a ratio."""
+        if self.baseline:
+            return ""
+        return BY_NAME[self.column].unit if self.shown_unit is None else self.shown_unit
+
+    @property
+    def scale(self) -> float:
+        """The factor from the column's values to the shown ones; a ratio has none."""
+        if self.own_scale is not None:
+            return self.own_scale
+        unit = BY_NAME[self.column].unit
+        return 1.0 if self.baseline or self.unit == unit else FACTORS[unit, self.unit]
+
+    @property
+    def definition(self) -> str:
+        """The meaning of the measure, in a few sentences."""
+        return self.own_definition or BY_NAME[self.column].definition
+
+    @property
+    def heading(self) -> str:
+        """Title with the unit, for axes and captions."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    def named(self, score: Score) -> Measure:
+        """The measure as shown in an experiment with this score."""
+        if self.named_by == "score":
+            return replace(
+                self,
+                title=self.title.replace("score", score.name),
+                shown_unit=score.shown_unit,
+                better=score.better,
+                decimals=score.decimals,
+                own_scale=score.factor,
+            )
+        if self.named_by == "counts":
+            unit = f"{score.counts}/s"
+            return replace(self, shown_unit=unit, own_scale=score.counts_per_sample)
+        return self
+
+
+_THROUGHPUT = "throughput_samples_per_s"
+_SPEEDUP = (
+    "Ratio of training throughputs; it equals the ratio of training times where as many samples "
+    "entered the weights. They do in cells of one experiment, but where a server drops late pushes."
+)
+
+MEASURES: dict[str, Measure] = {
+    m.name: m
+    for m in (
+        Measure("training_time", "Training time", "train_time_s"),
+        Measure(
+            "throughput", "Training throughput", _THROUGHPUT, better="higher", named_by="counts"
+        ),
+        Measure(
+            "achieved",
+            "Achieved arithmetic rate",
+            "achieved_flops_per_s",
+            "GFLOP/s",
+            better="higher",
+        ),
+        Measure("mfu", "Model FLOPs utilisation (MFU)", "mfu", "%", better="higher"),
+        Measure(
+            "speedup",
+            "Speedup over one worker",
+            _THROUGHPUT,
+            own_definition=f"Against the same strategy with one worker. {_SPEEDUP}",
+            better="higher",
+            baseline="self",
+            decimals=2,
+        ),
+        Measure(
+            "efficiency",
+            "Scaling efficiency",
+            _THROUGHPUT,
+            own_definition="Speedup over the same strategy with one worker, divided by the number of "
+            "workers.",
+            better="higher",
+            baseline="self",
+            per_worker=True,
+            decimals=2,
+        ),
+        Measure(
+            "speedup_vs_single",
+            "Speedup over single",
+            _THROUGHPUT,
+            own_definition="Against strategy single, a bare training loop in one process, which has no "
+            f"cost of distribution. {_SPEEDUP}",
+            better="higher",
+            baseline="single",
+            decimals=2,
+        ),
+        Measure(
+            "efficiency_vs_single",
+            "Efficiency against single",
+            _THROUGHPUT,
+            own_definition="Speedup over strategy single, divided by the number of workers.",
+            better="higher",
+            baseline="single",
+            per_worker=True,
+            decimals=2,
+        ),
+        Measure(
+            "time_vs_ddp",
+            "Training time against ddp",
+            "train_time_s",
+            own_definition="Training time divided by that of ddp on as many workers.",
+            baseline="ddp",
+            decimals=2,
+        ),
+        Measure(
+            "time_vs_sync",
+            "Training time against ps-sync",
+            "train_time_s",
+            own_definition="Training time divided by that of ps-sync on as many workers.",
+            baseline="ps-sync",
+            decimals=2,
+        ),
+        Measure(
+            "memory",
+            "Peak memory per worker",
+            "peak_memory_bytes",
+            "MiB",
+            concerns="memory",
+            decimals=0,
+        ),
+        Measure(
+            "model_states",
+            "Model states per worker",
+            "model_states_bytes",
+            "MiB",
+            concerns="memory",
+        ),
+        Measure(
+            "memory_reduction",
+            "Memory reduction against ddp",
+            "peak_memory_bytes",
+            own_definition="Peak memory per worker of ddp on as many workers, divided by it. Sharding "
+            "divides the model states by the number of workers at most, and activations not at all. "
+            "On a CPU weights and momentum are in neither peak.",
+            better="higher",
+            baseline="ddp",
+            inverted=True,
+            concerns="memory",
+            decimals=2,
+        ),
+        Measure("sent_per_step", "Sent by a worker in a step", "sent_bytes_per_step", "MiB"),
+        Measure(
+            "bandwidth",
+            "Implied bandwidth of a worker",
+            "implied_bytes_per_s",
+            "GB/s",
+            better=None,
+        ),
+        Measure("energy", "Energy of the GPUs per sample", "joules_per_sample"),
+        Measure("time_to_target", "Training time to the target score", "time_to_target_s"),
+        Measure(
+            "score",
+            "Test score after the last epoch",
+            "score_final",
+            better="higher",
+            concerns="score",
+            named_by="score",
+        ),
+        Measure("perplexity", "Perplexity per token", "perplexity", concerns="score"),
+        Measure(
+            "utilisation",
+            "Utilisation while training",
+            "utilisation_pct",
+            better="higher",
+            decimals=1,
+        ),
+    )
+}
+
+
+def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
+    """The measures by name, with the names of one experiment's records (rows of cells.csv)."""
+    score = score_of(rows)
+    return {name: measure.named(score) for name, measure in MEASURES.items()}
+
+
+def format_number(value: float, decimals: int | None) -> str:
+    """`value` as text with `decimals` digits after the point.
+
+    None: as many as give three significant digits, but at most three.
+    """
+    if decimals is None:
+        magnitude = abs(value)
+        decimals = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
+    return f"{value:.{decimals}f}"
+
+
+def status_label(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
+    """The text of a table in place of a number, for a cell that is not `ok`."""
+    if status == "infeasible":
+        return f"infeasible ({reason})"
+    if status == "timeout":
+        return f">{time_limit_s:g} s" if time_limit_s else "timeout"
+    return {"oom": "OOM", "diverged": "div."}.get(status, status)

@@ -1,0 +1,151 @@
+"""The answers of a study as rows of the report's first screen, each with its rivals on a scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stratbench.analysis.figures.marks import Mark, marks_by_strategy, outline
+
+#: The scale of the rivals, 236 pixels wide: the places of 1 × and of the farthest ratio.
+ONE, END = 40, 222
+#: The farthest ratio that is drawn, and the ratios that have a tick.
+FARTHEST, TICKS = 3.0, (1.0, 1.5, 2.0, 3.0)
+#: The height of the middle; the lines above and below it on which marks are put that would overlap.
+MIDDLE, LANES = 24, (0, -9, 9)
+#: Radii of the choice, its nearest rival and the others; marks nearer than this overlap.
+CHOICE, NEAREST, OTHER, APART = 7.0, 5.0, 3.6, 8.0
+#: Of the confidence, how many of three dots are filled.
+DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A mark on the scale: its path, the CSS colour of its line and of its inside, and its name."""
+
+    path: str
+    colour: str
+    inside: str
+    title: str
+    width: float
+
+
+def at(ratio: float) -> float:
+    """The place of a ratio on the scale, in pixels; logarithmic."""
+    return ONE + (END - ONE) * math.log(ratio) / math.log(FARTHEST)
+
+
+def drawn(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> Drawn:
+    """A strategy's mark around (x, y); `full`: in its family's full colour."""
+    quiet = "" if full else "-q"
+    colour = f"var(--{mark.variable}{quiet})"
+    half = f"url(#half-{mark.variable}{quiet})"
+    inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
+    return Drawn(
+        outline(mark.shape, x, y, radius), colour, inside, title, 2.2 if radius > 5 else 1.5
+    )
+
+
+def icon(mark: Mark) -> Drawn:
+    """A strategy's mark in the middle of 18 x 18 pixels."""
+    return drawn(mark, 9, 9, 6, "", full=True)
+
+
+def scale_of(
+    short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
+) -> dict[str, Any] | None:
+    """What is drawn of a choice and its rivals: marks, intervals, the band of equals; None without any."""
+    others: Sequence[Mapping[str, Any]] = short["others"]
+    if short["strategy"] is None or not others:
+        return None
+    inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
+    nearest = others[0]
+    taken: list[tuple[float, int]] = [(at(1.0), 0), (at(1.0) + CHOICE, 0)]
+    shown, lines = [], []
+    for other in inside:
+        x, first = at(other["ratio"]), other is nearest
+        lane = next(
+            (n for n in range(len(LANES)) if all(k != n or abs(p - x) >= APART for p, k in taken)),
+            0,
+        )
+        taken.append((x, lane))
+        y = MIDDLE + LANES[lane]
+        name = named(other)
+        shown.append(
+            drawn(marks[other["strategy"]], x, y, NEAREST if first else OTHER, name, full=first)
+        )
+        if other["low"] is not None:
+            low, high = max(other["low"], 1 / 1.2), min(other["high"], FARTHEST * 1.06)
+            lines.append(
+                {
+                    "from": at(low),
+                    "to": at(high),
+                    "y": y,
+                    "colour": shown[-1].colour,
+                    "width": 2 if first else 1,
+                    "open": other["high"] > FARTHEST * 1.06,
+                }
+            )
+    choice = drawn(marks[short["strategy"]], at(1.0), MIDDLE, CHOICE, "", full=True)
+    x = min(at(min(nearest["ratio"], FARTHEST)), END)
+    return {
+        "marks": [*reversed(shown), choice],
+        "lines": lines,
+        "ticks": [at(t) for t in TICKS],
+        "band": {"x": at(1 / (1 + margin)), "width": at(1 + margin) - at(1 / (1 + margin))},
+        "beyond": len(others) - len(inside),
+        "label": label_of(nearest),
+        "label_x": x,
+        "anchor": "start" if x < 70 else "end" if x > 150 else "middle",
+        "alt": "; ".join(named(other) for other in others),
+    }
+
+
+def label_of(other: Mapping[str, Any]) -> str:
+    """The nearest rival in words: `zero1 × 8: 1.09× [1.06–1.12]`."""
+    interval = ""
+    if other["low"] is not None:
+        high = other["high"]
+        interval = f" [{other['low']:.2f}–{f'{high:.2f}' if high < 100 else '∞'}]"
+    return f"{named(other)}{interval}"
+
+
+def named(other: Mapping[str, Any]) -> str:
+    """A rival and its ratio: `zero1 × 8: 1.09×`."""
+    return f"{other['strategy']} × {other['gpus']}: {other['ratio']:.2f}×"
+
+
+def answer_rows(
+    answers: Sequence[Mapping[str, Any]],
+    names: Sequence[tuple[str, str | None]],
+    margin: float,
+) -> Iterator[dict[str, Any]]:
+    """A row for each answer of answers.json. `names`: pairs of a study's strategies and their bases."""
+    listed = {a["short"]["strategy"] for a in answers if a["short"]["strategy"]}
+    listed |= {o["strategy"] for a in answers for o in a["short"]["others"]}
+    known = dict(names)
+    marks = marks_by_strategy([*names, *((name, name) for name in listed if name not in known)])
+    for answer in answers:
+        short = answer["short"]
+        name = short["strategy"]
+        yield {
+            **answer,
+            "short": short,
+            "icon": icon(marks[name]) if name in marks else None,
+            "scale": scale_of(short, marks, margin),
+            "dots": DOTS[answer["confidence"]],
+            "families": sorted({marks[n].family for n in shown_names(short)}),
+        }
+
+
+def shown_names(short: Mapping[str, Any]) -> list[str]:
+    """The strategies that a row draws."""
+    own = [short["strategy"]] if short["strategy"] else []
+    return [*own, *(other["strategy"] for other in short["others"])]
+
+
+def ticks() -> list[dict[str, Any]]:
+    """The head of the scale: a place and a text for each tick."""
+    return [{"x": at(t), "text": f"{t:g}×"} for t in TICKS]

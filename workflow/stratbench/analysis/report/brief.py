@@ -1,0 +1,40 @@
+"""The result of a finished study in a few lines for the terminal: choices, audit, start skew."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from stratbench.analysis.decision.answer_line import answer_line
+from stratbench.cell.text.words import counted
+
+
+def answer_lines(folder: Path) -> Iterator[str]:
+    """The lines, from the files of a study in `folder`.
+
+    Reads answers.json, audit.csv and cells.csv without pandas, which is slow to import.
+    """
+    decided = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
+    yield decided["lead"]
+    for d in decided["answers"]:
+        yield answer_line(d)
+    found = Counter(row["severity"] for row in read_rows(folder / "audit.csv"))
+    tally = [f"{found[severity]} {severity}" for severity in ("unusable", "doubtful")]
+    yield f"Audit: {', '.join(tally)}, {found['note']} to note."
+    skews_ms = [float(row["start_skew_ms"] or "nan") for row in read_rows(folder / "cells.csv")]
+    known_ms = sorted(skew for skew in skews_ms if skew == skew)
+    if known_ms:
+        yield (
+            f"Start skew of an epoch's workers: median {statistics.median(known_ms):.1f} ms, "
+            f"largest {known_ms[-1]:.1f} ms in {counted(len(known_ms), 'cell')}."
+        )
+
+
+def read_rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a CSV file, each as values by column."""
+    with path.open(newline="", encoding="utf-8") as f:
+        yield from csv.DictReader(f)

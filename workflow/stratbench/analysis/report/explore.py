@@ -1,0 +1,247 @@
+"""Writes explore.html: all cells on one interactive page, with axes, filters and a table to choose from.
+
+The page needs no network and no other file. Its data are JSON in the page. Its script writes texts only
+as text, and a policy in the page forbids any other script and any request.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.audit import SEVERITIES
+from stratbench.analysis.figures.style import FURTHER_COLOURS, MARKERS, styles_by_strategy
+from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
+from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.records.measures import FACTORS
+from stratbench.analysis.records.score import score_of
+from stratbench.cell.coordinates import CELL_PATTERN, STATUSES
+from stratbench.cell.files import write_atomic
+from stratbench.cell.text import pages
+from stratbench.cell.text.words import WORKER_NOUNS, plural, printable
+
+TEMPLATES = Path(__file__).parent / "templates"
+#: The column with the name of a cell's result set, for a page that shows several.
+SET_COLUMN = Column("set", "text", "", None, "The result set that the cell is from.")
+#: Numbers that name or count something: they are listed, not put on a continuous axis.
+DISCRETE = ("gpus", "repeat")
+#: The columns that come first among the filters.
+FIRST = ("set", "experiment", "model", "strategy", "gpus", "repeat", "status")
+#: Columns that are not shown: the study's name, and paths, which become links.
+NOT_SHOWN = ("study", "record_path", "log_path")
+#: Columns in the unit of the task's score.
+SCORES = ("score_final", "score_best")
+#: Digits kept of a measured value.
+DIGITS = 6
+#: Data with more characters are compressed, so that a page with 10,000 cells stays below 1 MiB.
+MOST_PLAIN = 1 << 18
+
+
+def label_of(name: str, unit: str) -> str:
+    """A column's name in words, without the unit at its end."""
+    if name == "gpus":
+        return "workers"
+    suffix = {"%": "pct", "FLOP/s": "flops_per_s"}.get(unit, unit.replace("/", "_per_"))
+    words = name.removesuffix(f"_{suffix}") if suffix else name
+    return words.replace("_", " ")
+
+
+def shown_in(unit: str) -> tuple[str, float]:
+    """The unit in which values are shown, with the factor to it."""
+    return next(((shown, by) for (own, shown), by in FACTORS.items() if own == unit), (unit, 1.0))
+
+
+def rounded(value: float) -> float | int:
+    """A value rounded to DIGITS significant digits; whole numbers stay whole."""
+    if float(value).is_integer() and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
+
+
+def encoded(values: Sequence[Any]) -> Row:
+    """Values of a column as they are (`values`), or each distinct value once if that is shorter (`levels`).
+
+    `at` has the index into `levels` for each cell; without `at`, all cells have the one value.
+    """
+    levels = {value: place for place, value in enumerate(dict.fromkeys(values))}
+    if len(levels) == 1:
+        return {"levels": list(levels)}
+    if len(levels) * 4 <= len(values):
+        return {"levels": list(levels), "at": [levels[value] for value in values]}
+    return {"values": list(values)}
+
+
+def column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
+    """A column's values for JSON, in the unit in which they are shown; None if no cell has any."""
+    series = cells[column.name]
+    if not series.notna().any():
+        return None
+    if column.kind == "number":
+        by = shown_in(column.unit)[1]
+        if column.name in SCORES and shares_score(cells):
+            by = score_of(cells).factor
+        return [None if v is None else rounded(v * by) for v in present(series.astype(float))]
+    return [None if v is None else str(v) for v in present(series)]
+
+
+def shares_score(cells: pd.DataFrame) -> bool:
+    """Whether all scores have one unit; if not, they are shown as in the records."""
+    return cells["score_unit"].dropna().nunique() <= 1
+
+
+def present(series: pd.Series) -> list[Any]:
+    """The values of a series, with None for absent ones."""
+    return series.astype(object).where(series.notna(), None).tolist()
+
+
+def columns_of(cells: pd.DataFrame) -> Iterator[Row]:
+    """The columns in which some cell has a value, in the form that the page's script reads."""
+    for column in (SET_COLUMN, *CELL_COLUMNS):
+        if column.name not in cells or column.name in NOT_SHOWN or column.kind == "json":
+            continue
+        if (values := column_values(column, cells)) is None:
+            continue
+        unit = shown_in(column.unit)[0]
+        if column.name in SCORES and shares_score(cells):
+            unit = score_of(cells).shown_unit
+        yield {
+            "name": column.name,
+            "label": label_of(column.name, column.unit),
+            "unit": unit,
+            "number": column.kind == "number" and column.name not in DISCRETE,
+            "definition": column.definition,
+            **encoded(values),
+        }
+
+
+def findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
+    """For each row of cells.csv, the indices of the audit's findings on it.
+
+    A finding without some coordinates is on all cells that share its others; without any, on none.
+    """
+    names = [name for name in ("set", *GROUP, "repeat") if name in cells]
+    placed: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+    for place, finding in enumerate(findings):
+        where = tuple((n, finding[n]) for n in names if pd.notna(finding.get(n)))
+        placed.setdefault(where, []).append(place)
+    patterns = {tuple(name for name, _ in where) for where in placed}
+    kept = [c for n in range(1, len(names) + 1) for c in combinations(names, n) if c in patterns]
+    for row in cells[names].to_dict("records"):
+        yield list(
+            chain.from_iterable(
+                placed.get(tuple((name, row[name]) for name in pattern), ()) for pattern in kept
+            )
+        )
+
+
+def audit_of(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
+    """The audit's rules that have findings, and the indices of these rules for each cell."""
+    rules: dict[tuple[str, str, str, str], int] = {}
+    rule_at = [
+        rules.setdefault(
+            (f["rule"], f["severity"], f["affects"], f["explanation"]),
+            len(rules),
+        )
+        for f in findings
+    ]
+    found = zip(cells["status"], findings_by_cell(cells, findings), strict=True)
+    by_cell = {
+        number: sorted({rule_at[place] for place in places})
+        for number, (status, places) in enumerate(found)
+        if places and status in (*STATUSES, "unusable")  # a cell without figures has none to doubt
+    }
+    keys = ("id", "severity", "affects", "explanation")
+    return {
+        "severities": SEVERITIES,
+        "rules": [dict(zip(keys, rule, strict=True)) for rule in rules],
+        "cells": by_cell,
+    }
+
+
+def files_of(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
+    """The links to each cell's record and log, and which cells have one."""
+    folder = Path(os.path.relpath(study_dir, page_dir)).as_posix()
+    paths = {"record": f"cells/{CELL_PATTERN}/record.json", "log": f"logs/{CELL_PATTERN}.log"}
+    return {
+        kind: {
+            "path": f"{folder}/{path}",
+            **encoded(
+                [
+                    there is not None and (study_dir / there).exists()
+                    for there in present(cells[f"{kind}_path"])
+                ]
+            ),
+        }
+        for kind, path in paths.items()
+    }
+
+
+def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, Any]:
+    """All data that the page's script shows.
+
+    `cells`: rows of cells.csv, with a column `set` if there are several sets; `findings`: rows of
+    audit.csv, also with `set` if there are several.
+    """
+    told = cells.dropna(subset=["strategy_base"])
+    bases = dict(zip(told["strategy"], told["strategy_base"], strict=True))
+    styles = styles_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
+    return {
+        "cells": len(cells),
+        "columns": list(columns_of(cells)),
+        "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
+        "first": FIRST,
+        "styles": {name: [style.colour, style.marker] for name, style in styles.items()},
+        "colours": FURTHER_COLOURS,
+        "markers": MARKERS,
+        "audit": audit_of(cells, findings),
+        "nouns": {
+            kind: [noun, plural(noun)] for kind, noun in (("", "worker"), *WORKER_NOUNS.items())
+        },
+        "files": {},
+    }
+
+
+def as_json(data: Any) -> str:
+    """JSON that no HTML parser reads as markup, whatever texts it holds."""
+    text = printable(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def packed(text: str) -> str:
+    """The text, compressed if it is long (gzip, base64); the script tells by the first character."""
+    if len(text) <= MOST_PLAIN:
+        return text
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
+    """The page as HTML. `notices`: what a reader must know before any number; `back`: link to the report."""
+    script = (TEMPLATES / "explore.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    values = {
+        "title": title,
+        "notices": notices,
+        "back": back,
+        "data": packed(as_json(data)),
+        "script": script,
+        "script_hash": f"sha256-{digest}",
+    }
+    return pages.render("explore.html.j2", TEMPLATES, values=values)
+
+
+def write_page(
+    out: Path, cells: pd.DataFrame, findings: Sequence[Row], study_dir: Path, notices: Sequence[str]
+) -> None:
+    """Write explore.html of one study; its links lead to the files below results/<study>."""
+    data = page_data(cells, findings) | {"files": files_of(cells, study_dir, out.parent)}
+    page = render(data, str(cells["study"].iloc[0]), notices, "report.html")
+    write_atomic(out, page)

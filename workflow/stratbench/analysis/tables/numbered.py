@@ -1,0 +1,201 @@
+"""The paper's tables 3 to 8, made from a study's own records.
+
+Tables 3 to 7 hold the texts of summary.csv. The paper fills table 8 with judgements; here it holds
+measurements, with the cells that each comes from.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, format_number, measures_of
+
+
+@dataclass(frozen=True)
+class NumberedTable:
+    """One of tables 3 to 7: the strategies (with their variants) and the measures that it compares."""
+
+    name: str
+    title: str
+    strategies: tuple[str, ...]
+    measures: tuple[str, ...]
+    #: Whether only the largest worker count of each experiment is shown.
+    largest_only: bool = False
+
+
+TABLES = {
+    t.name: t
+    for t in (
+        NumberedTable(
+            "table_3", "Training time of DDP and FSDP (s)", ("ddp", "fsdp"), ("training_time",)
+        ),
+        NumberedTable(
+            "table_4",
+            "Test score of the synchronous and the asynchronous server",
+            ("ps-sync", "ps-async"),
+            ("score",),
+        ),
+        NumberedTable(
+            "table_5",
+            "Training time of the synchronous and the asynchronous server (s)",
+            ("ps-sync", "ps-async"),
+            ("training_time",),
+        ),
+        NumberedTable(
+            "table_6",
+            "Training time of the synchronous and the modified asynchronous server (s)",
+            ("ps-sync", "ps-async-modified"),
+            ("training_time",),
+        ),
+        NumberedTable(
+            "table_7",
+            "Standard, modified and staleness-mitigated asynchronous server",
+            ("ps-async", "ps-async-modified", "ps-dana", "ps-ormo", "ps-preview"),
+            ("score", "training_time"),
+            largest_only=True,
+        ),
+    )
+}
+#: Titles by name, including table 8.
+TITLES = {name: table.title for name, table in TABLES.items()} | {
+    "table_8": "The strategies compared, each on the most workers of its experiment (range over models)"
+}
+#: The text in an empty table.
+NO_STRATEGIES = "The study has no such strategies."
+#: Columns of table 8: the name of a measure, with the heading of its column.
+QUALITIES = {
+    "speedup_vs_single": "speedup over single",
+    "efficiency": "scaling efficiency",
+    "time_vs_ddp": "time against ddp",
+    "time_vs_sync": "time against ps-sync",
+    "memory_reduction": "memory reduction against ddp",
+    "score": "test score",
+}
+
+
+def numbered_table(
+    summary: pd.DataFrame,
+    bases: dict[str, str],
+    measures: dict[str, dict[str, Measure]],
+    table: NumberedTable,
+) -> pd.DataFrame:
+    """One of tables 3 to 7 from the rows of summary.csv.
+
+    `bases` maps each strategy or variant to its strategy; `measures` are those of each experiment.
+    Columns: experiment, strategy, model, measure, and one for each worker count; no rows if the study
+    has no such strategy.
+    """
+    rows = summary[summary["measure"].isin(table.measures)]
+    rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
+    if table.largest_only and len(rows):
+        rows = rows[rows["gpus"] == rows.groupby("experiment")["gpus"].transform("max")]
+    counts = sorted(rows["gpus"].unique())
+    found = []
+    keys = ["experiment", "strategy", "model", "measure"]
+    for key, line in rows.groupby(keys, sort=False):
+        by_count = {row.gpus: text_as_in_the_paper(row) for row in line.itertuples()}
+        cells = {f"{n} workers": by_count.get(n, NO_CELL) for n in counts}
+        place = dict(zip(keys, key, strict=True)) | {
+            "measure": measures[str(key[0])][key[3]].heading
+        }
+        found.append(place | cells)
+    columns = [*keys, *(f"{n} workers" for n in counts)]
+    return pd.DataFrame(found, columns=columns)
+
+
+def text_as_in_the_paper(row: object) -> str:
+    """The text of a summary row; a time limit as the paper prints it (`>3000`), and the audit's mark."""
+    text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
+    return f"{text} {DOUBT}" if row.flags else text
+
+
+def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
+    """Table 8: the figures of each strategy on the most workers of each experiment.
+
+    Columns: experiment, strategy, workers, property, text (the range over models), models, records
+    (the cells behind it), outcomes (of cells that did not finish).
+    """
+    found, measures = [], measures_by_experiment(cells)
+    most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
+    largest = summary[summary["gpus"] == most]
+    for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
+        workers = int(rows["gpus"].iloc[0])
+        of = f"{experiment}/{strategy}/{{}}/{workers}gpu"
+        by_measure: dict[str, list[dict[str, Any]]] = {}
+        for row in rows.to_dict("records"):
+            by_measure.setdefault(row["measure"], []).append(row)
+        for measure, quality in QUALITIES.items():
+            line = by_measure.get(measure, [])
+            known = [row for row in line if pd.notna(row["value"])]
+            found.append(
+                {
+                    "experiment": experiment,
+                    "strategy": strategy,
+                    "workers": workers,
+                    "property": quality,
+                    "text": describe_range(
+                        [row["value"] for row in known], measures[str(experiment)][measure]
+                    ),
+                    "models": len(known),
+                    "records": " ".join(of.format(row["model"]) for row in known),
+                    "outcomes": "; ".join(
+                        f"{row['model']}: {row['outcome']}" for row in line if row["outcome"] != ""
+                    ),
+                    "flags": "; ".join(sorted({row["flags"] for row in known if row["flags"]})),
+                }
+            )
+    return pd.DataFrame(found)
+
+
+def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
+    """The measures by name, for each experiment with its names."""
+    return {str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
+
+
+def describe_range(values: list[float], measure: Measure) -> str:
+    """The range of the medians over models with the unit; a single number for one model."""
+    if not values:
+        return NO_CELL
+    ends = [format_number(end, measure.decimals) for end in (min(values), max(values))]
+    return f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} {measure.unit}".rstrip()
+
+
+def qualities_wide(long: pd.DataFrame) -> pd.DataFrame:
+    """Table 8 for readers: a row for each strategy, a column for each property and for outcomes."""
+    lines = []
+    for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
+        texts = {
+            row.property: f"{row.text} {DOUBT}" if row.flags else row.text
+            for row in rows.itertuples()
+        }
+        first = rows.iloc[0]
+        place = {"experiment": experiment, "strategy": strategy, "workers": str(first["workers"])}
+        lines.append(place | texts | {"not finished": first["outcomes"] or NO_CELL})
+    return pd.DataFrame(lines)
+
+
+def paper_tables(
+    cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Name and texts of each of tables 3 to 8, including empty ones; the last comes from `qualities`."""
+    known = cells.dropna(subset=["strategy_base"])
+    bases = dict(zip(known["strategy"], known["strategy_base"], strict=True))
+    measures = measures_by_experiment(cells)
+    for table in TABLES.values():
+        yield table.name, numbered_table(summary, bases, measures, table)
+    yield "table_8", qualities_wide(table_8)
+
+
+def read_paper_tables(folder: Path) -> Iterator[dict[str, Any]]:
+    """The tables that `tables` wrote into `folder`, without empty ones: id, title, columns, rows of texts."""
+    for name, title in TITLES.items():
+        with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as f:
+            columns, *rows = csv.reader(f)
+        if rows != [[NO_STRATEGIES]]:
+            yield {"id": name, "title": title, "columns": columns, "rows": rows}

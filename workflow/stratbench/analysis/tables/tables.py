@@ -1,0 +1,272 @@
+"""Writes the tables of a study: for each experiment and measure, models and strategies by worker count.
+
+Writes summary.csv (every number in a row of its own) and, for readers, each table as CSV, Markdown
+and LaTeX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.audit import RULES, SEVERITIES
+from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, measures_of
+from stratbench.analysis.records.score import score_of
+from stratbench.analysis.tables.numbered import NO_STRATEGIES, TITLES, paper_tables, qualities
+from stratbench.analysis.tables.summary import summarise
+from stratbench.cell.files import write_atomic
+from stratbench.cell.text.words import counted, worker_noun
+from stratbench.statistics.intervals import QUARTILES_FROM
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    ">": r"$>$",
+    "<": r"$<$",
+    "×": r"$\times$",
+    "–": "--",
+    "†": r"$\dagger$",
+}
+
+
+def workers_are(cells: pd.DataFrame) -> str:
+    """A sentence that says what a worker is in these rows of cells.csv, according to the records.
+
+    For a cell in which no worker reported, such as a timeout, only the kind of device is known.
+    """
+    known = cells.dropna(subset=["device_kind", "device_name"])
+    unnamed = set(cells["device_kind"].dropna()) - set(known["device_kind"])
+    nouns = {"cuda": "one GPU", "cpu": "a CPU process"}
+    parts = [
+        f"a worker is {nouns.get(kind, kind)}, of which no record has the name"
+        for kind in sorted(unnamed)
+    ]
+    for (kind, name), rows in known.groupby(["device_kind", "device_name"], dropna=False):
+        hosts = "; ".join(sorted(set(rows["host"].dropna())))
+        if kind == "cuda":
+            parts.append(f"a worker is one GPU ({name}; host {hosts})")
+            continue
+        cores = (
+            ", ".join(f"{n:g}" for n in sorted(set(rows["cpu_cores"].dropna())))
+            or "an unknown number of"
+        )
+        parts.append(
+            f"a worker is a CPU process; the processes of a cell share {cores} cores of {hosts} "
+            f"({name})"
+        )
+    if not parts:
+        return "No record says what a worker is."
+    sentence = "; ".join(parts) + "."
+    mixed = "" if len(parts) == 1 else "The cells ran on different devices and do not compare: "
+    return mixed + sentence if mixed else sentence[0].upper() + sentence[1:]
+
+
+def spread_note(cells: pd.DataFrame, measure: Measure) -> str:
+    """A sentence on the meaning of the brackets, or on why there are none."""
+    most = cells.groupby(["strategy", "model", "gpus"]).size().max()
+    if most < 2:
+        return "One repeat: no spread is known."
+    if measure.baseline:
+        return f"Geometric mean of {most} repeats, paired [95 % interval by moderated t, each for itself]."
+    if most < QUARTILES_FROM:
+        return f"Median of {most} repeats [range: lowest, highest]."
+    return (
+        f"Median of {most} repeats [first, third quartile; where fewer than {QUARTILES_FROM} ended "
+        "well, range: lowest, highest]."
+    )
+
+
+def table_heading(cells: pd.DataFrame, measure: Measure) -> str:
+    """The measure, the experiment and the data set, as a heading."""
+    first = cells.iloc[0]
+    return f"{measure.heading}, experiment {first['experiment']} on {first['dataset']}."
+
+
+def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str:
+    """Sentences on the numbers of one experiment: their meaning, the brackets, and what a worker is."""
+    parts = (measure.definition, spread_note(cells, measure), least_note(cells, measure), workers)
+    return " ".join(part for part in parts if part)
+
+
+def least_note(cells: pd.DataFrame, measure: Measure) -> str:
+    """A sentence on the least possible score, if it is known; else empty."""
+    if measure.named_by != "score":
+        return ""
+    score = score_of(cells)
+    if score.least_possible is None:
+        return ""
+    return f"The least possible {score.name} is {score.text(score.least_possible)}."
+
+
+def wide_rows(
+    cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
+) -> tuple[list[int], list[tuple[str, str, dict[int, dict[str, Any]]]]]:
+    """The table of one experiment: its worker counts, and (model, strategy, summary row by count).
+
+    `cells` are the experiment's rows of cells.csv. The rows of a model stand together, in the order of
+    the config.
+    """
+    rows = summary[summary["measure"] == measure.name]
+    rows = rows[rows["experiment"] == cells["experiment"].iloc[0]]
+    found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in rows.to_dict("records"):
+        by_count = found.setdefault(row["model"], {}).setdefault(row["strategy"], {})
+        by_count[int(row["gpus"])] = row
+    lines = [
+        (model, strategy, by_count)
+        for model, strategies in found.items()
+        for strategy, by_count in strategies.items()
+    ]
+    return sorted({int(n) for n in rows["gpus"]}), lines
+
+
+def marked_text(row: Mapping[str, Any]) -> str:
+    """The text of a summary row, with a mark if the audit doubts the figure."""
+    return f"{row['text']} {DOUBT}" if row["flags"] else str(row["text"])
+
+
+def doubt_note(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
+    """A sentence that says what a table's marks mean, with the rules; empty without marks."""
+    found = rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
+    told = " or ".join(f"{severity} ({', '.join(rules)})" for severity, rules in found.items())
+    return f" {DOUBT}: {told}, says the audit." if found else ""
+
+
+def rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
+    """The rules in the flags of summary rows, by what the audit calls a figure: the worst first."""
+    named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
+    severity = {rule.id: rule.severity for rule in RULES}
+    found: dict[str, list[str]] = {}
+    for rule in named:
+        found.setdefault(severity.get(rule, "doubtful"), []).append(rule)
+    return {name: found[name] for name in SEVERITIES if name in found}
+
+
+def wide_table(
+    cells: pd.DataFrame,
+    counts: Sequence[int],
+    lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]],
+) -> pd.DataFrame:
+    """The texts of one experiment's table: model, strategy, and a column for each worker count.
+
+    `counts` and `lines` come from `wide_rows`.
+    """
+    table = [
+        [model, strategy, *(marked_text(found[n]) if n in found else NO_CELL for n in counts)]
+        for model, strategy, found in lines
+    ]
+    noun = worker_noun(cells["device_kind"])
+    return pd.DataFrame(table, columns=["model", "strategy", *(counted(n, noun) for n in counts)])
+
+
+def markdown(table: pd.DataFrame, title: str) -> str:
+    """The table as Markdown, with its caption above."""
+    header = list(table.columns)
+    lines = [f"**{title}**", "", "| " + " | ".join(header) + " |"]
+    lines.append("|" + "|".join([" --- "] * 2 + [" ---: "] * (len(header) - 2)) + "|")
+    for row in table.itertuples(index=False):
+        lines.append("| " + " | ".join(str(cell).replace("|", r"\|") for cell in row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def latex_escaped(text: str) -> str:
+    """`text` escaped for LaTeX."""
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def latex(table: pd.DataFrame, title: str) -> str:
+    """The table as a LaTeX float (needs booktabs)."""
+    columns = "ll" + "r" * (len(table.columns) - 2)
+    lines = [r"\begin{table}", r"\centering", rf"\caption{{{latex_escaped(title)}}}"]
+    lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
+    lines.append(" & ".join(latex_escaped(name) for name in table.columns) + r" \\")
+    lines.append(r"\midrule")
+    for row in table.itertuples(index=False):
+        lines.append(" & ".join(latex_escaped(str(cell)) for cell in row) + r" \\")
+    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
+    return "\n".join(lines) + "\n"
+
+
+def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
+    """Whether a measure has a table in an experiment (its rows of cells.csv): if any cell has a value.
+
+    The training time always has one, because it also shows how each cell ended.
+    """
+    here = summary["experiment"] == rows["experiment"].iloc[0]
+    found = summary.loc[here & (summary["measure"] == measure.name), "value"]
+    return measure.name == "training_time" or bool(found.notna().any())
+
+
+def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
+    """Write a table as <stem>.csv, .md and .tex."""
+    write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False))
+    write_atomic(stem.with_suffix(".md"), markdown(table, title))
+    write_atomic(stem.with_suffix(".tex"), latex(table, title))
+
+
+def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
+    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex}; returns the number of tables.
+
+    A measure without any value gets no table; an old one is removed.
+    """
+    written = 0
+    for experiment, rows in cells.groupby("experiment", sort=False):
+        folder = out_dir / str(experiment)
+        workers, here = workers_are(rows), summary[summary["experiment"] == experiment]
+        for measure in measures_of(rows).values():
+            if not has_table(rows, here, measure):
+                for kind in ("csv", "md", "tex"):
+                    (folder / f"{measure.name}.{kind}").unlink(missing_ok=True)
+                continue
+            counts, lines = wide_rows(rows, here, measure)
+            table = wide_table(rows, counts, lines)
+            title = f"{table_heading(rows, measure)} {describe_numbers(rows, measure, workers)}"
+            title += doubt_note(lines)
+            write_table(table, title, folder / measure.name)
+            written += 1
+    return written
+
+
+def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
+    """Write the paper's tables 3 to 8 from these records, and the sources of the figures in table 8."""
+    table_8 = qualities(cells, summary)
+    for name, table in paper_tables(cells, summary, table_8):
+        table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
+        caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"
+        write_table(table, caption, out_dir / name)
+    write_atomic(out_dir / "table_8_sources.csv", table_8.to_csv(index=False))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="stratbench.analysis.tables.tables", description=__doc__)
+    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
+    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
+    parser.add_argument("--summary-out", type=Path, required=True, help="every number (CSV)")
+    parser.add_argument("--out-dir", type=Path, required=True, help="folder for the tables")
+    args = parser.parse_args(argv)
+    cells = read_cells(args.cells)
+    summary = summarise(cells, read_audit(args.audit))
+    write_atomic(args.summary_out, summary.to_csv(index=False))
+    write_numbered(cells, summary, args.out_dir / "paper")
+    print(f"{write_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Fills in the templates of HTML pages: every value is escaped, and a missing one is an error.
+
+Of a text no character is shown that is none: a bundle's could turn round what stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.text.words import printable
+
+
+def render(
+    template: str,
+    *folders: Path,
+    values: dict[str, Any],
+    filters: dict[str, Callable[..., Any]] | None = None,
+) -> str:
+    """The page that `template`, a file in one of the folders, gives with these values."""
+    import jinja2  # not where workers train
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # not of Markup
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= filters or {}
+    return environment.get_template(template).render(values)

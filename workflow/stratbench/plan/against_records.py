@@ -1,0 +1,173 @@
+"""Compares predictions with the records of finished cells: memory, bytes sent, time.
+
+python -m stratbench.plan.against_records --config JSON --out prediction.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell import software_gpu
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.files import write_atomic
+from stratbench.cell.text.words import MIB
+from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.plan.needs import Subject, mean_wire_bytes, sent_bytes
+from stratbench.plan.schedule import Plan, Planned, make_plan, records_by_cell
+from stratbench.study.config import config as configuration
+
+#: How the peak of a record was measured on a CPU.
+CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
+
+
+def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
+    """One finished cell's row of prediction.csv.
+
+    An error is how far the prediction lies above the measurement, in percent. The measured peak is
+    that of the rank that used most (`measured_peak_bytes`). The predicted time is the one from the
+    device alone, without records.
+    """
+    s, footprint, predicted = c.subject, c.footprint, c.peak
+    base_bytes = bytes_before_steps(footprint, predicted)
+    span = c.fit.by_device
+    usable = not software_gpu.trained(record)  # else its bytes are right, and its times are not
+    train_s = record["time"]["train_time_s"] if usable else None
+    row: dict[str, Any] = s.cell.as_dict() | {
+        "status": record["status"] if usable else "unusable",
+        "precision": s.settings.precision,
+        "per_worker_batch": s.settings.per_worker_batch,
+        "method": record["memory"]["method"],
+        "peak_mib_predicted": _mib(predicted.n_bytes),
+        "peak_mib_measured": _mib(measured_peak_bytes(record["memory"], base_bytes)),
+        "over_base_mib_predicted": _mib(predicted.n_bytes - base_bytes),
+        "over_base_mib_measured": _mib(measured_growth_bytes(record["memory"])),
+        "base_mib_predicted": _mib(base_bytes),
+        "base_mib_measured": _mib(measured_base_bytes(record)),
+        "resident_mib_measured": _mib(record["memory"]["peak_bytes"]),
+        "states_bytes_predicted": sum(footprint.model_states_bytes.values()),
+        "states_bytes_measured": _sum(record["memory"]["model_states"]),
+        "sent_bytes_predicted": sent_bytes_of_record(s, footprint),
+        "sent_bytes_measured": (record.get("communication") or {}).get("sent_bytes_per_step"),
+    }
+    for what in ("peak_mib", "over_base_mib", "states_bytes", "sent_bytes"):
+        name = f"{what.rpartition('_')[0]}_error_percent"
+        row[name] = _error(row[f"{what}_predicted"], row[f"{what}_measured"])
+    return row | {
+        "device": c.fit.device,
+        "train_s_predicted_low": span.low_s if span else None,
+        "train_s_predicted_high": span.high_s if span else None,
+        "train_s_measured": train_s,
+        "train_s_in_range": span.low_s <= train_s <= span.high_s if span and train_s else None,
+    }
+
+
+def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every cell that has a record with a measured peak, and a prediction."""
+    return [
+        prediction_row(c, records[c.cell])
+        for c in plan.cells
+        if c.cell in records and c.footprint and records[c.cell]["memory"]["peak_bytes"]
+    ]
+
+
+def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
+    """Bytes that exist before the first step, data set included. Records count a peak from there."""
+    between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
+    return between_bytes + predicted.parts_bytes["data"]
+
+
+def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
+    """Peak bytes of training, by what a record says of the rank that used most.
+
+    On a GPU: what the framework had asked of its allocator, less cuBLAS's workspaces; in records that
+    do not say so, what it had allocated, with both. On a CPU a process also holds its libraries, and more
+    of them over time. There the peak is `base_bytes` (model states and data set, known exactly) plus
+    what a step added to the resident memory.
+    """
+    if memory["method"] not in CPU_METHODS:
+        peak_bytes = memory.get("requested_peak_bytes", memory["peak_bytes"])
+        return None if peak_bytes is None else peak_bytes - memory.get("cublas_bytes", 0)
+    added_bytes = memory["peak_over_base_bytes"]
+    return None if added_bytes is None else base_bytes + added_bytes
+
+
+def measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
+    """What a step added to the memory of that rank, less cuBLAS's workspaces."""
+    added_bytes = memory["peak_over_base_bytes"]
+    return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
+
+
+def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
+    """Resident bytes between two steps, less those before the model was built; None if not recorded."""
+    bases = [
+        w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
+        for w in record["workers"]
+        if w["memory"] and "base_bytes" in w["memory"]
+    ]
+    return max(bases, default=None)
+
+
+def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
+    """Bytes that a worker sends in a step, counted as records count them.
+
+    Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is
+    one push. The loss scaler's flag is left out.
+    """
+    if s.served:
+        return sent_bytes(s, footprint) / s.steps_per_batch
+    counted = [c for c in footprint.collectives if c[1] > _FLAG_BYTES or c[3:]]
+    return mean_wire_bytes(s, footprint, counted, on_gloo=False)
+
+
+#: The loss scaler's flag is one float.
+_FLAG_BYTES = 4
+
+
+def write_prediction_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the rows of finished cells as prediction.csv; without rows, only a header."""
+    text = io.StringIO()
+    header = list(rows[0]) if rows else [f.name for f in fields(Cell)]
+    writer = csv.DictWriter(text, header, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue())
+
+
+def _mib(n_bytes: float | None) -> float | None:
+    return None if n_bytes is None else round(n_bytes / MIB, 2)
+
+
+def _sum(parts: Mapping[str, int] | None) -> int | None:
+    return None if parts is None else sum(parts.values())
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    if predicted is None or measured is None:
+        return None
+    if not measured:
+        return 0.0 if not predicted else None
+    return round(100 * (predicted / measured - 1), 2)
+
+
+def main() -> None:
+    """Command line; makes the footprints that are not kept, as `snakemake plan` does."""
+    parser = argparse.ArgumentParser(prog="stratbench.plan.against_records", description=__doc__)
+    parser.add_argument("--config", required=True, help="the whole config, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="one row a finished cell (CSV)")
+    args = parser.parse_args()
+    config, study = configuration.load_config(json.loads(args.config))
+    records = records_by_cell(study, config["results"])
+    rows = prediction_rows(make_plan(config, study), records)
+    write_prediction_csv(rows, args.out)
+    print(f"{len(rows)} of {len(records)} records compared with their prediction")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The devices that cells run on: GPUs named in the config, and this host's CPU."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from stratbench.cell.text.words import GIB, MIB
+from stratbench.study.config.messages import ConfigError
+from stratbench.telemetry.machine.hardware import Datasheet, all_datasheets, datasheet_of
+
+#: Of the advertised memory, what the driver keeps at most (ECC, reserve).
+DRIVER_SHARE = 0.06
+#: Held outside the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and cuDNN.
+CONTEXT_BYTES = 1 * GIB
+#: Resident memory of a CPU worker beside its training: the interpreter, torch and its libraries (about
+#: 0.4 GiB), and what the C library's allocator keeps of what was freed.
+CPU_PROCESS_BYTES = 1 * GIB
+#: The same on the host of a GPU, with CUDA's and NCCL's share.
+GPU_HOST_PROCESS_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True)
+class Device:
+    """One worker's device, as the plan sees it.
+
+    `memory_bytes`: what a worker may use, without the CUDA context. The rates are peaks for one second:
+    floating-point operations, bytes of memory, bytes sent to a worker on the same node (link) and on
+    another node (network). A rate is None where it is not known. `resident_threads`: that a GPU holds at
+    once, as the table of GPUs has it.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float | None
+    memory_bytes_per_s: float | None
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    is_gpu: bool
+    resident_threads: int = 0
+
+    def link(self, nodes: int) -> float:
+        """Bytes a second, in one direction, of the slowest link in a ring over `nodes` nodes."""
+        if nodes == 1:
+            return self.link_bytes_per_s
+        return min(self.link_bytes_per_s, self.network_bytes_per_s)
+
+
+def find_gpu(text: str) -> Datasheet:
+    """The GPU that `text` names, such as `A10G 24GB` or what nvidia-smi prints.
+
+    Where several match, the first in the table. Raises ConfigError if none matches.
+    """
+    if (exact := datasheet_of(text)) is not None:
+        return exact
+    size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
+    words = re.sub(r"\d+\s*gi?b\b", " ", text, flags=re.IGNORECASE).lower().split()
+    words = [w for w in words if w not in ("nvidia", "tesla", "geforce")]
+    for peak in all_datasheets():
+        known = peak.name.lower().split()
+        if (
+            all(w in known for w in words)
+            and words
+            and (size is None or int(size[1]) == round(peak.memory_gib))
+        ):
+            return peak
+    names = ", ".join(peak.name for peak in all_datasheets())
+    raise ConfigError(f"config: cluster.gpu = {text!r}: is not in the table of GPUs: {names}")
+
+
+def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
+    """The GPUs that the config names, the nodes' own first; ConfigError for an unknown one."""
+    own = [cluster["gpu"]] if cluster["gpu"] else []
+    return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
+
+
+def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
+    """A GPU of the cluster. The speed of its link is the config's, or else the datasheet's."""
+    known = precision in ("fp32", "tf32", "fp16", "bf16")
+    tflops = peak.tflops(precision) if known else None
+    link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
+    return Device(
+        name=peak.name,
+        memory_bytes=int(peak.memory_gib * GIB * (1 - DRIVER_SHARE)) - CONTEXT_BYTES,
+        flops_per_s=None if tflops is None else tflops * 1e12,
+        memory_bytes_per_s=peak.memory_gb_per_s * 1e9,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        network_bytes_per_s=cluster["network_gb_per_s"] * 1e9,
+        is_gpu=True,
+        resident_threads=peak.resident_threads,
+    )
+
+
+def cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
+    """This host's CPU, shared out among `workers` processes."""
+    return Device(
+        name="CPU",
+        memory_bytes=cluster["mem_mib_per_gpu"] * MIB - CPU_PROCESS_BYTES,
+        flops_per_s=cpu_flops_per_s() / workers,
+        memory_bytes_per_s=None,
+        link_bytes_per_s=_LOOPBACK_BYTES_PER_S,
+        network_bytes_per_s=cluster["network_gb_per_s"] * 1e9,
+        is_gpu=False,
+    )
+
+
+#: What gloo or a socket moves between two processes of a host; only sets the scale of the range.
+_LOOPBACK_BYTES_PER_S = 2e9
+
+
+@cache
+def cpu_flops_per_s() -> float:
+    """Floating-point operations that all cores of this host do in a second, measured now."""
+    import numpy as np
+
+    a = np.ones((1024, 1024), dtype=np.float32)
+    a @ a  # starts the library's threads
+    best_s = float("inf")
+    for _ in range(3):
+        begun = time.perf_counter()
+        a @ a
+        best_s = min(best_s, time.perf_counter() - begun)
+    return 2 * 1024**3 / best_s
+
+
+def fits(needed_bytes: int, device: Device, margin: float) -> bool:
+    """Whether the bytes needed, plus a margin for what cannot be predicted, fit on the device."""
+    return needed_bytes * (1 + margin) <= device.memory_bytes

@@ -1,0 +1,340 @@
+"""The footprint of a cell: memory and traffic of one rank, for any batch.
+
+Two training steps with different batches run on fake tensors (`fake.py`). Every event of a step has
+a fixed size and a size per sample, so the two give the peak for all batches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stratbench.plan.footprint.reductions import Reduction
+from stratbench.plan.footprint.request import Request
+from stratbench.telemetry.flops import counted_flops
+from stratbench.workload.network import models
+
+if TYPE_CHECKING:
+    from stratbench.plan.footprint.trace import OperatorTrace, Phase
+    from stratbench.strategies.base import Strategy
+    from stratbench.strategies.ps import ParameterServer
+
+#: Samples of the two steps, in each of the parts in which they are computed.
+BATCHES = (16, 32)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A quantity that is a line in the batch: fixed + per_sample * batch."""
+
+    fixed: float
+    per_sample: float
+
+    def at(self, batch: int) -> float:
+        return self.fixed + self.per_sample * batch
+
+    @classmethod
+    def through(cls, values: tuple[float, float], parts: int = 1) -> Affine:
+        """The line through the two values measured at `parts` times BATCHES."""
+        slope = (values[1] - values[0]) / (parts * (BATCHES[1] - BATCHES[0]))
+        return cls(values[0] - slope * parts * BATCHES[0], slope)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A sum on CUDA (`Reduction`) for any batch: how many are made, and of how many numbers each."""
+
+    outputs: Affine
+    inputs: Affine
+    together: int
+    sum_bytes: int
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Sums:
+        return cls(**fields | {k: Affine(**fields[k]) for k in ("outputs", "inputs")})
+
+    def buffer_bytes(self, batch: int, resident_threads: int) -> int:
+        outputs, inputs = (round(line.at(batch)) for line in (self.outputs, self.inputs))
+        made = Reduction(outputs, inputs, self.together, self.sum_bytes)
+        return made.buffer_bytes(resident_threads)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory at a moment of a step. For some batch this moment is the peak.
+
+    `sums`: what is summed up at this moment, whose buffer on a GPU is not in the bytes.
+    """
+
+    phase: str
+    total_bytes: Affine
+    parts_bytes: dict[str, Affine]
+    sums: Sums | None = None
+
+    def buffer_bytes(self, batch: int, resident_threads: int) -> int:
+        """Bytes of the buffer on a GPU that holds so many threads at once; 0 where it is not known."""
+        if self.sums is None or not resident_threads:
+            return 0
+        return self.sums.buffer_bytes(batch, resident_threads)
+
+    def bytes_at(self, batch: int, resident_threads: int) -> float:
+        return self.total_bytes.at(batch) + self.buffer_bytes(batch, resident_threads)
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Peak bytes of one rank: how many, in which phase, and what they are for."""
+
+    n_bytes: int
+    phase: str
+    parts_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory and traffic of rank 0, which holds the largest share.
+
+    `between_steps_bytes`: what exists between two steps, by part; `host_bytes`: the same of what is kept
+    on the host beside a GPU. `collectives`: (kind, bytes) of each one in a step, its ranks where they are
+    not all, and what comes to the bytes with each sample, if anything. `flops_per_sample`: of the forward
+    pass; `training_flops_per_sample`: of forward and backward, which frozen parameters make less.
+    `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
+    `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
+    `frozen_bytes`: what of the parameters that this rank holds is never trained.
+    """
+
+    model_states_bytes: dict[str, int]
+    between_steps_bytes: dict[str, int]
+    moments: list[Moment]
+    evaluation: MemoryPeak
+    collectives: list[tuple[Any, ...]]
+    flops_per_sample: float
+    training_flops_per_sample: float
+    operations_per_step: int
+    touched_bytes: Affine
+    flat_bytes: dict[str, int]
+    host_bytes: dict[str, int] = field(default_factory=dict)
+    grown_bytes: int = 0
+    frozen_bytes: int = 0
+
+    def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
+        """The peak of a training step with `batch` samples on this rank.
+
+        `resident_threads`: that the GPU holds at once, on which the buffers of sums depend; 0: there
+        are none.
+        """
+        highest = max(self.moments, key=lambda m: m.bytes_at(batch, resident_threads))
+        parts = {k: round(v.at(batch)) for k, v in highest.parts_bytes.items()}
+        if buffer_bytes := highest.buffer_bytes(batch, resident_threads):
+            parts["scratch"] = parts.get("scratch", 0) + buffer_bytes
+        return MemoryPeak(round(highest.bytes_at(batch, resident_threads)), highest.phase, parts)
+
+    def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
+        """The most bytes that a cell needs, without the data set.
+
+        The warm-up trains and evaluates while a copy of what is trained and of buffers is kept.
+        """
+        held = self.between_steps_bytes
+        trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
+        copy_bytes = trained_bytes + held.get("buffers", 0)
+        peak_bytes = self.training_peak(batch, resident_threads).n_bytes
+        return max(peak_bytes, self.evaluation.n_bytes) + copy_bytes
+
+    def largest_batch(self, available_bytes: float, resident_threads: int = 0) -> int:
+        """The most samples that fit into `available_bytes` on this rank; 0 if not even one does."""
+        return bisect_right(
+            range(1, 1 << 24),
+            available_bytes,
+            key=lambda batch: self.needed_bytes(batch, resident_threads),
+        )
+
+    def payload_bytes(self) -> dict[str, int]:
+        """Bytes that the collectives of a step work on, by kind of collective."""
+        payload: dict[str, int] = {}
+        for kind, n_bytes, *_ in self.collectives:
+            payload[kind] = payload.get(kind, 0) + n_bytes
+        return payload
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Footprint:
+        """The inverse of `as_dict`, also after JSON."""
+        moments = [
+            Moment(
+                m["phase"],
+                Affine(**m["total_bytes"]),
+                {k: Affine(**v) for k, v in m["parts_bytes"].items()},
+                m["sums"] and Sums.from_dict(m["sums"]),
+            )
+            for m in fields["moments"]
+        ]
+        return cls(
+            **fields
+            | {
+                "moments": moments,
+                "evaluation": MemoryPeak(**fields["evaluation"]),
+                "collectives": [tuple(c) for c in fields["collectives"]],
+                "touched_bytes": Affine(**fields["touched_bytes"]),
+            }
+        )
+
+
+def make_footprint(request: Request) -> Footprint:
+    """The footprint of a request: runs it on fake tensors, which takes seconds."""
+    from stratbench.plan.footprint import fake
+
+    parts = request.accumulate
+    batches = [parts * batch for batch in BATCHES]
+    trace, strategy = fake.traced_steps(request, batches)
+    steps, edges = _two_steps(trace, parts)
+    each = [[c for phase in step for c in phase.collectives] for step in steps]
+    kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
+    if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
+        raise RuntimeError(
+            f"two training steps of {request} differ in more than their batch: "
+            "no line can be drawn through them"
+        )
+    collectives = []
+    for call, other in zip(*each, strict=True):
+        if call != other:
+            line = Affine.through((call.n_bytes, other.n_bytes), parts)
+            call = replace(call, n_bytes=line.fixed, sample_bytes=line.per_sample)
+        collectives.append(call)
+    moments = _moments(trace, steps, edges, parts)
+    for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
+        other, _ = fake.traced_steps(request, batches, number)
+        moments += _moments(other, *_two_steps(other, parts), parts)
+    counted, divided = _counted_flops(request), strategy.worker.mesh.members > 1
+    touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
+    return Footprint(
+        model_states_bytes=strategy.model_states(),
+        between_steps_bytes=_without_zeros(trace.parts_bytes(edges[0])),
+        moments=_highest(moments),
+        evaluation=_evaluation(trace, edges[2]),
+        collectives=[c.listed for c in collectives],
+        flops_per_sample=steps[1][0].flops / BATCHES[1],
+        # Of divided layers a rank computes a part of forward, and the same part of all.
+        training_flops_per_sample=counted["training_flops_per_sample"]
+        * (steps[1][0].flops / BATCHES[1] / counted["forward_flops_per_sample"] if divided else 1),
+        operations_per_step=sum(phase.operations for phase in steps[1]),
+        touched_bytes=Affine.through((touched[0], touched[1]), parts),
+        flat_bytes=_flat_bytes(strategy) if request.served else {},
+        host_bytes=trace.host_bytes(edges[0]),
+        grown_bytes=sum(t.numel() * t.element_size() for t in strategy.grown()),
+        frozen_bytes=_frozen_bytes(strategy),
+    )
+
+
+def _two_steps(
+    trace: OperatorTrace, parts: int
+) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
+    """The phases of the two steps, and the events at which these and the evaluation begin."""
+    # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
+    n = 2 * parts + 1
+    steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
+    return steps, [p.first for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
+
+
+def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
+    layout = strategy.flat.layout
+    return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
+
+
+def _frozen_bytes(strategy: Strategy) -> int:
+    from stratbench.telemetry.shards import local_part
+
+    frozen = [local_part(p) for p in strategy.model.parameters() if not p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in frozen)
+
+
+def _counted_flops(request: Request) -> dict[str, int]:
+    """Operations of a sample on the whole network, as the job counts them."""
+    build = partial(
+        models.build_without_memory, request.network, request.classes, request.input_shape
+    )
+    return counted_flops(build, request.input_shape)
+
+
+def _moments(
+    trace: OperatorTrace, steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
+) -> list[Moment]:
+    """The moments of a step that are its peak for some batch of at least one sample, on some GPU."""
+    length = edges[1] - edges[0]
+    lives = [trace.live_bytes(edge, edge + length) for edge in edges[:2]]
+    lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
+    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines)]
+    for sums, at in _sums_of(steps, edges, parts).items():
+        chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at])]
+    moments = []
+    for i, sums in chosen:
+        both = [trace.parts_bytes(edge + i) for edge in edges[:2]]
+        held = {k: Affine.through((both[0][k], both[1][k]), parts) for k in both[0]}
+        used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
+        # After i events: the event that led here is number i - 1.
+        phase = trace.phase_at(edges[1] + max(i - 1, 0))
+        moments.append(Moment(phase, lines[i], used, sums))
+    return moments
+
+
+def _sums_of(
+    steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
+) -> dict[Sums, list[int]]:
+    """The sums of a step that may need a buffer, and after how many of the step's events each is made."""
+    made = [
+        [(at - edge, r) for phase in step for at, r in phase.reductions]
+        for step, edge in zip(steps, edges[:2], strict=True)
+    ]
+    found: dict[Sums, list[int]] = {}
+    for (at, one), (_, other) in zip(*made, strict=True):
+        sums = Sums(
+            Affine.through((one.outputs, other.outputs), parts),
+            Affine.through((one.inputs, other.inputs), parts),
+            max(one.together, other.together),
+            one.sum_bytes,
+        )
+        found.setdefault(sums, []).append(at)
+    return found
+
+
+def _highest(moments: list[Moment]) -> list[Moment]:
+    """Of the moments with no sum, and with each kind of sum, those that are highest for some batch."""
+    found = []
+    for sums in dict.fromkeys(m.sums for m in moments):
+        alike = [m for m in moments if m.sums == sums]
+        found += [alike[i] for i in upper_envelope([m.total_bytes for m in alike])]
+    return found
+
+
+def upper_envelope(lines: list[Affine]) -> list[int]:
+    """The lines that are highest for some batch >= 1, by ascending slope."""
+    batch, found = 1.0, []
+    current = max(range(len(lines)), key=lambda i: (lines[i].at(1), lines[i].per_sample))
+    while True:
+        found.append(current)
+        best, best_at = None, float("inf")
+        for i, line in enumerate(lines):
+            steeper = line.per_sample - lines[current].per_sample
+            if steeper > 0:
+                meets_at = max((lines[current].fixed - line.fixed) / steeper, batch)
+                if meets_at < best_at or (
+                    meets_at == best_at and line.per_sample > lines[best].per_sample
+                ):
+                    best, best_at = i, meets_at
+        if best is None:
+            return found
+        current, batch = best, best_at
+
+
+def _evaluation(trace: OperatorTrace, first: int) -> MemoryPeak:
+    stop = len(trace.events)
+    live = trace.live_bytes(first, stop)
+    at = max(range(len(live)), key=live.__getitem__)
+    return MemoryPeak(live[at], "evaluation", _without_zeros(trace.parts_bytes(first + at)))
+
+
+def _without_zeros(parts: dict[str, int]) -> dict[str, int]:
+    return {k: v for k, v in parts.items() if v}

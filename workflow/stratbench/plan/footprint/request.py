@@ -1,0 +1,166 @@
+"""All that a footprint depends on. Cells with equal requests share one footprint."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from stratbench.cell.settings import Settings
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
+from stratbench.strategies.base import Traits
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.device_data import eval_batch
+from stratbench.workload.data.placement import BUFFERED_BATCHES
+from stratbench.workload.network import models
+from stratbench.workload.network.precision import batch_format, weights_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+#: The option that says when gathered parameters are freed.
+RESHARDING = "reshard_after_forward"
+
+
+@cache
+def served_stand_in() -> str:
+    """The name of the strategy that is planned in place of every parameter-server strategy."""
+    return next(name for name in REGISTRY if strategy_class(name).kind == "server")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The work of one rank, without its batch: model, input, strategy with options, device."""
+
+    strategy: str
+    options: tuple[tuple[str, Any], ...]
+    model: str
+    input_shape: tuple[int, ...]
+    classes: int
+    world_size: int
+    local_world: int
+    eval_batch: int
+    precision: str
+    momentum: bool
+    weight_decay: bool
+    nesterov: bool
+    on_cuda: bool
+    optimizer: str = "sgd"
+    clips: bool = False
+    own_model: str | None = None
+    own_task: str | None = None
+    values: bool = False
+    accumulate: int = 1
+    checkpointing: bool = False
+
+    @classmethod
+    def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
+        """The request of a cell with settings `s` on data set `data`; `local_world`: workers of a node.
+
+        A worker of a parameter server does the same under every policy, and only where something is
+        sharded does a rank's memory depend on the number of ranks.
+        """
+        strategy, options = s.strategy, s.options
+        planned = strategy_class(strategy)
+        most = s.gpus
+        if planned.kind == "server":
+            strategy, most = served_stand_in(), 1
+            options = option_defaults(strategy)
+        elif planned.alike_on_any_count:
+            one, two = (traits_of(strategy, options, n) for n in (1, 2))
+            most = 2 if one == two else min(2, s.gpus)  # one that differs is no such count
+        return cls(
+            strategy=strategy,
+            options=tuple(sorted(options.items())),
+            model=s.model,
+            own_model=s.own_model and json.dumps(s.own_model, sort_keys=True),
+            own_task=s.own_task and json.dumps(s.own_task, sort_keys=True),
+            input_shape=models.input_shape(models.model_of(s), data.shape),
+            classes=data.classes,
+            values=data.values,
+            world_size=most,
+            local_world=min(most, local_world),
+            eval_batch=min(eval_batch(data.shape), data.test_samples),
+            precision=s.precision,
+            momentum=s.momentum > 0,
+            weight_decay=s.weight_decay > 0,
+            nesterov=s.nesterov,
+            on_cuda=on_cuda,
+            optimizer=s.optimizer,
+            clips=s.clip_norm is not None,
+            accumulate=s.accumulate,
+            checkpointing=s.activation_checkpointing,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def network(self) -> str | models.Model:
+        """Its model, as `models` takes it."""
+        return models.named_model(self.model, self.own_model and json.loads(self.own_model))
+
+    @property
+    def served(self) -> bool:
+        """Whether it is a worker of a parameter server."""
+        return strategy_class(self.strategy).kind == "server"
+
+    @property
+    def traits(self) -> Traits:
+        """What is true of its strategy."""
+        return traits_of(self.strategy, dict(self.options), self.world_size)
+
+    @property
+    def may_reshard(self) -> bool:
+        """Whether an option says when its gathered parameters are freed."""
+        return RESHARDING in dict(self.options)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and the input."""
+        return weights_dtype(self.precision)
+
+    @property
+    def batch_format(self) -> torch.memory_format:
+        """Of the input."""
+        return batch_format(self.precision, "cuda" if self.on_cuda else "cpu")
+
+    @property
+    def autocasts_like_cuda(self) -> bool:
+        return self.on_cuda and self.precision in ("fp16", "bf16")
+
+
+def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:
+    """Bytes that the whole data set takes on the device.
+
+    Images as stored, at the model's size, in the stored number of channels, and labels as int64; texts
+    and their targets as they are stored; the epoch's order as int64; three int64 numbers a training
+    sample where it is augmented.
+    """
+    samples = data.train_samples + data.test_samples
+    numbers = data.train_samples * (4 if augment else 1)
+    if data.is_text:
+        return 2 * samples * data.shape[0] * data.stored_bytes + 8 * numbers
+    _, height, width = models.input_shape(model, data.shape)
+    pixels = samples * data.shape[0] * height * width
+    return pixels * data.stored_bytes + samples * target_bytes(data) + 8 * numbers
+
+
+def target_bytes(data: Dataset) -> int:
+    """Bytes of an image's target: a label as int64, or values as float32."""
+    return 4 * data.classes if data.values else 8
+
+
+def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
+    """Bytes of the batches of `samples` that wait on the device, if the data lie in host memory.
+
+    As they are stored, with int64 labels, and three int64 numbers a sample where it is augmented.
+    """
+    if data.is_text:
+        each = 2 * data.shape[0] * data.stored_bytes
+    else:
+        each = math.prod(data.shape) * data.stored_bytes + target_bytes(data)
+        each += 24 if augment else 0
+    return BUFFERED_BATCHES * samples * each

@@ -1,0 +1,139 @@
+"""Answers the five questions that people ask before they submit a study."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from stratbench.cell.text.words import bytes_text, counted
+from stratbench.plan.schedule import Plan, Planned
+from stratbench.plan.verdict_cost import sentences_on_a_verdict
+
+#: What a part of the memory is called in a sentence.
+PART_NAMES = {
+    "parameters": "the weights",
+    "gradients": "the gradients",
+    "optimizer": "what the optimizer keeps",
+    "buffers": "BatchNorm's statistics",
+    "buckets": "DDP's buckets",
+    "data": "the data set",
+    "gathered": "FSDP's gathered weights and their gradients",
+    "communication": "buffers of the collectives",
+    "staging": "the CPU backend's staging copies",
+    "scratch": "copies that the CPU's convolutions work on",
+    "activations": "the activations kept for backward",
+    "temporaries": "temporary results of backward and optimizer",
+}
+
+
+def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Pairs of a question and the sentences that answer it."""
+    return [
+        ("How large a batch fits?", list(_batches(plan))),
+        ("How does the number of workers change the peak?", list(_workers(plan))),
+        (
+            "May FSDP keep its gathered weights between forward and backward?",
+            list(_resharding(plan)),
+        ),
+        ("What takes the memory?", list(_dominant(plan))),
+        (
+            "What would a verdict by short paired blocks cost (`snakemake verdict`)?",
+            list(sentences_on_a_verdict(plan)),
+        ),
+    ]
+
+
+def _known(plan: Plan) -> list[Planned]:
+    """One cell of each set of repeats, where there is a prediction."""
+    return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
+
+
+def _by_model(cells: list[Planned]) -> Iterator[tuple[str, str, list[Planned]]]:
+    ordered = sorted(cells, key=lambda c: (c.cell.experiment, c.cell.model))
+    for (experiment, model), found in groupby(ordered, lambda c: (c.cell.experiment, c.cell.model)):
+        yield experiment, model, list(found)
+
+
+def _batches(plan: Plan) -> Iterator[str]:
+    for experiment, model, cells in _by_model(_known(plan)):
+        workers = max(c.cell.gpus for c in cells)
+        there = [c for c in cells if c.cell.gpus == workers]
+        used = there[0].subject.settings.per_worker_batch
+        most = {c.cell.strategy: c.fit.largest_batch for c in there}
+        low, high = min(most, key=most.get), max(most, key=most.get)
+        several = f"; {high}: {most[high]:,}" if most[high] != most[low] else ""
+        fit = f"The most that fit: {low}: {most[low]:,}{several}."
+        if most[low] >= there[0].subject.data.train_samples:
+            fit = f"All {there[0].subject.data.train_samples:,} of the data set would fit."
+        yield (
+            f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].fit.device}: the "
+            f"study uses {used:,} samples a worker. {fit}"
+        )
+
+
+def _workers(plan: Plan) -> Iterator[str]:
+    known = _known(plan)
+    if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
+        yield "No strategy of the study is on two numbers of workers."
+    for experiment, model, cells in _by_model(known):
+        rows = []
+        for strategy, found in groupby(
+            sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus)), lambda c: c.cell.strategy
+        ):
+            each = list(found)
+            if len(each) < 2:
+                continue
+            first, last = each[0], each[-1]
+            factor = first.peak.n_bytes / last.peak.n_bytes
+            rows.append((strategy, first.cell.gpus, last.cell.gpus, factor))
+        if rows:
+            best = max(rows, key=lambda r: r[3])
+            worst = min(rows, key=lambda r: r[3])
+            other = f", with {worst[0]} {worst[3]:.2f} times lower" if worst[3] < best[3] else ""
+            yield (
+                f"{experiment}, {model}: on {best[2]} workers the peak of a training step is {best[3]:.2f} "
+                f"times lower than on {best[1]} with {best[0]}{other}."
+            )
+
+
+def _resharding(plan: Plan) -> Iterator[str]:
+    if not plan.resharding:
+        yield "The study has no FSDP cells."
+    for (experiment, model, workers), choice in plan.resharding.items():
+        if len(choice) < 2:
+            continue
+        planned = next(
+            c for c in _known(plan)
+            if (c.cell.experiment, c.cell.model, c.cell.gpus) == (experiment, model, workers)
+            and c.subject.request.may_reshard
+        )  # fmt: skip
+        batch = planned.subject.settings.per_worker_batch
+        always, never = choice["always"], choice["never"]
+        threads = plan.resident_threads
+        peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
+        more_bytes = peaks[1] - peaks[0]
+        gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]
+        room_bytes = plan.room_bytes - planned.peak.parts_bytes["data"]
+        largest = never.largest_batch(room_bytes, threads)
+        verdict = (
+            "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
+        )
+        yield (
+            f"{experiment}, {model}, {counted(workers, 'worker')}: keeping them costs "
+            f"{bytes_text(more_bytes)} and saves {bytes_text(gathers[0] - gathers[1])} of gathering a "
+            f"step; {verdict}."
+        )
+
+
+def _dominant(plan: Plan) -> Iterator[str]:
+    for experiment, model, cells in _by_model(_known(plan)):
+        workers = max(c.cell.gpus for c in cells)
+        # Strategies that do the same on a worker, as all parameter servers do, are listed once.
+        distinct = {c.subject.request: c for c in reversed(cells) if c.cell.gpus == workers}
+        for c in reversed(distinct.values()):
+            parts = sorted(c.peak.parts_bytes.items(), key=lambda p: -p[1])[:2]
+            told = " and ".join(
+                f"{PART_NAMES[name]} ({100 * n_bytes / c.peak.n_bytes:.0f} %)"
+                for name, n_bytes in parts
+            )
+            yield f"{experiment}, {model}, {c.cell.strategy} on {workers}: {told}."

@@ -1,0 +1,140 @@
+"""Writes the check of a study as text for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.text.words import counted
+from stratbench.plan.check import Checked, CheckResult, Network
+from stratbench.plan.needs import Subject
+from stratbench.strategies import strategy_class
+from stratbench.strategies.base import Strategy
+from stratbench.workload.tasks import OwnTask
+from stratbench.workload.users_code import listed
+
+#: Shard groups that are named one by one; of more, the largest and the smallest.
+MOST_GROUPS = 16
+#: What becomes of a parameter in a step that has no gradient for it: by `updates_by_zeros`.
+WITHOUT_GRADIENT = {
+    False: "left as it is",
+    True: "updated by zeros, so that momentum and decay go on",
+}
+
+
+def check_text(checked: Checked) -> str:
+    """What `snakemake check` prints."""
+    return "\n".join(_lines(checked))
+
+
+def _lines(checked: Checked) -> Iterator[str]:
+    yield f"Study {checked.study}: {counted(len(checked.found), 'network')}"
+    for network, found in checked.found.items():
+        cells = [s for s in checked.subjects if Network.of(s.request) == network]
+        yield ""
+        yield from _network(network, found, cells, checked.refused)
+    yield ""
+    if checked.refused:
+        n = len(checked.refused)
+        yield f"{n} of {counted(len(checked.subjects), 'cell')} would be refused:"
+        yield from (f"  {line}" for line in lines_by_reason(checked.refused.items()))
+    else:
+        yield f"none of {counted(len(checked.subjects), 'cell')} would be refused"
+
+
+def lines_by_reason(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
+    """Why cells are not trained, or were not: a line for each reason, with all of its cells."""
+    groups: dict[str, list[Cell]] = {}
+    for cell, why in reasons:
+        groups.setdefault(_without_subject(why), []).append(cell)
+    return [
+        f"{_names(c.model for c in cells)} with {_names(c.strategy for c in cells)} on "
+        f"{_workers({c.gpus for c in cells})} ({counted(len(cells), 'cell')} of "
+        f"{_names(c.experiment for c in cells)}): {why}"
+        for why, cells in groups.items()
+    ]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _network(
+    network: Network, found: CheckResult, subjects: list[Subject], refused: Mapping[Cell, str]
+) -> Iterator[str]:
+    datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
+    task = f", {OwnTask(json.loads(network.own_task)['call'])}" if network.own_task else ""
+    yield f"{network.model} on {datasets}{task}"
+    if found.error is not None:
+        yield f"   cannot be trained: {found.error}"
+        return
+    shape = ", ".join(map(str, network.input_shape))
+    kind = "tokens" if len(network.input_shape) == 1 else "images"
+    gives = f"scores for {network.classes:,} {'tokens' if kind == 'tokens' else 'classes'}"
+    if network.values:
+        gives = counted(network.classes, "value")
+    frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
+    yield (
+        f"   {found.parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"
+    )
+    normalises = (
+        "BatchNorm: each worker normalises over its own batch"
+        if found.batchnorm
+        else "no BatchNorm"
+    )
+    yield f"   {normalises}; {'dropout' if found.dropout else 'no dropout'}"
+    yield f"   shard groups, {found.rule}: {_groups(found)}"
+    trained = [s for s in subjects if s.cell not in refused]
+    if found.writes_buffers and trained:
+        said = _by_note(trained, lambda strategy: strategy.buffers_note)
+        yield f"   buffers that forward writes: {said}"
+    if found.skipped and trained:
+        said = _by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
+        yield f"   without a gradient in some steps, {listed(found.skipped)}: {said}"
+    yield from (f"   {remark}" for remark in found.remarks)
+    if found.unseen is not None:
+        yield f"   {found.unseen}"
+    for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
+        own = [s.cell for s in subjects if s.cell.strategy == strategy]
+        if works := [c for c in own if c not in refused]:
+            yield f"   {strategy}: works with {_where(works, own)}"
+        for why in dict.fromkeys(refused[c] for c in own if c in refused):
+            of = [c for c in own if refused.get(c) == why]
+            yield f"   {strategy}: refused with {_where(of, own)}: {_without_subject(why)}"
+
+
+def _without_subject(why: str) -> str:
+    """A reason beside the names of its model and strategy, which need not be told again."""
+    return why.partition(" cannot train it: ")[2] or why
+
+
+def _by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
+    """Each note that is true of some of the strategies, with their names."""
+    names: dict[str, list[str]] = {}
+    for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
+        names.setdefault(note_of(strategy_class(used)), []).append(name)
+    return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
+
+
+def _groups(found: CheckResult) -> str:
+    if not found.groups:
+        return "none, so that fsdp gathers all at once"
+    groups = found.groups
+    if len(groups) <= MOST_GROUPS:
+        said = ", ".join(f"{label} {size:,}" for label, size in groups)
+    else:
+        sizes = sorted(size for _, size in groups)
+        said = f"{len(groups)} of {sizes[0]:,} to {sizes[-1]:,}"
+    return f"{said}; in none: {found.root:,}"
+
+
+def _where(cells: list[Cell], of: list[Cell]) -> str:
+    """Their numbers of workers, and their experiments where it is not so in all of them."""
+    names = dict.fromkeys(c.experiment for c in cells)
+    others = {c.experiment for c in of} - names.keys()
+    return _workers({c.gpus for c in cells}) + (f" in {', '.join(names)}" if others else "")
+
+
+def _workers(counts: set[int]) -> str:
+    return f"{', '.join(map(str, sorted(counts)))} worker{'s' if counts != {1} else ''}"

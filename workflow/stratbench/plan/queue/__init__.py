@@ -1,0 +1,1 @@
+"""Queues and workers on a virtual clock."""

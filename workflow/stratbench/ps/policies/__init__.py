@@ -1,0 +1,1 @@
+"""The policies of a parameter server: what it does with each push."""

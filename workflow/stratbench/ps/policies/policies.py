@@ -1,0 +1,83 @@
+"""The parameter server's update policies: each is one line here, and one class that has all its facts.
+
+The workflow reads names and options on every parse: policies import torch inside functions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stratbench.ps.policies.options import PolicyOptions
+    from stratbench.ps.policies.policy import Hyper, Policy
+
+POLICIES: dict[str, str] = {
+    "ps-sync": "stratbench.ps.policies.averaging:SyncPolicy",
+    "ps-async": "stratbench.ps.policies.asynchronous:AsyncPolicy",
+    "ps-async-modified": "stratbench.ps.policies.asynchronous:AsyncModifiedPolicy",
+    "ps-ssp": "stratbench.ps.policies.asynchronous:SspPolicy",
+    "ps-backup": "stratbench.ps.policies.averaging:BackupPolicy",
+    "ps-kbatch": "stratbench.ps.policies.averaging:KBatchPolicy",
+    "ps-dcasgd": "stratbench.ps.policies.asynchronous:DcAsgdPolicy",
+    "ps-gap-aware": "stratbench.ps.policies.asynchronous:GapAwarePolicy",
+    "ps-staleness-lr": "stratbench.ps.policies.asynchronous:StalenessLrPolicy",
+    "ps-dana": "stratbench.ps.policies.asynchronous:DanaPolicy",
+    "ps-ormo": "stratbench.ps.policies.ormo:OrMoPolicy",
+    "ps-preview": "stratbench.ps.policies.preview:PreviewPolicy",
+}
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The policy registered as `name`; ValueError when there is none."""
+    if name not in POLICIES:
+        raise ValueError(f"{name!r} is no parameter-server policy; known: {', '.join(POLICIES)}")
+    module, _, attribute = POLICIES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def first_choice(optimizer: str) -> str | None:
+    """The policy that is the first choice somewhere and takes "sgd" or "adamw"; None where none is."""
+    for name in POLICIES:
+        policy = policy_class(name)
+        if policy.first_choice and not policy.Options.refusal(optimizer):
+            return name
+    return None
+
+
+def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:
+    """The options of policy `name` from plain values; defaults where a key is missing.
+
+    Raises ValueError, naming the policy, the key and what it takes, for an unknown policy or key or a
+    value of the wrong type or range.
+    """
+    options, given = policy_class(name).Options, given or {}
+    known = [spec.name for spec in fields(options)]
+    for key in given:
+        if key not in known:
+            takes = ", ".join(known) or "none"
+            raise ValueError(f"{name}: unknown option {key!r}; options it takes: {takes}")
+    try:
+        return options(**given)
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}") from None
+
+
+def make_policy(
+    name: str, weights: Tensor, hyper: Hyper, options: Mapping[str, Any] | None = None
+) -> Policy:
+    """A policy for one shard from a config's values.
+
+    `weights`: the shard's flat parameters, shape [n], updated in place. `options`: as in the
+    config, defaults where a key is missing; `lr_scale` there decides `hyper.lr_scale`. Raises
+    ValueError for an unknown policy or option.
+    """
+    parsed = parse_options(name, options)
+    if why := parsed.refusal(hyper.optimizer):
+        raise ValueError(f"{name} cannot update by {hyper.optimizer}: {why}")
+    hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))
+    return policy_class(name)(weights, hyper, parsed)

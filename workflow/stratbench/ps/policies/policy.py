@@ -1,0 +1,215 @@
+"""What a parameter-server policy is: how one shard takes pushes and hands out weights.
+
+A policy object owns one shard. The server and the virtual-clock driver use the same objects, so
+what is tested under the clock is what runs. The rules themselves are in `averaging.py` and
+`asynchronous.py`; `policies.py` lists them by name. torch is imported inside functions only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from stratbench.ps.policies.options import PolicyOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Outcome(Enum):
+    """What became of a pushed gradient."""
+
+    APPLIED = "applied"  # the weights changed
+    HELD = "held"  # kept for a later update
+    DROPPED = "dropped"  # settled without effect (it came too late)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The server-side optimizer, SGD or AdamW as torch.optim defines them, and how many workers share it.
+
+    `lr` is the learning rate of one global batch. `lr_scale` is what an asynchronous push
+    multiplies it by: 1.0 (`full`, as the paper) or 1/workers (so that `workers` pushes move as far
+    as one averaged update). Policies that average several pushes into an update do not use it.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    workers: int = 1
+    lr_scale: float = 1.0
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    #: Of AdamW.
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+
+
+class Momentum:
+    """One heavy-ball buffer of a shard, updated as torch.optim.SGD does (dampening 0)."""
+
+    def __init__(self, like: Tensor, hyper: Hyper) -> None:
+        """`like`: the shard's weights, shape [n]; nothing is kept when the momentum is 0."""
+        import torch
+
+        self.hyper = hyper
+        self.value = torch.zeros_like(like) if hyper.momentum else None
+
+    def reset(self) -> None:
+        """Forget what has been pushed."""
+        if self.value is not None:
+            self.value.zero_()
+
+    def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> Tensor:
+        """weights -= lr * direction, all shape [n]; returns the direction. Overwrites `grad`.
+
+        Bit-identical to torch.optim.SGD's step: the first gradient becomes the buffer, weight decay
+        is taken of the weights as they are now, Nesterov looks ahead along the new buffer.
+        `weight` multiplies the gradient, decay included, before it enters the momentum.
+        """
+        if self.hyper.weight_decay:
+            grad.add_(weights, alpha=self.hyper.weight_decay)
+        if weight != 1.0:
+            grad.mul_(weight)
+        direction = grad
+        if self.value is not None:
+            self.value.mul_(self.hyper.momentum).add_(grad)
+            if self.hyper.nesterov:
+                grad.add_(self.value, alpha=self.hyper.momentum)
+            else:
+                direction = self.value
+        weights.add_(direction, alpha=-lr)
+        return direction
+
+    @property
+    def known_share(self) -> float:
+        """The buffer's share in the next step's direction, whatever gradient that will bring.
+
+        mu; with Nesterov mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g + mu^2 v.
+        """
+        return self.hyper.momentum**2 if self.hyper.nesterov else self.hyper.momentum
+
+
+class AdamW:
+    """AdamW's two moments of a shard, as torch.optim.AdamW updates them, in the place of `Momentum`.
+
+    Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
+    """
+
+    def __init__(self, like: Tensor, hyper: Hyper) -> None:
+        """`like`: the shard's weights, shape [n]."""
+        import torch
+
+        self.hyper = hyper
+        self.mean, self.square = torch.zeros_like(like), torch.zeros_like(like)
+        self.steps = 0
+
+    def step(self, weights: Tensor, grad: Tensor, lr: float, weight: float = 1.0) -> None:
+        """One step on the weights, all shape [n]; overwrites `grad`, which `weight` multiplies first."""
+        import torch
+
+        (beta1, beta2), h = self.hyper.betas, self.hyper
+        self.steps += 1
+        if weight != 1.0:
+            grad.mul_(weight)
+        weights.mul_(1 - lr * h.weight_decay)
+        self.mean.lerp_(grad, 1 - beta1)
+        self.square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = torch.sqrt(self.square, out=grad)  # in the gradient's memory
+        root.div_((1 - beta2**self.steps) ** 0.5).add_(h.eps)
+        weights.addcdiv_(self.mean, root, value=-lr / (1 - beta1**self.steps))
+
+
+def optimizer_of(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
+    """What a policy with one optimizer steps by, for a shard's weights, shape [n]."""
+    return AdamW(weights, hyper) if hyper.optimizer == "adamw" else Momentum(weights, hyper)
+
+
+class Policy(ABC):
+    """One shard's rule. Subclass, set the class attributes, and add a line to `policies.py`.
+
+    The server calls `on_push` for every gradient (`on_skip` for a step that had none), then asks
+    `ready(worker)` for each worker that waits for a reply; a ready worker gets `view`. Barriers,
+    bounded staleness and free running are all expressed by `ready`. Whatever the server calls may
+    make a worker ready that was not: it asks again after each `on_push`, `on_skip` and `on_leave`.
+
+    Workers are numbered 0 to `hyper.workers` - 1 and all of them are at work from the start. A
+    worker has one push under way at a time: it gets a view before it pushes again.
+    """
+
+    #: One line for documentation and reports.
+    summary: ClassVar[str]
+    #: One line for reports: what a push does to the weights W. g: a gradient; velocity: SGD's
+    #: direction from it; lr: the learning rate of a global batch, eta that of a push; N workers.
+    rule: ClassVar[str]
+    #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
+    #: None: never.
+    first_choice: ClassVar[Literal["equal workers", "unequal workers"] | None] = None
+    #: What it can be told, and what follows from that; the defaults hold where nothing is given.
+    Options: ClassVar[type[PolicyOptions]] = PolicyOptions
+
+    def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
+        """`weights`: the shard's flat parameters, shape [n], updated in place.
+
+        The server may put a copy in the place of `self.weights` between two calls: keep no other
+        reference to them.
+        """
+        self.weights = weights
+        self.hyper = hyper
+        self.options = options if options is not None else self.Options()
+        self.version = 0  # updates applied to this shard
+        #: What the schedule multiplies the learning rate by now; whoever calls the policy sets it.
+        self.lr_share = 1.0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate, now, of an update that several pushes make together."""
+        return self.hyper.lr * self.lr_share
+
+    @property
+    def push_lr(self) -> float:
+        """Learning rate, now, of one asynchronous push."""
+        return self.lr * self.hyper.lr_scale
+
+    @property
+    def tolerates_loss(self) -> bool:
+        """Whether the run goes on without a worker that was lost."""
+        return self.options.tolerates_loss
+
+    @abstractmethod
+    def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
+        """Take worker's gradient, shape [n], computed on `read_version`.
+
+        `grad` may be overwritten, and is the caller's again when this returns.
+        """
+
+    # The four below are no-ops for a policy that need not know.
+    def on_skip(self, worker: int, read_version: int) -> None:  # noqa: B027
+        """`worker` settles a step without a gradient: it overflowed, or was taken before.
+
+        It counts as arrived and the worker waits for `ready` like one that has pushed.
+        """
+
+    def on_leave(self, worker: int) -> None:  # noqa: B027
+        """`worker` has finished, is idle for want of a batch, or was lost: nobody waits for it.
+
+        Calling this as soon as there is no batch for a worker matters where others may be waiting
+        at a bound with their own batch half pushed.
+        """
+
+    def on_join(self, worker: int) -> None:  # noqa: B027
+        """`worker`, which had left, is at work again; it reads at once."""
+
+    def finish(self) -> None:  # noqa: B027
+        """No push will come any more: apply what is held."""
+
+    def ready(self, worker: int) -> bool:
+        """Whether `worker`, which has pushed or skipped, may read and go on."""
+        return True
+
+    def view(self, worker: int, out: Tensor) -> int:
+        """Write the weights that `worker` shall compute on into `out`; returns their version."""
+        out.copy_(self.weights)
+        return self.version

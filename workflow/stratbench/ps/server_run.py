@@ -1,0 +1,506 @@
+"""One server's run: who takes part, who works on which ticket, what happens when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import threading
+import time
+from typing import Any
+
+import torch
+
+from stratbench.ps.member import Member, parse_hello
+from stratbench.ps.policies.policy import Hyper
+from stratbench.ps.server_config import ServerConfig
+from stratbench.ps.snapshots import SnapshotWriter
+from stratbench.ps.store import EpochLog, MakePolicy, Store, check_length
+from stratbench.ps.tickets import TicketPlan, Tickets
+from stratbench.ps.wire.frames import (
+    BUFFERS,
+    NO_TICKET,
+    SMALL_BYTES,
+    Frame,
+    Kind,
+    ProtocolError,
+    pack_ticket,
+)
+from stratbench.ps.wire.gate import Refusals
+from stratbench.ps.wire.handshake import accept_handshake
+from stratbench.ps.wire.transport import Awake, Closed, Connection, Silent
+
+log = logging.getLogger(__name__)
+
+_OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
+
+
+class ServerRun:
+    """The state of one server process.
+
+    `_lock` guards who takes part and who holds which ticket; it may be held when a shard's lock is
+    taken, never the other way round.
+    """
+
+    def __init__(self, config: ServerConfig, secret: bytes, make: MakePolicy) -> None:
+        self.config, self._secret = config, secret
+        self.hyper = Hyper(**config.hyper, workers=config.workers)
+        self._make = lambda weights: make(config.policy, weights, self.hyper, config.policy_options)
+        self._tolerates_loss = self._make(torch.zeros(1)).tolerates_loss
+        self.over = threading.Event()
+        self.refusals = Refusals()
+        self.error: str | None = None
+        self.done = False  # every ticket is settled
+        self.lost: list[dict[str, Any]] = []
+        self.plan = TicketPlan(config.epochs, config.steps_per_epoch, config.slices, config.steps)
+        self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands them out
+        self._writer: SnapshotWriter | None = None
+        if config.snapshot_dir:
+            self._writer = SnapshotWriter(
+                config.snapshot_dir, config.server, config.n_servers, self._stop
+            )
+        self.epochs = EpochLog(self.plan, self._writer)
+        self._lock = threading.Lock()
+        self._members: dict[int, Member] = {}
+        self._store: Store | None = None  # allocated when the first worker says how large
+        self._initialiser: Member | None = None
+        self._initialised = self._started = False
+        self._first_ticket_s = self._last_push_s = 0.0
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    def enter(self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str):
+        """Take in a peer that knows the secret; returns what its thread shall do from then on."""
+        member = self._admit(connection, hello, transport)
+        try:
+            self._welcome(member, nonces)
+        except (ProtocolError, Closed, Silent) as error:
+            self._lose(member, str(error))
+            raise
+        return lambda: self._listen(member)
+
+    def _admit(self, connection: Connection, hello: dict[str, Any], transport: str) -> Member:
+        c = self.config
+        said = parse_hello(hello, c.workers, transport)
+        worker, layout = said.worker, said.layout
+        with self._lock:
+            if self.over.is_set():  # or it would start alone, counting the lost as present
+                raise ProtocolError(self.error or "the run is over")
+            known = self._members.get(worker)
+            if known is not None:
+                state = "is connected already" if known.alive else "was here and cannot come back"
+                raise ProtocolError(f"worker {worker} {state}")
+            if self._store is None:
+                self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
+                self._check_room(layout.weight_bytes + layout.buffer_bytes)
+            elif layout != self._store.layout:
+                raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
+            member = self._members[worker] = Member(said, connection, transport)
+        return member
+
+    def _check_room(self, snapshot_bytes: int) -> None:
+        """End a run whose snapshots will not fit before it begins; `_lock` is held."""
+        folder, needed = self.config.snapshot_dir, self.config.epochs * snapshot_bytes
+        if folder and (free := shutil.disk_usage(folder).free) < needed:
+            self._fail(
+                f"the servers' snapshots of {self.config.epochs} epochs need {needed / 1e9:.3g} GB in "
+                f"{folder}, where {free / 1e9:.3g} GB are free: make room there, or, for a cell on one "
+                "node, set TMPDIR to a folder with more"
+            )
+            raise ProtocolError(self.error)
+
+    def _welcome(self, member: Member, nonces: bytes) -> None:
+        store, connection = self._store, member.connection
+        welcome = {
+            "shard_numel": store.shard_numel,
+            "first": store.mine.start,
+            "stop": store.mine.stop,
+            "n_servers": self.config.n_servers,
+            "buffers": store.buffers is not None,
+            "snapshot_dir": self.config.snapshot_dir,
+            "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
+            "limit_bytes": store.limit_bytes,
+        }
+        accept_handshake(connection, self._secret, nonces, welcome, store.limit_bytes)
+        member.open_lane(store.bounds, store.layout, store.mine)
+        sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
+        sender.start()
+        member.sender = sender  # only now: who closes the run joins what is here
+
+    def _answer(self, member: Member) -> None:
+        try:
+            member.send_replies(self._store)
+        except Closed:
+            pass  # its reader will notice, once it has read what the worker still said (its BYE)
+        except Exception as error:
+            self._break_down(error)
+            member.drop_shards()
+            with contextlib.suppress(Closed):
+                member.send_replies(self._store)  # the reason
+
+    def _listen(self, member: Member) -> None:
+        connection = member.connection
+        handlers = {
+            Kind.PULL: self._on_pull,
+            Kind.SKIP: self._on_verdict,
+            Kind.APPLY: self._on_verdict,
+            Kind.SETTLE: self._on_settle,
+            Kind.WAIT: self._on_wait,
+            Kind.HEARTBEAT: lambda member, frame: None,
+        }
+        try:
+            while True:
+                frame = connection.receive()
+                if not member.alive:
+                    raise ProtocolError(f"{frame.kind.name} of a worker that was given up")
+                if frame.ticket == NO_TICKET and frame.kind in _OF_A_TICKET:
+                    self._rehearse(member, frame)
+                elif frame.kind is Kind.PUSH:
+                    self._on_push(member, frame)
+                elif frame.kind is Kind.INIT:
+                    self._on_init(member, frame)
+                elif frame.kind is Kind.ERR:
+                    self._on_error(member, frame)
+                elif frame.kind is Kind.BYE:
+                    self._on_bye(member, frame)
+                    return
+                elif frame.kind in handlers:
+                    check_length(frame, 0)
+                    handlers[frame.kind](member, frame)
+                else:
+                    raise ProtocolError(f"malformed frame: {frame.kind.name} from a worker")
+        except ProtocolError as error:
+            self.refusals.add(f"worker {member.worker}", str(error))
+            self._lose(member, str(error))
+        except (Closed, Silent) as error:
+            self._lose(member, str(error))
+        except Exception as error:
+            self._break_down(error)
+        member.sender.join()  # it has the reason to send; who never reads it is closed with the run
+        connection.close()
+
+    def _break_down(self, error: Exception) -> None:
+        """A defect of a policy or of the server: tell the workers rather than let them wait."""
+        log.exception("the server failed")
+        self._stop(f"the server failed: {type(error).__name__}: {error}")
+
+    def _stop(self, message: str) -> None:
+        """End the run for everybody, or let it end badly where it is over already."""
+        with self._lock:
+            self._fail(message)
+            self.error = self.error or message
+
+    # --- starting --------------------------------------------------------------------------------
+
+    def _on_pull(self, member: Member, frame: Frame) -> None:
+        """A worker is ready to start; or, on servers other than 0, has been called back to work."""
+        with self._lock:
+            if member.idle:
+                member.idle = False
+                self._store.join(member.worker)
+            elif not member.pulled:
+                member.pulled = True
+                self._ask_for_weights()
+                if self._initialised:
+                    self._store.join(member.worker)
+                self._start_if_ready()
+
+    def _ask_for_weights(self) -> None:
+        asked = self._initialiser
+        if self._initialised or (asked is not None and asked.alive):
+            return
+        ready = [m for m in self._members.values() if m.alive and m.pulled]
+        if ready:
+            self._initialiser = ready[0]
+            self._store.begin_filling()
+            ready[0].tell(Frame(Kind.INIT))
+
+    def _on_init(self, member: Member, frame: Frame) -> None:
+        if member is not self._initialiser or self._initialised:
+            raise ProtocolError("malformed frame: INIT that was not asked for")
+        initial = self._store.receive_initial(frame, member.lane)
+        with self._lock:
+            if not member.alive:  # given up meanwhile: another one's weights are asked for
+                raise ProtocolError("INIT of a worker that was given up")
+            if not self._store.fill(frame.shard, initial):
+                return
+            self._store.make_shards(self._make, self._release, self.config.lr_share)
+            self._initialised = True
+            for entry in self.lost:
+                self._store.leave(entry["worker"], lost=True)
+            for other in self._members.values():
+                if other.alive and other.pulled:
+                    self._store.join(other.worker)
+            self._start_if_ready()
+
+    def _release(self, worker: int, shard: int) -> None:
+        self._members[worker].post(shard)
+
+    def _start_if_ready(self) -> None:
+        here = {m.worker for m in self._members.values() if m.alive and m.pulled}
+        if self._started or not self._initialised:
+            return
+        if len(here) + len(self.lost) < self.config.workers:
+            return
+        self._started = True
+        self._first_ticket_s = time.perf_counter()
+        if self.config.server == 0:
+            for worker in sorted(here):
+                self._hand_ticket(self._members[worker])
+
+    # --- working ---------------------------------------------------------------------------------
+
+    def _check_ticket(self, member: Member, frame: Frame) -> None:
+        """Servers other than 0 learn from its first frame what a worker works on."""
+        if self.config.server and self._initialised and member.ticket is None:
+            if not 0 <= frame.ticket < len(self.plan):
+                raise ProtocolError(f"malformed frame: ticket {frame.ticket} is not in the plan")
+            member.assign(frame.ticket, self._store.mine)
+        member.check_ticket(frame)
+
+    def _reserve_ticket(self, member: Member) -> None:
+        """Choose the member's next ticket before its last shard is applied.
+
+        That shard may release the others from a barrier; by then all have their tickets of the next
+        step, and nobody who is quick can take a second one of it.
+        """
+        if self.config.server == 0:
+            with self._lock:
+                if member.alive and member.next is None:
+                    member.next = self.tickets.take(member.worker)
+
+    def _rehearse(self, member: Member, frame: Frame) -> None:
+        """A worker warms up: take what it sends, send back as much, apply and count nothing."""
+        if member.pulled:
+            raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
+        if frame.kind is Kind.PUSH:
+            answered = self._store.brought(member, frame)
+            for k in answered:
+                member.lane.receive(k)
+        else:
+            check_length(frame, 0)
+            answered = list(self._store.mine)
+        if member.scaled == (frame.kind is Kind.PUSH):
+            return  # one whose push may overflow is answered after its verdict
+        for k in answered:
+            if k != BUFFERS:
+                member.tell(Frame(Kind.OK, k, 1), member.lane.blank(k))
+
+    def _on_push(self, member: Member, frame: Frame) -> None:
+        self._check_ticket(member, frame)
+        if not member.scaled and frame.shard != BUFFERS and frame.count >= len(member.todo):
+            self._reserve_ticket(member)
+        self._store.push(member, frame)
+        if not member.todo and not member.scaled:
+            self._finish_push(member)
+
+    def _on_verdict(self, member: Member, frame: Frame) -> None:
+        """A worker whose gradients may overflow says what becomes of its push: all or nothing."""
+        self._check_ticket(member, frame)
+        self._reserve_ticket(member)
+        if frame.kind is Kind.APPLY:
+            self._store.apply(member, frame.ticket)
+        else:
+            member.skips += 1
+            self._store.skip(member, frame.ticket)
+        self._finish_push(member)
+
+    def _finish_push(self, member: Member) -> None:
+        self._complete(member)
+        with contextlib.suppress(Closed):  # as in `_answer`
+            member.send_now(self._store)
+
+    def _complete(self, member: Member) -> None:
+        """All of the member's shards for its ticket have been here."""
+        with self._lock:
+            number = member.ticket
+            if not member.alive or number is None:
+                return
+            member.ticket = None
+            member.tickets += 1
+            self._last_push_s = time.perf_counter()
+            self.epochs.count(number, self._last_push_s - self._first_ticket_s, self._store)
+            if self.config.server:
+                self.done = self.epochs.complete
+                member.tell(Frame(Kind.ACK, ticket=number))
+                return
+            self._settle(member.worker, number, server=0)
+            self._hand_ticket(member)
+
+    def _on_settle(self, member: Member, frame: Frame) -> None:
+        """A worker relays that another server has all of a ticket."""
+        if self.config.server or not 0 < frame.shard < self.config.n_servers:
+            raise ProtocolError(f"malformed frame: SETTLE of server {frame.shard}")
+        with self._lock:
+            if member.alive and frame.ticket in self.tickets.held_by(member.worker):
+                self._settle(member.worker, frame.ticket, frame.shard)
+
+    def _settle(self, worker: int, number: int, server: int) -> None:
+        self.tickets.settle(worker, number, server)
+        if self.tickets.all_settled:
+            self.done = True
+            live = [m for m in self._members.values() if m.alive]
+            lowest = min(m.worker for m in live)
+            for other in live:
+                other.tell(Frame(Kind.DONE, shard=lowest))
+
+    def _hand_ticket(self, member: Member) -> None:
+        """Give the member its next ticket, or let it wait; `_lock` is held."""
+        ticket, member.next = member.next or self.tickets.take(member.worker), None
+        if ticket is not None:
+            if member.idle:
+                member.idle = False
+                self._store.join(member.worker)
+            member.assign(ticket.number, self._store.mine)
+            member.tell(Frame(Kind.TICKET, ticket=ticket.number), pack_ticket(*ticket))
+        elif not self.done and not member.idle:
+            self._let_wait(member)
+
+    def _let_wait(self, member: Member) -> None:
+        """No ticket for it now. A barrier needs all of its last round, so nobody leaves that."""
+        member.idle = True
+        if self._tolerates_loss:
+            self._store.leave(member.worker, lost=False)
+        member.tell(Frame(Kind.WAIT))
+
+    def _on_wait(self, member: Member, frame: Frame) -> None:
+        """A worker relays that server 0 has no ticket for it now."""
+        with self._lock:
+            self._let_wait(member)
+
+    # --- leaving ---------------------------------------------------------------------------------
+
+    def _on_bye(self, member: Member, frame: Frame) -> None:
+        if frame.length > SMALL_BYTES:
+            raise ProtocolError(f"oversized frame: BYE of {frame.length} bytes")
+        try:
+            member.wait_s = float(json.loads(member.connection.read(frame.length))["wait_s"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"malformed BYE: {error}") from None
+        if not self.done:
+            raise Closed("it left before the run was over")
+        with self._lock:
+            member.alive = False
+            self._end_if_empty()
+        member.end()
+
+    def _on_error(self, member: Member, frame: Frame) -> None:
+        """Another server has ended the run, or the worker's part in it: its reason is the cause."""
+        if frame.length > SMALL_BYTES:
+            raise ProtocolError(f"oversized frame: ERR of {frame.length} bytes")
+        reason = member.connection.read(frame.length).decode(errors="replace")
+        raise Closed(f"another server: {reason}")
+
+    def _end_if_empty(self) -> None:
+        here = any(m.alive for m in self._members.values())
+        if here or len(self._members) < self.config.workers:
+            return
+        if not self.done:
+            self._fail(f"all {self.config.workers} workers were lost")
+        self.over.set()
+
+    def _lose(self, member: Member, reason: str) -> None:
+        """`member` is gone: end the run, or hand on what it held."""
+        with self._lock:
+            if not member.alive or self.over.is_set():
+                return
+            member.alive = False
+            step = self.plan.global_step(member.last_ticket)
+            log.warning("worker %d was lost at step %d: %s", member.worker, step, reason)
+            # One that was merely stopped will read this when it goes on.
+            member.tell(Frame(Kind.ERR), f"the server gave this worker up: {reason}".encode())
+            member.end()
+            if not self.done:
+                after_s = time.perf_counter() - self._first_ticket_s if self._started else 0.0
+                self.lost.append(
+                    {"worker": member.worker, "step": step, "reason": reason, "after_s": after_s}
+                )
+                if not self._tolerates_loss:
+                    self._fail(f"step {step}: worker {member.worker} was lost ({reason})")
+                    return
+                self._go_on_without(member)
+            self._end_if_empty()
+
+    def _go_on_without(self, member: Member) -> None:
+        self.tickets.give_back(member.worker)
+        if self._initialised:
+            self._store.leave(member.worker, lost=True)
+        else:
+            self._ask_for_weights()
+        self._start_if_ready()
+        for other in self._members.values():
+            if other.alive and other.idle and self.config.server == 0:
+                self._hand_ticket(other)
+
+    def _fail(self, message: str) -> None:
+        """End the run for everybody; `_lock` is held."""
+        if self.over.is_set():
+            return
+        self.error = message
+        log.error("%s", message)
+        for member in self._members.values():
+            if member.alive:
+                member.tell(Frame(Kind.ERR), message.encode()[:SMALL_BYTES])
+        self.over.set()
+
+    # --- watching --------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Send heartbeats and look for silent workers until the run is over."""
+        interval_s = min(1.0, self.config.heartbeat_deadline_s / 4)
+        born, awake = time.monotonic(), Awake(interval_s)
+        while not self.over.wait(interval_s):
+            now = time.monotonic()
+            self._look_for_silence(now, awake.look(now))
+            if not self._started and now - born > self.config.start_deadline_s:
+                with self._lock:
+                    here = sorted(m.worker for m in self._members.values() if m.alive and m.pulled)
+                    self._fail(
+                        f"only workers {here} of {self.config.workers} were ready to start within "
+                        f"{self.config.start_deadline_s:g} s"
+                    )
+
+    def _look_for_silence(self, now: float, awake_since: float) -> None:
+        deadline_s = self.config.heartbeat_deadline_s
+        for member in list(self._members.values()):
+            if member.alive and member.silent_s(now, awake_since) > deadline_s:
+                self._lose(member, f"no heartbeat for {deadline_s:g} s")
+            elif member.alive and not member.has_mail:
+                member.tell(Frame(Kind.HEARTBEAT))
+
+    def close(self) -> None:
+        """Send what is queued for the workers, as far as they take it; finish the snapshots."""
+        members = list(self._members.values())
+        give_up = time.monotonic() + self.config.heartbeat_deadline_s
+        for member in members:
+            member.end()
+        # Who still takes part leaves when it has read why the run ended; who was lost may never.
+        readers = [m.reader for m in members if m.alive]
+        for thread in [*(m.sender for m in members if m.sender), *readers]:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        for member in members:
+            member.connection.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """What the run looked like from here, as JSON-able values. Times are in seconds."""
+        c = self.config
+        return {
+            "status": "ok" if self.error is None else "lost",
+            "error": self.error,
+            "policy": c.policy,
+            "server": c.server,
+            "n_servers": c.n_servers,
+            "train_time_s": max(0.0, self._last_push_s - self._first_ticket_s),
+            "epochs": self.epochs.ends,
+            **({"step_ends_s": self.epochs.step_ends_s.tolist()} if c.steps else {}),
+            "tickets_settled": self.tickets.n_settled if c.server == 0 else None,
+            "workers": [self._members[w].summary() for w in sorted(self._members)],
+            "lost": self.lost,
+            "reassigned": self.tickets.reassigned,
+            "refused": self.refusals.count,
+            "refusals": self.refusals.first,
+            **(self._store.statistics() if self._store is not None else {}),
+        }

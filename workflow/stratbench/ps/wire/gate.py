@@ -1,0 +1,178 @@
+"""The server's door: accepts connections and lets in the peers that know the job's secret."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stratbench.ps.wire.frames import Frame, Kind, ProtocolError
+from stratbench.ps.wire.handshake import open_handshake
+from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
+
+log = logging.getLogger(__name__)
+
+#: Connections that have not shown that they know the secret, at most, at a time.
+_MOST_STRANGERS = 64
+_REFUSALS_KEPT = 100
+#: What accept says when this process or the system has nothing left; how long it then waits.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTED_PAUSE_S = 0.2
+
+
+class Refusals:
+    """What was refused, for the log and the statistics."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []  # the first hundred
+        self._lock = threading.Lock()
+
+    def add(self, who: str, reason: str) -> None:
+        """`who` was refused because of `reason`; the log has as many as the statistics."""
+        with self._lock:
+            self.count += 1
+            if len(self.first) >= _REFUSALS_KEPT:
+                return
+            self.first.append(f"{who}: {reason}")
+            last = len(self.first) == _REFUSALS_KEPT
+        log.warning("refused %s: %s", who, reason)
+        if last:
+            log.warning("from here on refusals are only counted")
+
+
+class Gate:
+    """Accepts connections, each on a thread of its own, until it is closed.
+
+    `enter(connection, hello, nonces, transport)` is called for a peer that knows the secret, and
+    serves it; a ProtocolError, Closed or Silent that it raises is a refusal. Over a local socket other
+    users are refused at once; when there are too many strangers, the one that came first must go.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        deadline_s: float,
+        refusals: Refusals,
+        enter: Callable[[Connection, dict[str, Any], bytes, str], Callable[[], None]],
+    ) -> None:
+        """`enter` returns what the peer's thread shall do from then on."""
+        self._secret, self._deadline_s = secret, deadline_s
+        self._refusals, self._enter = refusals, enter
+        self._closed = threading.Event()
+        self._wake, self._waker = socket.socketpair()  # ends the wait for connections
+        self._strangers: dict[Connection, None] = {}  # in order of arrival
+        self._lock = threading.Lock()  # guards the strangers
+
+    def accept(self, listeners: Listeners) -> None:
+        """Accept until `close` is called."""
+        with self._wake, selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for listener in listeners.sockets:
+                listener.setblocking(False)
+                selector.register(listener, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                for key, _ in selector.select():
+                    if key.fileobj is not self._wake:
+                        self._accept_from(key.fileobj, key.fileobj is listeners.local)
+
+    def close(self) -> None:
+        """Accept no more: `accept` returns."""
+        self._closed.set()
+        self._waker.close()
+
+    def _accept_from(self, listener: socket.socket, local: bool) -> None:
+        try:
+            sock, address = listener.accept()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # the connection stays in the queue: let others end first
+                self._refusals.add("a connection", f"accept failed: {error.strerror}")
+                self._dismiss_oldest()
+                self._closed.wait(_EXHAUSTED_PAUSE_S)
+            return  # else it went away again
+        transport = "shm" if local else "tcp"
+        peer = "a local socket" if local else f"{address[0]}:{address[1]}"
+        try:
+            if local:
+                _check_user(sock)
+            connection = Connection(sock, tick_s=min(1.0, self._deadline_s / 4))
+            with self._lock:
+                crowded = len(self._strangers) >= _MOST_STRANGERS
+                self._strangers[connection] = None
+            if crowded:
+                self._dismiss_oldest()
+            attend = threading.Thread(
+                target=self._attend, args=(connection, transport, peer), daemon=True
+            )
+            try:
+                attend.start()
+            except RuntimeError:  # no thread can be had
+                self._forget(connection)
+                raise
+        except (OSError, RuntimeError, ProtocolError) as error:
+            self._refusals.add(peer, str(error))
+            sock.close()
+
+    def _dismiss_oldest(self) -> None:
+        """Close the stranger that came first; its thread counts the refusal."""
+        with self._lock:  # so that nobody who is no stranger any more is closed
+            oldest = next(iter(self._strangers), None)
+            if oldest is not None:
+                del self._strangers[oldest]
+                oldest.close()
+
+    def _forget(self, connection: Connection) -> bool:
+        """Whether it was still a stranger, and had not been dismissed."""
+        with self._lock:
+            known = connection in self._strangers
+            self._strangers.pop(connection, None)
+        return known
+
+    def _attend(self, connection: Connection, transport: str, peer: str) -> None:
+        try:
+            serve = self._greet(connection, transport, peer)
+        finally:
+            self._forget(connection)
+        if serve is not None:
+            serve()
+
+    def _greet(
+        self, connection: Connection, transport: str, peer: str
+    ) -> Callable[[], None] | None:
+        connection.on_replay = lambda frame: self._refusals.add(
+            peer, f"replayed frame: {frame.kind.name}"
+        )
+        connection.deadline = time.monotonic() + self._deadline_s
+        try:
+            hello, nonces = open_handshake(connection, self._secret)
+            if not self._forget(connection):  # it will come again: none of the run may be closed
+                raise Closed("it had to make room for another connection")
+            serve = self._enter(connection, hello, nonces, transport)
+        except (ProtocolError, Closed, Silent) as error:
+            self._refusals.add(peer, str(error))
+            _dismiss(connection, str(error))
+            return None
+        connection.deadline = None
+        return serve
+
+
+def _check_user(sock: socket.socket) -> None:
+    """Raise ProtocolError for another user's local socket: its name is no secret."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if user not in (0, os.geteuid()):
+        raise ProtocolError(f"user {user} is not the one who runs this job")
+
+
+def _dismiss(connection: Connection, reason: str) -> None:
+    with contextlib.suppress(Closed):  # it may not have waited for our reasons
+        connection.send(Frame(Kind.ERR), reason.encode()[:1024])
+    connection.close()

@@ -1,0 +1,154 @@
+"""Figures of a comparison: ratios of training times with their intervals, and the times themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from stratbench.analysis.figures.panels import (
+    INK,
+    add_legend_and_note,
+    counts_axis,
+    figure_with_panels,
+    first_of_each_row,
+    line_handle,
+)
+from stratbench.analysis.figures.plots import save_figure
+from stratbench.analysis.figures.style import GREY, RC, Style, styles_by_strategy
+from stratbench.sets.comparing.comparison import ComparedCell, Comparison
+from stratbench.statistics.unpaired import geometric_mean
+
+#: Height of one line in the figure of ratios, and of its surroundings, in inches.
+LINE_IN, AROUND_IN = 0.17, 1.1
+#: Ticks of the axis of ratios.
+_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 5, 10, 20, 50, 100)
+
+
+def looks_of(found: Comparison) -> dict[str, Style]:
+    """The style of every strategy in both sets, the same as in the figures of a study."""
+    pairs = {
+        (str(name), base if isinstance(base, str) else None)
+        for one in (found.first, found.other)
+        for name, base in one.cells.groupby("strategy")["strategy_base"].first().items()
+    }
+    return styles_by_strategy(pairs)
+
+
+def draw_all(found: Comparison, out_dir: Path) -> dict[str, list[Path]]:
+    """Draw the figures of every experiment with a ratio; returns their SVGs, by experiment."""
+    drawn: dict[str, list[Path]] = {}
+    looks = looks_of(found)
+    with plt.rc_context(RC):
+        for experiment in dict.fromkeys(cell.group.experiment for cell in found.with_ratio):
+            cells = [cell for cell in found.with_ratio if cell.group.experiment == experiment]
+            stem = out_dir / found.other.name / experiment
+            save_figure(ratio_figure(found, cells, looks), stem / "time_ratio")
+            save_figure(times_figure(found, cells, looks), stem / "times")
+            drawn[experiment] = [stem / "time_ratio.svg", stem / "times.svg"]
+    return drawn
+
+
+def ratio_figure(
+    found: Comparison, cells: Sequence[ComparedCell], looks: dict[str, Style]
+) -> Figure:
+    """A figure of ratios: a point with its interval for each strategy and worker count, a panel per model."""
+    models = list(dict.fromkeys(cell.group.model for cell in cells))
+    strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))
+    drawn = {(cell.group.strategy, cell.group.gpus) for cell in cells}
+    lines = sorted(drawn, key=lambda line: (strategies.index(line[0]), line[1]))
+    figure, axes = figure_with_panels(models)
+    rows = -(-len(models) // 3)
+    figure.set_figheight(max(2.0, LINE_IN * len(lines) + AROUND_IN) * rows)
+    place = {line: -n for n, line in enumerate(lines)}
+    ends = [end for cell in cells for end in cell.time if end is not None]
+    # The limits cover all values and at least a tenth around 1, and are the same for all models.
+    limits = 0.95 * min(0.95, *ends), 1.05 * max(1.05, *ends)
+    for axis, model in zip(axes, models, strict=True):
+        axis.axvline(1, color=GREY, linewidth=1, zorder=1)
+        for cell in (cell for cell in cells if cell.group.model == model):
+            at = place[(cell.group.strategy, cell.group.gpus)]
+            look, time = looks[cell.group.strategy], cell.time
+            if time.low is not None:
+                axis.hlines(at, time.low, time.high, color=look.colour, linewidth=1.6, zorder=2)
+            axis.plot(time.value, at, marker=look.marker, color=look.colour, **_edge(), zorder=3)
+        axis.set_xscale("log")
+        axis.set_xlim(*limits)
+        axis.set_yticks([-n for n in range(len(lines))], [f"{s}, {n}" for s, n in lines])
+        axis.set_ylim(-len(lines) + 0.4, 0.6)
+        axis.grid(visible=True, axis="x")
+        axis.grid(visible=False, axis="y")
+        ratio_ticks(axis)
+        axis.set_xlabel(f"Time in {found.other.name} / time in {found.first.name}")
+    note = (
+        f"Training time in {found.other.name}, divided by that in {found.first.name}: left of the line "
+        f"{found.other.name} is faster. Bars: 95 % intervals by Welch's t, unpaired; without: one repeat. "
+        "Beside a strategy: its number of workers."
+    )
+    add_legend_and_note(figure, [], note)
+    return figure
+
+
+def ratio_ticks(axis: Axes) -> None:
+    """Put round numbers on an axis of ratios."""
+    low, high = axis.get_xlim()
+    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    apart = math.log(high / low) / 7  # so that no two labels meet
+    for side in (1, -1):  # outwards from 1
+        last = 1.0
+        for tick in sorted((t for t in ticks if (t - 1) * side > 0), key=lambda t: side * t):
+            if abs(math.log(tick / last)) < apart:
+                ticks.remove(tick)
+            else:
+                last = tick
+    axis.set_xticks(ticks)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.minorticks_off()
+
+
+def times_figure(
+    found: Comparison, cells: Sequence[ComparedCell], looks: dict[str, Style]
+) -> Figure:
+    """A figure of training times over the worker count: solid in the first set, dashed in the other."""
+    models = list(dict.fromkeys(cell.group.model for cell in cells))
+    counts = sorted({cell.group.gpus for cell in cells})
+    strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))
+    figure, axes = figure_with_panels(models)
+    for axis, model in zip(axes, models, strict=True):
+        for strategy in strategies:
+            line = sorted(
+                (c for c in cells if (c.group.model, c.group.strategy) == (model, strategy)),
+                key=lambda c: c.group.gpus,
+            )
+            at, look = [c.group.gpus for c in line], looks[strategy]
+            same = {"color": look.colour, "marker": look.marker}
+            axis.plot(at, [geometric_mean(c.first_times) for c in line], "-", **same, **_edge())
+            axis.plot(
+                at,
+                [geometric_mean(c.other_times) for c in line],
+                "--",
+                **same,
+                markerfacecolor="white",
+            )
+        counts_axis(axis, counts, is_ratio=False)
+        axis.set_xlabel("workers")
+    first_of_each_row(axes, "Training time (s)")
+    handles = [line_handle(name, looks[name]) for name in strategies]
+    handles += [
+        Line2D([], [], color=INK, linestyle="-", label=found.first.name),
+        Line2D([], [], color=INK, linestyle="--", label=found.other.name),
+    ]
+    note = f"Geometric means of the repeats. Solid: {found.first.name}; dashed: {found.other.name}."
+    add_legend_and_note(figure, handles, note)
+    return figure
+
+
+def _edge() -> dict[str, object]:
+    return {"markeredgecolor": INK, "markeredgewidth": 0.4}

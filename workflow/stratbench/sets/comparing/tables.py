@@ -1,0 +1,169 @@
+"""Tables of a comparison as CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.records.measures import NO_CELL
+from stratbench.analysis.tables.tables import latex, markdown
+from stratbench.cell.files import write_atomic
+from stratbench.cell.text.words import counted, printable
+from stratbench.sets.comparing.comparison import ComparedCell, Comparison, StrategyMean
+from stratbench.statistics.unpaired import Estimate, geometric_mean
+
+#: First characters that make other programs read a text in a CSV file as a formula.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def ratio_text(found: Estimate | None) -> str:
+    """A ratio as tables print it, with its interval if there is one."""
+    if found is None:
+        return NO_CELL
+    text = f"{found.value:.3f}"
+    return text if found.low is None else f"{text} [{found.low:.3f}, {found.high:.3f}]"
+
+
+def change_text(found: Estimate | None, cell: ComparedCell) -> str:
+    """A change of a score as tables print it."""
+    if found is None:
+        return NO_CELL
+    digits = cell.score.decimals
+    text = f"{found.value:+.{digits}f}"
+    if found.low is not None:
+        text += f" [{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+    return text
+
+
+def seconds_text(times: tuple[float, ...]) -> str:
+    """The geometric mean of times, with their number."""
+    if not times:
+        return NO_CELL
+    return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
+
+
+def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
+    """A row for every shared kind of cell, with all its numbers."""
+    for cell in found.cells:
+        time, score = cell.time, cell.score_change
+        yield {
+            "experiment": cell.match.first.experiment,
+            "experiment_other": cell.match.other.experiment,
+            "strategy": cell.group.strategy,
+            "model": cell.group.model,
+            "dataset": cell.match.dataset,
+            "workers": cell.group.gpus,
+            "repeats_first": len(cell.first_times),
+            "repeats_other": len(cell.other_times),
+            "time_first_s": geometric_mean(cell.first_times) if cell.first_times else None,
+            "time_other_s": geometric_mean(cell.other_times) if cell.other_times else None,
+            "time_ratio": time and time.value,
+            "time_ratio_low": time and time.low,
+            "time_ratio_high": time and time.high,
+            "memory_ratio": cell.memory,
+            "score_name": cell.score.name,
+            "score_change": score and score.value,
+            "score_change_low": score and score.low,
+            "score_change_high": score and score.high,
+            "outcome_first": cell.first_outcome or "ok",
+            "outcome_other": cell.other_outcome or "ok",
+            "no_ratio_because": cell.why_not,
+            "doubted_by": "; ".join(cell.doubts),
+            "not_known_to_be_equal": cell.caution,
+        }
+
+
+def wide_table(found: Comparison, experiment: str) -> pd.DataFrame:
+    """The ratios of one experiment: models and strategies by worker count."""
+    cells = [c for c in found.cells if c.group.experiment == experiment]
+    counts = sorted({c.group.gpus for c in cells})
+    texts: dict[tuple[str, str], dict[int, str]] = {}
+    for cell in cells:
+        text = f"n/a ({cell.why_not})" if cell.why_not else ratio_text(cell.time)
+        texts.setdefault((cell.group.model, cell.group.strategy), {})[cell.group.gpus] = text
+    models = list(dict.fromkeys(model for model, _ in texts))
+    lines = sorted(texts.items(), key=lambda line: models.index(line[0][0]))
+    return pd.DataFrame(
+        [[*key, *(by_count.get(n, NO_CELL) for n in counts)] for key, by_count in lines],
+        columns=["model", "strategy", *(counted(n, "worker") for n in counts)],
+    )
+
+
+def strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
+    """The mean ratio of each strategy."""
+    return pd.DataFrame(
+        [
+            [
+                m.strategy,
+                "all" if m.gpus is None else str(m.gpus),
+                ratio_text(m.time),
+                m.models,
+                m.cells,
+            ]
+            for m in means
+        ],
+        columns=["strategy", "workers", "time ratio", "models", "cells"],
+    )
+
+
+def difference_table(found: Comparison) -> pd.DataFrame:
+    """The differences: first those that prevent a ratio, then those that may explain ratios."""
+    parts = ((found.work, "no ratio"), (found.unknown, "not known"), (found.place, "differs"))
+    return pd.DataFrame(
+        [
+            [d.kind, d.path, shortened(d.first), shortened(d.other), d.cells, what]
+            for listed, what in parts
+            for d in listed
+        ],
+        columns=["kind", "field", found.first.name, found.other.name, "cells", "effect"],
+    )
+
+
+def shortened(text: str) -> str:
+    """A text from others, short enough for a table, without what would turn its order round."""
+    text = printable(text)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def write_all(found: Comparison, out_dir: Path) -> None:
+    """Write <out_dir>/<other>/: cells.csv, differences, strategies, and the ratios of each experiment."""
+    folder = out_dir / found.other.name
+    a, b = found.first.name, found.other.name
+    safe_csv(pd.DataFrame(list(cell_rows(found))), folder / "cells.csv")
+    write_table(
+        difference_table(found), f"What differs between {a} and {b}.", folder / "differences"
+    )
+    write_table(
+        strategy_table(found.strategies),
+        f"Training time in {b} divided by that in {a}: geometric mean over cells within a model, then over "
+        "models [95 % t interval over models; one model has none].",
+        folder / "strategies",
+    )
+    for experiment in dict.fromkeys(cell.group.experiment for cell in found.cells):
+        write_table(
+            wide_table(found, experiment),
+            f"Training time in {b} divided by that in {a}, experiment {experiment}: ratio of geometric means "
+            "[95 % interval by Welch's t on logarithms, unpaired; without: fewer than two repeats].",
+            folder / experiment / "time_ratio",
+        )
+
+
+def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
+    """Write a table of texts as <stem>.csv, .md and .tex."""
+    safe_csv(table, stem.with_suffix(".csv"))
+    shown = table.map(lambda value: html.escape(str(value), quote=False))
+    write_atomic(stem.with_suffix(".md"), markdown(shown, title))
+    write_atomic(stem.with_suffix(".tex"), latex(table, title))
+
+
+def safe_csv(table: pd.DataFrame, path: Path) -> None:
+    """Write a CSV file in which no program finds formulas: a text that looks like one gets a ' in front."""
+
+    def plain(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+    write_atomic(path, table.map(plain).to_csv(index=False))

@@ -1,0 +1,1 @@
+"""Statistics that verdicts, tables and comparisons share."""

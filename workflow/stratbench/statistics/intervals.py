@@ -1,0 +1,68 @@
+"""Statistics for tables, figures and claims: medians, ranges, intervals of ratios.
+
+Times are compared by their logarithms, in pairs of equal repeats: half a percent is half a percent for
+steps of any length, and a mean of logarithms is a ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stratbench.statistics.moderated import (
+    ALPHA,
+    half_widths,
+    moderated_variances,
+    paired_differences,
+)
+
+#: The number of repeats from which quartiles are more than two of the values themselves.
+QUARTILES_FROM = 5
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
+    """The median of `values`, the low and high end of their spread, and the kind of these ends.
+
+    The kind is `quartiles` (first and third, with linear interpolation), or with fewer than
+    QUARTILES_FROM values the `range`, from the lowest to the highest.
+    """
+    name = "quartiles" if len(values) >= QUARTILES_FROM else "range"
+    at = [25, 50, 75] if name == "quartiles" else [0, 50, 100]
+    low, median, high = np.percentile(np.asarray(values, dtype=float), at)
+    return float(median), float(low), float(high), name
+
+
+def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The geometric mean of paired ratios; all values above 0."""
+    ratios = np.asarray(numerators, dtype=float) / np.asarray(denominators, dtype=float)
+    return float(np.exp(np.mean(np.log(ratios))))
+
+
+def ratio_intervals(
+    numerators: np.ndarray,
+    denominators: np.ndarray,
+    kinds: np.ndarray | bool = False,
+    together: int = 1,
+) -> np.ndarray | None:
+    """95 % intervals of geometric mean ratios by moderated t on logarithms.
+
+    Each interval holds by itself. With `together` > 1, as many as that hold at once (Bonferroni).
+
+    Both arguments have shape [ratios, repeats]; column k of both comes from repeat k, so that effects
+    of the repeat's seed on both cancel; NaN if a ratio lacks a repeat. `kinds`, shape [ratios], is as
+    in `moderated_variances`. Returns shape [ratios, 2] (low, high), from 0 to infinity for a ratio
+    with fewer than two repeats; None if all have fewer.
+    """
+    numerators, denominators = (np.asarray(a, dtype=float) for a in (numerators, denominators))
+    if numerators.shape != denominators.shape or numerators.ndim != 2:
+        raise ValueError(
+            f"ratio_intervals: shapes {numerators.shape} and {denominators.shape}; "
+            "expected two equal shapes [ratios, repeats]"
+        )
+    found = paired_differences(np.log(numerators), np.log(denominators))
+    if not len(found.repeats) or found.repeats.max() < 2:
+        return None
+    variance, dof = moderated_variances(found, np.asarray(kinds))
+    half = half_widths(variance, dof, found.repeats, ALPHA / 2 / together)
+    return np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))

@@ -1,0 +1,1 @@
+"""Strategies whose workers train on their own between exchanges."""

@@ -1,0 +1,153 @@
+"""The base of strategies whose workers train by themselves, and exchange weights between their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stratbench.strategies import base
+from stratbench.workload.users_code import listed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+#: Numbers of which a distance is summed up at once: temporary tensors stay small.
+SUMMED_NUMBERS = 1 << 20
+
+
+class Local(base.Collective):
+    """Each worker updates weights of its own; a subclass says when and how they are exchanged.
+
+    Weights and BatchNorm's statistics are views of flat tensors, so that an exchange copies nothing.
+    What the optimizer keeps stays each worker's own. The mean of all workers is evaluated.
+    """
+
+    family = "own weights"
+    buffers_note = "each worker keeps its own, and they are averaged with the weights"
+    breakdown_note: ClassVar[str] = (
+        "exposed_communication is the exchange of weights after the update, waiting for slower workers "
+        "included, as a mean over all steps"
+    )
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        if values["precision"] == "fp16":
+            yield (
+                ".precision = 'fp16': a worker whose gradient overflows would skip its step alone, since "
+                "workers that train by themselves share no loss scale; use bf16"
+            )
+
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().refusals_of_model(model, worker)
+        if found := [name for name, p in model.named_parameters() if p.is_complex()]:
+            yield (
+                f"how far workers are apart is summed in real numbers, and {listed(found)} is complex; keep "
+                "its real and imaginary part as two parameters"
+            )
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        self.weights = flattened([p for p in model.parameters() if p.requires_grad])
+        self.statistics = flattened([b for b in model.buffers() if b.is_floating_point()])
+        return model
+
+    @property
+    def exchanged(self) -> list[Tensor]:
+        """The flat tensors that the workers exchange."""
+        return [*self.weights, *self.statistics]
+
+    def reset(self) -> None:
+        super().reset()
+        self.sent_bytes = 0.0
+        self.distances: list[Tensor] = []
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().step(x, y)
+        self.worker.mark("optimizer")
+        self.exchange()
+        self.worker.mark("exposed_communication")
+        return loss
+
+    def exchange(self) -> None:
+        """Exchange weights with the other workers, if it is due after `self.steps` steps."""
+        raise NotImplementedError
+
+    def is_due(self, period: int, start: int = 0) -> bool:
+        """Whether a period of steps, counted from `start`, has ended, or the training has."""
+        since = self.steps - start
+        return since > 0 and (since % period == 0 or self.steps == self.worker.total_steps)
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Put the mean over the workers in the place of flat tensors."""
+        import torch.distributed as dist
+
+        workers = self.worker.world_size
+        for flat in tensors if workers > 1 else ():
+            dist.all_reduce(flat)
+            flat /= workers
+            self.sent_bytes += 2 * (workers - 1) / workers * flat.numel() * flat.element_size()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        own, sent_bytes = [flat.clone() for flat in self.exchanged], self.sent_bytes
+        self.average(self.exchanged)
+        self.sent_bytes = sent_bytes  # no part of a step
+        self.distances.append(self.distance_from_mean(own[: len(self.weights)]))
+        with super().evaluating() as model:
+            yield model
+        for flat, before in zip(self.exchanged, own, strict=True):
+            flat.copy_(before)
+
+    def distance_from_mean(self, own: Sequence[Tensor]) -> Tensor:
+        """How far the workers' weights are from their mean, relative to it; `own`: this worker's.
+
+        The root of the mean square over the workers: the consensus distance of Kong et al., "Consensus
+        Control for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The model
+        holds the mean.
+        """
+        import torch
+        import torch.distributed as dist
+
+        squares = torch.zeros(2, dtype=torch.float64, device=self.worker.device)
+        for mine, mean in zip(own, self.weights, strict=True):
+            for a, b in zip(mine.split(SUMMED_NUMBERS), mean.split(SUMMED_NUMBERS), strict=True):
+                squares[0] += (a - b).square().sum()
+                squares[1] += b.square().sum()
+        if self.worker.world_size > 1:
+            dist.all_reduce(squares)
+        return (squares[0] / squares[1]).sqrt()
+
+    def communication(self) -> dict[str, Any]:
+        return base.ring_traffic(self.sent_bytes / max(1, self.steps))
+
+    def report(self) -> dict[str, Any]:
+        report = super().report()
+        found = [float(d) for d in self.distances]
+        report["details"]["consensus_distance"] = [d if d < float("inf") else None for d in found]
+        return report | {"evaluated_on": "the workers' mean weights and BatchNorm statistics"}
+
+
+def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A flat tensor for each number format, of which `tensors` become views, as they lie in memory."""
+    import torch
+
+    from stratbench.ps.flat import moved, places
+
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        by_dtype.setdefault(t.dtype, []).append(t)
+    found = []
+    with torch.no_grad():
+        for dtype, group in by_dtype.items():
+            starts, numel = places(group)
+            flat = torch.zeros(numel, dtype=dtype, device=group[0].device)
+            for t, start in zip(group, starts, strict=True):
+                t.data = moved(t.data, flat, start)
+            found.append(flat)
+    return found
+
+
+def periods(steps: int, period: int) -> int:
+    """How many periods end in so many steps, the last of which may be shorter."""
+    return -(-max(0, steps) // period)

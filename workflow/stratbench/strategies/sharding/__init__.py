@@ -1,0 +1,1 @@
+"""Strategies that shard parameters, gradients or the optimizer's state."""

@@ -1,0 +1,264 @@
+"""`fsdp`: parameters, gradients and optimizer state are sharded over the workers (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stratbench.cell.options import option
+from stratbench.strategies import base
+from stratbench.strategies.sharding.sharded import Sharded
+from stratbench.workload.users_code import listed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class FSDP(Sharded):
+    """torch.distributed.fsdp.fully_shard, one group for each entry of the model's wrap plan.
+
+    `reshard_after_forward = always` frees a group's gathered parameters after its forward and gathers
+    them again for backward (like ZeRO-3), but for what is in no group: FSDP2 keeps the root's own
+    parameters, since backward begins with the root. `never` keeps all of them (like ZeRO-2: less
+    traffic, more memory). BatchNorm's running statistics are never synchronised by FSDP: their
+    average over the workers is evaluated. With `shard_workers` the workers form groups, each of which
+    holds a model (HSDP). With `offload` each worker's shards are in host memory, where the optimizer
+    runs; they are copied to the device to be gathered, and their gradients back.
+    """
+
+    family = "shards"
+    summary: ClassVar[str] = "parameters, gradients and optimizer state sharded"
+    rule: ClassVar[str] = (
+        "As ddp, but each worker holds and updates its share of W, g and the momentum; W is gathered "
+        "for forward and backward, g is averaged to its share"
+    )
+    breakdown_note: ClassVar[str] = (
+        "gathering parameters is inside forward and backward, reducing gradients inside backward; "
+        "how much of it computation does not hide cannot be separated (`profile: true` shows it); with "
+        "offload: cpu the copies are there, too, and the host waits for the gradients in every step"
+    )
+    uses_wrap_groups = True
+    first_choice = "states too large"
+    buffers_note = "each worker keeps its own, and their mean is evaluated"
+
+    @dataclass(frozen=True)
+    class Options(base.Options):
+        reshard_after_forward: Literal["always", "never"] = option(
+            "always", "when the parameters that a forward pass gathers are freed"
+        )
+        mixed_precision: Literal["autocast", "policy"] = option(
+            "autocast",
+            "autocast: the same arithmetic as every other strategy; policy: FSDP2's own mixed "
+            "precision, which also gathers parameters in 16 bits",
+        )
+        shard_workers: int | Literal["all", "node"] = option(
+            "all",
+            "workers that hold one model between them; the groups average their gradients",
+            least=1,
+        )
+        offload: Literal["none", "cpu"] = option(
+            "none", "where parameters, gradients and the optimizer's state are kept"
+        )
+
+    @classmethod
+    def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
+        workers = group_size(options.get("shard_workers", "all"), gpus, per_node)
+        if gpus % workers:
+            whose = " (those of a node)" if options["shard_workers"] == "node" else ""
+            raise ValueError(
+                f"shard_workers = {workers}{whose} does not divide {gpus} workers into equal groups; "
+                "change it or the number of workers"
+            )
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        if options.get("offload") == "cpu" and values["precision"] == "fp16":
+            yield (
+                ".precision = 'fp16': the loss scaler's verdict is on the device, but with offload: cpu the "
+                "gradients that it is about are on the host; use bf16"
+            )
+
+    def traits(self, gpus: int) -> base.Traits:
+        # By the policy, parameters are rounded to 16 bits where the other strategies keep 32.
+        same_rounding = self.options.mixed_precision == "autocast"
+        chosen = self.options.shard_workers
+        # How many workers a node has, the cell's settings do not say.
+        parts = None if chosen == "node" and gpus > 1 else group_size(chosen, gpus, gpus)
+        return base.Traits(
+            synchronous_alone=same_rounding,
+            equals_ddp=same_rounding,
+            shards_states=True,
+            weight_parts=parts,
+            optimizer_parts=parts,
+            states_on_host=self.options.offload == "cpu",
+            updates_per_step=1,
+            ring_copies=2,  # 3 for what is gathered again: all but the root's own parameters, if any
+        )
+
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        trial = worker.trial
+        scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+        if scalars:
+            yield (
+                f"FSDP divides parameters along a dimension, which {listed(scalars)} does not have; make it "
+                "a tensor of one element, nn.Parameter(torch.ones(1))"
+            )
+        scattered = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+        if scattered:
+            yield (
+                f"FSDP takes contiguous parameters, and these are not: {listed(scattered)}; call "
+                ".contiguous() before nn.Parameter"
+            )
+        if trial.sparse:
+            yield base.sparse_gradient(trial.sparse, "FSDP cannot divide")
+        for label, dtypes in self._dtypes(model, worker):
+            if len(dtypes) > 1:
+                yield (
+                    f"{label} has parameters of several dtypes ({', '.join(sorted(dtypes))}), which FSDP "
+                    "cannot gather together; use one, or shard them apart"
+                )
+        # What is kept after a forward may be read until the next step.
+        early = trial.uncalled
+        if self.options.reshard_after_forward == "always":
+            early += trial.late
+        if early:
+            yield (
+                f"forward reads {listed(early)} outside of a call of the shard group it belongs to, and FSDP "
+                "gathers a group only then; call the module itself (neither its parts nor .forward), or name "
+                "in `shard` only classes whose instances are called"
+            )
+        if worker.world_size > 1 and trial.by_chance:
+            yield base.by_chance(trial.by_chance)
+        elif worker.world_size > 1 and trial.reads_values and trial.unopened:
+            yield (
+                f"forward reads values of tensors and did not call {listed(trial.unopened)}: it seems to "
+                "choose by its data what it calls, and workers, whose data differ, would gather different "
+                "groups; call all of them, and choose with torch.where or a factor of 0 or 1"
+            )
+
+    def _dtypes(self, model: nn.Module, worker: base.Worker) -> Iterator[tuple[str, set[str]]]:
+        """The dtypes of each group's parameters, and of what is in none."""
+        left = set(model.parameters())
+        for label, modules in worker.wrap_groups:
+            own = {p for m in modules for p in m.parameters()}
+            left -= own
+            yield f"the shard group {label}", {str(p.dtype).removeprefix("torch.") for p in own}
+        yield "what is in no shard group", {str(p.dtype).removeprefix("torch.") for p in left}
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        self.group_size = group_size(
+            self.options.shard_workers, worker.world_size, worker.local_world
+        )
+        groups = worker.world_size // self.group_size
+        if groups == 1:
+            mesh = init_device_mesh(worker.device.type, (worker.world_size,))
+        else:
+            mesh = init_device_mesh(
+                worker.device.type, (groups, self.group_size), mesh_dim_names=("groups", "shards")
+            )
+            self.shard_group = mesh.get_group("shards")
+        arguments = {
+            "mesh": mesh,
+            "reshard_after_forward": self.options.reshard_after_forward == "always",
+        }
+        if self.options.offload == "cpu":
+            on_cuda = worker.device.type == "cuda"
+            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=on_cuda)
+        policy = self._policy(worker)
+        if policy is not None:
+            # BatchNorm's statistics are float32, and so its weights must be: a group of their own.
+            norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+            if norms:
+                fully_shard(norms, **arguments)
+            arguments["mp_policy"] = policy
+        for _, modules in worker.wrap_groups:
+            # As a list also where it is one: by itself, PyTorch 2.11 refuses DenseNet's block, a ModuleDict.
+            fully_shard(modules, **arguments)
+        if policy is not None:
+            # Only the whole model's output: between two groups may stand a layer in 16 bits.
+            arguments["mp_policy"] = replace(policy, output_dtype=torch.float32)
+        if self.options.reshard_after_forward == "always":
+            # Leave the root to FSDP2, which keeps it: freed, it would be gathered again at once.
+            arguments["reshard_after_forward"] = None
+        fully_shard(model, **arguments)
+        return model
+
+    def _gathered_again(self) -> set[int]:
+        """The `id` of each grouped parameter that is gathered for backward, too.
+
+        FSDP2 does it where backward comes to a group, and ahead of that for the group before. Which those
+        are the trial has shown; of a network that had none nothing is frozen.
+        """
+        trial = self.worker.trial
+        called = trial.in_backward.items() if trial else ()
+        skipped = {i for (i, comes), (_, next_comes) in pairwise(called) if not comes | next_comes}
+        groups = [ms for i, (_, ms) in enumerate(self.worker.wrap_groups) if i not in skipped]
+        return {id(p) for ms in groups for m in ms for p in m.parameters()}
+
+    def synchronising(self, last: bool) -> AbstractContextManager:
+        self.module.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def _policy(self, worker: base.Worker):
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(worker.settings.precision)
+        if dtype is None or self.options.mixed_precision == "autocast":
+            return None
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._policy(self.worker) is None:
+            return super().forward(x, y)
+        return self.worker.task.loss(self.compiled(x), y)
+
+    def communication(self) -> dict[str, Any]:
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        in_16_bits = self._policy(self.worker) is not None
+        norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, _BatchNorm)]
+        full = {id(p) for m in norms for p in m.parameters()}
+        again = self._gathered_again()
+        w, s = self.worker.world_size, self.group_size
+        frees = self.options.reshard_after_forward == "always"
+        moved_bytes = averaged_bytes = 0
+        for p in self.model.parameters():
+            # The first dimension is what is sharded, padded to a multiple of the workers.
+            padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
+            width = 2 if in_16_bits and id(p) not in full else p.element_size()
+            gathers = 2 if frees and id(p) in again | full else 1  # the root's own: once
+            gathers *= self.worker.settings.accumulate
+            moved_bytes += padded * gathers * width
+            if p.requires_grad:
+                moved_bytes += padded * p.element_size()
+                averaged_bytes += 2 * padded // s * p.element_size()
+        if self.worker.settings.clip_norm is not None:
+            moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
+        # Within a group, and a worker's part of the gradients with those of the other groups.
+        groups = w // s
+        return base.ring_traffic((s - 1) / s * moved_bytes + (groups - 1) / groups * averaged_bytes)
+
+    def report(self) -> dict[str, Any]:
+        report = super().report()
+        report["details"]["shard_workers"] = self.group_size
+        if self._policy(self.worker) is not None:
+            dtype = {"bf16": "bfloat16", "fp16": "float16"}[self.worker.settings.precision]
+            report["details"]["compute_dtype"] = (
+                f"{dtype} (MixedPrecisionPolicy, float32 reduction)"
+            )
+        return report
+
+
+def group_size(shard_workers: int | Literal["all", "node"], gpus: int, per_node: int) -> int:
+    """Of `gpus` workers, those that hold one model between them: one group where they are no more."""
+    chosen = {"all": gpus, "node": per_node}.get(shard_workers, shard_workers)
+    return min(chosen, gpus)

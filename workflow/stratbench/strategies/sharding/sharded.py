@@ -1,0 +1,155 @@
+"""The base of strategies that shard the model: each worker holds and updates a part of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stratbench.strategies import base
+from stratbench.workload.users_code import Refused
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+
+class GroupCalls:
+    """The shard groups that this worker calls, a number for the order of each step.
+
+    Collectives of equal size match whatever they are of: workers that gather different groups would add
+    up what does not belong together, and nobody would notice.
+    """
+
+    def __init__(self, groups: Sequence[tuple[str, list[nn.Module]]]) -> None:
+        self.steps: list[int] = []
+        self._now = 0
+        for i, (_, modules) in enumerate(groups, 1):
+            for module in modules:
+                module.register_forward_pre_hook(partial(self._note, i))
+
+    def _note(self, group: int, _module: nn.Module, _inputs: Any) -> None:
+        self._now = (self._now * 1_000_003 + group) % (2**61 - 1)
+
+    def end_step(self) -> None:
+        self.steps.append(self._now)
+        self._now = 0
+
+    def first_difference(self, device: torch.device) -> int | None:
+        """The first step since the last call, from 1, in which two workers called other groups; None: none.
+
+        A collective of all workers. What was called after the last step counts as one more.
+        """
+        import torch
+        import torch.distributed as dist
+
+        self.end_step()
+        least = torch.tensor(self.steps, dtype=torch.int64, device=device)
+        most = least.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        self.steps.clear()
+        different = (least != most).nonzero().flatten().tolist()
+        return different[0] + 1 if different else None
+
+
+class Sharded(base.Collective):
+    """Base of strategies that shard the model: `wrap` turns its parameters into DTensors.
+
+    The optimizer works on the plain tensors within them, which is the same arithmetic where it is
+    element-wise. BatchNorm's running statistics are never synchronised while training: their average
+    over the workers is evaluated. `wrap` also says which workers hold a model between them.
+    """
+
+    #: How many workers hold one model between them.
+    group_size: int
+    #: Those that this one is of; None: all.
+    shard_group: ProcessGroup | None = None
+    #: Of a user's network on several workers; compiled code has no place for it.
+    calls: GroupCalls | None = None
+
+    def setup(self, model: nn.Module, worker: base.Worker) -> None:
+        super().setup(model, worker)
+        s = worker.settings
+        if worker.world_size > 1 and s.own_model and not s.compile:
+            self.calls = GroupCalls(worker.wrap_groups)
+
+    def reset(self) -> None:
+        super().reset()
+        if self.calls is not None:
+            self.calls.steps.clear()
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().step(x, y)
+        if self.calls is not None:
+            self.calls.end_step()
+        return loss
+
+    def check_alike(self) -> None:
+        if self.calls is None:
+            return
+        steps = len(self.calls.steps)
+        step = self.calls.first_difference(self.worker.device)
+        if step is None:
+            return
+        where = f"step {step}" if step <= steps else "the evaluation"
+        s = self.worker.settings
+        raise Refused(
+            f"model {s.model!r}: {s.strategy} cannot train it: in {where} the workers called different "
+            "shard groups, or in another order, so that they gathered and added up what does not belong "
+            "together; call all of them in each forward, and choose with torch.where or a factor of 0 or 1"
+        )
+
+    def local_tensors(self) -> list[Tensor]:
+        import torch
+
+        from stratbench.telemetry.shards import local_part
+
+        # An optimizer over DTensors spends several times as long on dispatch.
+        with torch.no_grad():
+            return [local_part(p).detach() for p in self.parameters]
+
+    def link_gradients(self) -> None:
+        import torch
+
+        from stratbench.telemetry.shards import local_part
+
+        with torch.no_grad():
+            for shard, p in zip(self.local, self.parameters, strict=True):
+                shard.grad = None if p.grad is None else local_part(p.grad)
+                p.grad = None
+
+    def gradient_norm(self) -> Tensor:
+        norm = super().gradient_norm()
+        # Shards that are kept on the host have their norm there, where NCCL does not reach.
+        on_device = norm.to(self.worker.device)
+        return base.norm_of_parts(on_device, self.group_size, self.shard_group).to(norm.device)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        import torch
+        import torch.distributed as dist
+
+        from stratbench.telemetry.shards import free_gathered
+
+        buffers = [b for b in self.model.buffers() if b.is_floating_point()]
+        own = [b.clone() for b in buffers]
+        if buffers:
+            mean = torch.cat([b.flatten() for b in buffers])
+            dist.all_reduce(mean)
+            mean /= self.worker.world_size
+            for b, average in zip(buffers, mean.split([b.numel() for b in buffers]), strict=True):
+                b.copy_(average.view_as(b))
+        with super().evaluating() as model:
+            yield model
+        for b, saved in zip(buffers, own, strict=True):
+            b.copy_(saved)
+        # What is not freed after a forward stays gathered where no backward follows. A later step
+        # would use those copies, whatever happened to the shards since.
+        free_gathered(self.model)
+
+    def report(self) -> dict[str, Any]:
+        evaluated_on = "the gathered weights with the workers' mean BatchNorm statistics"
+        return super().report() | {"evaluated_on": evaluated_on}

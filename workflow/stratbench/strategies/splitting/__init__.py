@@ -1,0 +1,1 @@
+"""Strategies that split the model itself over workers."""

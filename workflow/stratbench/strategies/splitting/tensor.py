@@ -1,0 +1,317 @@
+"""`tensor`: the layers of a network are divided among workers (tensor parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from math import isnan
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from stratbench.cell.options import option
+from stratbench.strategies import base
+from stratbench.strategies.mesh import Mesh
+from stratbench.strategies.sharding.sharded import Sharded
+from stratbench.workload.network import models
+from stratbench.workload.users_code import Refused
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from stratbench.strategies.saved import SavedState
+
+
+class TensorParallel(Sharded):
+    """torch.distributed.tensor.parallel.parallelize_module, by the plan that a network states.
+
+    Each of `tensor_workers` holds some heads of every attention, some columns of the first matrix of
+    every perceptron with the same rows of its second, and a part of the vocabulary (Shoeybi et al.,
+    Megatron-LM, 2019): a block adds up its activations twice in forward and twice in backward. The
+    cross-entropy is computed on the divided scores. Several such groups are replicas: their states are
+    sharded over them by FSDP2, or each has all of its own and their gradients are averaged, a
+    parameter's as soon as backward has made it. With `sequence` layer norms and the stream between
+    blocks are divided by positions (Korthikanti et al., Reducing activation recomputation in large
+    transformer models, 2022).
+    """
+
+    family = "splits"
+    summary: ClassVar[str] = "layers divided among workers (tensor parallelism)"
+    rule: ClassVar[str] = (
+        "As single, but each worker computes a part of every layer; the parts are added up, or gathered, "
+        "within forward and backward"
+    )
+    breakdown_note: ClassVar[str] = (
+        "adding up activations is inside forward and their gradients inside backward, as what replicas "
+        "exchange is; how much of it computation does not hide cannot be separated (`profile: true` "
+        "shows it)"
+    )
+    uses_wrap_groups = True
+    #: What was exchanged in the first step after a `save`, which is not timed; None: not looked at yet.
+    _sent_bytes: float | None = None
+
+    @dataclass(frozen=True)
+    class Options(base.Options):
+        tensor_workers: int | Literal["all"] = option(
+            "all",
+            "workers that divide each layer between them; several such groups are replicas",
+            least=1,
+        )
+        data: Literal["fsdp", "ddp"] = option(
+            "fsdp", "whether replicas divide their states (fsdp), or each keeps its own (ddp)"
+        )
+        sequence: bool = option(
+            False, "whether norms and the stream between blocks are divided by positions"
+        )
+
+    def mesh(self, gpus: int) -> Mesh:
+        chosen = self.options.tensor_workers
+        workers = gpus if chosen == "all" else min(chosen, gpus)
+        if gpus % workers:
+            raise ValueError(
+                f"tensor_workers = {workers} does not divide {gpus} workers into equal groups; change it or "
+                "the number of workers"
+            )
+        return Mesh(gpus // workers, tensor=workers)
+
+    @classmethod
+    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+        if values["compile"]:
+            yield ".compile = true: compiled code is not tried with divided layers; set it to false"
+        strategy = cls(cls.Options(**options))
+        for name in values["models"]:
+            model = models.MODELS.get(name)
+            if model is None or not models.has_tensor_plan(model):
+                able = filter(models.has_tensor_plan, models.MODELS)
+                yield (
+                    f".models = {name!r}: it states no plan by which its layers can be divided; these do: "
+                    f"{', '.join(able)}"
+                )
+                continue
+            for gpus in values["gpus"]:
+                with suppress(ValueError):  # groups that do not come out even are told by `mesh`
+                    workers = strategy.mesh(gpus).tensor
+                    if model.heads % workers:
+                        yield (
+                            f".gpus = {values['gpus']}: {workers} workers cannot divide the {model.heads} "
+                            f"heads of {name} evenly; set tensor_workers to a divisor of {model.heads}"
+                        )
+
+    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        if not models.has_tensor_plan(models.model_of(worker.settings)):
+            yield "it states no plan by which its layers can be divided among workers"
+
+    def traits(self, gpus: int) -> base.Traits:
+        mesh = self.mesh(gpus)
+        divides = mesh.tensor > 1 or (self.options.data == "fsdp" and mesh.replicas > 1)
+        # What a plan does not divide, norms above all, each worker of a group holds whole.
+        parts = None if divides else 1
+        return base.Traits(
+            synchronous_alone=True,
+            equals_ddp=True,
+            shards_states=divides,
+            weight_parts=parts,
+            optimizer_parts=parts,
+            updates_per_step=1,
+        )
+
+    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        replicas, tensor = worker.mesh.replicas, worker.mesh.tensor
+        mesh = init_device_mesh(
+            worker.device.type, (replicas, tensor), mesh_dim_names=("replicas", "tensor")
+        )
+        if tensor > 1:
+            again = tied(model)
+            plan = models.tensor_plan(models.model_of(worker.settings))
+            parallelize_module(model, mesh["tensor"], styles(model, plan, self.options.sequence))
+            for (module, name), (first, own) in again:
+                setattr(module, name, getattr(first, own))
+            model.register_forward_hook(whole_output)
+            if self.options.sequence:
+                model.register_forward_pre_hook(partial(check_positions, tensor))
+        #: Of each trainable parameter, whether this worker's part of the gradient is in the whole's norm.
+        self._counts = [
+            is_divided(p) or worker.mesh.place(worker.rank).tensor == 0
+            for p in model.parameters()
+            if p.requires_grad
+        ]
+        self._shards = self.options.data == "fsdp" and replicas > 1
+        self._averages = self.options.data == "ddp" and replicas > 1
+        if self._shards:
+            for _, modules in worker.wrap_groups:
+                fully_shard(modules, mesh=mesh["replicas"])
+            fully_shard(model, mesh=mesh["replicas"])
+        if self._averages:
+            self._average(model, mesh)
+        self.group_size = replicas * tensor if self._shards else tensor
+        self.shard_group = None if self._shards else mesh.get_group("tensor")
+        return model
+
+    def _average(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Let backward average each gradient over the replicas, beside what it goes on to compute."""
+        self._is_last = True
+        self._under_way: list[tuple[Tensor, torch.distributed.Work]] = []
+        group, replicas = mesh.get_group("replicas"), mesh.size(0)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._send, group, replicas))
+
+    def _send(self, group: Any, replicas: int, parameter: nn.Parameter) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from stratbench.telemetry.shards import local_part
+
+        if self._is_last:
+            with torch.no_grad():
+                own = local_part(parameter.grad).div_(replicas)
+            self._under_way.append((own, dist.all_reduce(own, group=group, async_op=True)))
+
+    def synchronising(self, last: bool) -> AbstractContextManager:
+        self._is_last = last
+        if self._shards:
+            self.module.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel() if self.worker.mesh.tensor > 1 else nullcontext():
+            return super().add_gradients(x, y, parts, last)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        from stratbench.telemetry.shards import local_part
+
+        return local_part(super().forward(x, y))
+
+    def link_gradients(self) -> None:
+        if self._averages:
+            for _, work in self._under_way:
+                work.wait()
+            self._under_way.clear()
+        # A norm's gradient is of the positions that this worker has; the others' are still to be added.
+        for p in self.parameters:
+            placements = getattr(p.grad, "placements", None)
+            if placements is not None and placements != p.placements:
+                p.grad = p.grad.redistribute(placements=p.placements)
+        super().link_gradients()
+
+    def gradient_norm(self) -> Tensor:
+        """What every worker of a group holds whole counts once."""
+        from torch.nn.utils import get_total_norm
+
+        own = zip(self.local, self._counts, strict=True)
+        norm = get_total_norm([t.grad for t, counts in own if counts and t.grad is not None])
+        return base.norm_of_parts(norm.to(self.worker.device), self.group_size, self.shard_group)
+
+    def save(self) -> SavedState:
+        self._sent_bytes = None
+        return super().save()
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._sent_bytes is not None:
+            return super().step(x, y)
+        from stratbench.telemetry.collective_count import CollectiveCount
+
+        with CollectiveCount() as count:
+            loss = super().step(x, y)
+        self._sent_bytes = count.wire_bytes(self.worker.world_size)
+        return loss
+
+    def communication(self) -> dict[str, Any] | None:
+        return None if isnan(self._sent_bytes) else base.ring_traffic(self._sent_bytes)
+
+    def report(self) -> dict[str, Any]:
+        return super().report() | {"evaluated_on": "the divided weights"}
+
+
+def tied(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
+    """Where a parameter stands again, and where it stands first: a module, and the name in it."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    again = []
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(p) in first:
+                again.append(((module, name), first[id(p)]))
+            first.setdefault(id(p), (module, name))
+    return again
+
+
+def is_divided(parameter: nn.Parameter) -> bool:
+    """Whether the workers of a group hold parts of it, and not each the whole."""
+    return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
+
+
+def whole_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    """A hook: the whole scores of a network that is evaluated; in training the loss is of the parts."""
+    return output if module.training else output.full_tensor()
+
+
+def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """A hook: Refused where `workers` cannot divide the positions of texts [batch, positions] evenly."""
+    positions = inputs[0].shape[1]
+    if positions % workers:
+        raise Refused(
+            f"{workers} workers cannot divide texts of {positions} tokens evenly (sequence: true); set "
+            "sequence: false, or choose another length of the texts"
+        )
+
+
+def styles(model: nn.Module, plan: Mapping[str, str], sequence: bool) -> dict[str, ParallelStyle]:
+    """Of each module that the plan names, by its path, how `parallelize_module` divides it.
+
+    A plan's words: `embedding`: by the vocabulary. `first`: where the stream begins. `input`: its parts
+    read one input, which is gathered once for all of them. `columns`: the outputs of a linear layer;
+    `columns of it`: the same below an `input`. `rows`: the inputs. `norm`: of each position by itself.
+    `scores`: the outputs, which stay divided for the loss.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    stream = Shard(1) if sequence else Replicate()
+
+    def made(kind: str) -> ParallelStyle | None:
+        match kind:
+            case "embedding":
+                return RowwiseParallel(input_layouts=Replicate())
+            case "input":
+                return PrepareModuleInput(
+                    input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=False
+                )
+            case "columns":
+                return ColwiseParallel(input_layouts=stream)
+            case "columns of it":
+                return ColwiseParallel()
+            case "rows":
+                return RowwiseParallel(output_layouts=stream)
+            case "scores":
+                return ColwiseParallel(
+                    input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
+                )
+            case "first" if sequence:
+                return PrepareModuleInput(
+                    input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=True
+                )
+            case "norm" if sequence:
+                return SequenceParallel()
+            case "first" | "norm":
+                return None
+        raise ValueError(f"a plan says {kind!r}, which is no way to divide a module")
+
+    names = [name for name, _ in model.named_modules()]
+    wanted = {n: kind for pattern, kind in plan.items() for n in names if fnmatchcase(n, pattern)}
+    found = {name: made(kind) for name, kind in wanted.items()}
+    return {name: style for name, style in found.items() if style is not None}

@@ -1,0 +1,200 @@
+"""config.yaml, validated: studies become cells, and cells get their resolved settings.
+
+Imported on every parse of the Snakefile, so nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.coordinates import Cell, expand
+from stratbench.cell.settings import Settings
+from stratbench.strategies import REGISTRY, mesh_of, resolved_options, strategy_class
+from stratbench.study.config.data_sets import DataSets
+from stratbench.study.config.validation import validate
+from stratbench.study.config.yaml_traps import check_duplicate_keys
+from stratbench.workload import tasks, users_code
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.own_data import is_own
+from stratbench.workload.network import models
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One validated experiment: its cells and the settings of each."""
+
+    name: str
+    values: Mapping[str, Any]
+    matrix: dict[str, Any]  # the arguments of coordinates.expand
+    cells: tuple[Cell, ...]
+
+
+class Study:
+    """One validated study of the config."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self.name = name
+        self._study = config["studies"][name]
+        self.description = self._study.get("description", "")
+        self.seed: int = self._study["seed"]
+        self._own = {key: config[key] for key in ("models", "code") if config.get(key)}
+        self._own_code: dict[str, dict[str, Any] | None] = dict(config.get("own_code", {}))
+        self._data = DataSets(config)
+        self.experiments = {}
+        for key, values in self._study["experiments"].items():
+            matrix = self._matrix(key, values)
+            self.experiments[key] = Experiment(key, values, matrix, tuple(expand(**matrix)))
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [cell for e in self.experiments.values() for cell in e.cells]
+
+    @property
+    def datasets(self) -> list[str]:
+        return sorted({e.values["dataset"] for e in self.experiments.values()})
+
+    def base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
+        """The strategy behind a name in the study, and the options given (without the defaults)."""
+        if name in REGISTRY:
+            return name, {}
+        variant = dict(self._study["variants"][name])
+        return variant.pop("strategy"), variant
+
+    def strategy_kind(self, name: str) -> str:
+        """The kind of a strategy: `collective` or `server`."""
+        return strategy_class(self.base_strategy(name)[0]).kind
+
+    def settings(self, cell: Cell) -> Settings:
+        """The resolved settings of a cell of this study."""
+        values = self.experiments[cell.experiment].values
+        base, given = self.base_strategy(cell.strategy)
+        weak = values.get("per_worker_batch")
+        batch = weak * cell.gpus if weak else values["global_batch"]
+        options = resolved_options(base, given, cell.gpus)
+        return Settings(
+            strategy=base,
+            options=options,
+            model=cell.model,
+            dataset=cell.dataset,
+            gpus=cell.gpus,
+            seed=cell_seed(self.seed, cell.model, cell.repeat),
+            own_model=self.own_model(cell.model),
+            data_spec=self._data.identity(cell.dataset),
+            own_task=self.own_task(values["task"]),
+            global_batch=batch,
+            per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
+            **{
+                key: values[key]
+                for key in (
+                    "epochs", "steps", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
+                    "warmup_steps", "device", "threads", "slowdown", "profile", "optimizer", "betas",
+                    "eps", "schedule", "lr_warmup_steps", "final_lr", "clip_norm", "accumulate",
+                    "partition", "placement", "activation_checkpointing", "compile",
+                )
+            },
+        )  # fmt: skip
+
+    def own_model(self, name: str) -> dict[str, Any] | None:
+        """The spec of a model that is not built in: its call, its sharding and its code; else None."""
+        return self._with_fingerprint(name, models.spec_of(name, self._own.get("models", {})))
+
+    def own_task(self, name: str | None) -> dict[str, Any] | None:
+        """The spec of a task that is not built in: its call and its code; else None."""
+        if name is None or name in tasks.TASKS:
+            return None
+        return self._with_fingerprint(f"task {name}", {"call": name})
+
+    def _with_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
+        if key not in self._own_code:
+            folders = [Path(folder).expanduser() for folder in self._own.get("code", [])]
+            self._own_code[key] = spec and spec | users_code.fingerprint(spec["call"], folders)
+        return self._own_code[key]
+
+    def own_code(self) -> dict[str, dict[str, Any]]:
+        """The specs of the study's models and tasks that are not built in, with their code, by name.
+
+        Given as `own_code` in a config, they save `Study` from reading the code again.
+        """
+        for cell in self.cells:
+            self.own_model(cell.model)
+        for experiment in self.experiments.values():
+            self.own_task(experiment.values["task"])
+        return {name: spec for name, spec in self._own_code.items() if spec}
+
+    def dataset(self, name: str) -> Dataset:
+        """The facts of a data set; few of a user's own data set until it is prepared."""
+        return self._data.facts(name)
+
+    def data_specs(self) -> dict[str, dict[str, Any]]:
+        """What decides the samples of the study's data sets, as settings hold it, by name.
+
+        Without those whose name says all. Given as `data_specs` in a config, they stand for its
+        `datasets`, and save `Study` from hashing a user's files again.
+        """
+        found = {name: self._data.identity(name) for name in self.datasets}
+        return {name: identity for name, identity in found.items() if identity}
+
+    def own_data(self) -> list[str]:
+        """The names of the user's own data sets in the study."""
+        return [name for name, spec in self.data_specs().items() if is_own(spec)]
+
+    def time_limit_s(self, cell: Cell) -> float | None:
+        return self.experiments[cell.experiment].values["time_limit_s"]
+
+    def as_trained(self) -> dict[str, Any]:
+        """A config of this study alone, without keys that do not affect training; `Study` can read it."""
+        apart = ("time_limit_s", "target_score")
+        experiments = {
+            name: {key: value for key, value in e.values.items() if key not in apart}
+            for name, e in self.experiments.items()
+        }
+        study = {key: value for key, value in self._study.items() if key != "description"}
+        trained = {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
+        return trained | self._own if self.own_code() or self.own_data() else trained
+
+    def optimizers(self) -> dict[str, str]:
+        """The optimizers that are not SGD, by experiment."""
+        found = {e: x.values["optimizer"] for e, x in self.experiments.items()}
+        return {e: optimizer for e, optimizer in found.items() if optimizer != "sgd"}
+
+    def target_scores(self) -> dict[str, float]:
+        """The score to reach, by experiment, where there is one; changing it retrains nothing."""
+        targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
+        return {e: target for e, target in targets.items() if target is not None}
+
+    def _matrix(self, experiment: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "study": self.name,
+            "experiment": experiment,
+            "dataset": values["dataset"],
+            "strategies": [
+                (name, strategy_class(self.base_strategy(name)[0]).max_workers)
+                for name in values["strategies"]
+            ],
+            "models": values["models"],
+            "gpus": values["gpus"],
+            "repeats": values.get("repeats", self._study["repeats"]),
+        }
+
+
+def cell_seed(study_seed: int, model: str, repeat: int) -> int:
+    """The seed of a cell: the same for every strategy and worker count of a model and repeat."""
+    digest = hashlib.sha256(f"{study_seed}/{model}/{repeat}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def load_config(
+    raw: Mapping[str, Any], files: Iterable[str | Path] = ()
+) -> tuple[dict[str, Any], Study]:
+    """The validated config and its chosen study. `raw`: the config as read from the YAML `files`.
+
+    Raises ConfigError at the first mistake.
+    """
+    for file in files:
+        check_duplicate_keys(file)
+    config = validate(raw)
+    return config, Study(config, config["study"])

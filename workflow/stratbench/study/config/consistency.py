@@ -1,0 +1,360 @@
+"""Checks the keys of a study against each other: options of strategies, batches, models, stragglers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from itertools import chain
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from stratbench.cell.text.words import counted
+from stratbench.strategies import REGISTRY, mesh_of, strategy_class
+from stratbench.strategies.mesh import Mesh
+from stratbench.study.config.messages import ConfigError, did_you_mean, repr_of, wrong_value_message
+from stratbench.study.config.schema import read_as
+from stratbench.workload import tasks, users_code
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.datasets import DATASETS
+from stratbench.workload.data.sources import DataError
+from stratbench.workload.network import models, own
+
+_JSON_TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"]}
+
+
+def check_variants(study: str, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a variant with a strategy's name, an unknown strategy, or a wrong option."""
+    for name, variant in values["variants"].items():
+        where = f"studies.{study}.variants.{name}"
+        if name in REGISTRY:
+            raise ConfigError(f"config: {where}: {name!r} is a strategy; choose another name")
+        base = variant["strategy"]
+        if base not in REGISTRY:
+            raise ConfigError(
+                wrong_value_message(f"{where}.strategy", base, "is not a strategy", REGISTRY)
+            )
+        options = strategy_class(base).Options
+        allowed = [field.name for field in fields(options)]
+        kinds = get_type_hints(options)
+        for key in variant.keys() & set(allowed):
+            if isinstance(variant[key], str):
+                variant[key] = read_as(variant[key], _json_types(kinds[key]))
+        given = {k: v for k, v in variant.items() if k != "strategy"}
+        for key in given:
+            if key not in allowed:
+                raise ConfigError(
+                    f"config: {where}.{key} = {repr_of(given[key])}: {key!r} is not an option of "
+                    f"{base}.{did_you_mean(key, allowed)} Allowed: {', '.join(allowed) or 'none'}."
+                )
+        try:
+            options(**given)
+        except ValueError as e:
+            raise ConfigError(f"config: {where}.{e}") from e
+
+
+def _json_types(kind: Any) -> list[str]:
+    """The JSON types that a text is read as for an option of this kind; the first of several kinds."""
+    kinds = (kind, *get_args(kind))
+    return next((_JSON_TYPES[k] for k in kinds if k in (int, float, bool)), ["string"])
+
+
+def check_models(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the name or call of a user's model cannot be one. Imports nothing."""
+    for name, spec in config["models"].items():
+        if name in models.MODELS:
+            raise ConfigError(f"config: models.{name}: {name!r} is built in; choose another name")
+        if fault := users_code.fault_of_call(spec["call"]):
+            raise ConfigError(f"config: models.{name}.call = {repr_of(spec['call'])}: {fault}")
+        for key in spec["kwargs"]:
+            if not key.isidentifier():
+                raise ConfigError(
+                    f"config: models.{name}.kwargs: {key!r} cannot be the name of an argument"
+                )
+    for folder in config["code"]:
+        if not Path(folder).expanduser().is_dir():
+            raise ConfigError(
+                f"config: code = {repr_of(folder)}: is no folder; name those with your Python files, "
+                "relative to the working directory"
+            )
+
+
+def check_model(wanted: str | None, there: Iterable[str]) -> None:
+    """Raises ConfigError if `decide.model` is neither one of those in the study nor built in: a typing error.
+
+    Of a built-in model that was not measured theory knows something; None: all models are wanted.
+    """
+    there = list(dict.fromkeys(there))
+    if wanted is not None and wanted not in {*there, *models.MODELS}:
+        what = "is not a model of the study"
+        raise ConfigError(wrong_value_message("decide.model", wanted, what, there))
+
+
+def check_experiment(
+    where: str,
+    block: Mapping[str, Any],
+    study: Mapping[str, Any],
+    config: Mapping[str, Any],
+    facts: Callable[[str], Dataset],
+) -> None:
+    """Raises ConfigError for the first value of an experiment that contradicts another, or names nothing.
+
+    `facts`: returns what is known of a data set; what is unknown is judged once it is prepared.
+    """
+    dataset_names = [*DATASETS, *config["datasets"]]
+    model_names = [*models.MODELS, *config["models"]]
+    for key, what, known in (
+        ("dataset", "data set", dataset_names),
+        ("strategies", "strategy or variant", [*REGISTRY, *study["variants"]]),
+        ("models", "model", model_names),
+    ):
+        for value in block[key] if isinstance(block[key], list) else [block[key]]:
+            if value in known or (key == "models" and value in own.torchvision_names()):
+                continue
+            message = wrong_value_message(f"{where}.{key}", value, f"is not a {what}", known)
+            if key == "models":
+                message += (
+                    " So is every classification network of torchvision; your own go to `models`."
+                )
+            raise ConfigError(message)
+    try:
+        dataset = facts(block["dataset"])
+    except DataError as e:
+        raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
+    faults = chain(  # lazy: each may rely on the earlier ones having found nothing
+        _task_faults(block, dataset),
+        _optimizer_faults(block),
+        _batch_faults(block, study, dataset),
+        _all_at_once(where, _strategy_faults(block, study, config["cluster"]["gpus_per_node"])),
+        _model_faults(block, dataset, config["models"]),
+        _slowdown_faults(block),
+    )
+    for fault in faults:
+        raise ConfigError(f"config: {where}{fault}")
+
+
+def _task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
+    name, target = block["task"], block["target_score"]
+    if name is not None and (fault := tasks.fault_of_task(name, dataset.shape)):
+        yield f".task = {repr_of(name)}: {fault}; remove it, or use another data set"
+    elif dataset.values and (name is None or name in tasks.TASKS):
+        natural = tasks.natural_task(dataset.shape)
+        yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.wrong_targets(True)}"
+    if (block["epochs"] is None) == (block["steps"] is None):
+        yield (
+            ": give either epochs or steps (time and memory alone, without a score), and not both; "
+            f"given: {_given(block, 'epochs', 'steps')}"
+        )
+    if target is None:
+        return
+    if block["steps"] is not None:
+        yield f".target_score = {target}: with steps nothing is evaluated; remove it, or give epochs"
+    if name is None and dataset.shape is None:
+        return  # a user's own data set, not read yet
+    task = tasks.TASKS.get(name or tasks.natural_task(dataset.shape))
+    if task is not None and (target <= 0 or (task.unit == "share" and target > 1)):
+        within = "a share of 1, as 0.9" if task.unit == "share" else f"more than 0 {task.unit}"
+        yield f".target_score = {target}: the score is {task.score_name}, {within}"
+
+
+def check_tolerances(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the tolerance of a score that no task of the config has."""
+    given = config["decide"]["score_tolerance"]
+    blocks = [e for s in config["studies"].values() for e in s["experiments"].values()]
+    if any(block["task"] not in (None, *tasks.TASKS) for block in blocks):
+        return  # a user's own task names its score when it is imported
+    names = [task.score_name for task in tasks.TASKS.values()]
+    for name in given:
+        if name not in names:
+            raise ConfigError(
+                wrong_value_message("decide.score_tolerance", name, "is not a score", names)
+            )
+
+
+def _all_at_once(where: str, faults: Iterator[str]) -> Iterator[str]:
+    """Independent faults as one fault, so that all refused strategies are reported together."""
+    if found := list(dict.fromkeys(faults)):
+        yield f"\nconfig: {where}".join(found)
+
+
+def settle_optimizer(block: dict[str, Any]) -> None:
+    """Before the defaults: for AdamW, sets momentum to 0, and betas and eps to torch's, where not given."""
+    if block.get("optimizer") == "adamw":
+        for key, value in (("momentum", 0.0), ("betas", [0.9, 0.999]), ("eps", 1e-8)):
+            if block.get(key) is None:
+                block[key] = value
+
+
+def _optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
+    if block["optimizer"] == "adamw":
+        for key in ("momentum", "nesterov"):
+            if block[key]:
+                yield (
+                    f".{key} = {json.dumps(block[key])}: AdamW has betas in its place; remove {key}, or "
+                    "set optimizer: sgd"
+                )
+    else:
+        for key in ("betas", "eps"):
+            if block[key] is not None:
+                yield f".{key} = {block[key]}: only AdamW has it; remove it, or set optimizer: adamw"
+    if block["final_lr"]:
+        if block["schedule"] == "constant":
+            yield f".final_lr = {block['final_lr']}: a constant schedule does not fall; remove it"
+        elif block["final_lr"] > block["lr"]:
+            yield f".final_lr = {block['final_lr']}: is above lr = {block['lr']}, from which schedules fall"
+    if block["nesterov"] and not block["momentum"]:
+        yield ".nesterov = true: needs momentum > 0"
+
+
+def _given(block: Mapping[str, Any], *keys: str) -> str:
+    """The keys that have a value, with the value, as text."""
+    values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
+    return ", ".join(values) or "neither"
+
+
+def _strategies(
+    block: Mapping[str, Any], study: Mapping[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The experiment's strategies and variants: each one's name, its strategy's, and all its options."""
+    for name in block["strategies"]:
+        given = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
+        base = given.pop("strategy")
+        yield name, base, asdict(strategy_class(base).Options(**given))
+
+
+def _meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
+    """How the experiment's strategies divide their work among `n` workers, as far as they can."""
+    found = set()
+    for _, base, options in _strategies(block, study):
+        with suppress(ValueError):  # said by `_strategy_faults`
+            found.add(mesh_of(base, options, n))
+    return found
+
+
+def _batch_faults(
+    block: Mapping[str, Any], study: Mapping[str, Any], dataset: Dataset
+) -> Iterator[str]:
+    batch, weak = block.get("global_batch"), block.get("per_worker_batch")
+    if (batch is None) == (weak is None):
+        yield (
+            ": give either global_batch (split over the workers) or per_worker_batch, and not both; "
+            f"given: {_given(block, 'global_batch', 'per_worker_batch')}"
+        )
+        return
+    key, value = ("global_batch", batch) if batch else ("per_worker_batch", weak)
+    divided = {(n, mesh.replicas) for n in block["gpus"] for mesh in _meshes(block, study, n)}
+    for n, copies in sorted(divided, key=lambda pair: (block["gpus"].index(pair[0]), -pair[1])):
+        workers = counted(n, "worker")
+        if copies < n:
+            workers = f"{counted(copies, 'replica')} of the network on {workers}"
+        together = batch or weak * n
+        if together % copies:
+            yield (
+                f".{key} = {value}: cannot be split evenly over {workers} "
+                f"(gpus = {block['gpus']}); use a multiple of every worker count"
+            )
+        if dataset.is_read and together > dataset.train_samples:
+            yield (
+                f".{key} = {value}: a step of {workers} would take {together} samples, but "
+                f"{block['dataset']} has {dataset.train_samples} to train on; use a smaller batch"
+            )
+        steps = block["steps"]
+        if steps is None and dataset.is_read:
+            steps = block["epochs"] * (dataset.train_samples // together)
+        if steps is not None and block["lr_warmup_steps"] >= steps:
+            yield (
+                f".lr_warmup_steps = {block['lr_warmup_steps']}: {workers} would take "
+                f"{counted(steps, 'step')} in all, so the learning rate would never be reached; use fewer"
+            )
+        each, parts = together // copies, block["accumulate"]
+        if each % parts:
+            yield (
+                f".accumulate = {parts}: a batch of {each} on each of {workers} cannot be divided into so "
+                "many equal parts; change it or the batch"
+            )
+        normalising = [
+            m for m in block["models"] if m in models.MODELS and models.MODELS[m].batchnorm
+        ]
+        if together == copies * parts and normalising:
+            within = "" if parts == 1 else f" in each of {parts} parts (accumulate)"
+            yield (
+                f".{key} = {value}: a batch of one sample on each of {workers}{within}, but "
+                f"{normalising[0]} normalises over the batch; use a larger batch or fewer workers"
+            )
+
+
+def _strategy_faults(
+    block: Mapping[str, Any], study: Mapping[str, Any], gpus_per_node: int
+) -> Iterator[str]:
+    for name, base, options in _strategies(block, study):
+        strategy = strategy_class(base)
+        most = strategy.max_workers
+        if most is not None and min(block["gpus"]) > most:
+            yield (
+                f".gpus = {block['gpus']}: {name} uses at most {most}, so it would train nothing; "
+                f"add {most}, or remove {name} from strategies"
+            )
+        for n in block["gpus"]:
+            if most is None or n <= most:
+                weak = block.get("per_worker_batch")
+                batch = weak * n if weak else block["global_batch"]
+                try:
+                    copies = mesh_of(base, options, n).replicas
+                    strategy.check(base, options, n, batch // copies)
+                    strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
+                except ValueError as e:
+                    yield f".strategies = {name!r}: {e}"
+        for why in strategy.refusals(options, block):
+            yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
+
+
+def _model_faults(
+    block: Mapping[str, Any], dataset: Dataset, given: Mapping[str, Any]
+) -> Iterator[str]:
+    for name in block["models"]:
+        spec = models.spec_of(name, given)
+        try:
+            model = models.named_model(name, spec)
+            if dataset.shape is None:
+                models.check_reads(model, dataset.is_text)
+                continue
+            shape = models.input_shape(model, dataset.shape)
+            if spec:
+                facts = own.facts_of_data(dataset.classes, shape)
+                try:
+                    own.with_facts(spec["kwargs"], facts)
+                except ValueError as e:
+                    raise ValueError(f"models.{name}.kwargs: {e}") from e
+        except ValueError as e:
+            yield f".dataset = {block['dataset']!r}: {e}"
+    if block["partition"] == "by-class" and dataset.values:
+        yield (
+            f".partition = 'by-class': the data set {block['dataset']!r}: {tasks.NO_CLASSES}; remove the key"
+        )
+    if block["partition"] == "by-class" and dataset.is_text:
+        yield (
+            f".partition = 'by-class': the data set {block['dataset']!r} is a text, which has no classes to "
+            "divide it by; remove the key"
+        )
+    for name in block["models"] if block["activation_checkpointing"] else ():
+        if name in models.MODELS and models.MODELS[name].family == "vgg":
+            yield f".activation_checkpointing = true: {name}: {models.NO_BLOCKS}"
+    if block["augment"] and not (dataset.crop_padding or dataset.flip):
+        yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
+
+
+def _slowdown_faults(block: Mapping[str, Any]) -> Iterator[str]:
+    slowdown = block["slowdown"]
+    if slowdown is None:
+        return
+    if ("workers" in slowdown) != ("factor" in slowdown):
+        yield f".slowdown = {slowdown}: workers and factor belong together"
+    elif not slowdown or slowdown.get("workers") == []:
+        yield f".slowdown = {slowdown}: slows nobody; give workers and factor, or sigma"
+    for rank in slowdown.get("workers", []):
+        if rank >= max(block["gpus"]):
+            yield (
+                f".slowdown.workers = {slowdown['workers']}: no cell has a rank {rank} "
+                f"(gpus = {block['gpus']}); ranks count from 0"
+            )

@@ -1,0 +1,50 @@
+"""The data sets of a config: the facts of each, and its identity: what decides its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratbench.workload.data import own_data
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.datasets import describe, identity_of
+
+
+class DataSets:
+    """The data sets of a config; each is looked at once."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._specs = config.get("datasets", {})
+        self._code = [Path(folder).expanduser() for folder in config.get("code", [])]
+        self._folder = Path(config.get("results", "results")) / "data"
+        self._identities: dict[str, dict[str, Any] | None] = dict(config.get("data_specs", {}))
+        self._facts: dict[str, Dataset] = {}
+
+    def identity(self, name: str) -> dict[str, Any] | None:
+        """What decides a data set's samples, as settings hold it; None where its name says all.
+
+        Files of a user's own that changed are hashed again. DataError if one cannot be read.
+        """
+        if name not in self._identities:
+            spec = self._specs.get(name)
+            if own_data.is_own(spec):
+                known = self._folder / ".hashes" / f"{name}.json"
+                found = own_data.own_data(name, spec).identity(self._code, known)
+            else:
+                found = identity_of(name, spec)
+            self._identities[name] = found
+        return self._identities[name]
+
+    def as_configured(self, name: str) -> Dataset:
+        """The facts that the config gives of a data set, without looking at what was prepared."""
+        return describe(name, self._specs.get(name))
+
+    def facts(self, name: str) -> Dataset:
+        """The facts of a data set; of a user's own, as far as its present state was prepared."""
+        if name not in self._facts:
+            spec, meta = self._specs.get(name), None
+            if own_data.is_own(spec):
+                meta = own_data.prepared_facts(self._folder / name, self.identity(name))
+            self._facts[name] = describe(name, spec, meta)
+        return self._facts[name]

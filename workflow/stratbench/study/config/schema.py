@@ -1,0 +1,189 @@
+"""Checks config.yaml against its JSON Schema: types read from text, structure, ranges, defaults."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from stratbench.cell.installation import SCHEMAS
+from stratbench.study.config.messages import (
+    ConfigError,
+    did_you_mean,
+    place_of,
+    repr_of,
+    wrong_value_message,
+)
+
+SCHEMA_PATH = SCHEMAS / "config.schema.json"
+TYPE_NAMES = {
+    "object": "a mapping",
+    "array": "a list",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The JSON Schema of config.yaml."""
+    return json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+
+
+def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rule of the schema that `rule` refers to, or `rule` itself."""
+    return schema()["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
+
+
+def typed(value: Any, rule: Mapping[str, Any]) -> Any:
+    """`value` with each text read as the number, truth value or null that its rule of the schema asks for.
+
+    Snakemake passes values nested in --config as text, and YAML reads 1e-3 as text. Any other text
+    stays as it is, and is refused later.
+    """
+    rule = resolved(rule)
+    if isinstance(value, Mapping):
+        inner = rule.get("properties", {})
+        others = rule.get("additionalProperties") or {}
+        return {key: typed(v, inner.get(key, others)) for key, v in value.items()}
+    if isinstance(value, list):
+        return [typed(v, rule.get("items", {})) for v in value]
+    if isinstance(value, str) and "type" in rule:
+        types = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
+        return read_as(value, types)
+    return value
+
+
+def read_as(text: str, types: Iterable[str]) -> Any:
+    """`text` as a value of one of the JSON types; unchanged if it is none, or if text is wanted."""
+    if "null" in types and text in ("null", "~"):
+        return None
+    if "string" in types:
+        return text
+    if "boolean" in types and text.lower() in _TRUTH:
+        return _TRUTH[text.lower()]
+    if {"integer", "number"} & set(types) and re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII):
+        return int(text)
+    if "number" in types and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text, _FLAGS):
+        return float(text)
+    return text
+
+
+_FLAGS = re.ASCII | re.IGNORECASE
+#: The truth values of YAML 1.1.
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@cache
+def _validator():
+    import jsonschema
+
+    # The standard takes 2.0 for an integer and infinity for a number.
+    base = jsonschema.Draft202012Validator
+    checker = base.TYPE_CHECKER.redefine("integer", lambda _, v: type(v) is int)
+    return jsonschema.validators.extend(base, type_checker=checker)(schema())
+
+
+def check_structure(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the outermost value that the schema does not allow."""
+    faults = sorted(_validator().iter_errors(config), key=lambda e: (len(e.path), str(e.path)))
+    if faults:
+        raise ConfigError(_explain(faults[0]))
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The config, changed in place: missing keys get the schema's defaults."""
+
+    def fill(block: dict[str, Any], properties: Mapping[str, Any]) -> None:
+        for key, rule in properties.items():
+            if "default" in rule:
+                block.setdefault(key, rule["default"])
+
+    top = schema()["properties"]
+    fill(config, top)
+    for key in ("datasets", "models"):
+        config.setdefault(key, {})
+    for key in ("data", "cluster", "verdict", "decide", "compare", "bundle"):
+        fill(config.setdefault(key, {}), top[key]["properties"])
+    for spec in config["datasets"].values():
+        fill(spec, top["datasets"]["additionalProperties"]["properties"])
+    for spec in config["models"].values():
+        fill(spec, top["models"]["additionalProperties"]["properties"])
+    for study in config["studies"].values():
+        fill(study, schema()["$defs"]["study"]["properties"])
+        study.setdefault("variants", {})
+        for experiment in study["experiments"].values():
+            fill(experiment, schema()["$defs"]["experiment"]["properties"])
+    return config
+
+
+def checked_block(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """One block of a config by itself (`decide`), with its defaults; ConfigError for a mistake in it."""
+    alone = typed({name: given}, schema())
+    faults = [e for e in _validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]]
+    if faults:
+        raise ConfigError(_explain(faults[0]))
+    properties = schema()["properties"][name].get("properties", {})
+    defaults = {key: rule["default"] for key, rule in properties.items() if "default" in rule}
+    return defaults | alone[name]
+
+
+def _explain(fault: Any) -> str:
+    """A sentence that explains a fault of the JSON Schema."""
+    where = place_of(fault.absolute_path)
+    at = f"config: {where}" if where else "config"
+    value, rule = fault.instance, fault.validator_value
+    given = f"{at} = {repr_of(value)}"
+    about = fault.schema.get("description", "")
+    match fault.validator:
+        case "additionalProperties":
+            allowed = list(fault.schema["properties"])
+            unknown = next(k for k in value if k not in allowed)
+            place = f"{where}.{unknown}".lstrip(".")
+            return (
+                f"config: {place} = {repr_of(value[unknown])}: unknown key {unknown!r}."
+                f"{did_you_mean(unknown, allowed)} Allowed: {', '.join(allowed)}."
+            )
+        case "required":
+            missing = next(k for k in rule if k not in value)
+            about = fault.schema.get("properties", {}).get(missing, {}).get("description", "")
+            message = f"{at}: the key {missing!r} is missing. {about}"
+        case "type":
+            wanted = " or ".join(TYPE_NAMES[t] for t in ([rule] if isinstance(rule, str) else rule))
+            one = "array" in rule and isinstance(value, (str, int, float))
+            message = f"{given}: must be {wanted}{f'; write [{value}]' if one else ''}. {about}"
+        case "enum":
+            return wrong_value_message(where, value, "is not allowed", [str(r) for r in rule])
+        case "const":
+            return wrong_value_message(where, value, "is not allowed", [str(rule)])
+        case "uniqueItems":
+            twice = next(v for i, v in enumerate(value) if v in value[:i])
+            message = f"{given}: {twice!r} is given twice; keep one."
+        case "minimum":
+            message = f"{given}: must be at least {rule}. {about}"
+        case "maximum":
+            message = f"{given}: must be at most {rule}. {about}"
+        case "exclusiveMinimum":
+            message = f"{given}: must be greater than {rule}. {about}"
+        case "exclusiveMaximum":
+            message = f"{given}: must be less than {rule}. {about}"
+        case "maxLength":
+            message = f"{given}: has {len(value):,} characters; must have at most {rule:,}. {about}"
+        case "minItems" | "maxItems" if rule > 1:
+            bound = "at least" if fault.validator == "minItems" else "at most"
+            message = f"{given}: must have {bound} {rule} entries. {about}"
+        case "minItems" | "minProperties" | "minLength":
+            message = f"{at}: must not be empty. {about}"
+        case "pattern":
+            message = (
+                f"{at}: the name {value!r} stands in paths and may hold only letters, digits, "
+                "'.', '_' and '-', and starts with a letter or digit."
+            )
+        case _:
+            message = f"{given}: {fault.message}"
+    return message.rstrip()

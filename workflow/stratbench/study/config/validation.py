@@ -1,0 +1,88 @@
+"""Finds the first mistake in config.yaml, and fills in the defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from stratbench.study.config.consistency import (
+    check_experiment,
+    check_model,
+    check_models,
+    check_tolerances,
+    check_variants,
+    settle_optimizer,
+)
+from stratbench.study.config.data_sets import DataSets
+from stratbench.study.config.messages import ConfigError, repr_of, wrong_value_message
+from stratbench.study.config.result_sets import check_sets
+from stratbench.study.config.schema import check_structure, schema, typed, with_defaults
+from stratbench.study.config.yaml_traps import check_plain
+from stratbench.workload.data.datasets import DATASETS, describe
+
+
+def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with defaults filled in; ConfigError at the first mistake."""
+    raw = typed(raw, schema())
+    check_plain(raw, ())
+    check_structure(raw)
+    config = json.loads(json.dumps(raw))
+    for values in config["studies"].values():
+        for block in values["experiments"].values():
+            settle_optimizer(block)
+    with_defaults(config)
+    config["results"] = _folder("results", config["results"])
+    if config["study"] not in config["studies"]:
+        raise ConfigError(
+            wrong_value_message("study", config["study"], "is not a study", config["studies"])
+        )
+    if config["cluster"]["skip_infeasible"] and config["cluster"]["gpu"] is None:
+        raise ConfigError(
+            "config: cluster.skip_infeasible = true: needs cluster.gpu, the GPU that cells shall fit"
+        )
+    for name in config["datasets"]:
+        if name in DATASETS:
+            raise ConfigError(f"config: datasets.{name}: {name!r} is built in; choose another name")
+        try:
+            describe(name, config["datasets"][name])
+        except ValueError as e:
+            raise ConfigError(f"config: datasets.{name}: {e}") from e
+    check_sets(config)
+    check_models(config)
+    asked = config["studies"][config["study"]]["experiments"].values()
+    check_model(config["decide"]["model"], (m for block in asked for m in block["models"]))
+    known = DataSets(config)
+    check_tolerances(config)
+    for study, values in config["studies"].items():
+        if study == "data":
+            raise ConfigError(
+                "config: studies.data: 'data' is where data sets lie; rename the study"
+            )
+        check_variants(study, values)
+        for experiment, block in values["experiments"].items():
+            where = f"studies.{study}.experiments.{experiment}"
+            # Files of a study that was not asked for are not looked at.
+            facts = known.facts if study == config["study"] else known.as_configured
+            check_experiment(where, block, values, config, facts)
+    return config
+
+
+def _folder(key: str, path: str) -> str:
+    """A folder as all rules write it: without `~`, `./`, `//` and a slash at its end.
+
+    ConfigError for a path that Snakemake or a command line would read as something else.
+    """
+    found = os.path.normpath(os.path.expanduser(path))
+    found = "/" + found.lstrip("/") if found.startswith("/") else found
+    what = None
+    if found in (".", "/"):
+        what = "must be a folder of its own, since studies become folders in it; write results"
+    elif found.startswith(("-", "~")):
+        what = f"begins with {found[0]!r}, which commands read as an option or a home; rename it"
+    elif bad := next((c for c in found if c in "{}" or not c.isprintable()), None):
+        what = f"holds {bad!r}, which Snakemake or a shell cannot take in a path; rename it"
+    if what:
+        raise ConfigError(f"config: {key} = {repr_of(path)}: {what}")
+    return found

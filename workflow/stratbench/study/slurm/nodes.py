@@ -1,0 +1,203 @@
+"""The nodes of a SLURM cluster: what they offer, and why a cell's request fits on none of them.
+
+Used by `pending` before anything is submitted, and by the plan.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.cell.text.words import counted
+from stratbench.study.resources import JobRequest
+
+#: One line a node and partition: partition (the default one starred), node, CPUs, MiB, GPUs, limit.
+_FORMAT = "%P|%N|%c|%m|%G|%l"
+#: The largest number of reasons shown; the cells of the others are counted.
+MOST_TOLD = 5
+
+
+@dataclass(frozen=True)
+class Node:
+    """The resources of one node in one partition. `limit_min` None: no time limit."""
+
+    partition: str
+    is_default: bool
+    name: str
+    cpus: int
+    mem_mib: int
+    gpus: int
+    limit_min: int | None
+
+    def lacks(self, asked: JobRequest) -> list[str]:
+        """The resources of which the node has too little for the request: cpus, memory, gpus, time."""
+        short = {
+            "gpus": self.gpus < asked.gpus,
+            "cpus": self.cpus < asked.cpus,
+            "memory": self.mem_mib < asked.mem_mib,
+            "time": self.limit_min is not None and self.limit_min < asked.runtime_min,
+        }
+        return [what for what, is_short in short.items() if is_short]
+
+
+def cluster_nodes() -> list[Node]:
+    """The nodes of the cluster; empty without SLURM, or if it does not answer."""
+    if shutil.which("sinfo") is None:
+        return []
+    command = ["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse_sinfo(done.stdout) if done.returncode == 0 else []
+
+
+def parse_sinfo(text: str) -> list[Node]:
+    """The nodes in sinfo's output; none if a node's line cannot be parsed.
+
+    A node that cannot be read may be the one that can hold a cell. Lines without figures (`n/a`) are
+    left out.
+    """
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) != 6 or fields[2:4] == ["n/a", "n/a"]:
+            continue
+        if not (fields[2].rstrip("+") + fields[3].rstrip("+")).isdigit():
+            return []
+        partition, name, cpus, mem_mib, gres, limit = fields
+        found.append(
+            Node(
+                partition=partition.rstrip("*"),
+                is_default=partition.endswith("*"),
+                name=name,
+                cpus=int(cpus.rstrip("+")),
+                mem_mib=int(mem_mib.rstrip("+")),
+                gpus=count_gpus(gres),
+                limit_min=_minutes(limit),
+            )
+        )
+    return found
+
+
+def count_gpus(gres: str) -> int:
+    """The number of GPUs in SLURM's generic resources: `gpu:4`, `gpu:a100:2(S:0-1),gpu:v100:2`."""
+    return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
+
+
+def _minutes(limit: str) -> int | None:
+    """A time limit as sinfo writes it, `2-00:00:00` or `30:00`, in minutes; None for no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
+    if match is None:
+        return None
+    days, hours, minutes, _ = (int(part or 0) for part in match.groups())
+    return (24 * days + hours) * 60 + minutes
+
+
+def nodes_of_partition(nodes: Iterable[Node], partition: str | None) -> list[Node]:
+    """The nodes of the partitions named (`a,b`), else of the default; all for `*` or without a default."""
+    nodes = list(nodes)
+    if partition == "*":
+        return nodes
+    if partition:
+        return [node for node in nodes if node.partition in partition.split(",")]
+    return [node for node in nodes if node.is_default] or nodes
+
+
+def refusal(
+    cell: Cell,
+    settings: Settings,
+    asked: JobRequest,
+    nodes: Sequence[Node],
+    in_profile: bool = False,
+) -> str | None:
+    """A sentence that says why no node can hold the cell; None if one can, or if no node is known.
+
+    It says what the cell asks for, what the largest node has, and which key of config.yaml to change.
+    `in_profile`: the request comes from the profile, not from the config.
+    """
+    by_partition: dict[str, list[Node]] = {}
+    for node in nodes:
+        by_partition.setdefault(node.partition, []).append(node)
+    for here in by_partition.values():
+        if sum(not node.lacks(asked) for node in here) >= asked.nodes:
+            return None
+    if not nodes:
+        return None
+    largest = min(nodes, key=lambda n: (len(n.lacks(asked)), -n.gpus, -n.cpus, -n.mem_mib))
+    lacks = largest.lacks(asked)
+    there = len({n.name for n in by_partition[largest.partition] if not n.lacks(asked)})
+    has = _quantities(largest.gpus, largest.cpus, largest.mem_mib, largest.limit_min, asked)
+    if lacks:
+        has = f"the largest node of partition {largest.partition} has {has}"
+    else:
+        has = f"partition {largest.partition} has {there} such nodes"
+        lacks = ["nodes"]
+    if in_profile:
+        remedy = "lower it in the profile (set-resources, default-resources)"
+    else:
+        remedy = "; ".join(_remedies(lacks, cell, settings, asked, largest))
+    return f"{describe_request(cell, asked)}, but {has}: {remedy}"
+
+
+def describe_request(cell: Cell, asked: JobRequest) -> str:
+    """The request of a cell, in words."""
+    count = "a node" if asked.nodes == 1 else f"{asked.nodes} nodes, each"
+    quantities = _quantities(asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min, asked)
+    return f"{cell} asks for {count} with {quantities}"
+
+
+def _quantities(gpus: int, cpus: int, mem_mib: int, minutes: int | None, asked: JobRequest) -> str:
+    parts = [counted(gpus, "GPU")] if asked.gpus else []
+    parts += [counted(cpus, "CPU core"), f"{mem_mib:,} MiB"]
+    time = "no time limit" if minutes is None else f"{minutes:,} minutes"
+    return f"{', '.join(parts)} and {time}"
+
+
+def _remedies(
+    lacks: Iterable[str], cell: Cell, settings: Settings, asked: JobRequest, largest: Node
+) -> Iterator[str]:
+    """Advice on which key to change, for each resource that is lacking."""
+    block = f"studies.{cell.study}.experiments.{cell.experiment}"
+    served = "servers" in settings.options
+    spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
+    for what in lacks:
+        if what == "gpus" and largest.gpus:
+            yield f"set cluster.gpus_per_node to {largest.gpus}"
+        elif what == "gpus":
+            yield f"set cluster.request_gpus to false, or {block}.device to cpu"
+        elif what == "cpus" and asked.gpus:
+            yield "lower cluster.cpus_per_gpu" + (" or cluster.server_cpus" if served else "")
+        elif what == "cpus":
+            yield f"lower {block}.threads" if (settings.threads or 1) > 1 else spread
+        elif what == "memory" and asked.planned_mib:
+            yield f"the plan says that it needs so much memory: {spread}"
+        elif what == "memory" and asked.gpus:
+            yield "lower cluster.mem_mib_per_gpu" + (" or cluster.server_mem_mib" if served else "")
+        elif what == "memory":
+            yield "lower cluster.mem_mib_per_cpu_worker"
+        elif what == "time":
+            yield f"set a lower {block}.time_limit_s, or cluster.startup_allowance_s"
+        elif what == "nodes":
+            yield f"raise cluster.gpus_per_node, or take {cell.gpus} out of {block}.gpus"
+
+
+def lines_of_refusals(refusals: Mapping[Cell, str]) -> list[str]:
+    """Lines for the user: the first cell of each reason, and how many cells share it."""
+    by_reason: dict[str, list[Cell]] = {}
+    for cell, sentence in refusals.items():
+        by_reason.setdefault(sentence.removeprefix(str(cell)), []).append(cell)
+    lines = [
+        f"{cells[0]}{reason}"
+        + (f" (and {counted(len(cells) - 1, 'more cell')})" if len(cells) > 1 else "")
+        for reason, cells in list(by_reason.items())[:MOST_TOLD]
+    ]
+    rest = sum(len(cells) for cells in list(by_reason.values())[MOST_TOLD:])
+    return lines + (
+        [f"{counted(rest, 'more cell')} cannot be held, for other reasons"] if rest else []
+    )

@@ -1,0 +1,232 @@
+"""Tells the user which jobs SLURM will never start, and why.
+
+It looks before anything is submitted, when SLURM refuses a job, and while jobs are pending.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.coordinates import Cell
+from stratbench.cell.settings import Settings
+from stratbench.study.resources import JobRequest
+from stratbench.study.slurm import nodes
+from stratbench.study.slurm.live_jobs import comment_of, files_of, tell
+
+#: The time between two looks at the pending jobs, and how long a job must have waited, in seconds.
+LOOK_S = 20
+PATIENCE_S = 60
+#: Reasons for pending that only a person can remove: what SLURM calls them, and what to do.
+FOR_EVER = {
+    r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints": (
+        "no node of the partition has what it asks for, or its limits forbid it: change `cluster` or the "
+        "experiment's time_limit_s in config.yaml, or partition and constraint in the profile"
+    ),
+    r"InvalidAccount|AccountNotAllowed|InvalidQOS|QOSNotAllowed": (
+        "change slurm_account, qos or slurm_partition in the profile"
+    ),
+    r"PartitionDown|PartitionInactive": "the partition takes no jobs: name another in the profile",
+    r"JobHeld\w*|launch failed requeued held": "it is held: scontrol release JOB, or cancel it",
+    r"(QOS|Assoc)\w*(PerJob|PerNode|MaxWall|TimeLimit|ResourceLimit)\w*|QOSMin\w*|MaxMemPerLimit": (
+        "your QOS or association allows one job less: change `cluster` or the experiment's time_limit_s "
+        "in config.yaml, or qos and slurm_account in the profile"
+    ),
+}
+#: Limits on all jobs of a user or an account together: they pass when other jobs end.
+SHARED_LIMITS = r"(QOS|Assoc|Max)\w+"
+
+
+def submitted_request(resources: Any) -> JobRequest:
+    """The request of a Snakemake job to SLURM, including the profile's changes."""
+    return JobRequest(
+        nodes=int(resources.get("nodes") or 1),
+        gpus=nodes.count_gpus(str(resources.get("gres") or "")),
+        cpus=int(resources.get("cpus_per_task") or 1),
+        mem_mib=int(resources.get("mem_mb") or 0),
+        runtime_min=int(resources.get("runtime") or 0),
+    )
+
+
+#: Snakemake's job, its cell and settings, and the request that the config makes for it.
+Submission = tuple[Any, Cell, Settings, JobRequest]
+
+
+def before_submission(workflow: Any, jobs: Sequence[Submission], lists: Path) -> list[str]:
+    """Sentences on why no node can hold some jobs; if none, starts to report refused and stuck jobs.
+
+    `workflow` is Snakemake's, about to submit to SLURM. With another scheduler this does nothing. `lists`:
+    the folder that tells which cells share a job.
+    """
+    if workflow.local_exec or workflow.executor_plugin.name != "slurm":
+        return []
+    # The plugin chooses among the partitions of such a file, and this function does not read it.
+    anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
+    refused_cells = refusals(jobs, nodes.cluster_nodes(), anywhere)
+    if not refused_cells:
+        show_refusals_plainly(
+            {
+                str(job.output[0]): nodes.describe_request(cell, submitted_request(job.resources))
+                for job, cell, _, _ in jobs
+            }
+        )
+        watch(
+            {
+                comment_of(job.rule.name, list(job.wildcards)): str(job.output[0])
+                for job, *_ in jobs
+            },
+            Path.cwd(),
+            lists,
+        )
+    return nodes.lines_of_refusals(refused_cells)
+
+
+def refusals(
+    jobs: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
+) -> dict[Cell, str]:
+    """The reasons why no node can hold a job, by its cell. `anywhere`: it may run in any partition."""
+    found = {}
+    for job, cell, settings, from_config in jobs:
+        asked = submitted_request(job.resources)
+        partition = "*" if anywhere else job.resources.get("slurm_partition")
+        in_profile = _plain(asked) != _plain(from_config)
+        sentence = nodes.refusal(
+            cell,
+            settings,
+            asked if in_profile else from_config,
+            nodes.nodes_of_partition(offered, partition),
+            in_profile,
+        )
+        if sentence:
+            found[cell] = sentence
+    return found
+
+
+def _plain(asked: JobRequest) -> tuple[int, ...]:
+    return asked.nodes, asked.gpus, asked.cpus, asked.mem_mib, asked.runtime_min
+
+
+# ---------------------------------------------------------------- a refused sbatch
+
+
+class RefusalFilter(logging.Filter):
+    """Replaces the report of a refused sbatch, a page of its command line, by two sentences."""
+
+    def __init__(self, asks: Mapping[str, str]) -> None:
+        """`asks`: the request of each job, in words, by the first file that the job makes."""
+        super().__init__()
+        self._asks = asks
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = getattr(record, "rule_msg", None)
+        why = refusal_by_sbatch(message) if isinstance(message, str) else None
+        if why is not None:
+            asks = next(
+                (self._asks[o] for o in getattr(record, "output", ()) if o in self._asks), None
+            )
+            record.rule_msg = f"SLURM refuses it: {why}." + (f" {asks}." if asks else "")
+            record.shellcmd = None
+        return True
+
+
+def refusal_by_sbatch(message: str) -> str | None:
+    """The reason why sbatch refused a job, from the SLURM plugin's report; None for other messages."""
+    found = re.match(
+        r"SLURM sbatch failed\. The error message was '(.*?)'\.\n\s+sbatch call:",
+        message,
+        re.DOTALL,
+    )
+    if found is None:
+        return None
+    lines = [line.removeprefix("sbatch: ").strip() for line in found[1].splitlines()]
+    return "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line)
+
+
+def show_refusals_plainly(asks: Mapping[str, str]) -> None:
+    """Installs the filter that shows what sbatch said and what the job asks for (by the file it makes)."""
+    logging.getLogger("snakemake.logging").addFilter(RefusalFilter(asks))
+
+
+# ---------------------------------------------------------------- pending for ever
+
+
+def watch(cells: Mapping[str, str], directory: Path, lists: Path) -> None:
+    """Looks at the pending jobs of `directory` until this process ends, and reports those that are stuck.
+
+    `cells`: the file that a job makes, by the job's comment. Runs in a thread, so nothing waits for it.
+    """
+    seen: dict[tuple[str, str], float] = {}
+
+    def look_for_ever() -> None:
+        told: set[str] = set()
+        while True:
+            time.sleep(LOOK_S)
+            for job, sentence in newly_stuck(seen, cells, directory, lists, time.monotonic()):
+                if job not in told:
+                    told.add(job)
+                    tell(sentence)
+
+    threading.Thread(target=look_for_ever, name="pending jobs", daemon=True).start()
+
+
+def newly_stuck(
+    seen: dict[tuple[str, str], float],
+    cells: Mapping[str, str],
+    directory: Path,
+    lists: Path,
+    now_s: float,
+) -> list[tuple[str, str]]:
+    """(job id, sentence) of each job that has waited PATIENCE_S for a reason that does not pass.
+
+    `seen` keeps the time at which each job was first seen with its reason. Empty if SLURM does not
+    answer.
+    """
+    command = ["squeue", "--me", "--noheader", "--format=%i|%Z|%T|%r|%k"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    stuck = dict(stuck_jobs(done.stdout, directory)) if done.returncode == 0 else {}
+    found = []
+    for (job, comment), (reason, remedy) in stuck.items():
+        since_s = seen.setdefault((job, reason), now_s)
+        files = files_of(comment, cells, lists)
+        if files and now_s - since_s >= PATIENCE_S:
+            rest = f" and {len(files) - 1} more" if files[1:] else ""
+            found.append(
+                (
+                    job,
+                    f"SLURM job {job} ({files[0]}{rest}) waits for a reason that does not pass by "
+                    f"itself, {reason}: {remedy.replace('JOB', job)}; scancel {job} gives it up",
+                )
+            )
+    for key in [
+        key for key in seen if key not in {(job, why) for (job, _), (why, _) in stuck.items()}
+    ]:
+        del seen[key]
+    return found
+
+
+def stuck_jobs(text: str, directory: Path) -> Iterable[tuple[tuple[str, str], tuple[str, str]]]:
+    """((job id, comment), (reason, remedy)) of the pending jobs of `directory` that will not start.
+
+    `text` is the output of squeue. A limit on all jobs together counts only while no job of the user
+    runs.
+    """
+    rows = [line.split("|", 4) for line in text.splitlines() if line.count("|") >= 4]
+    running = any(state in ("RUNNING", "COMPLETING", "CONFIGURING") for _, _, state, _, _ in rows)
+    here = directory.resolve()
+    for job, folder, state, reason, comment in rows:
+        if state != "PENDING" or Path(folder).resolve() != here:
+            continue
+        remedy = next((r for p, r in FOR_EVER.items() if re.fullmatch(p, reason)), None)
+        if remedy is None and not running and re.fullmatch(SHARED_LIMITS, reason):
+            remedy = "your QOS or association allows no more, and no job of yours runs"
+        if remedy is not None:
+            yield (job, comment), (reason, remedy)

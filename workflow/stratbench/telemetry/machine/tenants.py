@@ -1,0 +1,126 @@
+"""Who uses a GPU beside the cell: strangers, of whom its times and its memory would tell.
+
+A process of the cell descends from its agent, as do the fork server and the workers. A program that
+draws on a screen is no stranger by itself, nor is the server of CUDA's MPS, through which others
+compute; the memory that they hold counts. Neither torch nor psutil until it is asked of a process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.files import reason_of, write_atomic
+from stratbench.cell.text.words import GIB
+from stratbench.telemetry.machine.nvml import Gpu, Nvml
+
+#: What others may use of a GPU that is the cell's alone: the plan leaves as much outside the allocator.
+OTHERS_BYTES = 1 * GIB
+_BROKERS = ("nvidia-cuda-mps-server",)
+
+
+def gpu_place(nvml: Nvml, name: str) -> dict[str, Any]:
+    """`index` and `uuid` of a GPU, or the `name` alone by which CUDA knows it."""
+    gpu = nvml.gpu_named(name)
+    known = {} if gpu is None else gpu.static()
+    return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
+
+
+def describe_gpu(place: dict[str, Any]) -> str:
+    """A place in words: `GPU 1 (GPU-d8c5e28f-…)`."""
+    number, uuid = place.get("index", place.get("name")), place.get("uuid")
+    return f"GPU {number}" + (f" ({uuid})" if uuid else "")
+
+
+def is_broker(pid: int) -> bool:
+    """Whether it is a server through which others compute."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).name() in _BROKERS
+    except psutil.Error:
+        return False
+
+
+def is_stranger(pid: int, ancestor_pid: int) -> bool | None:
+    """Whether a process that computes on a GPU does not descend from `ancestor_pid`, a process of the cell.
+
+    None: it is a broker, or not known here; it has just ended, or is numbered in another way.
+    """
+    import psutil
+
+    if is_broker(pid) or not psutil.pid_exists(pid):
+        return None
+    try:
+        return ancestor_pid not in (pid, *(p.pid for p in psutil.Process(pid).parents()))
+    except psutil.Error:  # of another user, whose processes are hidden
+        return True
+
+
+class StrangerWatch:
+    """Notes in a file which strangers computed on the cell's GPUs of this node while it ran.
+
+    Only on GPUs where NVML names a process of the cell: in a container it may know all by numbers that
+    say nothing there.
+    """
+
+    def __init__(self, out: Path, gpus: Iterable[Gpu], agent_pid: int) -> None:
+        self._out = out
+        self._gpus = list(gpus)
+        self._agent_pid = agent_pid
+        self._foreign: dict[int, bool | None] = {agent_pid: False}
+        self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
+
+    def look(self, t_s: float) -> None:
+        """Ask NVML for the processes of each GPU; a new stranger is written down at once."""
+        known = len(self._found)
+        for gpu in self._gpus:
+            held_bytes = gpu.computing()
+            for pid in held_bytes.keys() - self._foreign.keys():
+                self._foreign[pid] = is_stranger(pid, self._agent_pid)
+            if not any(self._foreign[pid] is False for pid in held_bytes):
+                continue
+            for pid in filter(self._foreign.get, held_bytes):
+                entry = self._found.setdefault(
+                    (gpu.uuid() if gpu.index is None else gpu.index, pid),
+                    {"gpu": gpu.index, "pid": pid, "bytes": None, "first_s": t_s},
+                )
+                entry["bytes"] = max(entry["bytes"] or 0, held_bytes[pid] or 0) or None
+                entry["last_s"] = t_s
+        if len(self._found) > known:
+            self.write()
+
+    def write(self) -> None:
+        """Write down who was seen, if anybody. An error of the disk is printed: nothing else ends by it."""
+        try:
+            if self._found:
+                write_atomic(self._out, json.dumps(list(self._found.values())))
+        except OSError as error:
+            print(f"sampler: {reason_of(error)}", file=sys.stderr, flush=True)
+
+
+def others_on(
+    gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
+) -> dict[str, Any] | None:
+    """Who else uses the GPU of a worker that is out of memory, as the worker finds it; None: nobody.
+
+    `allocated_bytes`: what PyTorch has taken of it for the worker; None where it has not begun to use it.
+    `processes`: strangers and the bytes that each holds. `others_bytes`: what is in use without the
+    worker's own; None where that is not known.
+    """
+    held_bytes = gpu.computing()
+    own_bytes = held_bytes.get(own_pid)
+    strangers = {}
+    if allocated_bytes is None or own_pid in held_bytes:  # else NVML numbers them in another way
+        strangers = {p: n for p, n in held_bytes.items() if is_stranger(p, ancestor_pid)}
+    used_bytes = gpu.memory_used_bytes()
+    if own_bytes is None:
+        own_bytes = 0 if allocated_bytes is None else allocated_bytes + OTHERS_BYTES
+    others_bytes = None if used_bytes is None else max(0, used_bytes - own_bytes)
+    if not strangers and (others_bytes or 0) <= OTHERS_BYTES:
+        return None
+    listed = [{"pid": pid, "bytes": held} for pid, held in strangers.items()]
+    return {"processes": listed, "others_bytes": others_bytes}

@@ -1,0 +1,185 @@
+"""Which devices a cell uses: GPUs are taken under a file lock, so that no two cells share one."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from glob import glob
+from typing import TYPE_CHECKING
+
+from stratbench.cell.locks import try_lock
+from stratbench.telemetry.machine import nvml
+from stratbench.telemetry.machine.cores import usable_cores
+from stratbench.train.locks import own_folder
+
+if TYPE_CHECKING:
+    from stratbench.cell.settings import Settings
+
+
+#: The driver's, one for each GPU.
+DEVICE_FILES = "/dev/nvidia[0-9]*"
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+#: A GPU's name in it: a number, or the beginning of a UUID.
+_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
+
+
+class DeviceError(RuntimeError):
+    """The machine does not have what a cell needs; the message says what to change."""
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    As in CUDA, what follows a name that is no GPU's is hidden. Raises DeviceError for a GPU that is
+    named twice: CUDA would show none.
+    """
+    library, given = nvml.Nvml(), os.environ.get(VARIABLE)
+    if given is None:
+        return [str(gpu.index) for gpu in library.gpus()]
+    names: dict[str, str] = {}
+    for name in _names(given):
+        identity = _identity(name, library)
+        if identity is None:
+            break
+        if identity in names:
+            raise DeviceError(
+                f"{VARIABLE} = {given!r} names one GPU twice ({names[identity]} and {name}), for which "
+                "CUDA shows none at all; name each GPU once"
+            )
+        names[identity] = name
+    return list(names.values())
+
+
+def unknown_gpu() -> str | None:
+    """What ends CUDA_VISIBLE_DEVICES for CUDA, in words; None where it names GPUs of this machine alone."""
+    library, given = nvml.Nvml(), os.environ.get(VARIABLE, "")
+    for name in _names(given):
+        if _identity(name, library) is None:
+            return f"{name!r} in {VARIABLE} = {given!r} is no GPU of this machine"
+    return None
+
+
+def _names(given: str) -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES up to the one that hides what follows: -1, or an empty one."""
+    names = [name.strip() for name in given.split(",")]
+    ends = [i for i, name in enumerate(names) if name in ("", "-1")]
+    return names[: ends[0]] if ends else names
+
+
+def _identity(name: str, library: nvml.Nvml) -> str | None:
+    """What tells a GPU from all others, whatever it is called; None for what is no GPU.
+
+    Its UUID; where NVML does not answer, or does not know the name, as much as can be told from it.
+    """
+    if not _NAME.fullmatch(name):
+        return None
+    if name.isdecimal():
+        name = str(int(name))
+    # CUDA still knows MIG instances by older names, which begin with their GPU's.
+    if library.reason or name.startswith("MIG-GPU-"):
+        return name
+    return library.uuid_named(name)
+
+
+def wants_cuda(device: str, gpus: list[str]) -> bool:
+    """Whether a cell with this `device` setting (auto, cpu, cuda) trains on the GPUs that are here.
+
+    Raises DeviceError if it asks for GPUs and none can be used, or if one seems to be here that cannot.
+    """
+    if device == "cpu" or gpus:
+        return device != "cpu"
+    why = unseen_gpu()
+    if device == "cuda" and not why:
+        reason, given = nvml.Nvml().reason, os.environ.get(VARIABLE)
+        why = "no GPU is visible here"
+        if given is not None:
+            why += f" ({unknown_gpu() or f'{VARIABLE} = {given!r}'})"
+        elif reason:
+            why += f" and NVML does not answer ({reason})"
+    if why:
+        raise DeviceError(
+            f"device = {device!r}, but {why}; see to {VARIABLE}, the driver, its NVML library and "
+            "nvidia-ml-py, or say device: cpu to train on the CPU"
+        )
+    return False
+
+
+def unseen_gpu() -> str | None:
+    """Why a GPU that is named or seems to be here cannot be used; None if none is, or it is hidden."""
+    if VARIABLE in os.environ:
+        named = _names(os.environ[VARIABLE])[:1]
+        return unknown_gpu() if named and _NAME.fullmatch(named[0]) else None
+    files, reason = sorted(glob(DEVICE_FILES)), nvml.Nvml().reason
+    if not files or reason is None:
+        return None
+    return f"{files[0]} is there and NVML does not answer ({reason})"
+
+
+@contextmanager
+def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
+    """Hold `wanted` of `gpus` until the block ends, waiting for other cells on this node.
+
+    The locks lie in the user's own folder on this node and vanish with the process: a killed cell
+    leaves none behind, and no other user can hold one. Raises DeviceError when the node has too few.
+    """
+    if wanted > len(gpus):
+        seen = "; ".join(filter(None, [", ".join(gpus) or "none", unknown_gpu()]))
+        raise DeviceError(
+            f"the cell needs {wanted} GPUs on this node, but {len(gpus)} are visible ({seen}); "
+            "lower `gpus` in the experiment, use device: cpu, or raise cluster.gpus_per_node to what a "
+            "node has"
+        )
+    if not wanted:
+        yield []
+        return
+    folder = own_folder()
+    locks = {gpu: folder / f"gpu-{name}" for gpu, name in lock_names(gpus).items()}
+    with ExitStack() as held:
+        mine: list[str] = []
+        told = False
+        while len(mine) < wanted:
+            for gpu in gpus:
+                if gpu in mine or len(mine) == wanted:
+                    continue
+                if (descriptor := try_lock(locks[gpu])) is not None:
+                    held.callback(os.close, descriptor)
+                    mine.append(gpu)
+            if len(mine) < wanted:
+                # Give back what was taken: two cells that each hold half would wait for ever.
+                held.close()
+                mine.clear()
+                if not told:
+                    print(f"waiting for {wanted} free GPUs (another cell holds some)", flush=True)
+                    told = True
+                time.sleep(0.5)
+        yield mine
+
+
+def lock_names(gpus: list[str]) -> dict[str, str]:
+    """A file name for each GPU: its whole UUID where NVML knows it.
+
+    A scheduler may show every job its own GPU as number 0; the numbers of two jobs say nothing.
+    """
+    library = nvml.Nvml()
+    return {gpu: (_identity(gpu, library) or gpu).replace("/", "_") for gpu in gpus}
+
+
+def show_only(gpus: list[str]) -> None:
+    """Make `gpus` the only ones that this process's children see, as devices 0, 1, …"""
+    os.environ[VARIABLE] = ",".join(gpus)
+
+
+def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
+    """CPU threads of each of `workers` on this node: as configured, or else their share of its cores.
+
+    The same for all strategies of a cell. `cpus`: the cores that the cell has asked for on the node,
+    `server_cpus` of them for parameter servers. Where a SLURM job has just these, those of the servers are
+    not lent to the workers; on a whole machine nobody has cores that others lack.
+    """
+    cores = len(usable_cores())
+    if "SLURM_JOB_ID" in os.environ and cores == cpus:
+        cores -= server_cpus
+    return settings.threads or max(1, cores // workers)

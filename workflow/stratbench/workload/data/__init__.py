@@ -1,0 +1,1 @@
+"""Data sets: sources, prepared arrays, partitions, and batches on the device."""

@@ -1,0 +1,51 @@
+"""What a data set is: its facts, and where its samples come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stratbench.workload.data.sources import Source
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What is known of a data set before it is read.
+
+    `shape` is one sample's: (channels, height, width) of an image in pixels, or (length,) of a piece
+    of text in tokens. `classes` is the number of the images' classes, or of the different tokens: in
+    a text, the class of each token is the next token. `open_source` gives its samples, from the folder
+    of the source files (None: none is named) and a folder for downloads (None forbids them).
+    `crop_padding` is the number of pixels, at the model's input size, that augmentation may shift a
+    training image by in each direction (random crop after zero padding); `flip` is whether it may
+    mirror it: digits may not. `floats`: whether images are stored as float32, and not as uint8. `values`:
+    whether a target is no class number but `classes` values, float32.
+
+    Of a user's own data set shape, classes and samples are None until it is prepared, but for what its
+    spec says.
+    """
+
+    shape: tuple[int, ...] | None
+    classes: int | None
+    train_samples: int | None
+    test_samples: int | None
+    open_source: Callable[[Path | None, Path | None], Source] = field(compare=False, repr=False)
+    crop_padding: int = 0
+    flip: bool = False
+    floats: bool = False
+    values: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        return self.shape is not None and len(self.shape) == 1
+
+    @property
+    def is_read(self) -> bool:
+        """Whether everything is known; else it has to be prepared first."""
+        return self.train_samples is not None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a value of an image, or of a token: of the smallest type that holds every one."""
+        return 4 if self.floats or (self.is_text and self.classes > 256) else 1

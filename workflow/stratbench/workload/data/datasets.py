@@ -1,0 +1,158 @@
+"""The data sets: for each, what is known before it is read, and the function that opens it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stratbench.workload.data import sources
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.own_data import is_own, own_data
+from stratbench.workload.data.sources import DataError
+
+#: Sources that take a spec, and the keys of each with their defaults: whole numbers, positive but for
+#: `seed`.
+SPECS: dict[str, dict[str, int]] = {
+    "synthetic": {
+        "train_samples": 2048,
+        "test_samples": 512,
+        "classes": 10,
+        "channels": 3,
+        "size": 32,
+        "seed": 0,
+    },
+    "markov-text": {
+        "train_samples": 4096,
+        "test_samples": 512,
+        "vocabulary": 64,
+        "sequence": 64,
+        "seed": 0,
+    },
+    "tinyshakespeare": {"sequence": 64},
+}
+
+
+def describe(
+    name: str,
+    spec: Mapping[str, Any] | None = None,
+    prepared: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """The facts of a built-in data set, or of one of the config's by its `spec`.
+
+    A spec is `{source: NAME}` with any of the keys that SPECS has for that source, or a user's own
+    (`own_data`): what is known of that before it is read, or by the meta data of what was `prepared`.
+    Raises DataError for anything else.
+    """
+    if spec is None:
+        if name not in DATASETS:
+            raise DataError(f"unknown data set {name!r}; known: {', '.join(DATASETS)}")
+        return DATASETS[name]
+    if name in DATASETS and name not in SPECS:
+        raise DataError(f"{name!r} is a built-in data set and takes no spec; name yours otherwise")
+    if is_own(spec):
+        return _own(name, spec, prepared or {})
+    source, values = _spec_values(name, spec)
+    return _MAKERS[source](values)
+
+
+def identity_of(name: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """What decides the samples of one of our data sets, as settings hold it; None: its name says all.
+
+    That is its source and the values of its spec, with the defaults. Where files lie is no part of it:
+    no byte of one is read before its MD5 is the published one. DataError for a name or spec that is none.
+    """
+    describe(name, spec)
+    spec = {"source": name} if spec is None else spec
+    if spec["source"] not in SPECS:
+        return None
+    source, values = _spec_values(name, spec)
+    return {"source": source} | values
+
+
+def _own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
+    said = own_data(name, spec)
+    values, shape = said.values, None
+    if values.get("sequence"):  # a text has it, and no image
+        shape = (values["sequence"],)
+    elif said.kind == "images":
+        shape = (values["channels"], values["size"], values["size"])
+    return Dataset(
+        shape=tuple(meta["shape"]) if meta else shape,
+        classes=meta.get("classes"),
+        train_samples=meta.get("train_samples"),
+        test_samples=meta.get("test_samples"),
+        open_source=lambda root, downloads: said.opened().source,
+        crop_padding=values.get("crop_padding", 0),
+        flip=values.get("flip", False),
+        floats=meta.get("floats", False),
+        values=meta.get("values", False),
+    )
+
+
+def _spec_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
+    """The source that a spec names, and its values with the defaults; DataError for a mistake."""
+    source = spec.get("source")
+    if source not in SPECS:
+        raise DataError(
+            f"data set {name!r}: source is {source!r}; those that take a spec: {', '.join(SPECS)}"
+        )
+    values = {key: value for key, value in spec.items() if key != "source"}
+    for key, value in values.items():
+        if key not in SPECS[source]:
+            allowed = ", ".join(SPECS[source])
+            raise DataError(f"data set {name!r}: unknown key {key!r}; allowed: source, {allowed}")
+        lowest = 0 if key == "seed" else 1
+        if type(value) is not int or value < lowest:
+            raise DataError(
+                f"data set {name!r}: {key} is {value!r}; it must be a whole number >= {lowest}"
+            )
+    return source, SPECS[source] | values
+
+
+def _synthetic(values: Mapping[str, int]) -> Dataset:
+    return Dataset(
+        shape=(values["channels"], values["size"], values["size"]),
+        classes=values["classes"],
+        train_samples=values["train_samples"],
+        test_samples=values["test_samples"],
+        open_source=lambda root, downloads: sources.synthetic(**values),
+    )
+
+
+def _markov_text(values: Mapping[str, int]) -> Dataset:
+    return Dataset(
+        shape=(values["sequence"],),
+        classes=values["vocabulary"],
+        train_samples=values["train_samples"],
+        test_samples=values["test_samples"],
+        open_source=lambda root, downloads: sources.markov_text(**values),
+    )
+
+
+def _tinyshakespeare(values: Mapping[str, int]) -> Dataset:
+    length = values["sequence"]
+    shortest = min(sources.SHAKESPEARE_TOKENS)
+    if length >= shortest:
+        raise DataError(f"sequence is {length}; the test text has {shortest:,} tokens")
+    # The last token of a text has no next one.
+    train, test = ((tokens - 1) // length for tokens in sources.SHAKESPEARE_TOKENS)
+    return Dataset(
+        shape=(length,),
+        classes=sources.SHAKESPEARE_VOCABULARY,
+        train_samples=train,
+        test_samples=test,
+        open_source=lambda root, downloads: sources.tinyshakespeare(root, downloads, length),
+    )
+
+
+_MAKERS = {
+    "synthetic": _synthetic,
+    "markov-text": _markov_text,
+    "tinyshakespeare": _tinyshakespeare,
+}
+
+DATASETS: dict[str, Dataset] = {
+    "digits": Dataset((1, 8, 8), 10, 1437, 360, sources.digits, crop_padding=1),
+    "mnist": Dataset((1, 28, 28), 10, 60_000, 10_000, sources.mnist, crop_padding=2),
+    "cifar10": Dataset((3, 32, 32), 10, 50_000, 10_000, sources.cifar10, crop_padding=4, flip=True),
+} | {source: _MAKERS[source](defaults) for source, defaults in SPECS.items()}

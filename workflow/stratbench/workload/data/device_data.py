@@ -1,0 +1,350 @@
+"""A prepared data set, held whole on the device or in host memory: images or text.
+
+Padding, augmenting and normalising happen on the device, in batched operations that depend on a
+sample's number, the seed and the epoch, and not on which worker holds the sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stratbench.workload.data import prepared
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.placement import HostRows
+from stratbench.workload.data.sources import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+#: What a worker evaluates at once: images, or tokens.
+EVAL_IMAGES, EVAL_TOKENS = 512, 8192
+
+
+class Augmentation(NamedTuple):
+    """One epoch's random crops and flips for all training samples: tensors [N] on the device."""
+
+    top: torch.Tensor
+    left: torch.Tensor
+    flip: torch.Tensor
+
+
+class EpochTables(NamedTuple):
+    """What an epoch looks up: the order of the samples, int64 [N], and their augmentation."""
+
+    order: torch.Tensor
+    augmentation: Augmentation | None
+
+    def packed(self) -> EpochTables:
+        """The same tables in the smallest integer types, for keeping only (see `packed_bytes`)."""
+        import torch
+
+        a = self.augmentation
+        small = None if a is None else Augmentation(*(t.to(torch.uint8) for t in a))
+        return EpochTables(self.order.to(torch.int32), small)
+
+    def on(self, device: torch.device) -> EpochTables:
+        """The same tables as int64 on `device`."""
+        a = self.augmentation
+        whole = None if a is None else Augmentation(*(t.to(device).long() for t in a))
+        return EpochTables(self.order.to(device).long(), whole)
+
+
+def packed_bytes(data: Dataset, augment: bool) -> int:
+    """Bytes of an epoch's packed tables: 4 for a training sample, and 3 more if it is augmented."""
+    augmented = augment and (data.crop_padding > 0 or data.flip)
+    return data.train_samples * (4 + 3 * augmented)
+
+
+def generator_of(purpose: str, seed: int, epoch: int) -> torch.Generator:
+    """A CPU generator whose stream is the same on every worker and every kind of device."""
+    import torch
+
+    digest = hashlib.sha256(f"{purpose}/{seed}/{epoch}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """The order in which an epoch visits the samples: a permutation, int64 [samples]."""
+    import torch
+
+    return torch.randperm(samples, generator=generator_of("order", seed, epoch))
+
+
+def fit(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Images [N, C, H, W] enlarged to [N, C, height, width].
+
+    Every pixel is repeated by the largest whole factor that fits, then zeros are added evenly
+    around: 8x8 becomes 16x16 by doubling, 28x28 becomes 32x32 by padding alone. No interpolation,
+    so the values stay the bytes that were measured.
+    """
+    import torch.nn.functional as functional
+
+    have_height, have_width = images.shape[-2:]
+    factor = min(height // have_height, width // have_width)
+    if factor < 1:
+        raise DataError(
+            f"images of {have_height}x{have_width} pixels do not fit a model input of "
+            f"{height}x{width}"
+        )
+    if factor > 1:
+        images = images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
+    add_height, add_width = height - factor * have_height, width - factor * have_width
+    if add_height or add_width:
+        top, left = add_height // 2, add_width // 2
+        images = functional.pad(images, (left, add_width - left, top, add_height - top))
+    return images
+
+
+def eval_batch(shape: Sequence[int]) -> int:
+    """Test samples of `shape` that a worker evaluates at once."""
+    return EVAL_IMAGES if len(shape) == 3 else max(1, EVAL_TOKENS // shape[0])
+
+
+def example_batch(
+    samples: int,
+    shape: Sequence[int],
+    classes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    values: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets that are shaped as training's batches are, for whoever imitates training.
+
+    With `values` a target is `classes` values in `dtype`.
+    """
+    import torch
+
+    if len(shape) == 1:
+        x = torch.zeros(samples, *shape, device=device, dtype=torch.int64)
+        return x, torch.zeros_like(x)
+    x = torch.zeros(samples, *shape, device=device, dtype=dtype)
+    y = torch.arange(samples, device=device) % classes
+    if values:
+        y = torch.zeros(samples, classes, device=device, dtype=dtype)
+    return x.contiguous(memory_format=memory_format), y
+
+
+class DeviceData(ABC):
+    """A prepared data set, whole, for training on one device.
+
+    Attributes: `train_inputs`, `test_inputs`, `train_targets`, `test_targets` [N, ...] as they are
+    stored, `meta` (the prepared folder's meta.json). They lie on the device, or are mapped from the
+    prepared files: then each batch's rows are gathered there, and copied ahead (`HostRows`).
+    """
+
+    def __init__(
+        self,
+        meta: Mapping[str, Any],
+        arrays: Mapping[str, torch.Tensor],
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: where batches are wanted, if the arrays lie in host memory; None: where they are."""
+        self.meta = dict(meta)
+        self.train_inputs, self.test_inputs = arrays["train_inputs"], arrays["test_inputs"]
+        self.train_targets, self.test_targets = arrays["train_targets"], arrays["test_targets"]
+        self._rows = device and HostRows(self.train_inputs, self.train_targets, device)
+        self.device = device or self.train_inputs.device
+        #: Where the sample numbers and the tables of an epoch are wanted.
+        self.index_device = self.train_inputs.device
+
+    @staticmethod
+    def load(
+        directory: str | Path,
+        device: torch.device | str = "cpu",
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+        memory_format: torch.memory_format | None = None,
+        placement: str = "device",
+    ) -> DeviceData:
+        """Read a folder that `prepare` made, for a model whose input is of `shape`.
+
+        Images come in `dtype`, float32 unless given, and in `memory_format`, contiguous unless
+        given; tokens as int64. `placement`: `device`, or `host` where the data are to stay in host
+        memory. Raises DataError if the folder is not whole.
+        """
+        import torch
+
+        meta, arrays = prepared.read(Path(directory))
+        given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        at = torch.device(device) if placement == "host" else None
+        if at is None:
+            given = {name: t.to(device, copy=True) for name, t in given.items()}
+        if len(meta["shape"]) == 1:
+            return Texts(meta, given, at)
+        shape = shape or tuple(meta["shape"])
+        memory_format = memory_format or torch.contiguous_format
+        return Images(meta, given, shape, dtype or torch.float32, memory_format, at)
+
+    @property
+    def train_samples(self) -> int:
+        return len(self.train_targets)
+
+    @property
+    def test_samples(self) -> int:
+        return len(self.test_targets)
+
+    def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
+        """The epoch's order and, with `augment`, its crops and flips, in the host's memory.
+
+        No augmentation where the data set has none. It is drawn for every sample by its number: a
+        sample is augmented alike whichever worker, batch or strategy it falls to, so strategies
+        differ in nothing but themselves.
+        """
+        drawn = self._draw_augmentation(seed, epoch) if augment else None
+        return EpochTables(epoch_order(self.train_samples, seed, epoch), drawn)
+
+    def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
+        return None
+
+    def batch(
+        self, indices: torch.Tensor, augmentation: Augmentation | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The training samples `indices` [b] as a model takes them, and their targets."""
+        if self._rows is not None:
+            return self._made(*self._rows.take(indices, augmentation))
+        drawn = augmentation and [table[indices] for table in augmentation]
+        return self._made(self.train_inputs[indices], self.train_targets[indices], drawn)
+
+    def expect(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
+        """Say which batch probably comes next; from host memory it is fetched meanwhile.
+
+        Call it after `batch`, before the training step on what that returned.
+        """
+        if self._rows is not None:
+            self._rows.fetch(indices, augmentation)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether `expect` does something."""
+        return self._rows is not None
+
+    def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Test samples `start` to `stop` (exclusive), or to the last: never augmented."""
+        rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
+        return self._made(*rows)
+
+    @abstractmethod
+    def _made(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        drawn: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch of samples as they are stored, on the device; `drawn`: how each is augmented."""
+
+
+class Texts(DeviceData):
+    """Text: batches of tokens [b, length] and of the tokens that come next, int64 both."""
+
+    def _made(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        drawn: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs.long(), targets.long()
+
+
+class Images(DeviceData):
+    """Images: batches [b, C, H, W], normalised, at the model's size, and labels [b], int64.
+
+    Where targets are values, they come as [b, values] in the images' dtype.
+
+    The stored images are uint8 or float32 [N, C, H, W]. C is the stored number of channels; a model
+    that wants more gets the single channel repeated while normalising.
+    """
+
+    def __init__(
+        self,
+        meta: Mapping[str, Any],
+        arrays: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        memory_format: torch.memory_format,
+        device: torch.device | None = None,
+    ) -> None:
+        import torch
+
+        super().__init__(meta, arrays, device)
+        channels, height, width = shape
+        if meta["shape"][0] not in (1, channels):
+            raise DataError(
+                f"{meta['name']} has {meta['shape'][0]} channels; they cannot become {channels}"
+            )
+        self._size = height, width
+        if device is None:
+            self.train_inputs = fit(self.train_inputs, height, width)
+            self.test_inputs = fit(self.test_inputs, height, width)
+        else:
+            fit(self.test_inputs[:1], height, width)  # DataError now, and not in the first batch
+        self._memory_format = memory_format
+        self._padding = meta["crop_padding"]
+        self._flip = meta["flip"]
+        mean, std = (torch.tensor(meta[key], dtype=torch.float64) for key in ("mean", "std"))
+        # (x / one - mean) / std as one product and one sum; the shape repeats a lone channel.
+        one = 1 if meta.get("floats") else 255
+        self._scale, self._offset = (
+            values.expand(channels).reshape(1, -1, 1, 1).to(self.device, dtype)
+            for values in (1 / (one * std), -mean / std)
+        )
+        columns = torch.arange(width, device=self.device)
+        self._row_numbers = torch.arange(height, device=self.device)
+        self._columns = torch.stack([columns, columns.flip(0)])
+
+    def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
+        import torch
+
+        if not self._padding and not self._flip:
+            return None
+        generator = generator_of("augmentation", seed, epoch)
+        draw = (self.train_samples,)
+        return Augmentation(
+            torch.randint(2 * self._padding + 1, draw, generator=generator),
+            torch.randint(2 * self._padding + 1, draw, generator=generator),
+            torch.randint(2 if self._flip else 1, draw, generator=generator),
+        )
+
+    def _made(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        drawn: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if inputs.shape[2:] != self._size:  # from host memory they come as they are stored
+            inputs = fit(inputs, *self._size)
+        if drawn is not None:
+            inputs = self._crop(inputs, *drawn)
+        if targets.is_floating_point():
+            targets = targets.to(self._scale.dtype)
+        return self._normalised(inputs), targets
+
+    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        # The product is written in the format that the model wants: no kernel more.
+        made = torch.empty(
+            (len(images), self._scale.shape[1], *images.shape[2:]),
+            dtype=self._scale.dtype,
+            device=images.device,
+            memory_format=self._memory_format,
+        )
+        return torch.mul(images, self._scale, out=made).add_(self._offset)
+
+    def _crop(
+        self, images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor
+    ) -> torch.Tensor:
+        """Crop each image at its own place out of its zero-padded self, mirrored where `flip`."""
+        import torch.nn.functional as functional
+
+        batch, channels, height, width = images.shape
+        padded = functional.pad(images, (self._padding,) * 4)
+        rows = (top[:, None] + self._row_numbers) * padded.shape[-1]
+        columns = left[:, None] + self._columns[flip]
+        pixels = (rows[:, :, None] + columns[:, None, :]).reshape(batch, 1, -1)
+        cropped = padded.flatten(2).gather(2, pixels.expand(-1, channels, -1))
+        return cropped.reshape(batch, channels, height, width)

@@ -1,0 +1,185 @@
+"""The data sets that a user brings: arrays that a callable returns, a folder of images, or texts.
+
+What is known of one before it is prepared is little; the rest is read from what was prepared. The
+Snakefile imports this: no user's code is imported, and no file read, before a data set is prepared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.files import read_json
+from stratbench.workload import users_code
+from stratbench.workload.data import own_arrays, own_files, prepared
+from stratbench.workload.data.own_arrays import Opened
+from stratbench.workload.data.sources import DataError
+
+#: The environment variable that tells jobs where files lie: moving a folder prepares nothing again.
+PLACES_VARIABLE = "STRATBENCH_PLACES"
+#: What augmentation may do to training images, with defaults.
+AUGMENTATION = {"crop_padding": 0, "flip": False}
+#: What says of which kind a data set is, and the other keys of each kind with their defaults.
+KINDS: dict[str, dict[str, Any]] = {
+    "call": {"kwargs": {}, "sequence": None, **AUGMENTATION},
+    "images": {"size": 64, "channels": 3, "test_share": 0.1, "seed": 0, **AUGMENTATION},
+    "text": {"tokenizer": None, "sequence": 64, "test_share": 0.1},
+}
+#: Keys that name files: their content counts, and not where they are.
+PLACES = ("images", "text", "tokenizer")
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """What a user says of a data set: its kind, the keys of that kind, and where its files are."""
+
+    name: str
+    kind: str
+    values: dict[str, Any]
+    places: dict[str, list[Path]]
+
+    def __str__(self) -> str:
+        return f"data set {self.name!r} ({self.call or self.kind})"
+
+    @property
+    def call(self) -> str:
+        """What is called; empty for files."""
+        return self.values.get("call", "")
+
+    def identity(self, folders: Iterable[Path] = (), known: Path | None = None) -> dict[str, Any]:
+        """What a cell's settings say of it: its keys, and the hash of its files or code.
+
+        `folders`: of the user's code. `known`: a file that keeps the hash of files that did not
+        change. DataError where a file cannot be read.
+        """
+        if self.call:
+            found = users_code.fingerprint(self.call, folders)
+        else:
+            files = [place for places in self.places.values() for place in places]
+            found = {"sha256": own_files.content_sha256(files, known), "version": None}
+        return {"kind": self.kind} | self.values | found
+
+    def opened(self) -> Opened:
+        """Its samples, and what is known of them."""
+        if self.call:
+            return own_arrays.open_arrays(str(self), self._called(), self.values["sequence"])
+        options = {k: v for k, v in self.values.items() if k not in AUGMENTATION}
+        if self.kind == "images":
+            [folder] = self.places["images"]
+            source, classes = own_files.image_folder(self.name, folder, **options)
+            return Opened(source, (options["channels"], options["size"], options["size"]), classes)
+        tokenizer = next(iter(self.places.get("tokenizer", [])), None)
+        source, tokens = own_files.text_files(self.name, self.places["text"], tokenizer, **options)
+        return Opened(source, (options["sequence"],), tokens)
+
+    def _called(self) -> Any:
+        try:
+            function = users_code.named(self)
+        except users_code.ModelError as error:
+            raise DataError(str(error)) from error
+        kwargs = self.values["kwargs"]
+        try:
+            return function(**kwargs)
+        except MemoryError:
+            raise
+        except Exception as error:
+            called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+            raise DataError(
+                f"{self}: called with ({called}), it raised {users_code.error_text(error)}"
+            ) from error
+
+
+def is_own(spec: Mapping[str, Any] | None) -> bool:
+    """Whether a spec of the config names no source of ours."""
+    return spec is not None and "source" not in spec
+
+
+def own_data(
+    name: str, spec: Mapping[str, Any], places: Mapping[str, Any] | None = None
+) -> OwnData:
+    """A user's data set by its `spec`, as in the config or as `identity` gave it, then with its `places`.
+
+    DataError for what can be seen without reading a file: keys that do not go together, a missing
+    folder or file, a call that is not written as one, a package that is missing.
+    """
+    given = {k: v for k, v in spec.items() if k not in ("kind", "sha256", "version")}
+    kinds = [spec["kind"]] if "kind" in spec else [kind for kind in KINDS if kind in spec]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) or "none of them"
+        raise DataError(
+            f"data set {name!r}: must have one of source, {', '.join(KINDS)}; it has {found}"
+        )
+    [kind] = kinds
+    allowed = [kind, *KINDS[kind]]
+    for key in given:
+        if key not in allowed:
+            raise DataError(
+                f"data set {name!r}: {key!r} does not go with {kind!r}; allowed: {', '.join(allowed)}"
+            )
+    values = KINDS[kind] | given
+    found_places = _places(name, given if places is None else places)
+    for key in PLACES:
+        values.pop(key, None)
+    if kind == "call":
+        if fault := users_code.fault_of_call(values["call"]):
+            raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
+        bad = next((key for key in values["kwargs"] if not key.isidentifier()), None)
+        if bad is not None:
+            raise DataError(f"data set {name!r}: kwargs: {bad!r} cannot be the name of an argument")
+    if kind == "images" and values["channels"] not in (1, 3):
+        raise DataError(
+            f"data set {name!r}: channels = {values['channels']}: images become grey (1) or RGB (3)"
+        )
+    if "tokenizer" in found_places and util.find_spec("tokenizers") is None:
+        raise DataError(f"data set {name!r}: {own_files.NO_TOKENIZERS}")
+    return OwnData(name, kind, values, found_places)
+
+
+def _places(name: str, given: Mapping[str, Any]) -> dict[str, list[Path]]:
+    found = {}
+    for key in PLACES:
+        value = given.get(key)
+        if value is None:
+            continue
+        found[key] = [Path(p).expanduser() for p in ([value] if isinstance(value, str) else value)]
+        for place in found[key]:
+            if key == "images" and not place.is_dir():
+                raise DataError(f"data set {name!r}: images = {str(place)!r} is no folder")
+            if key != "images" and not place.is_file():
+                raise DataError(f"data set {name!r}: {key} = {str(place)!r} is no file")
+    return found
+
+
+def places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where the files of the config's data sets lie, as a text for PLACES_VARIABLE."""
+    found = {}
+    for name, spec in datasets.items():
+        given = {
+            k: [spec[k]] if isinstance(spec[k], str) else spec[k] for k in PLACES if spec.get(k)
+        }
+        if given:
+            found[name] = {
+                k: [str(Path(p).expanduser().absolute()) for p in paths]
+                for k, paths in given.items()
+            }
+    return json.dumps(found, sort_keys=True)
+
+
+def of_job(name: str, spec: Mapping[str, Any]) -> OwnData:
+    """A user's data set in a job: its files are where the spec or the environment says."""
+    if spec.keys() & set(PLACES) or spec.get("call"):
+        return own_data(name, spec)
+    return own_data(name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {}))
+
+
+def prepared_facts(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The meta data of what was prepared in `folder` for `identity`; None where nothing was."""
+    try:
+        return read_json(folder / prepared.meta_name(identity))
+    except (OSError, ValueError):
+        return None

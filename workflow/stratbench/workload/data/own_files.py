@@ -1,0 +1,270 @@
+"""The user's files that become a data set: folders of images, and texts.
+
+Neither is read when the Snakefile is: only listed, and hashed where a file is not as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stratbench.cell.files import read_json, write_atomic
+from stratbench.workload.data.sources import DataError, Source, Split, pieces, progress_bar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: What counts as an image, by the end of its name; other files are left out.
+IMAGE_ENDS = (".png", ".jpg", ".jpeg")
+#: Folders of an image folder: the training set, and the first of the others that there is.
+TRAIN, TESTS = "train", ("test", "val")
+_CHUNK = 256
+_READERS = 8
+
+
+# ---------------------------------------------------------------- listed and hashed
+
+
+def listed(places: Sequence[Path]) -> list[tuple[str, Path]]:
+    """The files of each place, a file or an image folder: (name below the place, path), sorted.
+
+    DataError for a place that is missing, or a folder without an image.
+    """
+    found: list[tuple[str, Path]] = []
+    for place in places:
+        if place.is_dir():
+            images = sorted(_images_below(place))
+            if not images:
+                raise DataError(
+                    f"{place}: holds no image ({', '.join(IMAGE_ENDS)}) in class folders"
+                )
+            found += [(path.relative_to(place).as_posix(), path) for path in images]
+        else:
+            found.append(("", place))
+    return found
+
+
+def _images_below(folder: Path) -> Iterator[Path]:
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.lower().endswith(IMAGE_ENDS) and not name.startswith("."):
+                yield Path(at, name)
+
+
+def content_sha256(places: Sequence[Path], known: Path | None = None) -> str:
+    """SHA-256 over the names and contents of the files of `places`, whatever folder they lie in.
+
+    `known` is a small file that keeps it: while every file has the name, size and time of change that
+    it had, nothing is read again. DataError where a file cannot be read.
+    """
+    files = listed(places)
+    seen = hashlib.sha256()
+    for name, path in files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{path}: is not a regular file")
+        seen.update(f"{name}\0{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    if known is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            kept = read_json(known)
+            if kept["listing"] == seen.hexdigest():
+                return str(kept["sha256"])
+    digest = hashlib.sha256()
+    with progress_bar(len(files), " files", f"hashing {places[0].name}") as bar:
+        for name, path in files:
+            digest.update(f"{name}\0".encode() + _file_sha256(path))
+            bar.update(1)
+    if known is not None:
+        with suppress(OSError):  # only time is lost
+            write_atomic(
+                known, f'{{"listing": "{seen.hexdigest()}", "sha256": "{digest.hexdigest()}"}}\n'
+            )
+    return digest.hexdigest()
+
+
+def _file_sha256(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+# ---------------------------------------------------------------- images
+
+
+def image_folder(
+    name: str, folder: Path, size: int, channels: int, test_share: float, seed: int
+) -> tuple[Source, int]:
+    """The images of FOLDER/train/CLASS and FOLDER/test/CLASS (or val), and the number of classes.
+
+    Classes are numbered in the order of their names. Without a test folder, FOLDER/train (or FOLDER
+    itself) is divided: of each class `test_share`, but one image at least, chosen by `seed`. An image
+    is resized so that its short side has `size` pixels (bilinear, antialiased), and its centre is cut
+    out.
+    """
+    import numpy as np
+
+    top = folder / TRAIN if (folder / TRAIN).is_dir() else folder
+    apart = next((folder / t for t in TESTS if (folder / t).is_dir()), None)
+    if top == folder and apart is not None:
+        raise DataError(f"data set {name!r}: {folder} has a folder {apart.name!r} and no {TRAIN!r}")
+    train = _by_class(name, top)
+    classes = list(train)
+    if len(classes) < 2:
+        raise DataError(
+            f"data set {name!r}: {top} has images of {len(classes)} class; it must have a folder of "
+            "images for each of two classes or more"
+        )
+    test: dict[str, list[Path]] = {}
+    if apart is not None:
+        test = _by_class(name, apart)
+        if unknown := sorted(test.keys() - train.keys()):
+            raise DataError(
+                f"data set {name!r}: {apart} has a class {unknown[0]!r}, which {top} has not"
+            )
+    else:
+        for number, (label, paths) in enumerate(train.items()):
+            if len(paths) < 2:
+                raise DataError(
+                    f"data set {name!r}: class {label!r} has one image, which cannot be divided into "
+                    "training and test set; add images, or a folder `test`"
+                )
+            share = min(max(1, round(test_share * len(paths))), len(paths) - 1)
+            chosen = set(np.random.default_rng([seed, number]).permutation(len(paths))[:share])
+            test[label] = [p for i, p in enumerate(paths) if i in chosen]
+            train[label] = [p for i, p in enumerate(paths) if i not in chosen]
+
+    def split(found: dict[str, list[Path]]) -> Split:
+        images = [(path, classes.index(label)) for label in found for path in found[label]]
+        return Split(len(images), _image_chunks(name, images, size, channels))
+
+    return Source(split(train), split(test), []), len(classes)
+
+
+def _by_class(name: str, folder: Path) -> dict[str, list[Path]]:
+    """The images of each class folder, sorted both; DataError where one has none."""
+    found = {}
+    for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
+        found[place.name] = sorted(_images_below(place))
+        if not found[place.name]:
+            raise DataError(
+                f"data set {name!r}: the class folder {place} holds no image ({', '.join(IMAGE_ENDS)})"
+            )
+    return found
+
+
+def _image_chunks(
+    name: str, images: Sequence[tuple[Path, int]], size: int, channels: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    import numpy as np
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        for start in range(0, len(images), _CHUNK):
+            chunk = images[start : start + _CHUNK]
+            pixels = readers.map(lambda one: _pixels(name, one[0], size, channels), chunk)
+            yield np.stack(list(pixels)), np.array([label for _, label in chunk])
+
+
+def _pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
+    """An image as uint8 [channels, size, size]."""
+    import numpy as np
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            whole = image.convert("RGB" if channels == 3 else "L")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"data set {name!r}: {path} cannot be read as an image ({error}); repair or remove it"
+        ) from error
+    width, height = whole.size
+    factor = size / min(width, height)
+    width, height = max(size, round(width * factor)), max(size, round(height * factor))
+    left, top = (width - size) // 2, (height - size) // 2
+    resized = whole.resize((width, height), Image.Resampling.BILINEAR)
+    pixels = np.asarray(resized.crop((left, top, left + size, top + size)), np.uint8)
+    return pixels.reshape(size, size, channels).transpose(2, 0, 1)
+
+
+# ---------------------------------------------------------------- text
+
+
+def text_files(
+    name: str, files: Sequence[Path], tokenizer: Path | None, sequence: int, test_share: float
+) -> tuple[Source, int]:
+    """The files one after the other as one text in pieces of `sequence`, and the number of tokens.
+
+    The last `test_share` of the tokens is the test set. A character's token is its place among the
+    different characters of the text, sorted; or a tokenizer gives the tokens.
+    """
+    import numpy as np
+
+    text = "".join(_read_text(name, path) for path in files)
+    if tokenizer is not None:
+        tokens, vocabulary = _tokens_of(name, tokenizer, text)
+    else:
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        characters, tokens = np.unique(points, return_inverse=True)
+        vocabulary = len(characters)
+    return split_text(name, tokens.astype(np.int32), vocabulary, sequence, test_share), vocabulary
+
+
+def split_text(
+    name: str, tokens: np.ndarray, vocabulary: int, sequence: int, test_share: float
+) -> Source:
+    """A text whose last `test_share` is the test set; DataError where a part is shorter than a piece."""
+    first_of_test = len(tokens) - round(test_share * len(tokens))
+    parts = tokens[:first_of_test], tokens[first_of_test:]
+    for part, what in zip(parts, ("training", "test"), strict=True):
+        if len(part) <= sequence:
+            raise DataError(
+                f"data set {name!r}: the {what} text has {len(part):,} tokens; a piece of {sequence} "
+                f"needs {sequence + 1}: use a longer text or a smaller `sequence`"
+            )
+    if vocabulary < 2:
+        raise DataError(f"data set {name!r}: the text has {vocabulary} different token")
+    return Source(pieces(parts[0], sequence), pieces(parts[1], sequence), [])
+
+
+def _read_text(name: str, path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise DataError(f"data set {name!r}: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"data set {name!r}: {path} is not UTF-8 text (byte {error.start:,}); convert it, or bring "
+            "tokens through `call`"
+        ) from error
+
+
+def _tokens_of(name: str, path: Path, text: str) -> tuple[np.ndarray, int]:
+    import numpy as np
+
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise DataError(f"data set {name!r}: {NO_TOKENIZERS}") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(f"data set {name!r}: {path} is no file of a tokenizer ({error})") from error
+    tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    return tokens, tokenizer.get_vocab_size()
+
+
+NO_TOKENIZERS = (
+    "a `tokenizer` needs the package `tokenizers` where the data set is prepared; install it, or leave "
+    "the key out for characters"
+)

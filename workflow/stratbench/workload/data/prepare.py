@@ -1,0 +1,146 @@
+"""Prepares a data set: finds its source files, and turns them into arrays in one folder.
+
+python -m stratbench.workload.data.prepare NAME --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stratbench.cell.locks import held_folder
+from stratbench.workload import users_code
+from stratbench.workload.data import own_data, prepared, sources
+from stratbench.workload.data.dataset import Dataset
+from stratbench.workload.data.datasets import DATASETS, describe, identity_of
+from stratbench.workload.data.sources import DataError, Source
+
+
+def prepare(
+    name: str,
+    out_dir: str | Path,
+    root: str | Path | None = None,
+    download: bool = True,
+    spec: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Turn data set `name` into arrays in `out_dir`, with their meta data; return these.
+
+    Source files are looked for in `root`, or in the folder that the environment variable
+    STRATBENCH_DATA names, in torchvision's layout, and downloaded otherwise if that is allowed.
+    An intact earlier result is kept. `out_dir` appears whole or not at all, and concurrent calls
+    do not disturb each other. Raises DataError with what is wrong and what to do.
+    """
+    if own_data.is_own(spec):
+        return _prepare_own(own_data.of_job(name, spec), Path(out_dir), spec)
+    facts = describe(name, spec)
+    request = {
+        "format": prepared.FORMAT,
+        "name": name,
+        "spec": identity_of(name, spec),
+        "classes": facts.classes,
+        "crop_padding": facts.crop_padding,
+        "flip": facts.flip,
+    }
+    root = root or os.environ.get(sources.ROOT_VARIABLE)
+
+    def open_source(scratch: Path) -> tuple[Source, Dataset]:
+        folder = Path(root).expanduser() if root else None
+        return facts.open_source(folder, scratch if download else None), facts
+
+    return _prepared_for(request, Path(out_dir), open_source)
+
+
+def _prepare_own(said: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a user's own data; DataError where they are not those that `spec` was made of."""
+    identity = json.loads(json.dumps(said.identity(users_code.code_folders())))
+    stated = {key: spec[key] for key in ("sha256", "version") if key in spec}
+    if any(identity[key] != value for key, value in stated.items()):
+        raise DataError(
+            f"{said}: its {'code has' if said.call else 'files have'} changed since the run was "
+            "started; start it again"
+        )
+    request = {
+        "format": prepared.FORMAT,
+        "name": said.name,
+        "spec": identity,
+        **{key: said.values.get(key, off) for key, off in own_data.AUGMENTATION.items()},
+    }
+
+    def open_source(scratch: Path) -> tuple[Source, Dataset]:
+        source, shape, classes, *kinds = said.opened()
+        samples = source.train.samples, source.test.samples
+        return source, Dataset(shape, classes, *samples, lambda *_: source, 0, False, *kinds)
+
+    return _prepared_for(request, out_dir, open_source)
+
+
+def _prepared_for(
+    request: Mapping[str, Any],
+    out_dir: Path,
+    open_source: Callable[[Path], tuple[Source, Dataset]],
+) -> dict[str, Any]:
+    """Prepare what `open_source` gives from a scratch folder, unless it is there already."""
+    if (kept := prepared.intact(out_dir, request)) is not None:
+        return kept
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with held_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
+        built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
+        built.mkdir()
+        downloads.mkdir()
+        source, facts = open_source(downloads)
+        prepared.write(built, request, source, facts)
+        return prepared.install(built, out_dir, request)
+
+
+def _spec(text: str) -> dict[str, Any]:
+    try:
+        spec = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(spec, dict):
+        raise argparse.ArgumentTypeError(f'not an object like {{"source": "synthetic"}}: {text}')
+    return spec
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Makes a data set's arrays in a folder. Returns 0, or 1 with a message on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stratbench.workload.data.prepare", description=main.__doc__
+    )
+    parser.add_argument("name", help=f"{', '.join(DATASETS)}, or any name with --spec")
+    parser.add_argument("--out", required=True, help="the folder to make")
+    parser.add_argument("--root", help="where the source files are; else $STRATBENCH_DATA")
+    parser.add_argument("--no-download", action="store_true", help="never use the network")
+    parser.add_argument("--spec", type=_spec, help="a data set's spec, as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        meta = prepare(
+            options.name, options.out, options.root, not options.no_download, options.spec
+        )
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; nothing was left behind", file=sys.stderr)
+        return 128 + signal.SIGINT
+    size = "x".join(map(str, meta["shape"]))
+    what, kinds = ("texts", "tokens") if len(meta["shape"]) == 1 else ("images", "classes")
+    if meta.get("values"):
+        kinds = "values each to learn"
+    print(
+        f"{meta['name']}: {meta['train_samples']} training and {meta['test_samples']} test {what} "
+        f"of {size}, {meta['classes']} {kinds}, in {options.out}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    # So that a cancelled job removes its temporary folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())

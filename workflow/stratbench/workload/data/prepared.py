@@ -1,0 +1,285 @@
+"""A prepared data set on disk: four memory-mappable arrays and their meta data in one folder.
+
+Images: `train_inputs.npy`, `test_inputs.npy` uint8 or float32 [N, C, H, W]; `train_targets.npy`,
+`test_targets.npy` int64 [N], or float32 [N, values]. Text: inputs and targets [N, length], tokens in the
+smallest type that holds them. The folder appears whole or not at all. Its SHA-256 shows damage afterwards;
+it is computed again only if a file no longer has the size and the time of change that the meta data state.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratbench.cell.files import read_json
+from stratbench.workload.data.sources import DataError, Source, progress_bar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from stratbench.workload.data.dataset import Dataset
+
+#: Goes up when the layout changes, so that folders of an older one are made again.
+FORMAT = 2
+ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
+#: What a folder may hold for us to replace it: Snakemake leaves the last one in a directory output.
+OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp")
+
+
+def meta_name(spec: Mapping[str, Any] | None) -> str:
+    """The name of the meta data's file; `spec`: what decides the samples, None if the set's name does.
+
+    Another spec has another name: for Snakemake a folder with other data lacks the file.
+    """
+    if spec is None:
+        return "meta.json"
+    digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+    return f"meta-{digest[:12]}.json"
+
+
+def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset) -> dict:
+    """Write the arrays of `source`, samples as `facts` say, and their meta data; return it.
+
+    The meta data are `request`, the counts, the source files, the arrays' SHA-256, size in bytes
+    and time of change; of images, the mean and standard deviation of each channel over the training
+    set, for bytes as values in 0..1; of a text, the least possible loss where it is known.
+    """
+    import numpy as np
+
+    shape = facts.shape
+    what = "texts" if facts.is_text else "images"
+    value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
+    of_target = (value, shape) if facts.is_text else (np.int64, ())
+    if facts.values:
+        of_target = (np.float32, (facts.classes,))
+    moments = None if facts.is_text else (_Sums if facts.floats else _Counts)(shape[0])
+    for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
+        inputs, targets = (
+            np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
+            for name, (dtype, one) in {"inputs": (value, shape), "targets": of_target}.items()
+        )
+        start = 0
+        with progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
+            for chunk_inputs, chunk_targets in chunks:
+                stop = start + len(chunk_targets)
+                inputs[start:stop], targets[start:stop] = chunk_inputs, chunk_targets
+                if split == "train" and moments is not None:
+                    moments.add(chunk_inputs)
+                start = stop
+                bar.update(len(chunk_targets))
+        if start != samples:
+            raise DataError(f"{request['name']}, {split}: {start} {what} instead of {samples}")
+        inputs.flush()
+        targets.flush()
+    stated = {"least_loss": source.least_loss} if moments is None else moments.as_meta()
+    if 0 in stated.get("std", ()):
+        raise DataError(
+            f"{request['name']}: channel {stated['std'].index(0)} has one value in all training images, so "
+            "that nothing can be learnt from it; leave it out"
+        )
+    meta = {
+        **request,
+        "classes": facts.classes,
+        "shape": list(shape),
+        "train_samples": source.train.samples,
+        "test_samples": source.test.samples,
+        **stated,
+        **{key: True for key in ("floats", "values") if getattr(facts, key)},
+        "generated": source.generated,
+        "sources": source.files,
+        "sha256": _sha256(folder),
+        "arrays": {array: _size_and_time(folder, array) for array in ARRAYS},
+    }
+    path = folder / meta_name(request["spec"])
+    path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    return meta
+
+
+class _Counts:
+    """Mean and standard deviation of each channel of bytes, from how often it has each of 256 values."""
+
+    def __init__(self, channels: int) -> None:
+        import numpy as np
+
+        self._counts = np.zeros((channels, 256), dtype=np.int64)
+
+    def add(self, images: np.ndarray) -> None:
+        import numpy as np
+
+        channels = images.swapaxes(0, 1)
+        self._counts += [np.bincount(c.ravel(), minlength=256) for c in channels]
+
+    def as_meta(self) -> dict[str, list[float]]:
+        import numpy as np
+
+        values, share = np.arange(256) / 255, self._counts / self._counts.sum(1, keepdims=True)
+        mean = share @ values
+        return {
+            "mean": mean.tolist(),
+            "std": np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1)).tolist(),
+        }
+
+
+class _Sums:
+    """The same of channels of floats, from parts of them (Chan, Golub and LeVeque, 1979)."""
+
+    def __init__(self, channels: int) -> None:
+        import numpy as np
+
+        self._n, self._mean, self._squares = 0, np.zeros(channels), np.zeros(channels)
+
+    def add(self, images: np.ndarray) -> None:
+        import numpy as np
+
+        values = images.swapaxes(0, 1).reshape(images.shape[1], -1).astype(np.float64)
+        n, mean = values.shape[1], values.mean(axis=1)
+        self._squares += ((values - mean[:, None]) ** 2).sum(axis=1)
+        self._squares += (mean - self._mean) ** 2 * self._n * n / (self._n + n)
+        self._mean += (mean - self._mean) * n / (self._n + n)
+        self._n += n
+
+    def as_meta(self) -> dict[str, list[float]]:
+        import numpy as np
+
+        return {"mean": self._mean.tolist(), "std": np.sqrt(self._squares / self._n).tolist()}
+
+
+def _size_and_time(folder: Path, array: str) -> list[int]:
+    """Bytes of an array's file, and when it was changed, in ns; DataError where it is no file."""
+    path = folder / f"{array}.npy"
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is not a regular file")
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _sha256(folder: Path) -> str:
+    """SHA-256 over the four arrays' files, headers included, in the order of ARRAYS."""
+    digest = hashlib.sha256()
+    for array in ARRAYS:
+        _size_and_time(folder, array)  # a FIFO would be waited for
+        with (folder / f"{array}.npy").open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def intact(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The meta data of a folder that was made for `request` and is undamaged; otherwise None."""
+    try:
+        meta = _meta(folder)
+        same = all(meta[key] == value for key, value in request.items())
+        return meta if same and meta["sha256"] == _sha256(folder) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Move `built` to `folder` in one step, and return the meta data of what is there then.
+
+    What another process has put there for the same request stays. A damaged or different data set
+    is first moved next to `built`. Raises DataError, and touches nothing, if the folder holds
+    anything else.
+    """
+    while True:
+        try:
+            os.replace(built, folder)
+            return _meta(folder)
+        except OSError as error:
+            if not folder.exists():
+                raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
+        if (other := intact(folder, request)) is not None:
+            return other
+        _move_aside(folder, built.parent)
+
+
+def _move_aside(folder: Path, where: Path) -> None:
+    try:
+        foreign = sorted(e.name for e in folder.iterdir() if not OURS.fullmatch(e.name))
+        if foreign:
+            raise DataError(
+                f"{folder}: holds {foreign[0]!r}, which is no part of a prepared data set; "
+                "name another folder, or empty this one"
+            )
+        os.replace(folder, where / f"replaced-{len(list(where.iterdir()))}")
+    except NotADirectoryError:
+        raise DataError(f"{folder}: is not a folder; name another") from None
+    except FileNotFoundError:
+        return  # Another process was quicker.
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    """What the file of the meta data holds; OSError or ValueError if it cannot be read."""
+    found = list(folder.glob("meta*.json"))
+    if len(found) != 1:
+        raise FileNotFoundError(errno.ENOENT, f"{len(found)} files meta*.json", str(folder))
+    return read_json(found[0])
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The meta data of a prepared data set, its arrays not looked at; DataError if there are none."""
+    try:
+        return _meta(folder)
+    except (OSError, ValueError) as error:
+        raise _not_whole(folder, error) from error
+
+
+def verified_meta(folder: Path) -> dict[str, Any]:
+    """The meta data of a prepared data set, after a check that its arrays are unchanged.
+
+    Reads the arrays only if a size or a time of change is not as stated (a copy, or a change).
+    Raises DataError if something is missing, or the arrays have another SHA-256.
+    """
+    try:
+        meta = _meta(folder)
+        now = {array: _size_and_time(folder, array) for array in ARRAYS}
+        stated = meta.get("arrays", {})
+        changed = [array for array in ARRAYS if now[array] != stated.get(array)]
+        if changed and _sha256(folder) != meta["sha256"]:
+            raise DataError(f"{', '.join(changed)} changed after it was prepared")
+    except OSError as error:
+        raise _not_whole(folder, error.strerror or error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _not_whole(folder, error) from error
+    return meta
+
+
+def _not_whole(folder: Path, why: object) -> DataError:
+    return DataError(
+        f"{folder} holds no whole prepared data set ({why}); delete it, and the next run makes it "
+        f"again, as `python -m stratbench.workload.data.prepare NAME --out {folder}` does"
+    )
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The meta data, and the arrays by name, mapped copy-on-write. DataError if it is not whole."""
+    import numpy as np
+
+    try:
+        meta = _meta(folder)
+        for array in ARRAYS:
+            _size_and_time(folder, array)
+        # Copy-on-write: torch wants writable arrays, and the files must not change.
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
+        for split in ("train", "test"):
+            samples = meta[f"{split}_samples"]
+            shape = (samples, *meta["shape"])
+            if arrays[f"{split}_inputs"].shape != shape:
+                raise ValueError(f"{split}_inputs.npy is not of the shape that is stated")
+            of_targets = shape if len(shape) == 2 else shape[:1]
+            if meta.get("values"):
+                of_targets = (samples, meta["classes"])
+            if arrays[f"{split}_targets"].shape != of_targets:
+                raise ValueError(f"{split}_targets.npy does not fit {split}_inputs.npy")
+        if _meta(folder) != meta:  # the arrays may be of the one or of the other
+            raise ValueError("it was replaced as it was read")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _not_whole(folder, error) from error
+    return meta, arrays

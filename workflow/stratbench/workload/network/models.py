@@ -1,0 +1,469 @@
+"""The networks: what is known of each without torch, and how it is built.
+
+The Snakefile imports this, so torch is imported inside functions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from stratbench.workload import users_code
+from stratbench.workload.network import own
+from stratbench.workload.network.own import OwnModel
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from stratbench.cell.settings import Settings
+    from stratbench.workload.network.trial import Trial
+    from stratbench.workload.tasks import Task
+
+
+#: Why a model's activations cannot be checkpointed.
+NO_BLOCKS = (
+    "activation_checkpointing computes blocks again, and all that is sharded together here are single "
+    "layers, which would save nothing; set it to false"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the networks of a family share.
+
+    `batchnorm`: whether it normalises over the batch, which a batch of one sample cannot bear.
+    `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
+    `reads_text`: whether its input is tokens, and not images. None: not known before it is built.
+    `tensor_plan`: how workers divide its layers, as `module:NAME` of a dictionary from the paths of
+    modules to how each is divided (`strategies/splitting/tensor.py`); None: nobody has said so.
+    """
+
+    batchnorm: bool | None
+    blocks: tuple[str, ...] = ()
+    reads_text: bool | None = False
+    tensor_plan: str | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a network before it is built.
+
+    `parameters` is the number at 1000 classes and images of three channels and 224 pixels, the
+    published one for the full-size networks; of a GPT, with the vocabulary and length of its text.
+    `min_size` is the smallest image side in pixels that we give it; every side is a multiple of
+    `patch`. `builder` is a function of (classes, input shape), as `module:function`, and the network
+    takes the data's channels. Without one it is torchvision's network of the same name; it keeps its
+    three input channels, so that its size stays the published one (greyscale is repeated).
+
+    `own` is what a user says of a model that is not in MODELS; `parameters` is None then. `heads`: of its
+    attention, where its layers can be divided among workers.
+    """
+
+    family: str
+    parameters: int | None
+    min_size: int = 1
+    builder: str | None = None
+    patch: int = 1
+    own: OwnModel | None = None
+    heads: int | None = None
+
+    @property
+    def batchnorm(self) -> bool | None:
+        """Whether it normalises over the batch; None where that is not known before it is built."""
+        return FAMILIES[self.family].batchnorm
+
+    @property
+    def reads_text(self) -> bool | None:
+        """Whether its input is tokens, and not images; None where both may be."""
+        return FAMILIES[self.family].reads_text
+
+    @property
+    def is_torchvisions(self) -> bool:
+        """Whether it is torchvision's network, with its three input channels."""
+        return self.builder is None and self.family != "own"
+
+
+FAMILIES: dict[str, Family] = {
+    "vgg": Family(batchnorm=False),  # its groups are made in `_vgg_groups`
+    "efficientnet": Family(
+        batchnorm=True,
+        blocks=(
+            "torchvision.models.efficientnet:MBConv",
+            "torchvision.models.efficientnet:FusedMBConv",
+        ),
+    ),
+    "convnext": Family(batchnorm=False, blocks=("torchvision.models.convnext:CNBlock",)),
+    "resnet": Family(batchnorm=True, blocks=("torchvision.models.resnet:Bottleneck",)),
+    "densenet": Family(
+        batchnorm=True,
+        blocks=(
+            "torchvision.models.densenet:_DenseBlock",
+            "torchvision.models.densenet:_Transition",
+        ),
+    ),
+    "vit": Family(batchnorm=False, blocks=("torchvision.models.vision_transformer:EncoderBlock",)),
+    "gpt": Family(
+        batchnorm=False,
+        blocks=("stratbench.workload.network.gpt:Block",),
+        reads_text=True,
+        tensor_plan="stratbench.workload.network.gpt:TENSOR_PLAN",
+    ),
+    "torchvision": Family(batchnorm=None),  # its other networks
+    "own": Family(batchnorm=None, reads_text=None),
+}
+
+MODELS: dict[str, Model] = {
+    "vgg16": Model("vgg", 138_357_544, 32),
+    "efficientnet_v2_l": Model("efficientnet", 118_515_272, 32),
+    "convnext_large": Model("convnext", 197_767_336, 32),
+    "resnet50": Model("resnet", 25_557_032, 32),
+    "densenet121": Model("densenet", 7_978_856, 32),
+    "vit_b_16": Model("vit", 86_567_656, 32, patch=16),
+    "gpt-char": Model("gpt", 10_770_816, builder="stratbench.workload.network.gpt:char", heads=6),
+    "gpt2-small": Model(
+        "gpt", 124_439_808, builder="stratbench.workload.network.gpt:gpt2_small", heads=12
+    ),
+    "vgg-compact": Model("vgg", 645_704, 16, "stratbench.workload.network.compact:vgg"),
+    "efficientnet-compact": Model(
+        "efficientnet", 393_792, 16, "stratbench.workload.network.compact:efficientnet"
+    ),
+    "convnext-compact": Model(
+        "convnext", 306_688, 16, "stratbench.workload.network.compact:convnext"
+    ),
+    "resnet-compact": Model("resnet", 882_744, 16, "stratbench.workload.network.compact:resnet"),
+    "densenet-compact": Model(
+        "densenet", 276_384, 16, "stratbench.workload.network.compact:densenet"
+    ),
+    "vit-compact": Model("vit", 469_032, 16, "stratbench.workload.network.compact:vit", patch=4),
+    "gpt-compact": Model(
+        "gpt", 809_856, builder="stratbench.workload.network.gpt:compact", heads=4
+    ),
+}
+
+
+def _named(path: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _known(model: str | Model) -> Model:
+    if isinstance(model, Model):
+        return model
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}; known: {', '.join(MODELS)}")
+    return MODELS[model]
+
+
+def _name(model: str | Model) -> str:
+    return model if isinstance(model, str) else model.own.name
+
+
+def model_of(s: Settings) -> str | Model:
+    """What the functions here take for the model of a cell: its name, or what its user says of it."""
+    return named_model(s.model, s.own_model)
+
+
+def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
+    """The same for a name, with `spec` (call, kwargs, shard) where the model is a user's own."""
+    if spec is None:
+        return name
+    said = OwnModel(name, spec["call"], spec["kwargs"], spec["shard"])
+    torchvisions = said.torchvision_name
+    if torchvisions is None:
+        return Model("own", None, own=said)
+    patch = int(torchvisions.rpartition("_")[2]) if torchvisions.startswith("vit_") else 1
+    patch = _SIDES.get(torchvisions, patch)
+    return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=said)
+
+
+#: Torchvision's networks that need more than 32 pixels a side, and one that takes multiples only.
+_SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
+_SIDES = {"maxvit_t": 224}
+
+
+def spec_of(name: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """call, kwargs and shard of a model that is not built in; `given`: the config's `models`.
+
+    A name that is not there is a network of torchvision's. None for one of MODELS.
+    """
+    if name in MODELS:
+        return None
+    call = {"call": f"torchvision.models.{name}", "kwargs": {}, "shard": None}
+    return dict(given.get(name, call))
+
+
+def check_reads(name: str | Model, text: bool) -> None:
+    """ValueError where the model takes images and the data are `text`, or the other way round."""
+    reads_text = _known(name).reads_text
+    if reads_text is not None and reads_text != text:
+        reads, has = ("texts", "images") if reads_text else ("images", "texts")
+        raise ValueError(f"{_name(name)} takes {reads}, and the data set has {has}")
+
+
+def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What the data's samples of `shape` become for this model.
+
+    Images (channels, height, width) are enlarged where the model wants it; a text keeps its length.
+    Raises ValueError where the model does not take such data.
+    """
+    check_reads(name, len(shape) == 1)
+    model, name = _known(name), _name(name)
+    if model.reads_text is None:
+        return tuple(shape)
+    if model.reads_text:
+        return shape
+    channels, height, width = shape
+    if model.is_torchvisions and channels not in (1, 3):
+        raise ValueError(
+            f"{name} takes images of 3 channels (1 is repeated); these have {channels}"
+        )
+    if model.patch > 1 and height != width:
+        raise ValueError(f"{name} takes square images; these have {height}x{width} pixels")
+    height, width = (
+        -(-max(side, model.min_size) // model.patch) * model.patch for side in (height, width)
+    )
+    return 3 if model.is_torchvisions else channels, height, width
+
+
+def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
+    """The network, untrained, for `classes` classes (or tokens) and an input of `shape`.
+
+    Weights come from torch's global generator: seed it before. `shape` is what `input_shape` gives.
+    """
+    model = _known(name)
+    import_torchvision()
+    if model.own:
+        return own.build(model.own, classes, shape)
+    if model.builder:
+        return _named(model.builder)(classes, shape)
+    if shape[0] != 3:
+        raise ValueError(f"{name} takes 3 channels, not {shape[0]}: repeat a single one")
+    from torchvision import models
+
+    size = {"image_size": shape[1]} if model.patch > 1 else {}
+    return models.get_model(name, weights=None, num_classes=classes, **size)
+
+
+def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """The network on the meta device: neither memory nor time is spent on weights.
+
+    A user's network that cannot be built there, since it reads a tensor's values, is first built on
+    the CPU.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class _Undrawn(TorchFunctionMode):
+        """Draws no weights: memory that nobody writes to takes neither room nor time."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if getattr(func, "__name__", "").removeprefix("kaiming_") in ("normal_", "uniform_"):
+                return args[0] if args else kwargs["tensor"]
+            return func(*args, **kwargs)
+
+    try:
+        with torch.device("meta"):
+            return build(model, classes, shape)
+    except users_code.ModelError:
+        with torch.device("cpu"), _Undrawn():
+            made = build(model, classes, shape)
+        replace_tensors(made, lambda t: torch.empty_like(t, device="meta"))
+        return made
+
+
+def for_training(
+    name: str | Model,
+    classes: int,
+    shape: tuple[int, ...],
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
+    checkpointing: bool = False,
+) -> nn.Module:
+    """The network as every strategy is given it, and the plan: on `device`, in training mode.
+
+    The initial weights follow from `seed` alone: they are drawn on the CPU in float32. They are
+    contiguous, also where batches are not (`precision.batch_format`). Weights that two layers share
+    stay shared. `build` makes the network. `checkpointing`: its blocks compute their activations again
+    in backward; ModelError where it has none.
+    """
+    import torch
+
+    torch.manual_seed(seed)
+    model = build(name, classes, shape)
+    replace_tensors(
+        model, lambda t: t.detach().to(device, dtype if t.is_floating_point() else t.dtype)
+    )
+    model.train()
+    if checkpointing:
+        from stratbench.workload.network.checkpointing import checkpoint_blocks
+
+        if not checkpoint_blocks(wrap_groups(name, model)):
+            raise users_code.ModelError(f"{_known(name).own or name}: {NO_BLOCKS}")
+    return model
+
+
+def trial_of(
+    name: str | Model,
+    model: nn.Module,
+    classes: int,
+    shape: tuple[int, ...],
+    groups: list[tuple[str, list[nn.Module]]],
+    task: Task,
+) -> Trial:
+    """One step of the network that `for_training` made, on two samples; `groups`: its shard groups.
+
+    `task` says what the outputs are. ModelError tells what does not fit. Neither weights nor buffers are
+    changed.
+    """
+    import torch
+
+    from stratbench.workload import tasks
+    from stratbench.workload.data.device_data import example_batch
+    from stratbench.workload.network import trial
+
+    like = next(model.parameters())
+    dtype = like.dtype if like.is_floating_point() else torch.float32
+    values, layout = tasks.takes_values(task), torch.contiguous_format
+    x, y = example_batch(trial.SAMPLES, shape, classes, like.device, dtype, layout, values)
+    outputs = tasks.outputs_of(task, y.shape, classes)
+    return trial.take_trial(in_words(name), model, x, y, outputs, groups)
+
+
+def in_words(name: str | Model) -> str:
+    """A model in a sentence about it."""
+    said = _known(name).own
+    return str(said) if said is not None else f"model {_name(name)!r}"
+
+
+def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Put the replacement of each parameter and buffer in its place; what is shared stays shared.
+
+    Not Module.to: it cannot replace fake parameters, and makes two of one that two layers share.
+    """
+    from torch import nn
+
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in list(module.named_parameters(recurse=False)):
+            if p not in placed:
+                placed[p] = nn.Parameter(replacement(p), requires_grad=p.requires_grad)
+            setattr(module, key, placed[p])
+        for key, b in list(module.named_buffers(recurse=False)):
+            setattr(module, key, replacement(b))
+
+
+def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """What FSDP gathers together: (label, modules) in forward order, no module twice.
+
+    Of a user's model what `sharding` says. Else the family's blocks. VGG has none: there, the
+    convolutions between two poolings are one group, and each linear layer is one. What is in no group
+    (stem, head) belongs to the root.
+    """
+    if (said := _known(name).own) is not None:
+        from stratbench.workload.network import sharding
+
+        if said.shard:
+            return sharding.groups_by_class(model, said.shard, said)
+        return sharding.groups_by_size(model)
+    family = _known(name).family
+    if family == "vgg":
+        return _vgg_groups(model)
+    blocks = tuple(_named(path) for path in FAMILIES[family].blocks)
+    return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
+
+
+def has_tensor_plan(name: str | Model) -> bool:
+    """Whether the network states how workers divide its layers."""
+    return FAMILIES[_known(name).family].tensor_plan is not None
+
+
+def tensor_plan(name: str | Model) -> dict[str, str]:
+    """How workers divide the network's layers: of modules, by their paths (`*`: any name), which way."""
+    return _named(FAMILIES[_known(name).family].tensor_plan)
+
+
+def sharding_rule(name: str | Model) -> str:
+    """By which rule `wrap_groups` makes its groups, in words."""
+    model = _known(name)
+    if model.own:
+        from stratbench.workload.network import sharding
+
+        return sharding.rule_of(model.own.shard)
+    blocks = [path.partition(":")[2] for path in FAMILIES[model.family].blocks]
+    return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
+
+
+def _vgg_groups(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    from torch import nn
+
+    stages: list[list[nn.Module]] = [[]]
+    for layer in model.features:
+        if isinstance(layer, nn.Conv2d):
+            stages[-1].append(layer)
+        elif isinstance(layer, nn.MaxPool2d):
+            stages.append([])
+    groups = [(f"features.stage{i}", stage) for i, stage in enumerate(stages, 1) if stage]
+    linear = [(i, m) for i, m in enumerate(model.classifier) if isinstance(m, nn.Linear)]
+    return groups + [(f"classifier.{i}", [module]) for i, module in linear]
+
+
+def facts_of_own(model: Model, classes: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    """What the record says of a user's model: the arguments of its call, and how it is sharded."""
+    return {
+        "arguments": own.arguments(model.own, classes, shape),
+        "sharding": sharding_rule(model),
+    }
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether statistics over the (local) batch enter the training."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether random numbers enter the forward pass: dropout or stochastic depth with p > 0."""
+    from torch.nn.modules.dropout import _DropoutNd
+    from torchvision.ops import StochasticDepth
+
+    return any(
+        isinstance(module, _DropoutNd | StochasticDepth) and module.p > 0
+        for module in model.modules()
+    )
+
+
+#: Operators torchvision registers fakes for at import, even where its compiled part did not load.
+_FAKED_OPERATORS = ("nms", "qnms")
+_libraries: list[object] = []
+
+
+def import_torchvision() -> None:
+    """Import torchvision, also where its compiled part does not load.
+
+    A torchvision built for CUDA next to a torch built for CPUs is a common accident and fails with
+    "operator torchvision::nms does not exist". We use networks only, none of the operators: with
+    their schemas defined by hand, the import succeeds.
+    """
+    try:
+        import torchvision
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        import torch
+
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in _FAKED_OPERATORS:
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        # Kept: the schemas go when the library object does.
+        _libraries.append(library)
+        import torchvision  # noqa: F401

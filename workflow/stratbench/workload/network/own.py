@@ -1,0 +1,191 @@
+"""The code that a user brings, and its models: what is called, with which arguments, from which files.
+
+The Snakefile imports this: neither torch nor a user's code is imported before a model is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stratbench.workload.users_code import ModelError, error_text, named, top_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: What follows from the data, and the arguments that it is given to by name.
+ROLES = {
+    "classes": ("num_classes", "classes", "n_classes"),
+    "channels": ("in_channels", "in_chans", "channels"),
+    "size": ("image_size", "img_size"),
+    "vocabulary": ("vocab_size", "vocabulary"),
+    "sequence": ("sequence", "block_size", "max_length", "seq_len"),
+}
+#: Of these, one that may mean something else, too: it is given only where there is no default.
+_DOUBTFUL = "channels"
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """What a user says of a model; `shard` are class names, None where the rule by size is taken."""
+
+    name: str
+    call: str
+    kwargs: dict[str, Any]
+    shard: list[str] | None
+
+    def __str__(self) -> str:
+        return f"model {self.name!r} ({self.call})"
+
+    @property
+    def torchvision_name(self) -> str | None:
+        """The name of the classification network of torchvision that it is; None for any other."""
+        module, _, name = self.call.replace(":", ".").rpartition(".")
+        return name if module == "torchvision.models" and name in torchvision_names() else None
+
+
+@cache
+def torchvision_names() -> frozenset[str]:
+    """The names of torchvision's classification networks, read from its files without importing it."""
+    found = util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        return frozenset()
+    texts = (p.read_text(encoding="utf-8") for p in Path(found.origin).parent.glob("models/*.py"))
+    pattern = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", re.M)
+    return frozenset(name for text in texts for name in pattern.findall(text))
+
+
+# --- the arguments -------------------------------------------------------------------------------
+
+
+def facts_of_data(classes: int, shape: Sequence[int]) -> dict[str, Any]:
+    """What follows from the data, by role. The shape is (channels, height, width) or (length,)."""
+    if len(shape) == 1:
+        return {"classes": classes, "vocabulary": classes, "sequence": shape[0]}
+    channels, height, width = shape
+    size = height if height == width else [height, width]
+    return {"classes": classes, "channels": channels, "size": size}
+
+
+def with_facts(value: Any, facts: Mapping[str, Any]) -> Any:
+    """`value` with each `$role` in it replaced. ValueError for one that the data do not have."""
+    if isinstance(value, dict):
+        return {key: with_facts(inner, facts) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_facts(inner, facts) for inner in value]
+    if isinstance(value, str) and value.startswith("$"):
+        if value[1:] not in facts:
+            known = ", ".join(f"${role}" for role in facts)
+            raise ValueError(f"{value!r} does not follow from these data; what does: {known}")
+        return facts[value[1:]]
+    return value
+
+
+def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
+    """The arguments of the call: those given, and what follows from the data where it is taken by name.
+
+    A callable that only passes keywords on (torchvision's, timm's) is given `num_classes`; timm's
+    `in_chans`, too.
+    """
+    function = named(own)
+    facts = facts_of_data(classes, shape)
+    given = with_facts(own.kwargs, facts)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # one written in C
+        return given
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    takes = {
+        key
+        for key, p in parameters.items()
+        if p.kind in kinds and (key != _DOUBTFUL or p.default is inspect.Parameter.empty)
+    }
+    filled = {
+        key: facts[role]
+        for role in facts
+        for key in ROLES[role]
+        if key in takes and key not in given
+    }
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        top = top_of(own.call)
+        if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
+            filled.setdefault("num_classes", classes)
+        if top == "timm" and "channels" in facts:
+            filled.setdefault("in_chans", facts["channels"])
+    return filled | _for_torchvision(own, shape) | given
+
+
+def _for_torchvision(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
+    """What some of torchvision's networks need beside the classes: their size, one output only."""
+    name = own.torchvision_name or ""
+    if name.startswith("vit_"):
+        return {"image_size": shape[1]}
+    if name == "maxvit_t":
+        return {"input_size": list(shape[1:])}
+    if name in ("googlenet", "inception_v3"):
+        return {"aux_logits": False, "init_weights": True}
+    return {}
+
+
+# --- the code ------------------------------------------------------------------------------------
+
+
+# --- the network ---------------------------------------------------------------------------------
+
+
+def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
+    """The network. ModelError where the call fails or returns no network."""
+    from torch import nn
+
+    given: dict[str, Any] = {}
+    try:
+        given = arguments(own, classes, shape)
+        made = named(own)(**given)
+    except (MemoryError, ModelError):
+        raise
+    except Exception as e:
+        _raise_out_of_memory(e)
+        called = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise ModelError(
+            f"{own}: called with ({called}), it raised {error_text(e)}{_not_of_data(own, shape, e)}"
+        ) from e
+    if not isinstance(made, nn.Module):
+        raise ModelError(f"{own}: returned {_kind(made)}, which is no torch.nn.Module")
+    for name, p in made.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ModelError(f"{own}: {name} has no shape yet; use the layer that is not lazy")
+    if not any(p.requires_grad for p in made.parameters()):
+        raise ModelError(f"{own}: has no parameter to train")
+    return made
+
+
+def _not_of_data(own: OwnModel, shape: Sequence[int], e: Exception) -> str:
+    """What an error about arguments of `own` wants, and data of this kind do not have; or nothing."""
+    wanted = [
+        key
+        for role in ROLES.keys() - facts_of_data(0, shape).keys()
+        for key in ROLES[role]
+        if f"'{key}'" in str(e)
+    ]
+    if not isinstance(e, TypeError) or not wanted:
+        return ""
+    kind = "texts" if len(shape) == 1 else "images"
+    return f"; the data are {kind}, which have no {' and no '.join(sorted(wanted))}"
+
+
+def _raise_out_of_memory(e: Exception) -> None:
+    """An error that is no fault of the model stays what it is."""
+    import torch
+
+    if isinstance(e, torch.OutOfMemoryError):
+        raise e
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"

@@ -1,0 +1,143 @@
+"""What of a user's network is sharded together: instances of classes, or groups by size.
+
+Importing this file imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+
+from torch import nn
+
+from stratbench.workload.users_code import ModelError
+
+#: About how many groups the rule by size makes.
+GROUPS = 12
+#: Modules that hold others and are never called themselves.
+_HOLDERS = (nn.ModuleList, nn.ModuleDict)
+#: PyTorch's own modules that call what they hold. Its others read the weights of what they hold.
+_CALLERS = (
+    nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *_HOLDERS,
+)  # fmt: skip
+
+#: How code reads a weight of what its module holds.
+_READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b")
+
+Groups = list[tuple[str, list[nn.Module]]]
+
+
+def rule_of(shard: Sequence[str] | None) -> str:
+    """The rule in words, for the record."""
+    if shard:
+        return f"instances of {', '.join(shard)}"
+    return f"by size: groups of about 1/{GROUPS} of the parameters"
+
+
+def groups_by_class(model: nn.Module, shard: Sequence[str], who: object) -> Groups:
+    """(label, modules) of every instance of a class named in `shard`, the outermost where they nest.
+
+    In the order of registration. What shares a parameter with a module outside stays with the root.
+    ModelError where a class has no instance; `who` is the model in words.
+    """
+    found: Groups = []
+    for name, module in model.named_modules():
+        within = any(name.startswith(f"{label}.") for label, _ in found)
+        if name and not within and type(module).__name__ in shard:
+            found.append((name, [module]))
+    classes = {type(m).__name__ for m in model.modules()}
+    for name in shard:
+        if name not in classes:
+            raise ModelError(
+                f"{who}: shard names {name!r}, and it has no such module; its classes are "
+                f"{', '.join(sorted(classes))}"
+            )
+    return [(label, modules) for label, modules in found if _stands_alone(modules, model)]
+
+
+def groups_by_size(model: nn.Module) -> Groups:
+    """(label, modules) of about 1/GROUPS of the parameters each, in the order of registration.
+
+    From the root down, a module with more than that is divided into those it holds; neighbours that
+    are smaller are put together. A module that is never called (ModuleList) is always divided; one of
+    PyTorch's that reads the weights of what it holds (MultiheadAttention), never. What shares a
+    parameter with a module outside stays with the root, and so does a module whose weights the class
+    that holds it reads (`self.head.weight` in its code).
+    """
+    limit = _size([model]) / GROUPS
+    found: Groups = []
+
+    def flush(waiting: list[tuple[str, nn.Module]]) -> None:
+        if waiting:
+            found.append((waiting[0][0], [m for _, m in waiting]))
+            waiting.clear()
+
+    def divide(prefix: str, parent: nn.Module) -> None:
+        waiting: list[tuple[str, nn.Module]] = []
+        read = _read_by(type(parent))
+        for name, module in parent.named_children():
+            label = prefix + name
+            if id(module) in seen or not _size([module]) or _is_parameter_holder(module):
+                continue
+            if name in read:  # left to the root, which is gathered all the time
+                seen.update(id(m) for m in module.modules())
+                continue
+            if isinstance(module, _HOLDERS) or (_size([module]) > limit and _may_divide(module)):
+                flush(waiting)
+                divide(f"{label}.", module)
+            elif _stands_alone([module], model):
+                waiting.append((label, module))
+                if _size([m for _, m in waiting]) >= limit:
+                    flush(waiting)
+            seen.update(id(m) for m in module.modules())
+        flush(waiting)
+
+    seen: set[int] = set()
+    divide("", model)
+    return found
+
+
+def _may_divide(module: nn.Module) -> bool:
+    if not any(module.children()):
+        return False
+    return isinstance(module, _CALLERS) or not type(module).__module__.startswith("torch.nn.")
+
+
+@cache
+def _read_by(kind: type[nn.Module]) -> frozenset[str]:
+    """What a class holds and reads the weights of itself, by its code; making them is not reading."""
+    found: set[str] = set()
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if "init" not in name and name != "reset_parameters" and not _is_torchs(method.__module__):
+            with suppress(OSError):  # code that is in no file
+                found |= set(re.findall(_READ, inspect.getsource(method)))
+    return frozenset(found)
+
+
+def _is_torchs(module: str) -> bool:
+    return module.startswith("torch.")
+
+
+def _is_parameter_holder(module: nn.Module) -> bool:
+    return isinstance(module, nn.ParameterList | nn.ParameterDict)
+
+
+def _size(modules: list[nn.Module]) -> int:
+    """Parameters of modules, each once."""
+    return sum(p.numel() for p in {p for m in modules for p in m.parameters()})
+
+
+def _stands_alone(modules: list[nn.Module], model: nn.Module) -> bool:
+    """Whether it has parameters, and none of them belongs to a module outside, too."""
+    inside = {m for module in modules for m in module.modules()}
+    own = {p for module in modules for p in module.parameters()}
+    return bool(own) and own.isdisjoint(_parameters_outside(inside, model))
+
+
+def _parameters_outside(inside: set[nn.Module], model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if module not in inside:
+            yield from module.parameters(recurse=False)
