@@ -20,7 +20,7 @@ from stratbench.plan.projection.project import (
     sentence,
 )
 from stratbench.plan.projection.replay import Schedule, Started, TracedPhase, replay, schedule_of
-from stratbench.plan.projection.servers import Queue, asynchronous, slowest_of, synchronous
+from stratbench.plan.projection.servers import Queue, asynchronous, synchronous
 from stratbench.telemetry.collective_cost import Layout, Link
 from stratbench.telemetry.collectives import CollectiveCall
 
@@ -152,7 +152,6 @@ def test_gathers_are_waited_for_unless_they_run_ahead():
     assert replay(Schedule(gathers), 1.0, lambda _: 0.3).step_s == pytest.approx(1.6)
     ahead = replay(Schedule(gathers, prefetches=True), 1.0, lambda _: 0.3)
     assert ahead.step_s == pytest.approx(1.3)
-    assert replay(Schedule(gathers, prefetches=True), 1.0, lambda _: 0.3, host_s=0.05).step_s > 1.3
 
 
 def test_without_collectives_a_step_is_its_computing():
@@ -211,18 +210,6 @@ def test_past_the_knee_workers_bring_nothing():
     before, after = (asynchronous(queue, n).updates_per_s for n in (20, 40))
     assert after / before < 1.01
     assert synchronous(queue, 4) == pytest.approx(0.9 + 0.4)
-    assert synchronous(queue, 4, slowest_s=1.5) == pytest.approx(1.9)
-
-
-def test_the_slowest_of_many_is_drawn_from_whole_series():
-    steady = [[1.0] * 50, [1.5] * 50]
-    assert slowest_of(steady, 1) == pytest.approx(1.25, rel=0.05)
-    assert slowest_of(steady, 8) == pytest.approx(1.5, rel=0.01)
-    # The same times shuffled into each other: each worker has both, so a pair waits more often.
-    mixed = [[1.0, 1.5] * 25, [1.5, 1.0] * 25]
-    assert slowest_of(mixed, 2) == pytest.approx(1.375, rel=0.05)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        slowest_of([[]], 2)
 
 
 def test_log_error_of_a_time_that_is_none():

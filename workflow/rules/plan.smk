@@ -102,7 +102,7 @@ rule links:
         ENV
     params:
         arguments=lambda w: JOBS.links_arguments(),
-        folder=f"{RESULTS}/{STUDY.name}/links",
+        folder=lambda w, output: Path(output[0]).parent,
     message:
         f"measure the links for the study {STUDY.name}"
     shell:

@@ -1,7 +1,7 @@
 """What a collective costs on a layout: steps and bytes by the algorithms of NCCL and gloo. No torch here.
 
-The formulas count; what a step and a byte cost is measured (`train/links/measure.py`), never fitted to training
-times: fitted at 1 and 2 GPUs they were wrong by more than the time itself at 64.
+The formulas count; what a step and a byte cost is measured (`train/links/measure.py`), never fitted to
+training times: fitted at 1 and 2 GPUs they were wrong by more than the time itself at 64.
 """
 
 from __future__ import annotations

@@ -51,13 +51,11 @@ def replay(
     compute_s: float,
     seconds: Callable[[CollectiveCall], float],
     kappa: float = 1.0,
-    host_s: float = 0.0,
 ) -> Replayed:
     """The step's time.
 
-    `compute_s`: of a step without any collective; `kappa`: how many times slower it is while one runs;
-    `host_s`: what the host needs to start a collective that is needed, which none hides (FSDP's gathers
-    copy in and out). All collectives share one channel, one after the other (ProcessGroupNCCL's stream).
+    `compute_s`: of a step without any collective; `kappa`: how many times slower it is while one runs. All
+    collectives share one channel, one after the other (ProcessGroupNCCL's stream).
     """
     now, free, done = 0.0, 0.0, 0.0  # the computing's clock, the channel's, and the share computed
     last_needed = 0.0  # when the step last had what it waited for: a prefetch starts then
@@ -81,7 +79,7 @@ def replay(
             free = max(now, free) + took_s
             continue
         free = max(asked if schedule.prefetches else now, free) + took_s
-        now = max(now, free) + host_s
+        now = max(now, free)
         last_needed = now
     if not ended:
         compute_to(schedule.backward_ends)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 
 
 @dataclass(frozen=True)
@@ -47,29 +45,6 @@ def asynchronous(queue: Queue, workers: int) -> Flow:
     return Flow(rate, workers / rate, workers - 1)
 
 
-def synchronous(queue: Queue, workers: int, slowest_s: float | None = None) -> float:
-    """Seconds of a step that waits for all: the slowest worker, then each server takes all pushes.
-
-    `slowest_s`: expected time of the slowest worker; by default all are alike.
-    """
-    return (queue.think_s if slowest_s is None else slowest_s) + workers * max(queue.demands_s)
-
-
-def slowest_of(series: Sequence[Sequence[float]], workers: int, draws: int = 200) -> float:
-    """Expected seconds of the slowest of so many workers, by resampling whole series of step times.
-
-    `series`: steps x of each measured worker. Whole series, since a slow worker stays slow: single steps
-    drawn apart overstate what the others wait for. Deterministic.
-    """
-    steps = min(len(s) for s in series)
-    if not steps:
-        raise ValueError("series without a step: nothing to draw from")
-    random = Random(0)
-    total_s = 0.0
-    for _ in range(draws):
-        drawn = [(random.choice(series), random.randrange(steps)) for _ in range(workers)]
-        # Each starts somewhere in its own series: workers are alike, not in step.
-        total_s += (
-            sum(max(s[(first + i) % steps] for s, first in drawn) for i in range(steps)) / steps
-        )
-    return total_s / draws
+def synchronous(queue: Queue, workers: int) -> float:
+    """Seconds of a step that waits for all: workers are alike, then each server takes all pushes."""
+    return queue.think_s + workers * max(queue.demands_s)
