@@ -11,6 +11,7 @@ from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import SCHEMAS
+from stratbench.cell.settings import schema_of_settings
 
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"
@@ -24,15 +25,18 @@ class RecordError(ValueError):
 
 
 @cache
-def _schema() -> dict[str, Any]:
-    return json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a record, with that of its settings."""
+    whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+    whole["properties"]["settings"] |= schema_of_settings()
+    return whole
 
 
 @cache
 def _validator():
     import jsonschema
 
-    return jsonschema.Draft202012Validator(_schema())
+    return jsonschema.Draft202012Validator(schema())
 
 
 @cache
@@ -42,7 +46,7 @@ def _compiled():
     except ImportError:
         return None
     # A third of the work: what is wrong jsonschema tells. Without details it cannot compile a `const`.
-    return fastjsonschema.compile(_schema(), detailed_exceptions=False)
+    return fastjsonschema.compile(schema(), detailed_exceptions=False)
 
 
 def _passes(record: Record) -> bool:
