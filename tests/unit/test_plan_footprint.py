@@ -24,6 +24,7 @@ from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
+from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 from stratbench.workload.tasks import Classification
@@ -77,6 +78,41 @@ def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **c
 def changed(request: Request, **changes) -> Request:
     """The same with other settings."""
     return replace(request, settings=replace(request.settings, **changes))
+
+
+def request_of(**changes) -> Request:
+    """The request of a cell on GPUs with momentum, clipping and AdamW's keys; `changes` replace settings."""
+    s = request_for("fsdp", workers=4, clip_norm=2.0, weight_decay=0.01, lr=0.3).settings
+    data = describe("digits")
+    return Request.of(replace(s, dataset="digits", **changes), data, on_cuda=True, local_world=4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"momentum": 0.5}, {"weight_decay": 0.1}, {"lr": 1.0}, {"clip_norm": 9.0}, {"seed": 3},
+        {"schedule": "cosine"}, {"augment": True}, {"placement": "host"}, {"threads": 3},
+        {"epochs": 7}, {"device": "auto"}, {"global_batch": 64, "per_worker_batch": 16},
+    ],
+)  # fmt: skip
+def test_cells_that_differ_in_what_no_footprint_depends_on_share_one(changes):
+    assert request_of(**changes) == request_of()
+    assert hash(request_of(**changes)) == hash(request_of())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"momentum": 0.0}, {"weight_decay": 0.0}, {"clip_norm": None}, {"nesterov": True}, ADAMW,
+        {"accumulate": 2}, {"activation_checkpointing": True}, {"precision": "bf16"}, {"gpus": 2},
+        {"model": "resnet-compact"}, {"strategy": "ddp", "options": option_defaults("ddp")},
+        {"own_task": {"call": "my.Task", "sha256": None, "version": "1"}},
+    ],
+)  # fmt: skip
+def test_cells_that_differ_in_what_a_footprint_depends_on_share_none(changes):
+    """A value that only has to be there stands for all others."""
+    assert request_of(**changes) != request_of()
+    assert request_of(**ADAMW | {"eps": 1e-7, "betas": [0.8, 0.9]}) == request_of(**ADAMW)
 
 
 def normalised(classes: int) -> nn.Module:

@@ -83,10 +83,10 @@ class Settings:
         help="What decides the samples of the data set: source, sizes and seed, or a user's kind and keys "
         "with the hash of the files or code; null: its name says all.")
     epochs: int | None = setting(None, minimum=1,
-        help="Passes over the training set, each followed by an evaluation. Either this or steps.")
+        help="Passes over the training set, each followed by an evaluation; null: `steps` says how long.")
     steps: int | None = setting(None, minimum=1,
         help="Steps of the whole training, for cells that only need time and memory: nothing is evaluated, "
-        "so there is no score. A data set of fewer batches starts over. Either this or epochs.")
+        "so there is no score. A data set of fewer batches starts over. null: `epochs` says how long.")
     lr: float = setting(MISSING, planned=0.1, exclusiveMinimum=0, help="Learning rate.")
     optimizer: Literal["sgd", "adamw"] = setting("sgd", planned=EACH,
         help="What updates the weights: torch's SGD or AdamW, on the workers or on the servers. Servers "
