@@ -28,10 +28,10 @@ def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
     return field(default=default, metadata={"given": True, "rule": rule, "planned": planned})
 
 
-def derived(help: str, default: Any = MISSING) -> Any:
-    """A field of `Settings` that follows from the cell and the study."""
+def derived(help: str, default: Any = MISSING, planned: Any = None) -> Any:
+    """A field of `Settings` that follows from the cell and the study; `planned` as of a `setting`."""
     rule = {"description": help}
-    return field(default=default, metadata={"given": False, "rule": rule, "planned": None})
+    return field(default=default, metadata={"given": False, "rule": rule, "planned": planned})
 
 
 #: Limits of what is more than a number or a word.
@@ -65,7 +65,7 @@ class Settings:
     # fmt: off
     strategy: str = derived(help="Name of the strategy.")
     options: dict[str, Any] = derived(help="All options of the strategy.")
-    model: str = derived(help="Name of the model.")
+    model: str = derived(planned=EACH, help="Name of the model.")
     dataset: str = derived(help="Name of the data set.")
     gpus: int = derived(help="Number of workers; servers are not counted.")
     seed: int = derived(help="Seed of the weights and of the order of samples.")
@@ -73,10 +73,10 @@ class Settings:
     per_worker_batch: int = derived(
         help="Samples of a step that a worker computes on: those of the copy of the network that it has or "
         "shares.")
-    own_model: dict[str, Any] | None = derived(default=None,
+    own_model: dict[str, Any] | None = derived(default=None, planned=EACH,
         help="Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its "
         "version.")
-    own_task: dict[str, Any] | None = derived(default=None,
+    own_task: dict[str, Any] | None = derived(default=None, planned=EACH,
         help="Of a task that is not built in: call, and the sha256 of its code or its version. null: the "
         "data set's own.")
     data_spec: dict[str, Any] | None = derived(default=None,

@@ -59,9 +59,6 @@ class Request:
         settings = Settings(
             strategy=strategy,
             options=options,
-            model=s.model,
-            own_model=s.own_model,
-            own_task=s.own_task,
             dataset="",
             gpus=most,
             seed=0,
