@@ -152,7 +152,9 @@ class Settings:
         help="Slows chosen workers, to study stragglers.")
     # fmt: on
 
-    def __hash__(self) -> int:
+    def __hash__(
+        self,
+    ) -> int:  # of what tells most of them apart: the dicts among the rest have none
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
     def share_of_lr(self, step: int, steps: int) -> float:
