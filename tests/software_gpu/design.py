@@ -15,11 +15,11 @@ from itertools import product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.schema import schema
 from stratbench.workload.network.models import MODELS
 
 COUNTS = (1, 2, 4, 8)
@@ -56,8 +56,7 @@ STEPS = 8
 @cache
 def precisions() -> tuple[str, ...]:
     """All that a config takes."""
-    schema = json.loads((SCHEMAS / "config.schema.json").read_text(encoding="utf-8"))
-    return tuple(schema["$defs"]["experiment"]["properties"]["precision"]["enum"])
+    return tuple(schema()["$defs"]["experiment"]["properties"]["precision"]["enum"])
 
 
 @cache

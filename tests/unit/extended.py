@@ -59,7 +59,9 @@ def load_study(folder: Path, **changes: Any) -> Any:
     return load_config(raw)
 
 
-def trained(folder: Path, name: str, model: str = "vgg-compact", dataset: str = "digits") -> Any:
+def trained(
+    folder: Path, name: str, model: str = "vgg-compact", dataset: str = "digits", **changes: Any
+) -> Any:
     """The strategy `name` after the training loop has trained and evaluated, and the loop's result."""
     from stratbench.cell.run_folder import RunFolder
     from stratbench.strategies import strategy_class
@@ -72,7 +74,7 @@ def trained(folder: Path, name: str, model: str = "vgg-compact", dataset: str = 
     from stratbench.workload.data.prepare import prepare
     from stratbench.workload.network import models
 
-    _, study = load_study(folder, strategies=[name], models=[model], dataset=dataset)
+    _, study = load_study(folder, strategies=[name], models=[model], dataset=dataset, **changes)
     s = study.settings(study.cells[0])
     meta = prepare(dataset, folder / "data", root=folder)
     shape = models.input_shape(model, tuple(meta["shape"]))
@@ -180,6 +182,33 @@ def a_data_set(folder: Path) -> None:
     _, result = trained(folder, "ddp", dataset="shapes")
     assert result.status == "ok"
     assert result.progress.per_epoch[-1]["score"] > 0.5
+
+
+def a_setting(folder: Path) -> None:
+    from stratbench.cell import record
+    from stratbench.study.config.messages import ConfigError
+    from stratbench.workload.network import models
+
+    def refusal(**change: Any) -> str:
+        try:
+            return str(load_study(folder, **change))
+        except ConfigError as refused:
+            return str(refused)
+
+    assert "clip_value = -1: must be greater than 0. Largest size" in refusal(clip_value=-1)
+    assert "clip_value = 'much': must be a number or null" in refusal(clip_value="much")
+    assert "gradient as it was pushed" in refusal(clip_value=1, strategies=["ps-sync"])
+    assert "clip_value" in record.schema()["properties"]["settings"]["required"]
+    assert footprint_of(folder, clip_value=0.1) == footprint_of(folder)
+    strategy, result = trained(folder, "fsdp", clip_value=1e-6)
+    assert result.status == "ok"
+    settings = strategy.worker.settings
+    assert settings.clip_value == 1e-6
+    first = models.for_training("vgg-compact", 10, (1, 8, 8), settings.seed, CPU, torch.float32)
+    last = (getattr(p, "full_tensor", lambda p=p: p)() for p in strategy.model.parameters())
+    moved = [(p - q).abs().max() for p, q in zip(first.parameters(), last, strict=True)]
+    # An epoch's steps, each of which may move ten times as far with momentum.
+    assert 0 < max(moved) < 0.02 * 1e-6 * 10 * (1437 // 16)
 
 
 def a_metric(folder: Path) -> None:

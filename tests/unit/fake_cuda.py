@@ -193,12 +193,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
     shape = (
         (LENGTH,) if models.MODELS[model].reads_text else models.input_shape(model, (3, SIDE, SIDE))
     )
-    request = fake.Request(
-        strategy=strategy, options=tuple(sorted(s.options.items())), model=model,
-        input_shape=shape, classes=CLASSES, world_size=workers, local_world=workers,
-        eval_batch=SAMPLES, precision=precision, momentum=True, weight_decay=True, nesterov=False,
-        on_cuda=True,
-    )  # fmt: skip
+    request = fake.Request(s, shape, CLASSES, local_world=workers, eval_batch=SAMPLES)
     with ExitStack() as stack:
         for patch in patches():
             stack.enter_context(patch)

@@ -8,13 +8,15 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from stratbench.cell.settings import Settings
+from stratbench.cell import record
+from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import option_defaults
 from stratbench.study.config import config, schema, validation, yaml_traps
 from stratbench.study.config.messages import ConfigError
@@ -459,6 +461,50 @@ def test_settings_are_resolved():
     assert (s.momentum, s.weight_decay, s.precision, s.warmup_steps) == (0.9, 0.0, "fp32", 3)
     assert s.slowdown is None
     assert Settings.from_json(s.as_json()) == s
+
+
+def test_what_is_declared_of_a_setting_is_said_nowhere_else():
+    """No schema file names one: an experiment and a record have all of them from `Settings`."""
+    by_hand = json.loads(schema.SCHEMA_PATH.read_text())["$defs"]["experiment"]["properties"]
+    assert by_hand.keys() & set(GIVEN) == set()
+    known = schema.schema()["$defs"]["experiment"]
+    assert list(known["properties"]) == [*by_hand, *GIVEN]
+    assert "lr" in known["required"]
+    names = {field.name for field in fields(Settings)}
+    assert "properties" not in json.loads(record.SCHEMA_PATH.read_text())["properties"]["settings"]
+    stated = record.schema()["properties"]["settings"]
+    assert set(stated["required"]) == stated["properties"].keys() == names
+
+
+def test_a_config_that_leaves_settings_out_has_the_declared_defaults():
+    (s,) = settings_of(
+        config.load_config(raw(gpus=[1], models=["vgg-compact"], strategies=["ddp"]))[1]
+    )
+    declared = {f.name: f.default for f in fields(Settings) if f.name in GIVEN}
+    assert {k: getattr(s, k) for k in GIVEN} == declared | {"epochs": 2, "lr": 0.05}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
+    values = {
+        "epochs": 3, "lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "nesterov": True, "accumulate": 2,
+        "clip_norm": 2.0, "schedule": "cosine", "lr_warmup_steps": 1, "precision": "bf16", "threads": 2,
+        "partition": "by-class", "placement": "host", "warmup_steps": 5, "device": "cpu",
+        "slowdown": {"sigma": 0.5}, "betas": [0.8, 0.9], "eps": 1e-6, "optimizer": "adamw", "steps": 4,
+        "final_lr": 0.01,
+    }  # fmt: skip
+    needed = {
+        "betas": {"optimizer": "adamw"},
+        "eps": {"optimizer": "adamw"},
+        "steps": {"epochs": REMOVED},
+        "final_lr": {"schedule": "linear"},
+    }
+    value = values.get(name, True)
+    given = {"models": ["resnet-compact"], "strategies": ["ddp"]} | needed.get(name, {})
+    _, study_ = config.load_config(raw(**given | {name: value}))
+    found = settings_of(study_)
+    assert [getattr(s, name) for s in found] == [value] * len(study_.cells)
+    assert all(f"{name}={json.dumps(value, sort_keys=True)}" == s.as_parameter(name) for s in found)
 
 
 def test_weak_scaling():

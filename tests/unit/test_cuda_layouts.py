@@ -44,7 +44,7 @@ def test_every_strategy_steps_as_on_cuda(model: str, precision: str, strategy: s
     """Among what would raise: a layout that FSDP2 refuses, or one that the fused SGD refuses."""
     workers = 1 if strategy in ("single", "ps-sync") else 4
     request = request_for(
-        strategy, model, workers, options=options, precision=precision, on_cuda=True
+        strategy, model, workers, options=options, precision=precision, device="cuda"
     )
     trace, made = fake.traced_steps(replace(request, eval_batch=4), [4])
     assert [p.name for p in trace.phases] == [

@@ -99,9 +99,9 @@ def test_a_wheel_has_every_file_of_the_workflow(installed):
 @pytest.mark.slow
 def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed, tmp_path):
     code = (
-        "from stratbench.cell import places; from stratbench.cell.record import _schema;"
+        "from stratbench.cell import places; from stratbench.cell import record;"
         "from stratbench.study.config.schema import schema; from stratbench.analysis.paper import paper;"
-        "assert _schema() and schema() and len(paper.published_tables());"
+        "assert record.schema() and schema() and len(paper.published_tables());"
         "print(places.INSTALLED, places.built_from(), places.package_folder(places.Path('copies')))"
     )
     done = subprocess.run(

@@ -17,12 +17,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stratbench.cell.run_folder import RunFolder
+from stratbench.cell.settings import Settings
 from stratbench.plan.footprint import fake, footprint
 from stratbench.plan.footprint.footprint import Affine, upper_envelope
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import base, option_defaults, strategy_class
+from stratbench.workload.data.datasets import describe
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
 from stratbench.workload.tasks import Classification
@@ -45,27 +47,72 @@ SMALL = {
     )
 }
 READ_TEXT = ("gpt-compact", "small text")
+ADAMW = {"optimizer": "adamw", "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-8}
 
 
 def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **changes) -> Request:
-    options = option_defaults(strategy) | changes.pop("options", {})
-    base = Request(
+    """The request of a strategy; `changes` replace settings."""
+    own = SMALL.get(model)
+    settings = Settings(
         strategy=strategy,
-        options=tuple(sorted(options.items())),
+        options=option_defaults(strategy) | changes.pop("options", {}),
         model=model,
-        own_model=SMALL.get(model),
+        own_model=own and json.loads(own),
+        dataset="",
+        gpus=workers,
+        seed=0,
+        global_batch=workers,
+        per_worker_batch=1,
+        lr=0.1,
+        device="cpu",
+    )
+    return Request(
+        settings=replace(settings, **changes),
         input_shape=(64,) if model in READ_TEXT else (3, 32, 32),
         classes=10,
-        world_size=workers,
         local_world=workers,
         eval_batch=16,
-        precision="fp32",
-        momentum=True,
-        weight_decay=False,
-        nesterov=False,
-        on_cuda=False,
     )
-    return replace(base, **changes)
+
+
+def changed(request: Request, **changes) -> Request:
+    """The same with other settings."""
+    return replace(request, settings=replace(request.settings, **changes))
+
+
+def request_of(**changes) -> Request:
+    """The request of a cell on GPUs with momentum, clipping and AdamW's keys; `changes` replace settings."""
+    s = request_for("fsdp", workers=4, clip_norm=2.0, weight_decay=0.01, lr=0.3).settings
+    data = describe("digits")
+    return Request.of(replace(s, dataset="digits", **changes), data, on_cuda=True, local_world=4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"momentum": 0.5}, {"weight_decay": 0.1}, {"lr": 1.0}, {"clip_norm": 9.0}, {"seed": 3},
+        {"schedule": "cosine"}, {"augment": True}, {"placement": "host"}, {"threads": 3},
+        {"epochs": 7}, {"device": "auto"}, {"global_batch": 64, "per_worker_batch": 16},
+    ],
+)  # fmt: skip
+def test_cells_that_differ_in_what_no_footprint_depends_on_share_one(changes):
+    assert request_of(**changes) == request_of()
+    assert hash(request_of(**changes)) == hash(request_of())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"momentum": 0.0}, {"weight_decay": 0.0}, {"clip_norm": None}, {"nesterov": True}, ADAMW,
+        {"accumulate": 2}, {"activation_checkpointing": True}, {"precision": "bf16"}, {"gpus": 2},
+        {"model": "resnet-compact"}, {"strategy": "ddp", "options": option_defaults("ddp")},
+        {"own_task": {"call": "my.Task", "sha256": None, "version": "1"}},
+    ],
+)  # fmt: skip
+def test_cells_that_differ_in_what_a_footprint_depends_on_share_none(changes):
+    """A value that only has to be there stands for all others."""
+    assert request_of(**changes) != request_of()
+    assert request_of(**ADAMW | {"eps": 1e-7, "betas": [0.8, 0.9]}) == request_of(**ADAMW)
 
 
 def normalised(classes: int) -> nn.Module:
@@ -325,7 +372,7 @@ def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
 
 def test_torch_is_as_it_was_after_a_footprint():
     before = torch.optim.SGD
-    with contextlib.suppress(ValueError), fake.torch_on_fakes(request_for("fsdp", on_cuda=True)):
+    with contextlib.suppress(ValueError), fake.torch_on_fakes(request_for("fsdp", device="cuda")):
         assert torch.optim.SGD is not before
         raise ValueError("a model that cannot be planned")
     assert torch.optim.SGD is before
@@ -365,10 +412,10 @@ def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
 
 
 def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
-    request = request_for("ddp", precision="fp16", on_cuda=True, weight_decay=True)
+    request = request_for("ddp", precision="fp16", device="cuda", weight_decay=1e-4)
     made = planned(request)
     assert "staging" not in made.training_peak(8).parts_bytes
-    half = planned(replace(request, precision="fp32"))
+    half = planned(changed(request, precision="fp32"))
     assert made.training_peak(256).n_bytes < half.training_peak(256).n_bytes
 
 
@@ -388,10 +435,11 @@ def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
 def test_adamw_takes_sixteen_bytes_a_parameter_and_no_temporaries(strategy, on_cuda, precision):
     """Its count of steps takes four bytes more for each tensor; with SGD a parameter takes twelve."""
     workers = 1 if strategy == "single" else 2
+    device = "cuda" if on_cuda else "cpu"
     request = request_for(
-        strategy, "small text", workers, precision=precision, on_cuda=on_cuda, weight_decay=True
+        strategy, "small text", workers, precision=precision, device=device, weight_decay=1e-4
     )
-    sgd, adamw = (planned(replace(request, optimizer=name)) for name in ("sgd", "adamw"))
+    sgd, adamw = (planned(changed(request, **keys)) for keys in ({}, ADAMW))
     tensors = len(list(models.build(request.network, 65, (64,)).parameters()))
     held, whole = adamw.model_states_bytes, sgd.model_states_bytes["parameters_bytes"]
     assert sgd.model_states_bytes["optimizer_bytes"] == whole
@@ -413,11 +461,11 @@ def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimi
         "small text",
         1 if strategy == "single" else 2,
         precision="fp16",
-        on_cuda=True,
-        optimizer=optimizer,
-        weight_decay=True,
+        device="cuda",
+        weight_decay=1e-4,
+        **ADAMW if optimizer == "adamw" else {},
     )
-    plain, clipped = (planned(replace(request, clips=clips)) for clips in (False, True))
+    plain, clipped = (planned(changed(request, clip_norm=norm)) for norm in (None, 1.0))
     more = len(clipped.collectives) - len(plain.collectives)
     assert more == (strategy == "fsdp")
     if more:
@@ -442,8 +490,10 @@ def test_a_batch_in_parts_takes_the_memory_of_one_and_reduces_once(strategy):
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "ps-sync"])
 def test_blocks_computed_again_take_less_memory_and_more_operations(strategy):
     workers = 1 if strategy in ("single", "ps-sync") else 2
-    request = request_for(strategy, "small text", workers, weight_decay=True)
-    kept, again = (planned(replace(request, checkpointing=c)) for c in (False, True))
+    request = request_for(strategy, "small text", workers, weight_decay=1e-4)
+    kept, again = (
+        planned(changed(request, activation_checkpointing=again)) for again in (False, True)
+    )
     assert again.model_states_bytes == kept.model_states_bytes
     assert again.flops_per_sample == kept.flops_per_sample
     assert again.payload_bytes() == kept.payload_bytes()
@@ -456,20 +506,20 @@ def test_blocks_computed_again_take_less_memory_and_more_operations(strategy):
 
 def test_a_network_of_single_layers_has_nothing_to_compute_again():
     with pytest.raises(ModelError, match="vgg-compact: activation_checkpointing computes blocks"):
-        planned(request_for("single", checkpointing=True))
+        planned(request_for("single", activation_checkpointing=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero1", "zero1-torch"])
 def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, strategy):
-    request = request_for(strategy, "small text", workers=1, optimizer="adamw")
+    request = request_for(strategy, "small text", workers=1, **ADAMW)
     predicted = planned(request).model_states_bytes
     join_alone()
-    real = strategy_class(strategy)(strategy_class(strategy).Options(**dict(request.options)))
+    real = strategy_class(strategy)(strategy_class(strategy).Options(**request.options))
     device = torch.device("cpu")
     net = models.for_training(request.network, 10, (64,), 0, device, torch.float32)
-    s, groups = fake.settings_of(request), models.wrap_groups(request.network, net)
-    real.setup(net, base.Worker(s, 0, 1, 1, device, RunFolder(Path()), groups))
+    groups = models.wrap_groups(request.network, net)
+    real.setup(net, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     x = torch.randint(10, (4, 64))
     for _ in range(2):
         real.step(x, x)
@@ -480,7 +530,7 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
 def test_states_on_the_host_are_not_in_the_devices_memory():
     """On a GPU; on a CPU both are one."""
     plain, away = (
-        planned(request_for("fsdp", workers=4, on_cuda=True, options={"offload": where}))
+        planned(request_for("fsdp", workers=4, device="cuda", options={"offload": where}))
         for where in ("none", "cpu")
     )
     states = ("parameters", "optimizer")
@@ -582,6 +632,6 @@ KNOWN_MIB = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "options", "workers", "mib"), KNOWN_MIB)
 def test_vgg16_needs_what_torchs_own_tracker_says(strategy, options, workers, mib):
-    request = request_for(strategy, "vgg16", workers=workers, options=options, on_cuda=True)
+    request = request_for(strategy, "vgg16", workers=workers, options=options, device="cuda")
     peak = planned(request).training_peak(128 // workers)
     assert peak.n_bytes / 2**20 == pytest.approx(mib, rel=0.002)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -62,6 +63,30 @@ def spell(hint: Any) -> str:
         return " or ".join(map(spell, get_args(hint)))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return (names | {type(None): "null"}).get(hint, str(hint))
+
+
+#: What JSON Schema calls a type.
+_JSON_TYPES = {
+    **{int: "integer", float: "number", bool: "boolean", str: "string"},
+    **{list: "array", dict: "object", NoneType: "null"},
+}
+
+
+def json_types(hint: Any) -> list[str]:
+    """The JSON types of a type's values, those of a union in its order."""
+    if get_origin(hint) is Literal:
+        return list(dict.fromkeys(_JSON_TYPES[type(value)] for value in get_args(hint)))
+    if get_origin(hint) in _JSON_TYPES:  # list[float]
+        return [_JSON_TYPES[get_origin(hint)]]
+    return [name for part in get_args(hint) for name in json_types(part)] or [_JSON_TYPES[hint]]
+
+
+def json_rule(hint: Any) -> dict[str, Any]:
+    """What JSON Schema says of a type: the values of a Literal, else the type or types."""
+    if get_origin(hint) is Literal:
+        return {"enum": list(get_args(hint))}
+    types = json_types(hint)
+    return {"type": types if len(types) > 1 else types[0]}
 
 
 def _within(value: Any, spec: Field) -> bool:

@@ -1,70 +1,161 @@
-"""What a cell is trained with: every setting resolved, as its launcher gets it and its record keeps it."""
+"""What a cell is trained with: every setting declared once, and resolved as a launcher gets it.
+
+A field says a setting's name, type, limits, default and meaning. The schema of config.yaml, the table in
+docs/configuration.md, what a record must state and what the plan depends on follow from it.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal, get_type_hints
 
-from stratbench.cell.learning_rate import share_of_lr
+from stratbench.cell.learning_rate import Schedule, share_of_lr
+from stratbench.cell.options import json_rule
+
+#: `planned` of a setting whose every value has a footprint of its own.
+EACH = "each value"
 
 
-@dataclass(frozen=True)
+def setting(default: Any, help: str, planned: Any = None, **limits: Any) -> Any:
+    """A field of `Settings` that an experiment of config.yaml gives; MISSING as default: it must.
+
+    `limits`: keywords of JSON Schema beside the type. `planned`: what the plan of memory and traffic
+    depends on: EACH value; or, as the value that stands for all others, whether it is set at all (not
+    null, 0 or false); None: neither.
+    """
+    rule = limits | {"description": help}
+    return field(default=default, metadata={"given": True, "rule": rule, "planned": planned})
+
+
+def derived(help: str, default: Any = MISSING, planned: Any = None) -> Any:
+    """A field of `Settings` that follows from the cell and the study; `planned` as of a `setting`."""
+    rule = {"description": help}
+    return field(default=default, metadata={"given": False, "rule": rule, "planned": planned})
+
+
+#: Limits of what is more than a number or a word.
+BETAS = {
+    "minItems": 2,
+    "maxItems": 2,
+    "items": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+}
+# fmt: off
+SLOWDOWN = {
+    "additionalProperties": False,
+    "properties": {
+        "workers": {"type": "array", "uniqueItems": True, "items": {"type": "integer", "minimum": 0},
+            "description": "Ranks of the slow workers; ranks that a cell does not have are ignored."},
+        "factor": {"type": "number", "minimum": 1,
+            "description": "How many times longer each step of a slow worker takes."},
+        "sigma": {"type": "number", "minimum": 0,
+            "description": "Spread of a log-normal factor drawn for every step of every worker (seeded)."},
+    },
+}
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything a cell is trained with, defaults resolved. Changing any of it retrains the cell.
 
     The cell's time limit is left out on purpose: raising it must not retrain what has finished.
     """
 
-    strategy: str
-    options: dict[str, Any]
-    model: str
-    dataset: str
-    gpus: int
-    seed: int
-    #: Passes over the training set; None where `steps` says how long.
-    epochs: int | None
-    global_batch: int
-    #: Samples of a step that a worker computes on: those of the copy of the network that it has or shares.
-    per_worker_batch: int
-    lr: float
-    momentum: float
-    weight_decay: float
-    nesterov: bool
-    precision: str
-    augment: bool
-    warmup_steps: int
-    device: str
-    threads: int | None
-    slowdown: dict[str, Any] | None
-    profile: bool = False
-    optimizer: str = "sgd"
-    #: Of AdamW; None with SGD.
-    betas: list[float] | None = None
-    eps: float | None = None
-    schedule: str = "constant"
-    lr_warmup_steps: int = 0
-    #: What the schedule falls to.
-    final_lr: float = 0.0
-    clip_norm: float | None = None
-    #: Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its version.
-    own_model: dict[str, Any] | None = None
-    #: Of a task that is not built in: call, and the sha256 of its code or its version. None: the data
-    #: set's own.
-    own_task: dict[str, Any] | None = None
-    #: Parts in which a worker computes a step's batch, one after the other.
-    accumulate: int = 1
-    #: iid: all workers draw from the whole training set; by-class: each has few classes of its own.
-    partition: str = "iid"
-    #: device: the data lie there; host: in host memory, from where batches are copied ahead.
-    placement: str = "device"
-    #: What decides the samples of the data set, defaults resolved: source, sizes and seed; of a user's
-    #: own its kind and keys, and the sha256 of its files or code, or a version. None: its name says all.
-    data_spec: dict[str, Any] | None = None
-    #: Whether blocks compute their activations again in backward.
-    activation_checkpointing: bool = False
-    #: Whether the training step's forward and backward go through torch.compile.
-    compile: bool = False
+    # fmt: off
+    strategy: str = derived(help="Name of the strategy.")
+    options: dict[str, Any] = derived(help="All options of the strategy.")
+    model: str = derived(planned=EACH, help="Name of the model.")
+    dataset: str = derived(help="Name of the data set.")
+    gpus: int = derived(help="Number of workers; servers are not counted.")
+    seed: int = derived(help="Seed of the weights and of the order of samples.")
+    global_batch: int = derived(help="Samples of one step over all workers.")
+    per_worker_batch: int = derived(
+        help="Samples of a step that a worker computes on: those of the copy of the network that it has or "
+        "shares.")
+    own_model: dict[str, Any] | None = derived(default=None, planned=EACH,
+        help="Of a model that is not built in: call, kwargs, shard, and the sha256 of its code or its "
+        "version.")
+    own_task: dict[str, Any] | None = derived(default=None, planned=EACH,
+        help="Of a task that is not built in: call, and the sha256 of its code or its version. null: the "
+        "data set's own.")
+    data_spec: dict[str, Any] | None = derived(default=None,
+        help="What decides the samples of the data set: source, sizes and seed, or a user's kind and keys "
+        "with the hash of the files or code; null: its name says all.")
+    epochs: int | None = setting(None, minimum=1,
+        help="Passes over the training set, each followed by an evaluation; null: `steps` says how long.")
+    steps: int | None = setting(None, minimum=1,
+        help="Steps of the whole training, for cells that only need time and memory: nothing is evaluated, "
+        "so there is no score. A data set of fewer batches starts over. null: `epochs` says how long.")
+    lr: float = setting(MISSING, planned=0.1, exclusiveMinimum=0, help="Learning rate.")
+    optimizer: Literal["sgd", "adamw"] = setting("sgd", planned=EACH,
+        help="What updates the weights: torch's SGD or AdamW, on the workers or on the servers. Servers "
+        "whose rule is made for one of the two refuse the other: docs/configuration.md lists them below the "
+        "options of strategies.")
+    momentum: float = setting(0.9, planned=0.9, minimum=0, exclusiveMaximum=1,
+        help="Momentum of SGD; AdamW has betas in its place.")
+    weight_decay: float = setting(0.0, planned=1e-4, minimum=0,
+        help="Weight decay: of SGD added to the gradient, of AdamW taken off the weights.")
+    nesterov: bool = setting(False, planned=EACH, help="Nesterov momentum of SGD.")
+    betas: list[float] | None = setting(None, planned=[0.9, 0.999], **BETAS,
+        help="Decay of AdamW's two moments. null: 0.9 and 0.999 with AdamW.")
+    eps: float | None = setting(None, planned=1e-8, exclusiveMinimum=0,
+        help="What AdamW adds to the root of its second moment. null: 1e-8 with AdamW.")
+    accumulate: int = setting(1, planned=EACH, minimum=1,
+        help="Equal parts in which each worker computes its batch, one after the other; the gradients are "
+        "added up and synchronised with the last. It takes the memory of one part, and is the same step but "
+        "for BatchNorm, which normalises within a part. Servers refuse it.")
+    activation_checkpointing: bool = setting(False, planned=EACH,
+        help="Whether the blocks of a model (what is sharded together) keep no activations and compute them "
+        "again in backward: less memory, about a third more arithmetic, the same result. It is refused for "
+        "VGG, whose groups are single layers.")
+    compile: bool = setting(False,
+        help="Whether forward and backward of the training go through torch.compile, after the strategy has "
+        "wrapped the model. The warm-up (3 steps at least) compiles; its time is recorded as `compile_s`. "
+        "Evaluation and the optimizer are not compiled. It needs g++ on CPUs, Triton on GPUs. The plan "
+        "predicts the uncompiled model.")
+    schedule: Schedule = setting("constant",
+        help="How the learning rate falls from `lr` to `final_lr` over the steps of all epochs, after its "
+        "warm-up. Servers count a step when the pushes of a global batch have come.")
+    lr_warmup_steps: int = setting(0, minimum=0,
+        help="First steps, over which the learning rate rises in equal parts to `lr`. Not the untimed "
+        "`warmup_steps`.")
+    final_lr: float = setting(0.0, minimum=0,
+        help="Learning rate to which the schedule falls; the step after the last would have it.")
+    clip_norm: float | None = setting(None, planned=1.0, exclusiveMinimum=0,
+        help="Largest Euclidean norm of the whole gradient, over all workers' parts: a larger gradient is "
+        "scaled down to it. null: none. Servers refuse it.")
+    partition: Literal["iid", "by-class"] = setting("iid",
+        help="What a worker trains on. iid: all draw from the whole training set, which is shuffled for "
+        "each epoch. by-class: each has a part of its own, of a few classes: the set is sorted by label and "
+        "cut into equal parts. Servers and texts refuse it.")
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = setting("fp32", planned=EACH,
+        help="Arithmetic: tf32 is fp32 with TensorFloat-32 matrix products (GPUs only); bf16 and fp16 are "
+        "mixed precision (weights stay fp32), fp16 with loss scaling.")
+    augment: bool = setting(False,
+        help="The data set's standard augmentation (random crop; flip for natural images).")
+    placement: Literal["device", "host"] = setting("device",
+        help="Where the data set lies: whole on each worker's device; or in host memory, for what does not "
+        "fit there. Then a thread of each worker gathers the next batch and copies it while the device "
+        "computes; what that costs is in the breakdown's `data`.")
+    warmup_steps: int = setting(3, minimum=1,
+        help="Steps before the clock starts; their effect on the state is undone.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto",
+        help="What a worker runs on: a GPU where there is one (auto), a CPU process, or a GPU or an error.")
+    threads: int | None = setting(None, minimum=1,
+        help="CPU threads of a worker; null: the cores of the node shared out evenly, less those that a "
+        "SLURM job got for its servers.")
+    profile: bool = setting(False,
+        help="Whether a few more steps, after the training and in no figure, leave a trace of torch's "
+        "profiler in the cell's log folder.")
+    slowdown: dict[str, Any] | None = setting(None, **SLOWDOWN,
+        help="Slows chosen workers, to study stragglers.")
+    # fmt: on
+
+    def __hash__(
+        self,
+    ) -> int:  # of what tells most of them apart: the dicts among the rest have none
+        return hash((self.strategy, self.model, self.gpus, self.precision))
 
     def share_of_lr(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by in `step` (from 0) of `steps`."""
@@ -76,9 +167,6 @@ class Settings:
     def changes_lr(self) -> bool:
         """Whether the learning rate is not the same in all steps."""
         return self.schedule != "constant" or self.lr_warmup_steps > 0
-
-    #: Steps of the whole training, which is then not evaluated; None: `epochs` says how long.
-    steps: int | None = None
 
     def total_steps(self, train_samples: int) -> int:
         """Steps of the whole training, on a set of so many samples."""
@@ -100,3 +188,30 @@ class Settings:
     def from_json(cls, text: str) -> Settings:
         """The settings that `as_json` wrote."""
         return cls(**json.loads(text))
+
+
+#: The settings that an experiment of config.yaml gives.
+GIVEN = tuple(f.name for f in fields(Settings) if f.metadata["given"])
+
+
+def schema_of_settings() -> dict[str, Any]:
+    """The JSON Schema of a record's settings: all are stated."""
+    hints = get_type_hints(Settings)
+    rules = {
+        field.name: json_rule(hints[field.name]) | field.metadata["rule"]
+        for field in fields(Settings)
+    }
+    return {"required": list(rules), "properties": rules}
+
+
+def schema_of_given() -> dict[str, Any]:
+    """The JSON Schema of the settings that an experiment gives, with their defaults."""
+    rules = schema_of_settings()["properties"]
+    defaults = {f.name: f.default for f in fields(Settings) if f.name in GIVEN}
+    return {
+        "required": [name for name, default in defaults.items() if default is MISSING],
+        "properties": {
+            name: rules[name] | ({} if default is MISSING else {"default": default})
+            for name, default in defaults.items()
+        },
+    }

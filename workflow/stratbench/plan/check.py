@@ -45,15 +45,17 @@ class Network:
     """A network as some of the study's cells train it: what it is, its input and its task."""
 
     model: str
-    own_model: str | None
-    own_task: str | None
+    own_model: str
+    own_task: str
     input_shape: tuple[int, ...]
     classes: int
     values: bool = False
 
     @classmethod
-    def of(cls, request: Request) -> Network:
-        return cls(**{f.name: getattr(request, f.name) for f in dataclasses.fields(cls)})
+    def of(cls, r: Request) -> Network:
+        s = r.settings
+        own = (json.dumps(spec, sort_keys=True) for spec in (s.own_model, s.own_task))
+        return cls(s.model, *own, r.input_shape, r.classes, r.values)
 
 
 @dataclass(frozen=True)
@@ -199,12 +201,11 @@ def find(requests: Sequence[Request]) -> CheckResult:
 
 
 def _found_of(requests: Sequence[Request]) -> CheckResult:
-    from stratbench.plan.footprint import fake
     from stratbench.workload.network.trial import NeedsData
 
     # What only some of the cells ask of a network is judged with each of these.
-    first = min(requests, key=lambda r: r.checkpointing)
-    tasks.tried_task(fake.settings_of(first), first.input_shape, first.classes, first.values)
+    first = min(requests, key=lambda r: r.settings.activation_checkpointing)
+    tasks.tried_task(first.settings, first.input_shape, first.classes, first.values)
     try:
         trial, found = _tried(first, on_fakes=True)
         on_fakes = True

@@ -345,12 +345,8 @@ def longest_time_s(fit: DeviceFit | None) -> int | None:
 
 def _other_resharding(request: Request) -> Request:
     """The same with the other choice of `reshard_after_forward`."""
-    options = dict(request.options)
-    other = {"always": "never", "never": "always"}[options["reshard_after_forward"]]
-    fields = request.as_dict() | {
-        "options": tuple(sorted((options | {"reshard_after_forward": other}).items()))
-    }
-    return Request(**fields)
+    other = {"always": "never", "never": "always"}[request.options["reshard_after_forward"]]
+    return request.with_options(reshard_after_forward=other)
 
 
 def _resharding(

@@ -102,8 +102,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     """Train a cell that is held; returns the exit code."""
     if not record.can_validate():
         print(
-            "neither fastjsonschema nor jsonschema is installed: the record will not be validated "
-            "here, but where it is read",
+            "fastjsonschema is not installed: the record will not be validated here, but where it is read",
             flush=True,
         )
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):

@@ -6,11 +6,9 @@ read, the units and definitions of measures, and the glossary of the report.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -18,7 +16,7 @@ from stratbench.analysis.records import derived
 from stratbench.analysis.records.derived import value_at
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.record import SCHEMA_PATH, Record, RecordError
+from stratbench.cell.record import Record, RecordError, schema
 from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]
@@ -262,14 +260,9 @@ EPOCH_BY_NAME = {name: BY_NAME[name] for name in COORDINATES} | {c.name: c for c
 EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
 
 
-@cache
-def _schema() -> dict[str, Any]:
-    return json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
-
-
 def described_in_schema(path: str) -> str:
     """The schema's description of the record's field at a dotted path; KeyError if there is no such field."""
-    node = _schema()
+    node = schema()
     for key in path.split("."):
         node = node.get("items", node)["properties"][key]
     return node["description"]
@@ -277,7 +270,7 @@ def described_in_schema(path: str) -> str:
 
 def types_in_schema(path: str) -> list[str]:
     """The types that the schema allows for the record's field at a dotted path; empty if not stated."""
-    node = _schema()
+    node = schema()
     for key in path.split("."):
         node = node.get("items", node)
         options = [node, *node.get("anyOf", ()), *node.get("oneOf", ())]

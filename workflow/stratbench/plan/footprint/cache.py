@@ -87,7 +87,9 @@ def _make(requests: list[Request]) -> Iterator[tuple[Request, Footprint | str]]:
     if not requests:
         return
     # The slowest first (many modules, sharded), so that none is left running alone at the end.
-    requests = sorted(requests, key=lambda r: (r.traits.shards_states, r.model), reverse=True)
+    requests = sorted(
+        requests, key=lambda r: (r.traits.shards_states, r.settings.model), reverse=True
+    )
     with pool_of(min(len(usable_cores()), len(requests))) as pool:
         running = {pool.submit(try_footprint, request): request for request in requests}
         print(

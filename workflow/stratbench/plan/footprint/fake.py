@@ -6,7 +6,6 @@ sees what rank 0 of a thousand GPUs would allocate and send.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.cell.settings import Settings
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
@@ -104,18 +102,18 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         device=torch.device("cpu"),
         dtype=request.dtype,
         build=blank if on_fakes else models.build,
-        checkpointing=request.checkpointing,
+        checkpointing=request.settings.activation_checkpointing,
     )
     strategy = strategy_on_fakes(request)
     worker = base.Worker(
-        settings=settings_of(request),
+        settings=request.settings,
         rank=0,
         world_size=request.world_size,
         local_world=request.local_world,
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
         wrap_groups=models.wrap_groups(request.network, model),
-        task=task_of(settings_of(request), request.input_shape, request.values),
+        task=task_of(request.settings, request.input_shape, request.values),
         mesh=strategy.mesh(request.world_size),
     )
     return model, strategy, worker
@@ -228,7 +226,7 @@ def torch_on_fakes(request: Request) -> Iterator[None]:
             for name in SCATTERS:
                 if (scatter := getattr(dist, name, None)) is not None:
                     stack.enter_context(replaced(dist, name, partial(_scattered_by_gloo, scatter)))
-        if request.on_cuda or request.precision == "fp16":
+        if request.on_cuda or request.settings.precision == "fp16":
             # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer
             # that is not fused would look at what the loss scaler found, which a fake tensor does not
             # have.
@@ -268,37 +266,6 @@ class Reduction(NamedTuple):
 
     def wait(self) -> None:
         self.work.wait()
-
-
-def settings_of(request: Request) -> Settings:
-    """Settings of a cell that makes the request, as far as it says them."""
-    return Settings(
-        strategy=request.strategy,
-        options=dict(request.options),
-        model=request.model,
-        dataset="",
-        gpus=request.world_size,
-        seed=0,
-        epochs=1,
-        global_batch=request.world_size,
-        per_worker_batch=1,
-        lr=0.1,
-        momentum=0.9 if request.momentum else 0.0,
-        weight_decay=1e-4 if request.weight_decay else 0.0,
-        nesterov=request.nesterov,
-        precision=request.precision,
-        augment=False,
-        warmup_steps=1,
-        device="cuda" if request.on_cuda else "cpu",
-        threads=1,
-        slowdown=None,
-        optimizer=request.optimizer,
-        betas=[0.9, 0.999] if request.optimizer == "adamw" else None,
-        eps=1e-8 if request.optimizer == "adamw" else None,
-        clip_norm=1.0 if request.clips else None,
-        accumulate=request.accumulate,
-        own_task=request.own_task and json.loads(request.own_task),
-    )
 
 
 # --- the model -----------------------------------------------------------------------------------

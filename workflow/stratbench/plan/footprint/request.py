@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stratbench.cell.settings import Settings
+from stratbench.cell.settings import EACH, Settings
 from stratbench.strategies import REGISTRY, option_defaults, strategy_class, traits_of
 from stratbench.strategies.base import Traits
 from stratbench.workload.data.dataset import Dataset
@@ -32,28 +31,14 @@ def served_stand_in() -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """The work of one rank, without its batch: model, input, strategy with options, device."""
+    """The work of one rank, without its batch. `settings`: only what makes a difference to it."""
 
-    strategy: str
-    options: tuple[tuple[str, Any], ...]
-    model: str
+    settings: Settings
     input_shape: tuple[int, ...]
     classes: int
-    world_size: int
     local_world: int
     eval_batch: int
-    precision: str
-    momentum: bool
-    weight_decay: bool
-    nesterov: bool
-    on_cuda: bool
-    optimizer: str = "sgd"
-    clips: bool = False
-    own_model: str | None = None
-    own_task: str | None = None
     values: bool = False
-    accumulate: int = 1
-    checkpointing: bool = False
 
     @classmethod
     def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
@@ -71,36 +56,57 @@ class Request:
         elif planned.alike_on_any_count:
             one, two = (traits_of(strategy, options, n) for n in (1, 2))
             most = 2 if one == two else min(2, s.gpus)  # one that differs is no such count
-        return cls(
+        settings = Settings(
             strategy=strategy,
-            options=tuple(sorted(options.items())),
-            model=s.model,
-            own_model=s.own_model and json.dumps(s.own_model, sort_keys=True),
-            own_task=s.own_task and json.dumps(s.own_task, sort_keys=True),
+            options=options,
+            dataset="",
+            gpus=most,
+            seed=0,
+            global_batch=most,
+            per_worker_batch=1,
+            **planned_settings(s) | {"device": "cuda" if on_cuda else "cpu"},
+        )
+        return cls(
+            settings=settings,
             input_shape=models.input_shape(models.model_of(s), data.shape),
             classes=data.classes,
             values=data.values,
-            world_size=most,
             local_world=min(most, local_world),
             eval_batch=min(eval_batch(data.shape), data.test_samples),
-            precision=s.precision,
-            momentum=s.momentum > 0,
-            weight_decay=s.weight_decay > 0,
-            nesterov=s.nesterov,
-            on_cuda=on_cuda,
-            optimizer=s.optimizer,
-            clips=s.clip_norm is not None,
-            accumulate=s.accumulate,
-            checkpointing=s.activation_checkpointing,
         )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def with_options(self, **changes: Any) -> Request:
+        """The same with other options of its strategy."""
+        options = self.settings.options | changes
+        return replace(self, settings=replace(self.settings, options=options))
+
+    @property
+    def strategy(self) -> str:
+        return self.settings.strategy
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.settings.options
+
+    @property
+    def world_size(self) -> int:
+        return self.settings.gpus
+
+    @property
+    def accumulate(self) -> int:
+        return self.settings.accumulate
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.settings.device == "cuda"
+
     @property
     def network(self) -> str | models.Model:
         """Its model, as `models` takes it."""
-        return models.named_model(self.model, self.own_model and json.loads(self.own_model))
+        return models.model_of(self.settings)
 
     @property
     def served(self) -> bool:
@@ -110,26 +116,36 @@ class Request:
     @property
     def traits(self) -> Traits:
         """What is true of its strategy."""
-        return traits_of(self.strategy, dict(self.options), self.world_size)
+        return traits_of(self.strategy, self.options, self.world_size)
 
     @property
     def may_reshard(self) -> bool:
         """Whether an option says when its gathered parameters are freed."""
-        return RESHARDING in dict(self.options)
+        return RESHARDING in self.options
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights and the input."""
-        return weights_dtype(self.precision)
+        return weights_dtype(self.settings.precision)
 
     @property
     def batch_format(self) -> torch.memory_format:
         """Of the input."""
-        return batch_format(self.precision, "cuda" if self.on_cuda else "cpu")
+        return batch_format(self.settings.precision, "cuda" if self.on_cuda else "cpu")
 
     @property
     def autocasts_like_cuda(self) -> bool:
-        return self.on_cuda and self.precision in ("fp16", "bf16")
+        return self.on_cuda and self.settings.precision in ("fp16", "bf16")
+
+
+def planned_settings(s: Settings) -> dict[str, Any]:
+    """The settings that a footprint depends on, as far as it does: each declares how."""
+    found = {}
+    for field in fields(Settings):
+        value, planned = getattr(s, field.name), field.metadata["planned"]
+        if planned is not None:
+            found[field.name] = value if planned is EACH or not value else planned
+    return found
 
 
 def data_bytes(data: Dataset, model: str | models.Model, augment: bool) -> int:

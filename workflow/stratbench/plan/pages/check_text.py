@@ -64,7 +64,8 @@ def _network(
     network: Network, found: CheckResult, subjects: list[Subject], refused: Mapping[Cell, str]
 ) -> Iterator[str]:
     datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
-    task = f", {OwnTask(json.loads(network.own_task)['call'])}" if network.own_task else ""
+    own = json.loads(network.own_task)
+    task = f", {OwnTask(own['call'])}" if own else ""
     yield f"{network.model} on {datasets}{task}"
     if found.error is not None:
         yield f"   cannot be trained: {found.error}"

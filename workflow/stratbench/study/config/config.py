@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell, expand
-from stratbench.cell.settings import Settings
+from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import REGISTRY, mesh_of, resolved_options, strategy_class
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.validation import validate
@@ -87,16 +87,8 @@ class Study:
             own_task=self.own_task(values["task"]),
             global_batch=batch,
             per_worker_batch=batch // mesh_of(base, options, cell.gpus).replicas,
-            **{
-                key: values[key]
-                for key in (
-                    "epochs", "steps", "lr", "momentum", "weight_decay", "nesterov", "precision", "augment",
-                    "warmup_steps", "device", "threads", "slowdown", "profile", "optimizer", "betas",
-                    "eps", "schedule", "lr_warmup_steps", "final_lr", "clip_norm", "accumulate",
-                    "partition", "placement", "activation_checkpointing", "compile",
-                )
-            },
-        )  # fmt: skip
+            **{key: values[key] for key in GIVEN},
+        )
 
     def own_model(self, name: str) -> dict[str, Any] | None:
         """The spec of a model that is not built in: its call, its sharding and its code; else None."""

@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
+from stratbench.cell.options import json_types
 from stratbench.cell.text.words import counted
 from stratbench.strategies import REGISTRY, mesh_of, strategy_class
 from stratbench.strategies.mesh import Mesh
@@ -20,8 +21,6 @@ from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.datasets import DATASETS
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models, own
-
-_JSON_TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"]}
 
 
 def check_variants(study: str, values: Mapping[str, Any]) -> None:
@@ -40,7 +39,7 @@ def check_variants(study: str, values: Mapping[str, Any]) -> None:
         kinds = get_type_hints(options)
         for key in variant.keys() & set(allowed):
             if isinstance(variant[key], str):
-                variant[key] = read_as(variant[key], _json_types(kinds[key]))
+                variant[key] = read_as(variant[key], {*json_types(kinds[key])} - {"string"})
         given = {k: v for k, v in variant.items() if k != "strategy"}
         for key in given:
             if key not in allowed:
@@ -52,12 +51,6 @@ def check_variants(study: str, values: Mapping[str, Any]) -> None:
             options(**given)
         except ValueError as e:
             raise ConfigError(f"config: {where}.{e}") from e
-
-
-def _json_types(kind: Any) -> list[str]:
-    """The JSON types that a text is read as for an option of this kind; the first of several kinds."""
-    kinds = (kind, *get_args(kind))
-    return next((_JSON_TYPES[k] for k in kinds if k in (int, float, bool)), ["string"])
 
 
 def check_models(config: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from stratbench.cell.installation import SCHEMAS
+from stratbench.cell.settings import schema_of_given
 from stratbench.study.config.messages import (
     ConfigError,
     did_you_mean,
@@ -31,8 +32,12 @@ TYPE_NAMES = {
 
 @cache
 def schema() -> dict[str, Any]:
-    """The JSON Schema of config.yaml."""
-    return json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+    """The JSON Schema of config.yaml; in an experiment with the settings that it gives."""
+    whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+    experiment, settings = whole["$defs"]["experiment"], schema_of_given()
+    experiment["required"] += settings["required"]
+    experiment["properties"] |= settings["properties"]
+    return whole
 
 
 def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
