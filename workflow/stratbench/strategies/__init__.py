@@ -26,6 +26,7 @@ REGISTRY: dict[str, str] = {
     "zero1": "stratbench.strategies.zero:ZeRO1",
     "zero1-torch": "stratbench.strategies.zero:TorchZeRO1",
     "tensor": "stratbench.strategies.tensor:TensorParallel",
+    "pipeline": "stratbench.strategies.pipeline:Pipeline",
     "local-sgd": "stratbench.strategies.local_sgd:LocalSGD",
     "diloco": "stratbench.strategies.diloco:DiLoCo",
     "gossip": "stratbench.strategies.gossip:Gossip",

@@ -100,6 +100,8 @@ class Worker:
     trial: Trial | None = None
     #: How the workers divide the work; None: each has a copy of the network.
     mesh: Mesh | None = None
+    #: Of one sample, as the network takes it.
+    input_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh(self.world_size)
@@ -108,6 +110,11 @@ class Worker:
     def data_rank(self) -> int:
         """Which of the `data_workers` shares of each batch is this worker's."""
         return self.mesh.place(self.rank).replica
+
+    @property
+    def draws(self) -> int:
+        """Which random numbers it draws: as others do that compute the same layers on the same samples."""
+        return self.rank // self.mesh.tensor
 
     @property
     def data_workers(self) -> int:
@@ -214,6 +221,11 @@ class Strategy:
     def plain_steps(self) -> int:
         """Steps at the start in which gradients are averaged whole, before what all later ones do."""
         return 0
+
+    @property
+    def parts(self) -> int:
+        """Equal parts in which a step computes its batch, or each part of it by `accumulate`."""
+        return 1
 
     @property
     def first_steps(self) -> tuple[int, ...]:
