@@ -227,6 +227,13 @@ class Strategy:
         """Equal parts in which a step computes its batch, or each part of it by `accumulate`."""
         return 1
 
+    def bubble_share(self, gpus: int) -> float | None:
+        """The share of a step in which a worker waits for others' layers, were all alike and sending free.
+
+        None: not known.
+        """
+        return 0.0
+
     @property
     def first_steps(self) -> tuple[int, ...]:
         """The number of a first step of each kind that the training has: the plan looks at all of them."""
@@ -269,7 +276,7 @@ class Strategy:
     def kept(self) -> dict[str, list[Tensor]]:
         """What it keeps between steps beyond parameters, buffers and the optimizer's state.
 
-        By what it is for (`gradients`, `buckets`, `communication`): the plan says so of their memory.
+        By what it is for (`gradients`, `buckets`, `communication`, `received`): the plan says so of their memory.
         Nothing in them needs to be brought back.
         """
         return {}

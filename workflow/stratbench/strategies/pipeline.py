@@ -75,6 +75,16 @@ class Pipeline(CountedTraffic):
     def parts(self) -> int:
         return self.options.microbatches
 
+    def bubble_share(self, gpus: int) -> float | None:
+        """By (S - 1) / (v m + S - 1) with S workers of a pipeline, m micro-batches, v stages a worker.
+
+        Narayanan et al., 2021, section 2.2. Where gradients of weights fill the bubble, no formula holds.
+        """
+        o, workers = self.options, self.mesh(gpus).stages
+        if o.schedule == "zero-bubble" and workers > 1:
+            return None
+        return (workers - 1) / (STAGES_A_WORKER[o.schedule] * o.microbatches + workers - 1)
+
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
         o = cls.Options(**options)
@@ -105,6 +115,11 @@ class Pipeline(CountedTraffic):
                 "of it; remove the key"
             )
         strategy = cls(cls.Options(**options))
+        if strategy.options.schedule == "zero-bubble" and values["activation_checkpointing"]:
+            yield (
+                ".activation_checkpointing = true: schedule: zero-bubble takes a backward apart, and what is "
+                "computed again cannot be; set it to false, or choose another schedule"
+            )
         for name in values["models"]:
             model = models.MODELS.get(name)
             if model is not None and model.batchnorm:
@@ -146,17 +161,6 @@ class Pipeline(CountedTraffic):
     def n_stages(self, gpus: int) -> int:
         """Stages of a pipeline on `gpus` workers."""
         return self.mesh(gpus).stages * STAGES_A_WORKER[self.options.schedule]
-
-    def bubble_share(self, gpus: int) -> float | None:
-        """The share of a step in which a worker waits, were all stages alike and sending free; None: unknown.
-
-        (S - 1) / (v m + S - 1) with S workers of a pipeline, m micro-batches and v stages a worker
-        (Narayanan et al., 2021, section 2.2). Where gradients of weights fill it, no such formula holds.
-        """
-        o, workers = self.options, self.mesh(gpus).stages
-        if o.schedule == "zero-bubble" and workers > 1:
-            return None
-        return (workers - 1) / (STAGES_A_WORKER[o.schedule] * o.microbatches + workers - 1)
 
     def traits(self, gpus: int) -> base.Traits:
         divides = self.mesh(gpus).stages > 1
@@ -200,11 +204,12 @@ class Pipeline(CountedTraffic):
         precision = partial(base.autocast, worker)
         shared = self._share_gradients(model)
         self._drop_others(model, [i for i in range(n) if i % workers == place.stage])
-        #: The stages that are this worker's.
+        #: What this worker computes of each of its stages.
         self._parts: dict[int, Part] = {
             i: Part(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
             for i in range(place.stage, n, workers)
         }
+        self._stages: list[Stage] = []
         self._schedule, self._batch = None, 0
         self._is_last = True
         self._under_way: list[tuple[Tensor, torch.distributed.Work]] = []
@@ -268,6 +273,10 @@ class Pipeline(CountedTraffic):
                 if p not in used:
                     setattr(module, name, None)
 
+    def kept(self) -> dict[str, list[Tensor]]:
+        infos = [i for s in self._stages for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())]
+        return {"received": [i.buffer for each in infos for i in each if i.buffer is not None]}
+
     # --- a step ------------------------------------------------------------------------------------
 
     def _prepared(self, samples: int) -> Any:
@@ -282,9 +291,9 @@ class Pipeline(CountedTraffic):
         from stratbench.strategies.stages import SCHEDULES
 
         o = self.options
-        stages = [self._stage(i, samples // o.microbatches) for i in self._parts]
+        self._stages = [self._stage(i, samples // o.microbatches) for i in self._parts]
         kind = SCHEDULES[o.schedule]
-        given = stages if STAGES_A_WORKER[o.schedule] > 1 else stages[0]
+        given = self._stages if STAGES_A_WORKER[o.schedule] > 1 else self._stages[0]
         # The loss is divided instead: gradients of several parts of a batch add up.
         return kind(given, o.microbatches, loss_fn=self._loss, scale_grads=False)
 
@@ -343,6 +352,8 @@ class Pipeline(CountedTraffic):
         inputs = (x,) if 0 in self._parts else ()
         target = y if len(self._cut) - 1 in self._parts else None
         schedule.step(*inputs, target=target, return_outputs=False)
+        for stage in self._stages:
+            stage.clear_runtime_states()  # gradients that were sent would stay until the next step
         if not self._losses:
             return torch.zeros((), dtype=self._dtype, device=self.worker.device)
         return torch.stack(self._losses).sum()

@@ -1,0 +1,307 @@
+"""Pipeline parallelism: stages train as one process does, send what is predicted, and are refused where
+they cannot be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_groups import WORLDS, found_by_groups
+
+from launching import ADAMW, settings
+from stratbench.cell import record
+from stratbench.cell.run_folder import RunFolder
+from stratbench.strategies import mesh_of, option_defaults
+from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.mesh import Mesh
+from stratbench.strategies.pipeline import STAGES_A_WORKER, Pipeline
+from stratbench.strategies.single import Single
+from stratbench.strategies.stages import Measured, balanced
+from stratbench.telemetry.collective_count import CollectiveCount
+from stratbench.workload import models, prepared, tasks
+from stratbench.workload.checkpointing import checkpoint_blocks
+from stratbench.workload.gpt import GPT, Block
+from stratbench.workload.pieces import units_of
+from stratbench.workload.prepare import prepare
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH, MICROBATCHES = 6, 12, 8, 7, 16, 4
+STEPS, FEW_STEPS = 20, 5
+#: How far losses, and weights under SGD, may be from one process's; AdamW's weights: near a gradient
+#: of zero its update hangs on rounding.
+LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
+#: Ways to train: settings, and the network.
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "tied"),
+    "own head": ({}, "own head"),
+    "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, "tied"),
+    "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, "tied"),
+    "recomputed": ({"activation_checkpointing": True}, "tied"),
+    "vgg": ({"lr": 0.02}, "vgg-compact"),
+    "vit": ({"lr": 0.02}, "vit-compact"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    name: {"schedule": name, "microbatches": MICROBATCHES} for name in STAGES_A_WORKER
+}
+#: Four workers as two pipelines.
+PAIRS = {f"pairs, {name}": o | {"pipeline_workers": 2} for name, o in OPTIONS.items()}
+
+
+class CountedTwice(Pipeline):
+    """A mutant: what two stages share counts twice in the norm."""
+
+    def wrap(self, model, worker):
+        wrapped = super().wrap(model, worker)
+        self._counted_elsewhere = set()
+        return wrapped
+
+
+class OwnEmbedding(Pipeline):
+    """A mutant: each of two stages learns what they share by itself."""
+
+    def _share_gradients(self, model):
+        shared = super()._share_gradients(model)
+        self._tied = {}
+        return shared
+
+
+class OwnReplicas(Pipeline):
+    """A mutant: each pipeline goes its own way."""
+
+    def _average(self, parameter):
+        self._sent.add(parameter)
+
+
+class TooEarly(Pipeline):
+    """A mutant: a gradient is averaged before its last micro-batch."""
+
+    def _begin_last(self, stage, last):
+        self._ending = stage
+
+    def _average(self, parameter):
+        if parameter not in self._sent:
+            super()._average(parameter)
+
+
+class OneMicrobatch(Pipeline):
+    """A mutant: the loss of a micro-batch counts as that of the whole batch."""
+
+    def _loss(self, scores, y):
+        return super()._loss(scores, y) * self.options.microbatches
+
+
+def network(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if kind in models.MODELS:
+        return models.build(kind, VOCABULARY, (1, 16, 16)).double()
+    tied = kind == "tied"
+    return GPT(VOCABULARY, POSITIONS, layers=LAYERS, heads=4, width=WIDTH, tied=tied).double()
+
+
+def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, world: int):
+    """The strategy, and all parameters that the network has, by name."""
+    changed, kind = WAYS[way]
+    strategy = cls(cls.Options(**options))
+    mesh = strategy.mesh(world)
+    name = kind if kind in models.MODELS else "gpt-compact"
+    s = replace(
+        settings(gpus=world, model=name), precision="fp64", lr=0.1, momentum=0.9,
+        weight_decay=1e-3, nesterov=True, global_batch=BATCH, per_worker_batch=BATCH // mesh.replicas,
+    )  # fmt: skip
+    s = replace(s, **changed)
+    model = network(kind)
+    groups = models.wrap_groups(name, model)
+    if s.activation_checkpointing:
+        checkpoint_blocks(groups)
+    worker = Worker(
+        s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
+        task=tasks.Classification() if name == kind else tasks.NextToken(), mesh=mesh,
+        total_steps=STEPS, input_shape=(1, 16, 16) if name == kind else (POSITIONS,),
+    )  # fmt: skip
+    whole = dict(model.named_parameters())
+    strategy.setup(model, worker)
+    return strategy, whole
+
+
+def steps_of(way: str) -> int:
+    """The plain way shows that nothing adds up over many steps; of the others a few tell."""
+    return STEPS if way == "plain" else FEW_STEPS
+
+
+def samples(way: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    n = steps_of(way) * BATCH
+    if WAYS[way][1] in models.MODELS:
+        images = torch.randn(n, 1, 16, 16, generator=generator, dtype=torch.float64)
+        return images, torch.randint(VOCABULARY, (n,), generator=generator)
+    text = torch.randint(VOCABULARY, (n, POSITIONS + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def whole_weights(strategy: Collective, whole: dict[str, torch.nn.Parameter], world: int):
+    """All parameters, of which each worker has some; where several have one, their mean."""
+    own, found = set(strategy.model.parameters()), []
+    for p in whole.values():
+        value = p.detach().clone() if p in own else torch.zeros_like(p)
+        holders = torch.tensor(float(p in own))
+        if world > 1:
+            dist.all_reduce(value)
+            dist.all_reduce(holders)
+        found.append(value / holders)
+    return found
+
+
+def trajectory(
+    cls: type[Collective], options: dict[str, Any], way: str, rank: int, world: int
+) -> dict[str, Any]:
+    """Losses over all samples [steps], final weights, and scores of an evaluation; after a warm-up."""
+    strategy, whole = set_up(cls, options, way, rank, world)
+    x, y = samples(way)
+    mesh, each = strategy.worker.mesh, strategy.worker.settings.per_worker_batch
+    saved = strategy.save()
+    for _ in range(2):
+        strategy.step(x[:each].flip(0), y[:each])
+    with strategy.evaluating() as evaluated, torch.no_grad():
+        evaluated(x[:4])
+    strategy.restore(saved)
+    batches = islice(strategy.batches(torch.arange(len(x)), 0), steps_of(way))
+    losses = torch.stack([strategy.step(x[i], y[i]) for i in batches])
+    with strategy.evaluating() as evaluated, torch.no_grad():
+        scores = evaluated(x[:4])
+    if not mesh.speaks(rank):
+        losses = torch.zeros_like(losses)
+    if world > 1:
+        dist.all_reduce(losses)
+        dist.all_reduce(scores)  # zeros on all workers but the last stage's
+    held = torch.tensor(float(strategy.model_states()["parameters_bytes"]))
+    if world > 1:
+        dist.all_reduce(held)
+    return {
+        "losses": losses / mesh.replicas, "weights": whole_weights(strategy, whole, world),
+        "scores": scores / mesh.replicas, "bytes": float(held),
+        "sent": strategy.communication()["sent_bytes_per_step"] if world > 1 else 0,
+        "updates": strategy.report()["updates_applied"],
+        "details": strategy.report()["details"],
+    }  # fmt: skip
+
+
+def traffic(options: dict[str, Any], rank: int, world: int, batch: int) -> float:
+    """Bytes of activations and their gradients that all workers together send in a step of `batch`."""
+    strategy, _ = set_up(Pipeline, options, "own head", rank, world)
+    x, y = samples("own head")
+    strategy._sent_bytes = 0.0  # its own count is looked at elsewhere
+    strategy.step(x[:batch], y[:batch])  # the schedule has its workers agree before its first step
+    with CollectiveCount() as count:
+        strategy.step(x[:batch], y[:batch])
+    sent = torch.tensor(float(sum(c.n_bytes for c in count.calls if c.kind == "send")))
+    dist.all_reduce(sent)
+    return float(sent)
+
+
+def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
+    """Whether the small networks have so many stages; what zero-bubble takes apart cannot be recomputed."""
+    n = Pipeline(Pipeline.Options(**options)).n_stages(world)
+    if WAYS[way][1] in models.MODELS and n > models.MODELS[WAYS[way][1]].most_stages:
+        return False
+    return not (way == "recomputed" and options["schedule"] == "zero-bubble")
+
+
+def work(world: int, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        tried = OPTIONS | (PAIRS if world == 4 else {})
+        for name, options in tried.items():
+            if not is_possible(way, options, world):
+                continue
+            found[f"{way}: {name}"] = trajectory(Pipeline, options, way, rank, world)
+        if world == 1:
+            found[f"{way}: single"] = trajectory(Single, {}, way, rank, 1)
+    if world == 4:
+        for cls, options, way in MUTANTS:
+            found[cls.__name__] = trajectory(cls, options, way, rank, world)
+    if world > 1:
+        found["traffic"] = {
+            name: [traffic(options, rank, world, batch) for batch in (4, 16)]
+            for name, options in OPTIONS.items()
+        }
+    return found
+
+
+MUTANTS = (
+    (CountedTwice, OPTIONS["1f1b"], "parts and clip"),
+    (OwnEmbedding, OPTIONS["1f1b"], "plain"),
+    (OwnReplicas, PAIRS["pairs, 1f1b"], "plain"),
+    (TooEarly, PAIRS["pairs, gpipe"], "plain"),
+    (OneMicrobatch, OPTIONS["gpipe"], "plain"),
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[int, dict[str, Any]]:
+    return found_by_groups(work, tmp_path_factory.mktemp("pipeline"), 560)
+
+
+def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one[key], other[key], strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_stages_train_as_one_process_does(found, world, way):
+    one = found[1][f"{way}: single"]
+    held = {k: v for k, v in found[world].items() if k.startswith(f"{way}: ") and "single" not in k}
+    assert len(held) >= 2
+    for name, ours in held.items():
+        assert distance(ours, one, "losses") < LOSSES, name
+        limit = ADAMW_WEIGHTS if way == "adamw" else WEIGHTS
+        assert distance(ours, one, "weights") < limit, name
+        assert distance(ours, one, "scores") < 100 * limit, name
+        assert ours["updates"] == steps_of(way)
+
+
+@pytest.mark.parametrize(("cls", "way"), [(m[0], m[2]) for m in MUTANTS], ids=lambda m: str(m))
+def test_mutants_are_seen(found, cls, way):
+    one = found[1][f"{way}: single"]
+    assert distance(found[4][cls.__name__], one, "weights") > 1e-6
+
+
+@pytest.mark.parametrize("schedule", OPTIONS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_boundary_is_crossed_by_activations_and_their_gradients(found, world, schedule):
+    boundaries = world * STAGES_A_WORKER[schedule] - 1
+    for batch, sent in zip((4, 16), found[world]["traffic"][schedule], strict=True):
+        assert sent == boundaries * 2 * batch * POSITIONS * WIDTH * 8
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_sent_is_recorded(found, world):
+    """On the first worker: the activations of a batch, and a shared embedding's gradient by the ring."""
+    activations = BATCH * POSITIONS * WIDTH * 8
+    embedding = VOCABULARY * WIDTH * 8
+    sent = found[world]["plain: 1f1b"]["sent"]
+    agreement = 16  # the schedule's, before its first step
+    assert activations + embedding <= sent <= activations + embedding + agreement
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_parameter_is_where_it_is_used(found, world):
+    whole = found[1]["plain: single"]["bytes"]
+    for schedule in OPTIONS:
+        assert found[world][f"own head: {schedule}"]["bytes"] == found[1]["own head: single"]["bytes"]
+        assert found[world][f"plain: {schedule}"]["bytes"] == whole + VOCABULARY * WIDTH * 8
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_bubble_is_predicted(found, world):
+    for schedule, a_worker in STAGES_A_WORKER.items():
+        predicted = found[world][f"plain: {schedule}"]["details"]["predicted_bubble_share"]
+        if schedule == "zero-bubble" and world > 1:
+            assert predicted is None
+        else:
+            assert predicted == (world - 1) / (a_worker * MICROBATCHES + world - 1)
