@@ -32,7 +32,7 @@ from stratbench.workload.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH, MICROBATCHES = 6, 12, 8, 7, 16, 4
-STEPS, FEW_STEPS = 20, 5
+STEPS, FEW_STEPS = 20, 3
 #: How far losses, and weights under SGD, may be from one process's; AdamW's weights: near a gradient
 #: of zero its update hangs on rounding.
 LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
@@ -205,11 +205,10 @@ def traffic(options: dict[str, Any], rank: int, world: int, batch: int) -> float
 
 
 def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
-    """Whether the small networks have so many stages; what zero-bubble takes apart cannot be recomputed."""
-    n = Pipeline(Pipeline.Options(**options)).n_stages(world)
-    if WAYS[way][1] in models.MODELS and n > models.MODELS[WAYS[way][1]].most_stages:
-        return False
-    return not (way == "recomputed" and options["schedule"] == "zero-bubble")
+    """Whether the network has so many stages."""
+    kind = WAYS[way][1]
+    most = models.MODELS[kind].most_stages if kind in models.MODELS else LAYERS + 2
+    return Pipeline(Pipeline.Options(**options)).n_stages(world) <= most
 
 
 def work(world: int, rank: int) -> dict[str, Any]:
@@ -293,7 +292,9 @@ def test_what_is_sent_is_recorded(found, world):
 def test_a_parameter_is_where_it_is_used(found, world):
     whole = found[1]["plain: single"]["bytes"]
     for schedule in OPTIONS:
-        assert found[world][f"own head: {schedule}"]["bytes"] == found[1]["own head: single"]["bytes"]
+        assert (
+            found[world][f"own head: {schedule}"]["bytes"] == found[1]["own head: single"]["bytes"]
+        )
         assert found[world][f"plain: {schedule}"]["bytes"] == whole + VOCABULARY * WIDTH * 8
 
 
@@ -305,3 +306,114 @@ def test_the_bubble_is_predicted(found, world):
             assert predicted is None
         else:
             assert predicted == (world - 1) / (a_worker * MICROBATCHES + world - 1)
+
+
+# --- how a network is cut ------------------------------------------------------------------------
+
+
+def cut(name: str, stages: int = 1):
+    shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
+    model = models.build(name, VOCABULARY, shape).eval()
+    return (
+        model,
+        shape,
+        units_of(model, models.pieces_of(name, model), models.wrap_groups(name, model)),
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in models.MODELS if models.has_pieces(n)])
+def test_pieces_are_the_forward(name):
+    if models.MODELS[name].parameters > 20_000_000:
+        pytest.skip("its small relative has the same pieces")
+    model, shape, units = cut(name)
+    x = torch.zeros(2, *shape, dtype=torch.int64) if len(shape) == 1 else torch.randn(2, *shape)
+    whole, own = model(x), set()
+    for unit in units:
+        for piece in unit:
+            x = piece.call(model, x)
+            own.update(piece.parameters(model))
+    assert torch.equal(x, whole)
+    assert own == set(model.parameters())
+
+
+@pytest.mark.parametrize("name", [n for n in models.MODELS if models.has_pieces(n)])
+def test_the_most_stages_are_the_units(name):
+    shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
+    model = models.build_without_memory(name, VOCABULARY, shape)
+    units = units_of(model, models.pieces_of(name, model), models.wrap_groups(name, model))
+    assert len(units) == models.MODELS[name].most_stages
+    assert all(any(True for p in unit for _ in p.parameters(model)) for unit in units)
+
+
+def units(*flops: int) -> list[Measured]:
+    return [Measured(n, 1, ()) for n in flops]
+
+
+def test_stages_are_balanced_by_work_and_then_by_memory():
+    assert balanced(units(0, 2, 2, 2, 2, 2), 2) == [3, 3]
+    assert balanced(units(0, 1, 1, 1, 1, 5), 2) == [5, 1]
+    assert balanced(units(3, 1, 1, 1), 4) == [1, 1, 1, 1]
+    # With either cut some stage computes 2: the one that holds less counts.
+    one = [Measured(1, 1, ()), Measured(1, 100, ()), Measured(0, 100, ())]
+    assert balanced(one, 2) == [2, 1]
+    with pytest.raises(ValueError, match="2 units cannot be 3 stages"):
+        balanced(units(1, 1), 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "mesh"),
+    [
+        ({}, 4, Mesh(1, stages=4)),
+        ({"pipeline_workers": 2}, 4, Mesh(2, stages=2)),
+        ({"pipeline_workers": 2}, 1, Mesh(1)),
+    ],
+)
+def test_how_workers_are_divided(options, gpus, mesh):
+    assert Pipeline(Pipeline.Options(**options)).mesh(gpus) == mesh
+
+
+def test_groups_that_do_not_come_out_even_are_refused():
+    with pytest.raises(ValueError, match="pipeline_workers = 2 does not divide 3 workers"):
+        Pipeline(Pipeline.Options(pipeline_workers=2)).mesh(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "batch", "said"),
+    [
+        ({"microbatches": 2}, 4, 32, "microbatches = 2: fewer than the 4 workers"),
+        ({"microbatches": 6, "schedule": "interleaved"}, 4, 24, "set a multiple of 4"),
+        ({"microbatches": 8}, 2, 12, "a replica's batch of 12 cannot be divided"),
+    ],
+)
+def test_micro_batches_that_do_not_come_out_even_are_refused(options, gpus, batch, said):
+    with pytest.raises(ValueError, match=said):
+        Pipeline.check("pipeline", options, gpus, batch)
+
+
+def refused(**values: Any) -> list[str]:
+    block = {
+        "models": ["gpt-compact"], "gpus": [1, 2, 4], "compile": False, "accumulate": 1,
+        "global_batch": 32, "slowdown": None,
+    }  # fmt: skip
+    options = option_defaults("pipeline") | values.pop("options", {})
+    return list(Pipeline.refusals(options, block | values))
+
+
+def test_what_cannot_be_cut_is_refused_before_any_job():
+    assert refused() == []
+    assert refused(models=["vgg-compact", "vit-compact", "vgg16", "vit_b_16"]) == []
+    (said,) = refused(models=["convnext-compact"])
+    assert "does not state its forward as pieces" in said
+    assert "gpt-compact" in said
+    (said,) = refused(models=["resnet-compact"])
+    assert "BatchNorm would normalise over micro-batches" in said
+    (said,) = refused(gpus=[8])
+    assert "gpt-compact can be cut into 6 stages, not into 8" in said
+    (said,) = refused(options={"schedule": "interleaved"})
+    assert "gpt-compact can be cut into 6 stages, not into 8" in said
+    assert refused(options={"schedule": "interleaved", "pipeline_workers": 2}) == []
+    (said,) = refused(compile=True)
+    assert ".compile" in said
+    (said,) = refused(slowdown={"workers": [0], "factor": 2})
+    assert ".slowdown" in said
+    assert "32 cannot be divided into 8 micro-batches" in refused(accumulate=8)[0]

@@ -56,9 +56,13 @@ class Pipeline(CountedTraffic):
         schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = option(
             "1f1b", "the order in which a worker computes forwards and backwards of micro-batches"
         )
-        microbatches: int = option(8, "parts of a replica's batch that go through one by one", least=1)
+        microbatches: int = option(
+            8, "parts of a replica's batch that go through one by one", least=1
+        )
         pipeline_workers: int | Literal["all"] = option(
-            "all", "workers that hold a network between them; several such groups are replicas", least=1
+            "all",
+            "workers that hold a network between them; several such groups are replicas",
+            least=1,
         )
 
     def mesh(self, gpus: int) -> Mesh:
@@ -115,11 +119,6 @@ class Pipeline(CountedTraffic):
                 "of it; remove the key"
             )
         strategy = cls(cls.Options(**options))
-        if strategy.options.schedule == "zero-bubble" and values["activation_checkpointing"]:
-            yield (
-                ".activation_checkpointing = true: schedule: zero-bubble takes a backward apart, and what is "
-                "computed again cannot be; set it to false, or choose another schedule"
-            )
         for name in values["models"]:
             model = models.MODELS.get(name)
             if model is not None and model.batchnorm:
@@ -198,7 +197,9 @@ class Pipeline(CountedTraffic):
         #: Of each stage its pieces, and the shape of what it gives for a sample.
         self._cut = [sum(units[e - k : e], []) for e, k in zip(ends, sizes, strict=True)]
         self._shapes = [found[end - 1].shape for end in ends]
-        self._work = [sum(u.flops for u in found[e - k : e]) for e, k in zip(ends, sizes, strict=True)]
+        self._work = [
+            sum(u.flops for u in found[e - k : e]) for e, k in zip(ends, sizes, strict=True)
+        ]
         self._dtype = next(model.parameters()).dtype
         layout = batch_format(worker.settings.precision, worker.device.type)
         precision = partial(base.autocast, worker)
@@ -274,7 +275,11 @@ class Pipeline(CountedTraffic):
                     setattr(module, name, None)
 
     def kept(self) -> dict[str, list[Tensor]]:
-        infos = [i for s in self._stages for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())]
+        infos = [
+            i
+            for s in self._stages
+            for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())
+        ]
         return {"received": [i.buffer for each in infos for i in each if i.buffer is not None]}
 
     # --- a step ------------------------------------------------------------------------------------
@@ -316,7 +321,9 @@ class Pipeline(CountedTraffic):
 
         device, layout = self.worker.device, torch.contiguous_format
         if i < 0:
-            return example_batch(samples, self.worker.input_shape, 1, device, self._dtype, layout)[0]
+            return example_batch(samples, self.worker.input_shape, 1, device, self._dtype, layout)[
+                0
+            ]
         shape = (samples, *self._shapes[i])
         return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
 

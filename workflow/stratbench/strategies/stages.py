@@ -113,7 +113,11 @@ class Part(nn.Module):
             x = x.contiguous(memory_format=self._layout)
         for piece in self.pieces:
             x = piece.call(model, x)
-        return x if self._is_last else x.to(self._dtype).contiguous()
+        if self._is_last:
+            return x
+        x = x.to(self._dtype).contiguous()
+        # Zero-bubble lets go of the graph in place, which views do not bear.
+        return x.clone() if x._is_view() else x
 
     def forward(self, x: Tensor) -> Tensor:
         with self._precision():
