@@ -26,7 +26,7 @@ from stratbench.strategies.stages import Measured, balanced
 from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.workload import models, prepared, tasks
 from stratbench.workload.checkpointing import checkpoint_blocks
-from stratbench.workload.gpt import GPT, Block
+from stratbench.workload.gpt import GPT
 from stratbench.workload.pieces import units_of
 from stratbench.workload.prepare import prepare
 
@@ -311,7 +311,7 @@ def test_the_bubble_is_predicted(found, world):
 # --- how a network is cut ------------------------------------------------------------------------
 
 
-def cut(name: str, stages: int = 1):
+def cut(name: str):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
     model = models.build(name, VOCABULARY, shape).eval()
     return (
@@ -353,8 +353,8 @@ def test_stages_are_balanced_by_work_and_then_by_memory():
     assert balanced(units(0, 2, 2, 2, 2, 2), 2) == [3, 3]
     assert balanced(units(0, 1, 1, 1, 1, 5), 2) == [5, 1]
     assert balanced(units(3, 1, 1, 1), 4) == [1, 1, 1, 1]
-    # With either cut some stage computes 2: the one that holds less counts.
-    one = [Measured(1, 1, ()), Measured(1, 100, ()), Measured(0, 100, ())]
+    # With either cut both stages compute 1: the one that holds less counts.
+    one = [Measured(1, 1, ()), Measured(0, 100, ()), Measured(1, 100, ())]
     assert balanced(one, 2) == [2, 1]
     with pytest.raises(ValueError, match="2 units cannot be 3 stages"):
         balanced(units(1, 1), 3)
@@ -417,3 +417,47 @@ def test_what_cannot_be_cut_is_refused_before_any_job():
     (said,) = refused(slowdown={"workers": [0], "factor": 2})
     assert ".slowdown" in said
     assert "32 cannot be divided into 8 micro-batches" in refused(accumulate=8)[0]
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def prepared_cell(folder: Path, workers: int, **options: Any):
+    """Settings of a cell with stages, and its data, prepared in `folder`."""
+    spec = {"source": "markov-text", "train_samples": 256, "test_samples": 24, "vocabulary": 8,
+            "sequence": 16}  # fmt: skip
+    prepare("text", folder, spec=spec)
+    options = option_defaults("pipeline") | {"microbatches": 4} | options
+    replicas = mesh_of("pipeline", options, workers).replicas
+    return settings(
+        "pipeline", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
+        global_batch=16, per_worker_batch=16 // replicas, lr=0.02,
+        data_spec=prepared.read_meta(folder)["spec"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"), [(2, {"schedule": "gpipe"}), (4, {"pipeline_workers": 2})]
+)
+def test_a_cell_trains_and_its_record_says_its_stages(
+    start_cell: Callable[..., Any], tmp_path, workers, options
+):
+    s = prepared_cell(tmp_path / "text", workers, **options)
+    cell = start_cell(s, data_dir=tmp_path / "text")
+    code, output = cell.finish(200)
+    assert code == 0, output
+    made = record.read(cell.record)
+    assert made["status"] == "ok"
+    assert made["strategy"]["mesh"] == {"replicas": workers // 2, "tensor": 1, "stages": 2}
+    assert made["batch"]["samples_seen"] == made["batch"]["samples_applied"] == 256
+    assert sum(w["samples"] for w in made["workers"]) == 2 * 256
+    assert made["communication"]["sent_bytes_per_step"] > 0
+    details = made["strategy"]["details"]
+    assert [len(s["pieces"]) for s in details["stages"]] == [3, 4]
+    assert details["predicted_bubble_share"] == 1 / 5
+    assert 0 < made["time"]["bubble_share"] < 1
+    assert made["time"]["breakdown_ms"]["bubble"] > 0
+    peaks = made["memory"]["stages"]
+    assert len(peaks) == 2
+    assert made["memory"]["peak_bytes"] == max(p["peak_bytes"] for p in peaks)
+    assert made["score"]["per_epoch"][0]["train_loss"] > 0

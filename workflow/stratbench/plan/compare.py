@@ -52,7 +52,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
         "base_mib_predicted": _mib(base_bytes),
         "base_mib_measured": _mib(measured_base_bytes(record)),
         "resident_mib_measured": _mib(record["memory"]["peak_bytes"]),
-        "states_bytes_predicted": sum(footprint.model_states_bytes.values()),
+        "states_bytes_predicted": max(sum(f.model_states_bytes.values()) for f in footprint.each),
         "states_bytes_measured": _sum(record["memory"]["model_states"]),
         "sent_bytes_predicted": sent_bytes_of_record(s, footprint),
         "sent_bytes_measured": (record.get("communication") or {}).get("sent_bytes_per_step"),

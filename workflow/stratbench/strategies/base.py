@@ -276,8 +276,8 @@ class Strategy:
     def kept(self) -> dict[str, list[Tensor]]:
         """What it keeps between steps beyond parameters, buffers and the optimizer's state.
 
-        By what it is for (`gradients`, `buckets`, `communication`, `received`): the plan says so of their memory.
-        Nothing in them needs to be brought back.
+        By what it is for (`gradients`, `buckets`, `communication`, `received`): the plan says so of their
+        memory. Nothing in them needs to be brought back.
         """
         return {}
 

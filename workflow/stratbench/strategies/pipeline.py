@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
@@ -192,14 +193,11 @@ class Pipeline(CountedTraffic):
         units = units_of(model, pieces, worker.wrap_groups)
         found = self.measure(model, units)
         n = self.n_stages(worker.world_size)
-        sizes = balanced(found, n)
-        ends = [sum(sizes[: i + 1]) for i in range(n)]
-        #: Of each stage its pieces, and the shape of what it gives for a sample.
-        self._cut = [sum(units[e - k : e], []) for e, k in zip(ends, sizes, strict=True)]
-        self._shapes = [found[end - 1].shape for end in ends]
-        self._work = [
-            sum(u.flops for u in found[e - k : e]) for e, k in zip(ends, sizes, strict=True)
-        ]
+        ends = [0, *accumulate(balanced(found, n))]
+        #: Of each stage its pieces, the work of a sample, and the shape of what it gives for one.
+        self._cut = [list(chain(*units[i:j])) for i, j in pairwise(ends)]
+        self._work = [sum(u.flops for u in found[i:j]) for i, j in pairwise(ends)]
+        self._shapes = [found[end - 1].shape for end in ends[1:]]
         self._dtype = next(model.parameters()).dtype
         layout = batch_format(worker.settings.precision, worker.device.type)
         precision = partial(base.autocast, worker)

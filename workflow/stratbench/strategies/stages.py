@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -59,28 +59,36 @@ def balanced(units: Sequence[Measured], stages: int) -> list[int]:
     Where several ways are equal in that, the one with the least parameters on one stage. ValueError where
     there are fewer units than stages.
     """
-    n = len(units)
-    if n < stages:
-        raise ValueError(f"{n} units cannot be {stages} stages")
-    flops = [0, *accumulate(u.flops for u in units)]
-    held = [0, *accumulate(u.parameter_bytes for u in units)]
-    # Of the first `end` units in so many stages: the most work, the most memory, and where each ends.
-    best = {0: (0, 0, ())}
+    if len(units) < stages:
+        raise ValueError(f"{len(units)} units cannot be {stages} stages")
+    flops, held = [u.flops for u in units], [u.parameter_bytes for u in units]
+    most, _ = _split(flops, stages, lambda start, end: True)
+    _, ends = _split(held, stages, lambda start, end: sum(flops[start:end]) <= most)
+    return [end - start for start, end in pairwise((0, *ends))]
+
+
+def _split(
+    costs: Sequence[int], stages: int, allowed: Callable[[int, int], bool]
+) -> tuple[int, tuple[int, ...]]:
+    """The least cost that the dearest of `stages` can have, and where each stage ends then.
+
+    `allowed`: whether the units from `start` to before `end` may be a stage.
+    """
+    n = len(costs)
+    best: dict[int, tuple[int, tuple[int, ...]]] = {
+        0: (0, ())
+    }  # of the first units, by their number
     for stage in range(1, stages + 1):
-        best = {
-            end: min(
-                (
-                    max(best[start][0], flops[end] - flops[start]),
-                    max(best[start][1], held[end] - held[start]),
-                    (*best[start][2], end),
-                )
-                for start in best
-                if start < end
-            )
+        ways = {
+            end: [
+                (max(dearest, sum(costs[start:end])), (*ends, end))
+                for start, (dearest, ends) in best.items()
+                if start < end and allowed(start, end)
+            ]
             for end in range(stage, n - stages + stage + 1)
         }
-    ends = best[n][2]
-    return [end - start for start, end in zip((0, *ends), ends, strict=False)]
+        best = {end: min(found) for end, found in ways.items() if found}
+    return best[n]
 
 
 class Part(nn.Module):

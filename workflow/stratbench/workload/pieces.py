@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -74,7 +75,7 @@ def units_of(
     if any(True for piece in pieces[after:] for _ in piece.parameters(model)):
         starts.add(after)
     ordered = [*sorted(starts), len(pieces)]
-    return [pieces[i:j] for i, j in zip(ordered, ordered[1:], strict=False)]
+    return [pieces[i:j] for i, j in pairwise(ordered)]
 
 
 # --- torchvision's networks -----------------------------------------------------------------------
