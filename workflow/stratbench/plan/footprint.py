@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.plan.reductions import Reduction
 from stratbench.plan.request import Request
-from stratbench.strategies import mesh_of, strategy_class
+from stratbench.strategies import mesh_of
 from stratbench.telemetry.flops import counted_flops
 from stratbench.workload import models
 
@@ -212,8 +212,7 @@ def make_footprint(request: Request) -> Footprint:
 def _footprint_of(request: Request, stage: int) -> Footprint:
     from stratbench.plan import fake
 
-    cls = strategy_class(request.strategy)
-    parts = request.accumulate * cls(cls.Options(**dict(request.options))).parts
+    parts = request.parts
     batches = [parts * batch for batch in BATCHES]
     trace, strategy = fake.traced_steps(request, batches, stage=stage)
     steps, edges = _two_steps(trace)
