@@ -460,4 +460,12 @@ def test_a_cell_trains_and_its_record_says_its_stages(
     peaks = made["memory"]["stages"]
     assert len(peaks) == 2
     assert made["memory"]["peak_bytes"] == max(p["peak_bytes"] for p in peaks)
-    assert made["score"]["per_epoch"][0]["train_loss"] > 0
+    alone = start_cell(replace(s, strategy="single", options={}, gpus=1, per_worker_batch=16),
+                       data_dir=tmp_path / "text")  # fmt: skip
+    code, output = alone.finish(200)
+    assert code == 0, output
+    one = record.read(alone.record)
+    for what in ("train_loss", "test_loss", "score"):
+        (ours,), (its,) = ([e[what] for e in r["score"]["per_epoch"]] for r in (made, one))
+        assert ours == pytest.approx(its, rel=1e-5), what
+    assert made["model"] == one["model"]
