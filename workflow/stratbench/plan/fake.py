@@ -427,28 +427,15 @@ def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
 
 
 class FakePipeline(Pipeline):
-    """A worker of a pipeline whose other stages are not there: they agree with whatever it says."""
+    """A worker of a pipeline whose other stages are not there."""
 
     def measure(self, *args: Any) -> list[Measured]:
         with unset_fake_temporarily():
             return super().measure(*args)
 
-    def make_schedule(self, samples: int) -> Any:
-        schedule = super().make_schedule(samples)
-        schedule._warmup_p2p = _agree
-        return schedule
-
     def forget_schedule(self) -> None:
         """Have the next step make its own buffers, as large as its batch."""
         self._schedule, self._stages, self._batch = None, [], 0
-
-
-def _agree(stages: list[Any], *_: Any) -> None:
-    """What the stages' workers tell one another first: that the shapes of all were given."""
-    from torch.distributed.pipelining.stage import InferenceMode
-
-    for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
 
 
 class FakeDDP(DDP):

@@ -208,6 +208,7 @@ class Pipeline(CountedTraffic):
             i: Part(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
             for i in range(place.stage, n, workers)
         }
+        self._connect()
         self._stages: list[Stage] = []
         self._schedule, self._batch = None, 0
         self._is_last = True
@@ -222,6 +223,21 @@ class Pipeline(CountedTraffic):
             for p in self._by_stage:
                 p.register_post_accumulate_grad_hook(self._send)
         return model
+
+    def _connect(self) -> None:
+        """Send something over each boundary: NCCL connects two workers when they first do."""
+        import torch
+        import torch.distributed as dist
+
+        rank, workers = dist.get_rank(self._pipe), self.worker.mesh.stages
+        nothing = torch.zeros(1, device=self.worker.device)
+        dist.all_reduce(nothing, group=self._pipe)
+        for i in range(len(self._cut) - 1 if workers > 1 else 0):
+            sender, receiver = i % workers, (i + 1) % workers
+            if rank == sender:
+                dist.send(nothing, dist.get_global_rank(self._pipe, receiver), group=self._pipe)
+            elif rank == receiver:
+                dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
 
     def measure(self, model: nn.Module, units: list[list[Piece]]) -> list[Measured]:
         """What each unit of the network computes, counted on tensors without memory."""
@@ -291,14 +307,16 @@ class Pipeline(CountedTraffic):
 
     def make_schedule(self, samples: int) -> Any:
         """Stages and their schedule for `samples`; buffers for what is received come with its first step."""
-        from stratbench.strategies.stages import SCHEDULES
+        from stratbench.strategies.stages import SCHEDULES, agree
 
         o = self.options
         self._stages = [self._stage(i, samples // o.microbatches) for i in self._parts]
         kind = SCHEDULES[o.schedule]
         given = self._stages if STAGES_A_WORKER[o.schedule] > 1 else self._stages[0]
         # The loss is divided instead: gradients of several parts of a batch add up.
-        return kind(given, o.microbatches, loss_fn=self._loss, scale_grads=False)
+        schedule = kind(given, o.microbatches, loss_fn=self._loss, scale_grads=False)
+        schedule._warmup_p2p = agree
+        return schedule
 
     def _stage(self, i: int, samples: int) -> Stage:
         from stratbench.strategies.stages import Stage

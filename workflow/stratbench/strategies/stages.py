@@ -91,6 +91,17 @@ def _split(
     return best[n]
 
 
+def agree(stages: Sequence[PipelineStage], *_: Any, **__: Any) -> None:
+    """In place of PyTorch's asking all workers, by messages, whether they were given the shapes: they were.
+
+    Those that were not would be sent as pickles, and none is unpickled here (PyTorch from 2.13 on asks).
+    """
+    from torch.distributed.pipelining import stage
+
+    for each in stages:
+        each._inference_mode = stage.InferenceMode.STATIC
+
+
 class Part(nn.Module):
     """The pieces of one stage. What it gives has the weights' number format, and lies in one piece.
 
