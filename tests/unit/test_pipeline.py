@@ -343,7 +343,7 @@ def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
     for stage, footprint in enumerate(planned):
         assert sum(footprint.model_states_bytes.values()) == seen["states"][stage]
         assert footprint.training_peak(BATCH).n_bytes == pytest.approx(
-            seen["peaks"][stage], rel=0.01
+            seen["peaks"][stage], rel=0.02
         )
 
 
