@@ -45,6 +45,29 @@ def test_one_worker_of_each_replica_counts_and_has_the_loss(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_only_who_computes_the_same_draws_the_same(mesh):
+    """Dropout is alike on the workers that divide a layer, and on no other two."""
+    by_draws: dict[int, set[tuple[int, int]]] = {}
+    for rank in range(mesh.workers):
+        worker = Worker(
+            settings(),
+            rank,
+            mesh.workers,
+            1,
+            torch.device("cpu"),
+            RunFolder("nowhere"),
+            [],
+            mesh=mesh,
+        )
+        place = mesh.place(rank)
+        by_draws.setdefault(worker.draws, set()).add((place.replica, place.stage))
+    assert len(by_draws) == mesh.replicas * mesh.stages
+    assert all(len(places) == 1 for places in by_draws.values())
+    if mesh.stages == 1:
+        assert all(draws == replica for draws, ((replica, _),) in by_draws.items())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
     s = replace(settings(gpus=mesh.workers), global_batch=12, per_worker_batch=12 // mesh.replicas)
     order = torch.randperm(30)

@@ -20,6 +20,7 @@ from stratbench.strategies import REGISTRY, slowdown, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.strategies.slowdown import Slowdown
+from stratbench.strategies.splitting.pipeline import Pipeline
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
@@ -92,7 +93,11 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
     return result
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+#: Strategies that can be slowed.
+ABLE = [name for name in REGISTRY if not issubclass(strategy_class(name), Pipeline)]
+
+
+@pytest.mark.parametrize("name", ABLE)
 def test_a_slowed_worker_is_as_slow_as_the_study_says(
     name, group, tmp_path, tiny_data, monkeypatch
 ):

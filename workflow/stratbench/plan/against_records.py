@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from stratbench.cell import software_gpu
@@ -51,7 +52,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
         "base_mib_predicted": _mib(base_bytes),
         "base_mib_measured": _mib(measured_base_bytes(record)),
         "resident_mib_measured": _mib(record["memory"]["peak_bytes"]),
-        "states_bytes_predicted": sum(footprint.model_states_bytes.values()),
+        "states_bytes_predicted": max(sum(f.model_states_bytes.values()) for f in footprint.each),
         "states_bytes_measured": _sum(record["memory"]["model_states"]),
         "sent_bytes_predicted": sent_bytes_of_record(s, footprint),
         "sent_bytes_measured": (record.get("communication") or {}).get("sent_bytes_per_step"),
@@ -80,7 +81,8 @@ def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> li
 def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
     """Bytes that exist before the first step, data set included. Records count a peak from there."""
     between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
-    return between_bytes + predicted.parts_bytes["data"]
+    # Buffers for what other stages send are as large as the batch, and are made in the warm-up.
+    return between_bytes + predicted.parts_bytes["data"] + predicted.parts_bytes.get("received", 0)
 
 
 def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
@@ -122,8 +124,12 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
     """
     if s.served:
         return sent_bytes(s, footprint) / s.steps_per_batch
-    counted = [c for c in footprint.collectives if c[1] > _FLAG_BYTES or c[3:]]
-    return mean_wire_bytes(s, footprint, counted, on_gloo=False)
+    return fmean(
+        mean_wire_bytes(
+            s, f, [c for c in f.collectives if c[1] > _FLAG_BYTES or c[3:]], on_gloo=False
+        )
+        for f in footprint.each
+    )
 
 
 #: The loss scaler's flag is one float.

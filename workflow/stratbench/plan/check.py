@@ -278,7 +278,7 @@ def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:
                 stack.enter_context(fake.CudaAutocast())
-            strategy.step(*fake.batch_of(request, SAMPLES * request.accumulate))
+            strategy.step(*fake.batch_of(request, SAMPLES * request.parts))
             fake.evaluate(strategy, request)
         except ModelError as error:
             return str(error)

@@ -64,6 +64,7 @@ class Work:
     evaluations: int
     replicas: int
     nodes: int
+    bubble_share: float = 0.0  # of a step, in which a worker waits for others' layers
     slowdown: float = 1.0  # how many times slower the slowest worker is made on purpose
     recomputes: bool = False  # whether nearly all of forward is computed once more in backward
 
@@ -89,6 +90,7 @@ def _step_s(work: Work, device: Device, slow: int) -> float:
     parts_s.append(f.operations_per_step * launch_s[slow])
     # All may wait for the slowed worker, or none.
     compute_s = (sum(parts_s) * work.slowdown if slow else max(parts_s)) * work.pushes
+    compute_s /= 1 - work.bubble_share
     sent_s = communication_s(work, device, slow)
     return compute_s + sent_s if slow else max(compute_s, sent_s)
 

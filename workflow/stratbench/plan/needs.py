@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
@@ -93,13 +94,14 @@ def sent_bytes(s: Subject, footprint: Footprint) -> float:
             s.settings.strategy, s.settings.options, footprint.flat_bytes, over_tcp
         )
         return sent
-    return mean_wire_bytes(s, footprint, footprint.collectives, on_gloo=not s.request.on_cuda)
+    on_gloo = not s.request.on_cuda
+    return fmean(mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each)
 
 
 def mean_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Bytes that a rank sends in a step by these collectives, as a mean over the training."""
+    """Bytes that a rank (of a stage) sends in a step by these collectives, as a mean over the training."""
     each = s.exchanging_share * wire_bytes(collectives, s.cell.gpus, on_gloo, s.samples_per_step)
     if not (first := min(s.strategy.plain_steps, s.steps)):
         return each
@@ -133,7 +135,7 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         )
         through_server = s.cell.gpus * (sent + received) / options["servers"]
     return Work(
-        footprint=footprint,
+        footprint=footprint.slowest,
         batch=s.samples_per_step,
         pushes=s.steps_per_batch,
         # The nodes' link carries what all workers and servers on it send.
@@ -145,6 +147,7 @@ def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
         replicas=s.strategy.mesh(s.cell.gpus).replicas,
         nodes=nodes,
         recomputes=s.settings.activation_checkpointing,
+        bubble_share=s.strategy.bubble_share(s.cell.gpus) or 0.0,
         slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
     )
 

@@ -223,6 +223,7 @@ def _plan_cell(
     fits_on: dict[str, DeviceFit] = {}
     if footprint is not None:
         threads = primary.resident_threads
+        footprint = footprint.fullest(s.samples_per_step, threads)
         peak = peak_with_data(footprint.training_peak(s.samples_per_step, threads), s)
         needed_bytes = footprint.needed_bytes(s.samples_per_step, threads) + data_bytes_of(s)
         wire = sent_bytes(s, footprint)
@@ -276,7 +277,8 @@ def _fit(
     cluster: Mapping[str, Any],
 ) -> DeviceFit:
     margin = cluster["memory_margin"]
-    needed_bytes = footprint.needed_bytes(s.samples_per_step, device.resident_threads)
+    fullest = footprint.fullest(s.samples_per_step, device.resident_threads)
+    needed_bytes = fullest.needed_bytes(s.samples_per_step, device.resident_threads)
     needed_bytes += data_bytes_of(s)
     available_bytes = device.memory_bytes / (1 + margin) - data_bytes_of(s)
     by_device = duration.span_by_device(work, device)

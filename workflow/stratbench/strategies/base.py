@@ -100,6 +100,8 @@ class Worker:
     trial: Trial | None = None
     #: How the workers divide the work; None: each has a copy of the network.
     mesh: Mesh | None = None
+    #: Of one sample, as the network takes it.
+    input_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh(self.world_size)
@@ -108,6 +110,11 @@ class Worker:
     def data_rank(self) -> int:
         """Which of the `data_workers` shares of each batch is this worker's."""
         return self.mesh.place(self.rank).replica
+
+    @property
+    def draws(self) -> int:
+        """Which random numbers it draws: as others do that compute the same layers on the same samples."""
+        return self.rank // self.mesh.tensor
 
     @property
     def data_workers(self) -> int:
@@ -216,6 +223,18 @@ class Strategy:
         return 0
 
     @property
+    def parts(self) -> int:
+        """Equal parts in which a step computes its batch, or each part of it by `accumulate`."""
+        return 1
+
+    def bubble_share(self, gpus: int) -> float | None:
+        """The share of a step in which a worker waits for others' layers, were all alike and sending free.
+
+        None: not known.
+        """
+        return 0.0
+
+    @property
     def first_steps(self) -> tuple[int, ...]:
         """The number of a first step of each kind that the training has: the plan looks at all of them."""
         return (0,)
@@ -257,8 +276,8 @@ class Strategy:
     def kept(self) -> dict[str, list[Tensor]]:
         """What it keeps between steps beyond parameters, buffers and the optimizer's state.
 
-        By what it is for (`gradients`, `buckets`, `communication`): the plan says so of their memory.
-        Nothing in them needs to be brought back.
+        By what it is for (`gradients`, `buckets`, `communication`, `received`): the plan says so of their
+        memory. Nothing in them needs to be brought back.
         """
         return {}
 

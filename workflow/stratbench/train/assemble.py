@@ -99,6 +99,7 @@ def make_record(job: Job, ending: Ending) -> Record:
             "start_skew_ms": start_skew_ms(whole),
             "step_ms": step_distribution([t for w in whole for t in w["step_ms"]]),
             "breakdown_ms": efficiency.mean_phases_ms(whole, communication),
+            **efficiency.bubble_figures(whole),
             "breakdown_note": cls.breakdown_note,
             "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
             "setup_s": setup_s(first),
@@ -112,7 +113,7 @@ def make_record(job: Job, ending: Ending) -> Record:
         "compute": efficiency.compute_figures(job, whole, run),
         "communication": communication,
         "energy": efficiency.energy_figures(job, whole, run),
-        "memory": worst_memory(whole),
+        "memory": worst_memory(whole) | memory_of_stages(whole, mesh),
         "score": {
             "final": scores[-1] if scores and ending.status == "ok" else None,
             "best": (max if task["better"] == "higher" else min)(known, default=None),
@@ -326,6 +327,16 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "model_states": largest,
         **{key: worst[key] for key in ("requested_peak_bytes", "cublas_bytes") if key in worst},
     }
+
+
+def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+    """The peaks of the rank that used most of each stage's; nothing where the network is not cut."""
+    each = [[w for w in workers if mesh.place(w["rank"]).stage == i] for i in range(mesh.stages)]
+    if mesh.stages == 1 or not all(each):
+        return {}
+    worst = [max(ws, key=lambda w: w["memory"]["peak_bytes"])["memory"] for ws in each]
+    keys = ("peak_bytes", "peak_over_base_bytes")
+    return {"stages": [{key: m[key] for key in keys} for m in worst]}
 
 
 def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:

@@ -135,6 +135,14 @@ def mean_phases_ms(
     return phases or None
 
 
+def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
+    """The share of a mean step in which workers waited for other stages; nothing where there are none."""
+    waits = [w["breakdown_ms"].get("bubble") for w in workers]
+    if not waits or None in waits:
+        return {}
+    return {"bubble_share": sum(waits) / sum(sum(w["breakdown_ms"].values()) for w in workers)}
+
+
 def energy_figures(
     job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
 ) -> dict[str, float] | None:

@@ -437,10 +437,15 @@ def evaluate(
 
 
 def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
-    """The mean of a scalar over all workers (synchronises; between epochs only)."""
+    """The mean of a scalar over the copies of the network (synchronises; between epochs only).
+
+    Of the workers of a copy one knows it.
+    """
     if worker.world_size > 1:
+        if not worker.mesh.speaks(worker.rank):
+            value = torch.zeros_like(value)
         dist.all_reduce(value)
-    return float(value) / worker.world_size
+    return float(value) / worker.mesh.replicas
 
 
 def finite(value: float | None) -> float | None:

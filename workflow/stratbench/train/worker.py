@@ -199,13 +199,14 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             watch=watch,
             pulse=pulse,
             mesh=strategy.mesh(job.world_size),
+            input_shape=shape,
             trial=trial,
         )
         if trial is not None:
             acceptance.check_model(strategy, network, model, worker)
         strategy.setup(model, worker)
         # From here on only what is random per copy (dropout) draws from the global generator.
-        torch.manual_seed(s.seed + 1 + worker.data_rank)
+        torch.manual_seed(s.seed + 1 + worker.draws)
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
     progress = loop.Progress(job.folder if keeps else None)
     train = loop.train_with_server if strategy.kind == "server" else loop.train

@@ -48,6 +48,7 @@ PHASE_LOOKS = {
     "backward": (DEEP_TEAL, ""),
     "communication": (WINE, "////"),
     "exposed_communication": (WINE, "////"),
+    "bubble": (SAND, "xxxx"),
     "push": (BROWN, ""),
     "server_wait": (SAND, "...."),
     "server": (SAND, "\\\\\\\\"),

@@ -122,6 +122,12 @@ CELL_COLUMNS: tuple[Column, ...] = (
     Column("step_mean_ms", "number", "ms", "time.step_ms.mean", "Mean of the step times."),
     Column("data_ms", "number", "ms", "time.breakdown_ms.data",
            "The part of a mean step in which a worker waits for its batch."),
+    Column("bubble_share", "number", "share", "time.bubble_share",
+           "The share of a mean step in which the workers of a pipeline waited for other stages, or for "
+           "what they send."),
+    Column("predicted_bubble_share", "number", "share", "strategy.details.predicted_bubble_share",
+           "The same were all stages alike and sending free: (S - 1) / (v m + S - 1), with S workers, m "
+           "micro-batches and v stages a worker."),
     Column("setup_s", "number", "s", "time.setup_s"),
     Column("data_s", "number", "s", "time.data_s"),
     Column("warmup_s", "number", "s", "time.warmup_s"),

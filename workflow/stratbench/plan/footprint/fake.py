@@ -1,7 +1,7 @@
 """Runs one worker of a cell on fake tensors: real model and strategy, but no memory and no device.
 
 A fake process group of any size takes the place of the other workers, so that one process on a CPU
-sees what rank 0 of a thousand GPUs would allocate and send.
+sees what a rank of a thousand GPUs would allocate and send.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
-from stratbench.strategies import base, strategy_class
+from stratbench.strategies import base, mesh_of, strategy_class
 from stratbench.strategies.compression import PowerSGD, SixteenBits
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
+from stratbench.strategies.mesh import Place
 from stratbench.strategies.ps import ParameterServer
+from stratbench.strategies.splitting.pipeline import Pipeline
+from stratbench.strategies.splitting.stages import Measured
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
@@ -45,17 +48,18 @@ HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
 def traced_steps(
-    request: Request, batches: Iterable[int], number: int = 0
+    request: Request, batches: Iterable[int], number: int = 0, stage: int = 0
 ) -> tuple[OperatorTrace, base.Strategy]:
-    """The trace of rank 0, and its strategy after the steps.
+    """The trace of the first rank of a stage (rank 0, where there is one), and its strategy after the steps.
 
     A training step for each of `batches` (samples), then an evaluation. The trace's phases are
     `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. No step warms up:
-    the first is like any later one, since momentum and buckets exist from the start. `number`: of the
+    the first is like any later one, since momentum and buckets exist from the start. Forward and backward
+    alternate as often as the strategy computes parts of a batch. `number`: of the
     steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`).
     """
     with ExitStack() as stack:
-        stack.enter_context(surroundings(request))
+        stack.enter_context(surroundings(request, stage=stage))
         model, strategy, worker = built(request)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
@@ -69,7 +73,7 @@ def traced_steps(
                 for batch in batches:
                     strategy.step(*batch_of(request, batch))
                 evaluate(strategy, request)
-        worker.mark = _marking(trace, model, request.accumulate)
+        worker.mark = _marking(trace, model)
         _tag_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
@@ -82,10 +86,11 @@ def traced_steps(
 
 
 @contextmanager
-def surroundings(request: Request, on_fakes: bool = True) -> Iterator[None]:
+def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Iterator[None]:
     """The process group and torch's ways of which a worker of the request is made, until the block ends."""
+    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
     with ExitStack() as stack:
-        stack.enter_context(fake_group(request.world_size))
+        stack.enter_context(fake_group(request.world_size, mesh.rank(Place(0, stage, 0))))
         if on_fakes:
             stack.enter_context(FakeTensorMode())
         stack.enter_context(torch_on_fakes(request))
@@ -107,7 +112,7 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
     strategy = strategy_on_fakes(request)
     worker = base.Worker(
         settings=request.settings,
-        rank=0,
+        rank=dist.get_rank(),
         world_size=request.world_size,
         local_world=request.local_world,
         device=torch.device("cpu"),
@@ -115,6 +120,7 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         wrap_groups=models.wrap_groups(request.network, model),
         task=task_of(request.settings, request.input_shape, request.values),
         mesh=strategy.mesh(request.world_size),
+        input_shape=request.input_shape,
     )
     return model, strategy, worker
 
@@ -129,6 +135,8 @@ def _step(
     trace.tag("activations", (x, y))
     strategy.step(x, y)
     _tag_kept(trace, strategy)
+    if isinstance(strategy, FakePipeline):
+        strategy.forget_schedule()
 
 
 def evaluate(strategy: base.Strategy, request: Request) -> None:
@@ -150,18 +158,16 @@ def batch_of(request: Request, samples: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _marking(trace: OperatorTrace, model: nn.Module, parts: int) -> Callable[[str], None]:
-    """What a strategy calls at the end of a phase; a step has a forward and a backward for each part."""
-    backwards = 0
+def _marking(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
+    """What a strategy calls at the end of a phase: what began before it has its name then."""
 
     def mark(ended: str) -> None:
-        nonlocal backwards
-        if ended == "forward":
-            trace.begin("backward")
-        elif ended == "backward":
+        if ended not in ("forward", "backward"):
+            return
+        trace.phases[-1].name = ended
+        if ended == "backward":
             trace.tag("gradients", (p.grad for p in model.parameters()))
-            backwards += 1
-            trace.begin("forward" if backwards % parts else "optimizer")
+        trace.begin("optimizer")
 
     return mark
 
@@ -185,10 +191,10 @@ def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
 
 
 @contextmanager
-def fake_group(world_size: int) -> Iterator[None]:
+def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("a footprint cannot be made inside a process group")
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
@@ -356,7 +362,8 @@ def _cross_entropy(
 def strategy_on_fakes(request: Request) -> base.Strategy:
     """The request's strategy, but for what fake tensors cannot do or no other process is there for."""
     cls = strategy_class(request.strategy)
-    for real, fake in ((DDP, FakeDDP), (ParameterServer, FakeParameterServer)):
+    fakes = ((DDP, FakeDDP), (ParameterServer, FakeParameterServer), (Pipeline, FakePipeline))
+    for real, fake in fakes:
         if issubclass(cls, real):
             cls = type(cls.__name__, (fake, cls), {})
     return cls(cls.Options(**dict(request.options)))
@@ -384,6 +391,18 @@ def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
     weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
     buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
     return FlatTensors(weights, torch.zeros_like(weights), buffers)
+
+
+class FakePipeline(Pipeline):
+    """A worker of a pipeline whose other stages are not there."""
+
+    def measure(self, *args: Any) -> list[Measured]:
+        with unset_fake_temporarily():
+            return super().measure(*args)
+
+    def forget_schedule(self) -> None:
+        """Have the next step make its own buffers, as large as its batch."""
+        self._schedule, self._stages, self._batch = None, [], 0
 
 
 class FakeDDP(DDP):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.plan.footprint.reductions import Reduction
 from stratbench.plan.footprint.request import Request
+from stratbench.strategies import mesh_of
 from stratbench.telemetry.flops import counted_flops
 from stratbench.workload.network import models
 
@@ -102,7 +103,8 @@ class Footprint:
     pass; `training_flops_per_sample`: of forward and backward, which frozen parameters make less.
     `flat_bytes`: the flat weights and buffers that a worker of a parameter server pushes and pulls.
     `grown_bytes`: what of `between_steps_bytes` is not there yet before a training's first step.
-    `frozen_bytes`: what of the parameters that this rank holds is never trained.
+    `frozen_bytes`: what of the parameters that this rank holds is never trained. `stages`: the same of the
+    first rank of each stage, where the network is cut into several; what stands here is the first one's.
     """
 
     model_states_bytes: dict[str, int]
@@ -118,6 +120,22 @@ class Footprint:
     host_bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
     frozen_bytes: int = 0
+    stages: list[Footprint] = field(default_factory=list)
+
+    @property
+    def each(self) -> list[Footprint]:
+        """Of every stage; of one like all ranks, where the network has no stages."""
+        return self.stages or [self]
+
+    def fullest(self, batch: int, resident_threads: int = 0) -> Footprint:
+        """Of the rank that needs most, with `stages` as here."""
+        fullest = max(self.each, key=lambda f: f.needed_bytes(batch, resident_threads))
+        return replace(fullest, stages=self.stages)
+
+    @property
+    def slowest(self) -> Footprint:
+        """Of the rank that computes most."""
+        return max(self.each, key=lambda f: f.training_flops_per_sample)
 
     def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
         """The peak of a training step with `batch` samples on this rank.
@@ -143,11 +161,11 @@ class Footprint:
         return max(peak_bytes, self.evaluation.n_bytes) + copy_bytes
 
     def largest_batch(self, available_bytes: float, resident_threads: int = 0) -> int:
-        """The most samples that fit into `available_bytes` on this rank; 0 if not even one does."""
+        """The most samples that fit into `available_bytes` on every rank; 0 if not even one does."""
         return bisect_right(
             range(1, 1 << 24),
             available_bytes,
-            key=lambda batch: self.needed_bytes(batch, resident_threads),
+            key=lambda batch: max(f.needed_bytes(batch, resident_threads) for f in self.each),
         )
 
     def payload_bytes(self) -> dict[str, int]:
@@ -179,18 +197,25 @@ class Footprint:
                 "evaluation": MemoryPeak(**fields["evaluation"]),
                 "collectives": [tuple(c) for c in fields["collectives"]],
                 "touched_bytes": Affine(**fields["touched_bytes"]),
+                "stages": [cls.from_dict(f) for f in fields["stages"]],
             }
         )
 
 
 def make_footprint(request: Request) -> Footprint:
-    """The footprint of a request: runs it on fake tensors, which takes seconds."""
+    """The footprint of a request: runs it on fake tensors, which takes seconds for each stage."""
+    mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
+    found = [_footprint_of(request, stage) for stage in range(mesh.stages)]
+    return found[0] if len(found) == 1 else replace(found[0], stages=found)
+
+
+def _footprint_of(request: Request, stage: int) -> Footprint:
     from stratbench.plan.footprint import fake
 
-    parts = request.accumulate
+    parts = request.parts
     batches = [parts * batch for batch in BATCHES]
-    trace, strategy = fake.traced_steps(request, batches)
-    steps, edges = _two_steps(trace, parts)
+    trace, strategy = fake.traced_steps(request, batches, stage=stage)
+    steps, edges = _two_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
@@ -206,9 +231,11 @@ def make_footprint(request: Request) -> Footprint:
         collectives.append(call)
     moments = _moments(trace, steps, edges, parts)
     for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
-        other, _ = fake.traced_steps(request, batches, number)
-        moments += _moments(other, *_two_steps(other, parts), parts)
+        other, _ = fake.traced_steps(request, batches, number, stage)
+        moments += _moments(other, *_two_steps(other), parts)
     counted, divided = _counted_flops(request), strategy.worker.mesh.members > 1
+    forward_flops = sum(phase.flops for phase in steps[1] if phase.name == "forward")
+    forward_flops /= parts * BATCHES[1]
     touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]
     return Footprint(
         model_states_bytes=strategy.model_states(),
@@ -216,10 +243,10 @@ def make_footprint(request: Request) -> Footprint:
         moments=_highest(moments),
         evaluation=_evaluation(trace, edges[2]),
         collectives=[c.listed for c in collectives],
-        flops_per_sample=steps[1][0].flops / BATCHES[1],
-        # Of divided layers a rank computes a part of forward, and the same part of all.
+        flops_per_sample=forward_flops,
+        # Of divided layers, and of some of them, a rank computes a part of forward, and the same of all.
         training_flops_per_sample=counted["training_flops_per_sample"]
-        * (steps[1][0].flops / BATCHES[1] / counted["forward_flops_per_sample"] if divided else 1),
+        * (forward_flops / counted["forward_flops_per_sample"] if divided else 1),
         operations_per_step=sum(phase.operations for phase in steps[1]),
         touched_bytes=Affine.through((touched[0], touched[1]), parts),
         flat_bytes=_flat_bytes(strategy) if request.served else {},
@@ -230,11 +257,11 @@ def make_footprint(request: Request) -> Footprint:
 
 
 def _two_steps(
-    trace: OperatorTrace, parts: int
+    trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
     """The phases of the two steps, and the events at which these and the evaluation begin."""
     # Phases: setup, twice forward and backward of each part and optimizer, evaluate.
-    n = 2 * parts + 1
+    n = len(trace.phases) // 2 - 1
     steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
     return steps, [p.first for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
 

@@ -119,6 +119,12 @@ class Request:
         return traits_of(self.strategy, self.options, self.world_size)
 
     @property
+    def parts(self) -> int:
+        """Equal parts in which a worker computes the batch of a step."""
+        cls = strategy_class(self.strategy)
+        return self.accumulate * cls(cls.Options(**dict(self.options))).parts
+
+    @property
     def may_reshard(self) -> bool:
         """Whether an option says when its gathered parameters are freed."""
         return RESHARDING in self.options

@@ -11,9 +11,9 @@ from typing import Any
 
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: What memory is for. The first six exist between the steps; the rest come and go within one.
+#: What memory is for. The first seven exist between the steps; the rest come and go within one.
 PARTS = (
-    "parameters", "gradients", "optimizer", "buffers", "buckets", "data",
+    "parameters", "gradients", "optimizer", "buffers", "buckets", "data", "received",
     "gathered", "communication", "staging", "scratch", "activations", "temporaries",
 )  # fmt: skip
 #: Scratch of gloo's ring all-reduce: two segments of 1 MiB.

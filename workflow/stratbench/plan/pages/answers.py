@@ -19,6 +19,7 @@ PART_NAMES = {
     "data": "the data set",
     "gathered": "FSDP's gathered weights and their gradients",
     "communication": "buffers of the collectives",
+    "received": "buffers for what other stages send",
     "staging": "the CPU backend's staging copies",
     "scratch": "copies that the CPU's convolutions work on",
     "activations": "the activations kept for backward",

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from math import isnan
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.sharding.sharded import Sharded
+from stratbench.strategies.splitting.counted import CountedTraffic
 from stratbench.workload.network import models
 from stratbench.workload.users_code import Refused
 
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from stratbench.strategies.saved import SavedState
 
-
-class TensorParallel(Sharded):
+class TensorParallel(CountedTraffic, Sharded):
     """torch.distributed.tensor.parallel.parallelize_module, by the plan that a network states.
 
     Each of `tensor_workers` holds some heads of every attention, some columns of the first matrix of
@@ -51,8 +49,6 @@ class TensorParallel(Sharded):
         "shows it)"
     )
     uses_wrap_groups = True
-    #: What was exchanged in the first step after a `save`, which is not timed; None: not looked at yet.
-    _sent_bytes: float | None = None
 
     @dataclass(frozen=True)
     class Options(base.Options):
@@ -211,23 +207,6 @@ class TensorParallel(Sharded):
         own = zip(self.local, self._counts, strict=True)
         norm = get_total_norm([t.grad for t, counts in own if counts and t.grad is not None])
         return base.norm_of_parts(norm.to(self.worker.device), self.group_size, self.shard_group)
-
-    def save(self) -> SavedState:
-        self._sent_bytes = None
-        return super().save()
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        if self._sent_bytes is not None:
-            return super().step(x, y)
-        from stratbench.telemetry.collective_count import CollectiveCount
-
-        with CollectiveCount() as count:
-            loss = super().step(x, y)
-        self._sent_bytes = count.wire_bytes(self.worker.world_size)
-        return loss
-
-    def communication(self) -> dict[str, Any] | None:
-        return None if isnan(self._sent_bytes) else base.ring_traffic(self._sent_bytes)
 
     def report(self) -> dict[str, Any]:
         return super().report() | {"evaluated_on": "the divided weights"}

@@ -81,10 +81,15 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        x = embed(self, tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def embed(model: GPT, tokens: Tensor) -> Tensor:
+    """The stream [batch, time, width] before the first block."""
+    return model.embedding(tokens) + model.position.weight[: tokens.shape[1]]
 
 
 def compact(classes: int, shape: tuple[int, ...]) -> GPT:
@@ -118,3 +123,6 @@ TENSOR_PLAN = {
     "norm": "norm",
     "head": "scores",
 }
+
+#: A GPT's forward as a chain (`workload/network/pieces.py`).
+PIECES = ((embed, ("embedding", "position")), "blocks.*", "norm", "head")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stratbench.cell.settings import Settings
+    from stratbench.workload.network.pieces import Piece
     from stratbench.workload.network.trial import Trial
     from stratbench.workload.tasks import Task
 
@@ -38,13 +39,15 @@ class Family:
     `blocks`: the classes of its blocks, as `module:Class`. FSDP gathers one block at a time.
     `reads_text`: whether its input is tokens, and not images. None: not known before it is built.
     `tensor_plan`: how workers divide its layers, as `module:NAME` of a dictionary from the paths of
-    modules to how each is divided (`strategies/splitting/tensor.py`); None: nobody has said so.
+    modules to how each is divided (`strategies/splitting/tensor.py`); None: nobody has said so. `pieces`: its
+    forward as a chain that can be cut into stages, as `module:NAME` of a plan (`workload/network/pieces.py`).
     """
 
     batchnorm: bool | None
     blocks: tuple[str, ...] = ()
     reads_text: bool | None = False
     tensor_plan: str | None = None
+    pieces: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Model:
     three input channels, so that its size stays the published one (greyscale is repeated).
 
     `own` is what a user says of a model that is not in MODELS; `parameters` is None then. `heads`: of its
-    attention, where its layers can be divided among workers.
+    attention, where its layers can be divided among workers. `most_stages`: into which it can be cut.
     """
 
     family: str
@@ -69,6 +72,7 @@ class Model:
     patch: int = 1
     own: OwnModel | None = None
     heads: int | None = None
+    most_stages: int | None = None
 
     @property
     def batchnorm(self) -> bool | None:
@@ -87,7 +91,9 @@ class Model:
 
 
 FAMILIES: dict[str, Family] = {
-    "vgg": Family(batchnorm=False),  # its groups are made in `_vgg_groups`
+    "vgg": Family(  # its groups are made in `_vgg_groups`
+        batchnorm=False, pieces="stratbench.workload.network.pieces:VGG"
+    ),
     "efficientnet": Family(
         batchnorm=True,
         blocks=(
@@ -104,29 +110,42 @@ FAMILIES: dict[str, Family] = {
             "torchvision.models.densenet:_Transition",
         ),
     ),
-    "vit": Family(batchnorm=False, blocks=("torchvision.models.vision_transformer:EncoderBlock",)),
+    "vit": Family(
+        batchnorm=False,
+        blocks=("torchvision.models.vision_transformer:EncoderBlock",),
+        pieces="stratbench.workload.network.pieces:VIT",
+    ),
     "gpt": Family(
         batchnorm=False,
         blocks=("stratbench.workload.network.gpt:Block",),
         reads_text=True,
         tensor_plan="stratbench.workload.network.gpt:TENSOR_PLAN",
+        pieces="stratbench.workload.network.gpt:PIECES",
     ),
     "torchvision": Family(batchnorm=None),  # its other networks
     "own": Family(batchnorm=None, reads_text=None),
 }
 
 MODELS: dict[str, Model] = {
-    "vgg16": Model("vgg", 138_357_544, 32),
+    "vgg16": Model("vgg", 138_357_544, 32, most_stages=8),
     "efficientnet_v2_l": Model("efficientnet", 118_515_272, 32),
     "convnext_large": Model("convnext", 197_767_336, 32),
     "resnet50": Model("resnet", 25_557_032, 32),
     "densenet121": Model("densenet", 7_978_856, 32),
-    "vit_b_16": Model("vit", 86_567_656, 32, patch=16),
-    "gpt-char": Model("gpt", 10_770_816, builder="stratbench.workload.network.gpt:char", heads=6),
-    "gpt2-small": Model(
-        "gpt", 124_439_808, builder="stratbench.workload.network.gpt:gpt2_small", heads=12
+    "vit_b_16": Model("vit", 86_567_656, 32, patch=16, most_stages=14),
+    "gpt-char": Model(
+        "gpt", 10_770_816, builder="stratbench.workload.network.gpt:char", heads=6, most_stages=8
     ),
-    "vgg-compact": Model("vgg", 645_704, 16, "stratbench.workload.network.compact:vgg"),
+    "gpt2-small": Model(
+        "gpt",
+        124_439_808,
+        builder="stratbench.workload.network.gpt:gpt2_small",
+        heads=12,
+        most_stages=14,
+    ),
+    "vgg-compact": Model(
+        "vgg", 645_704, 16, "stratbench.workload.network.compact:vgg", most_stages=6
+    ),
     "efficientnet-compact": Model(
         "efficientnet", 393_792, 16, "stratbench.workload.network.compact:efficientnet"
     ),
@@ -137,9 +156,11 @@ MODELS: dict[str, Model] = {
     "densenet-compact": Model(
         "densenet", 276_384, 16, "stratbench.workload.network.compact:densenet"
     ),
-    "vit-compact": Model("vit", 469_032, 16, "stratbench.workload.network.compact:vit", patch=4),
+    "vit-compact": Model(
+        "vit", 469_032, 16, "stratbench.workload.network.compact:vit", patch=4, most_stages=6
+    ),
     "gpt-compact": Model(
-        "gpt", 809_856, builder="stratbench.workload.network.gpt:compact", heads=4
+        "gpt", 809_856, builder="stratbench.workload.network.gpt:compact", heads=4, most_stages=6
     ),
 }
 
@@ -389,6 +410,18 @@ def has_tensor_plan(name: str | Model) -> bool:
 def tensor_plan(name: str | Model) -> dict[str, str]:
     """How workers divide the network's layers: of modules, by their paths (`*`: any name), which way."""
     return _named(FAMILIES[_known(name).family].tensor_plan)
+
+
+def has_pieces(name: str | Model) -> bool:
+    """Whether the network states its forward as a chain that can be cut into stages."""
+    return FAMILIES[_known(name).family].pieces is not None
+
+
+def pieces_of(name: str | Model, model: nn.Module) -> list[Piece]:
+    """The network's forward as a chain of pieces."""
+    from stratbench.workload.network import pieces
+
+    return pieces.pieces_of(model, _named(FAMILIES[_known(name).family].pieces))
 
 
 def sharding_rule(name: str | Model) -> str:

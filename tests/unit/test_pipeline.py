@@ -1,0 +1,545 @@
+"""Pipeline parallelism: stages train as one process does, send what is predicted, and are refused where
+they cannot be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_groups import WORLDS, found_by_groups
+
+from launching import ADAMW, settings
+from stratbench.cell import record
+from stratbench.cell.run_folder import RunFolder
+from stratbench.plan.footprint.footprint import make_footprint
+from stratbench.plan.footprint.request import Request
+from stratbench.plan.footprint.trace import OperatorTrace
+from stratbench.strategies import mesh_of, option_defaults
+from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.mesh import Mesh
+from stratbench.strategies.single import Single
+from stratbench.strategies.splitting.pipeline import STAGES_A_WORKER, Pipeline
+from stratbench.strategies.splitting.stages import Measured, balanced
+from stratbench.telemetry.collective_count import CollectiveCount
+from stratbench.telemetry.collectives import CollectiveCall
+from stratbench.workload import tasks
+from stratbench.workload.data import prepared
+from stratbench.workload.data.prepare import prepare
+from stratbench.workload.network import models
+from stratbench.workload.network.checkpointing import checkpoint_blocks
+from stratbench.workload.network.gpt import GPT
+from stratbench.workload.network.pieces import units_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LAYERS, WIDTH, POSITIONS, VOCABULARY, BATCH, MICROBATCHES = 6, 12, 8, 7, 16, 4
+STEPS, FEW_STEPS = 20, 3
+#: How far losses, and weights under SGD, may be from one process's; AdamW's weights: near a gradient
+#: of zero its update hangs on rounding.
+LOSSES, WEIGHTS, ADAMW_WEIGHTS = 1e-12, 1e-12, 1e-9
+#: Ways to train: settings, and the network.
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "tied"),
+    "own head": ({}, "own head"),
+    "parts and clip": ({"accumulate": 2, "clip_norm": 0.2}, "tied"),
+    "adamw": (ADAMW | {"lr": 0.01, "schedule": "cosine", "lr_warmup_steps": 2}, "tied"),
+    "recomputed": ({"activation_checkpointing": True}, "tied"),
+    "vgg": ({"lr": 0.02}, "vgg-compact"),
+    "vit": ({"lr": 0.02}, "vit-compact"),
+    "planned": ({}, "gpt-compact"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    name: {"schedule": name, "microbatches": MICROBATCHES} for name in STAGES_A_WORKER
+}
+#: Four workers as two pipelines.
+PAIRS = {f"pairs, {name}": o | {"pipeline_workers": 2} for name, o in OPTIONS.items()}
+
+
+class CountedTwice(Pipeline):
+    """A mutant: what two stages share counts twice in the norm."""
+
+    def wrap(self, model, worker):
+        wrapped = super().wrap(model, worker)
+        self._counted_elsewhere = set()
+        return wrapped
+
+
+class OwnEmbedding(Pipeline):
+    """A mutant: each of two stages learns what they share by itself."""
+
+    def _share_gradients(self, model):
+        shared = super()._share_gradients(model)
+        self._tied = {}
+        return shared
+
+
+class OwnReplicas(Pipeline):
+    """A mutant: each pipeline goes its own way."""
+
+    def _average(self, parameter):
+        self._sent.add(parameter)
+
+
+class TooEarly(Pipeline):
+    """A mutant: a gradient is averaged before its last micro-batch."""
+
+    def _begin_last(self, stage, last):
+        self._ending = stage
+
+    def _average(self, parameter):
+        if parameter not in self._sent:
+            super()._average(parameter)
+
+
+class OneMicrobatch(Pipeline):
+    """A mutant: the loss of a micro-batch counts as that of the whole batch."""
+
+    def _loss(self, scores, y):
+        return super()._loss(scores, y) * self.options.microbatches
+
+
+def network(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if kind == "gpt-compact":
+        return models.build(kind, VOCABULARY, (POSITIONS,)).double()
+    if kind in models.MODELS:
+        return models.build(kind, VOCABULARY, (1, 16, 16)).double()
+    tied = kind == "tied"
+    return GPT(VOCABULARY, POSITIONS, layers=LAYERS, heads=4, width=WIDTH, tied=tied).double()
+
+
+def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, world: int):
+    """The strategy, and all parameters that the network has, by name."""
+    changed, kind = WAYS[way]
+    strategy = cls(cls.Options(**options))
+    mesh = strategy.mesh(world)
+    name = kind if kind in models.MODELS else "gpt-compact"
+    s = replace(
+        settings(gpus=world, model=name), precision="fp64", lr=0.1, momentum=0.9,
+        weight_decay=1e-3, nesterov=True, global_batch=BATCH, per_worker_batch=BATCH // mesh.replicas,
+    )  # fmt: skip
+    s = replace(s, **changed)
+    model = network(kind)
+    groups = models.wrap_groups(name, model)
+    if s.activation_checkpointing:
+        checkpoint_blocks(groups)
+    worker = Worker(
+        s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
+        task=tasks.NextToken() if name == "gpt-compact" else tasks.Classification(), mesh=mesh,
+        total_steps=STEPS, input_shape=(POSITIONS,) if name == "gpt-compact" else (1, 16, 16),
+    )  # fmt: skip
+    whole = dict(model.named_parameters())
+    strategy.setup(model, worker)
+    return strategy, whole
+
+
+def steps_of(way: str) -> int:
+    """The plain way shows that nothing adds up over many steps; of the others a few tell."""
+    return STEPS if way == "plain" else FEW_STEPS
+
+
+def samples(way: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    n = steps_of(way) * BATCH
+    if WAYS[way][1] in models.MODELS:
+        images = torch.randn(n, 1, 16, 16, generator=generator, dtype=torch.float64)
+        return images, torch.randint(VOCABULARY, (n,), generator=generator)
+    text = torch.randint(VOCABULARY, (n, POSITIONS + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def whole_weights(strategy: Collective, whole: dict[str, torch.nn.Parameter], world: int):
+    """All parameters, of which each worker has some; where several have one, their mean."""
+    own, found = set(strategy.model.parameters()), []
+    for p in whole.values():
+        value = p.detach().clone() if p in own else torch.zeros_like(p)
+        holders = torch.tensor(float(p in own))
+        if world > 1:
+            dist.all_reduce(value)
+            dist.all_reduce(holders)
+        found.append(value / holders)
+    return found
+
+
+def trajectory(
+    cls: type[Collective], options: dict[str, Any], way: str, rank: int, world: int
+) -> dict[str, Any]:
+    """Losses over all samples [steps], final weights, and scores of an evaluation; after a warm-up."""
+    strategy, whole = set_up(cls, options, way, rank, world)
+    x, y = samples(way)
+    mesh, each = strategy.worker.mesh, strategy.worker.settings.per_worker_batch
+    saved = strategy.save()
+    for _ in range(2):
+        strategy.step(x[:each].flip(0), y[:each])
+    with strategy.evaluating() as evaluated, torch.no_grad():
+        evaluated(x[:4])
+    strategy.restore(saved)
+    batches = islice(strategy.batches(torch.arange(len(x)), 0), steps_of(way))
+    losses = torch.stack([strategy.step(x[i], y[i]) for i in batches])
+    with strategy.evaluating() as evaluated, torch.no_grad():
+        scores = evaluated(x[:4])
+    if not mesh.speaks(rank):
+        losses = torch.zeros_like(losses)
+    if world > 1:
+        dist.all_reduce(losses)
+        dist.all_reduce(scores)  # zeros on all workers but the last stage's
+    held = torch.tensor(float(strategy.model_states()["parameters_bytes"]))
+    if world > 1:
+        dist.all_reduce(held)
+    return {
+        "losses": losses / mesh.replicas, "weights": whole_weights(strategy, whole, world),
+        "scores": scores / mesh.replicas, "bytes": float(held),
+        "sent": strategy.communication()["sent_bytes_per_step"] if world > 1 else 0,
+        "updates": strategy.report()["updates_applied"],
+        "details": strategy.report()["details"],
+    }  # fmt: skip
+
+
+def traffic(options: dict[str, Any], rank: int, world: int, batch: int) -> float:
+    """Bytes of activations and their gradients that all workers together send in a step of `batch`."""
+    strategy, _ = set_up(Pipeline, options, "own head", rank, world)
+    x, y = samples("own head")
+    strategy._sent_bytes = 0.0  # its own count is looked at elsewhere
+    with CollectiveCount() as count:
+        strategy.step(x[:batch], y[:batch])
+    sent = torch.tensor(float(sum(c.n_bytes for c in count.calls if c.kind == "send")))
+    dist.all_reduce(sent)
+    return float(sent)
+
+
+def held(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """What a worker holds at most in a step, by an operator trace of real tensors; each rank's."""
+    strategy, _ = set_up(Pipeline, options, "planned", rank, world)
+    x, y = samples("plain")
+    strategy._sent_bytes = 0.0
+    strategy.step(x[:BATCH], y[:BATCH])  # buffers for what is received are there from now on
+    trace = OperatorTrace(on_cpu=True)
+    trace.tag("parameters", strategy.model.parameters())
+    trace.tag(
+        "optimizer", (t for state in strategy.optimizer.state.values() for t in state.values())
+    )
+    for part, tensors in strategy.kept().items():
+        trace.tag(part, tensors)
+    first = len(trace.events)
+    with trace:
+        strategy.step(x[:BATCH], y[:BATCH])
+    peak = torch.zeros(world)
+    peak[rank] = max(trace.live_bytes(first, len(trace.events)))
+    states = torch.zeros(world)
+    states[rank] = sum(strategy.model_states().values())
+    dist.all_reduce(peak)
+    dist.all_reduce(states)
+    return {"peaks": peak.tolist(), "states": states.tolist()}
+
+
+def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
+    """Whether the network has so many stages."""
+    kind = WAYS[way][1]
+    most = models.MODELS[kind].most_stages if kind in models.MODELS else LAYERS + 2
+    return Pipeline(Pipeline.Options(**options)).n_stages(world) <= most
+
+
+def work(world: int, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for way in (w for w in WAYS if w != "planned"):
+        tried = OPTIONS | (PAIRS if world == 4 else {})
+        for name, options in tried.items():
+            if not is_possible(way, options, world):
+                continue
+            found[f"{way}: {name}"] = trajectory(Pipeline, options, way, rank, world)
+        if world == 1:
+            found[f"{way}: single"] = trajectory(Single, {}, way, rank, 1)
+    if world == 4:
+        for cls, options, way in MUTANTS:
+            found[cls.__name__] = trajectory(cls, options, way, rank, world)
+    if world > 1:
+        found["held"] = {
+            name: held(options, rank, world)
+            for name, options in OPTIONS.items()
+            if is_possible("planned", options, world)
+        }
+        found["traffic"] = {
+            name: [traffic(options, rank, world, batch) for batch in (4, 16)]
+            for name, options in OPTIONS.items()
+        }
+    return found
+
+
+MUTANTS = (
+    (CountedTwice, OPTIONS["1f1b"], "parts and clip"),
+    (OwnEmbedding, OPTIONS["1f1b"], "plain"),
+    (OwnReplicas, PAIRS["pairs, 1f1b"], "plain"),
+    (TooEarly, PAIRS["pairs, gpipe"], "plain"),
+    (OneMicrobatch, OPTIONS["gpipe"], "plain"),
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[int, dict[str, Any]]:
+    return found_by_groups(work, tmp_path_factory.mktemp("pipeline"), 560)
+
+
+def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one[key], other[key], strict=True))
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if w != "planned"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_stages_train_as_one_process_does(found, world, way):
+    one = found[1][f"{way}: single"]
+    held = {k: v for k, v in found[world].items() if k.startswith(f"{way}: ") and "single" not in k}
+    assert len(held) >= 2
+    for name, ours in held.items():
+        assert distance(ours, one, "losses") < LOSSES, name
+        limit = ADAMW_WEIGHTS if way == "adamw" else WEIGHTS
+        assert distance(ours, one, "weights") < limit, name
+        assert distance(ours, one, "scores") < 100 * limit, name
+        assert ours["updates"] == steps_of(way)
+
+
+@pytest.mark.parametrize(("cls", "way"), [(m[0], m[2]) for m in MUTANTS], ids=lambda m: str(m))
+def test_mutants_are_seen(found, cls, way):
+    one = found[1][f"{way}: single"]
+    assert distance(found[4][cls.__name__], one, "weights") > 1e-6
+
+
+@pytest.mark.parametrize("schedule", OPTIONS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_boundary_is_crossed_by_activations_and_their_gradients(found, world, schedule):
+    boundaries = world * STAGES_A_WORKER[schedule] - 1
+    for batch, sent in zip((4, 16), found[world]["traffic"][schedule], strict=True):
+        assert sent == boundaries * 2 * batch * POSITIONS * WIDTH * 8
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_sent_is_recorded(found, world):
+    """On the first worker: the activations of a batch, and a shared embedding's gradient by the ring."""
+    activations = BATCH * POSITIONS * WIDTH * 8
+    embedding = VOCABULARY * WIDTH * 8
+    sent = found[world]["plain: 1f1b"]["sent"]
+    assert sent == activations + embedding
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_parameter_is_where_it_is_used(found, world):
+    whole = found[1]["plain: single"]["bytes"]
+    for schedule in OPTIONS:
+        assert (
+            found[world][f"own head: {schedule}"]["bytes"] == found[1]["own head: single"]["bytes"]
+        )
+        assert found[world][f"plain: {schedule}"]["bytes"] == whole + VOCABULARY * WIDTH * 8
+
+
+@pytest.mark.parametrize("schedule", OPTIONS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
+    if schedule not in found[world]["held"]:
+        pytest.skip("the network has fewer stages")
+    planned = make_footprint(request(OPTIONS[schedule], world)).each
+    assert len(planned) == world
+    seen = found[world]["held"][schedule]
+    for stage, footprint in enumerate(planned):
+        assert sum(footprint.model_states_bytes.values()) == seen["states"][stage]
+        # What is sent lives until it has gone, which the plan takes for at once.
+        calls = [CollectiveCall(*c) for c in footprint.collectives if c[0] == "send"]
+        under_way = sum(c.wire_bytes(world, BATCH) for c in calls)
+        planned_bytes, peak = footprint.training_peak(BATCH).n_bytes, seen["peaks"][stage]
+        assert 0.99 * planned_bytes <= peak <= 1.01 * planned_bytes + under_way
+
+
+def test_1f1b_holds_fewer_activations_than_gpipe():
+    """Of at most as many micro-batches as there are stages."""
+    peaks = [
+        make_footprint(request({"schedule": name, "microbatches": 8}, 2)).each[0].training_peak(512)
+        for name in ("gpipe", "1f1b")
+    ]
+    gpipe, one = (p.parts_bytes["activations"] for p in peaks)
+    assert one < 0.4 * gpipe
+
+
+def request(options: dict[str, Any], world: int) -> Request:
+    """The planned cell of `held`."""
+    return Request(
+        strategy="pipeline", options=tuple(sorted((option_defaults("pipeline") | options).items())),
+        model="gpt-compact", input_shape=(POSITIONS,), classes=VOCABULARY, world_size=world,
+        local_world=world, eval_batch=4, precision="fp64", momentum=True, weight_decay=True,
+        nesterov=True, on_cuda=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_bubble_is_predicted(found, world):
+    for schedule, a_worker in STAGES_A_WORKER.items():
+        predicted = found[world][f"plain: {schedule}"]["details"]["predicted_bubble_share"]
+        if schedule == "zero-bubble" and world > 1:
+            assert predicted is None
+        else:
+            assert predicted == (world - 1) / (a_worker * MICROBATCHES + world - 1)
+
+
+# --- how a network is cut ------------------------------------------------------------------------
+
+
+def cut(name: str):
+    shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
+    model = models.build(name, VOCABULARY, shape).eval()
+    return (
+        model,
+        shape,
+        units_of(model, models.pieces_of(name, model), models.wrap_groups(name, model)),
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in models.MODELS if models.has_pieces(n)])
+def test_pieces_are_the_forward(name):
+    if models.MODELS[name].parameters > 20_000_000:
+        pytest.skip("its small relative has the same pieces")
+    model, shape, units = cut(name)
+    x = torch.zeros(2, *shape, dtype=torch.int64) if len(shape) == 1 else torch.randn(2, *shape)
+    whole, own = model(x), set()
+    for unit in units:
+        for piece in unit:
+            x = piece.call(model, x)
+            own.update(piece.parameters(model))
+    assert torch.equal(x, whole)
+    assert own == set(model.parameters())
+
+
+@pytest.mark.parametrize("name", [n for n in models.MODELS if models.has_pieces(n)])
+def test_the_most_stages_are_the_units(name):
+    shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
+    model = models.build_without_memory(name, VOCABULARY, shape)
+    units = units_of(model, models.pieces_of(name, model), models.wrap_groups(name, model))
+    assert len(units) == models.MODELS[name].most_stages
+    assert all(any(True for p in unit for _ in p.parameters(model)) for unit in units)
+
+
+def units(*flops: int) -> list[Measured]:
+    return [Measured(n, 1, ()) for n in flops]
+
+
+def test_stages_are_balanced_by_work_and_then_by_memory():
+    assert balanced(units(0, 2, 2, 2, 2, 2), 2) == [3, 3]
+    assert balanced(units(0, 1, 1, 1, 1, 5), 2) == [5, 1]
+    assert balanced(units(3, 1, 1, 1), 4) == [1, 1, 1, 1]
+    # With either cut both stages compute 1: the one that holds less counts.
+    one = [Measured(1, 1, ()), Measured(0, 100, ()), Measured(1, 100, ())]
+    assert balanced(one, 2) == [2, 1]
+    with pytest.raises(ValueError, match="2 units cannot be 3 stages"):
+        balanced(units(1, 1), 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "mesh"),
+    [
+        ({}, 4, Mesh(1, stages=4)),
+        ({"pipeline_workers": 2}, 4, Mesh(2, stages=2)),
+        ({"pipeline_workers": 2}, 1, Mesh(1)),
+    ],
+)
+def test_how_workers_are_divided(options, gpus, mesh):
+    assert Pipeline(Pipeline.Options(**options)).mesh(gpus) == mesh
+
+
+def test_groups_that_do_not_come_out_even_are_refused():
+    with pytest.raises(ValueError, match="pipeline_workers = 2 does not divide 3 workers"):
+        Pipeline(Pipeline.Options(pipeline_workers=2)).mesh(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "batch", "said"),
+    [
+        ({"microbatches": 2}, 4, 32, "microbatches = 2: fewer than the 4 workers"),
+        ({"microbatches": 6, "schedule": "interleaved"}, 4, 24, "set a multiple of 4"),
+        ({"microbatches": 8}, 2, 12, "a replica's batch of 12 cannot be divided"),
+    ],
+)
+def test_micro_batches_that_do_not_come_out_even_are_refused(options, gpus, batch, said):
+    with pytest.raises(ValueError, match=said):
+        Pipeline.check("pipeline", options, gpus, batch)
+
+
+def refused(**values: Any) -> list[str]:
+    block = {
+        "models": ["gpt-compact"], "gpus": [1, 2, 4], "compile": False, "accumulate": 1,
+        "global_batch": 32, "slowdown": None,
+    }  # fmt: skip
+    options = option_defaults("pipeline") | values.pop("options", {})
+    return list(Pipeline.refusals(options, block | values))
+
+
+def test_what_cannot_be_cut_is_refused_before_any_job():
+    assert refused() == []
+    assert refused(models=["vgg-compact", "vit-compact", "vgg16", "vit_b_16"]) == []
+    (said,) = refused(models=["convnext-compact"])
+    assert "does not state its forward as pieces" in said
+    assert "gpt-compact" in said
+    (said,) = refused(models=["resnet-compact"])
+    assert "BatchNorm would normalise over micro-batches" in said
+    (said,) = refused(gpus=[8])
+    assert "gpt-compact can be cut into 6 stages, not into 8" in said
+    (said,) = refused(options={"schedule": "interleaved"})
+    assert "gpt-compact can be cut into 6 stages, not into 8" in said
+    assert refused(options={"schedule": "interleaved", "pipeline_workers": 2}) == []
+    (said,) = refused(compile=True)
+    assert ".compile" in said
+    (said,) = refused(slowdown={"workers": [0], "factor": 2})
+    assert ".slowdown" in said
+    assert "32 cannot be divided into 8 micro-batches" in refused(accumulate=8)[0]
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def prepared_cell(folder: Path, workers: int, **options: Any):
+    """Settings of a cell with stages, and its data, prepared in `folder`."""
+    spec = {"source": "markov-text", "train_samples": 256, "test_samples": 24, "vocabulary": 8,
+            "sequence": 16}  # fmt: skip
+    prepare("text", folder, spec=spec)
+    options = option_defaults("pipeline") | {"microbatches": 4} | options
+    replicas = mesh_of("pipeline", options, workers).replicas
+    return settings(
+        "pipeline", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
+        global_batch=16, per_worker_batch=16 // replicas, lr=0.02,
+        data_spec=prepared.read_meta(folder)["spec"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"), [(2, {"schedule": "gpipe"}), (4, {"pipeline_workers": 2})]
+)
+def test_a_cell_trains_and_its_record_says_its_stages(
+    start_cell: Callable[..., Any], tmp_path, workers, options
+):
+    s = prepared_cell(tmp_path / "text", workers, **options)
+    cell = start_cell(s, data_dir=tmp_path / "text")
+    code, output = cell.finish(200)
+    assert code == 0, output
+    made = record.read(cell.record)
+    assert made["status"] == "ok"
+    assert made["strategy"]["mesh"] == {"replicas": workers // 2, "tensor": 1, "stages": 2}
+    assert made["batch"]["samples_seen"] == made["batch"]["samples_applied"] == 256
+    assert sum(w["samples"] for w in made["workers"]) == 2 * 256
+    assert made["communication"]["sent_bytes_per_step"] > 0
+    details = made["strategy"]["details"]
+    assert [len(s["pieces"]) for s in details["stages"]] == [3, 4]
+    assert details["predicted_bubble_share"] == 1 / 5
+    assert 0 < made["time"]["bubble_share"] < 1
+    assert made["time"]["breakdown_ms"]["bubble"] > 0
+    peaks = made["memory"]["stages"]
+    assert len(peaks) == 2
+    assert made["memory"]["peak_bytes"] == max(p["peak_bytes"] for p in peaks)
+    alone = start_cell(replace(s, strategy="single", options={}, gpus=1, per_worker_batch=16),
+                       data_dir=tmp_path / "text")  # fmt: skip
+    code, output = alone.finish(200)
+    assert code == 0, output
+    one = record.read(alone.record)
+    for what in ("train_loss", "test_loss", "score"):
+        (ours,), (its,) = ([e[what] for e in r["score"]["per_epoch"]] for r in (made, one))
+        assert ours == pytest.approx(its, rel=1e-5), what
+    assert made["model"] == one["model"]

@@ -1,0 +1,174 @@
+"""The stages of a pipeline: how a network is cut into them, and what PyTorch's schedules compute of each.
+
+Importing this file imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.utils.flop_counter import FlopCounterMode
+
+from stratbench.workload.network.pieces import Piece
+
+#: The class of each schedule.
+SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+class Measured(NamedTuple):
+    """Of a unit of a network: operations of a sample's forward, bytes of its parameters, and the shape of
+    what it gives for a sample."""
+
+    flops: int
+    parameter_bytes: int
+    shape: tuple[int, ...]
+
+
+def measured(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[Measured]:
+    """What each unit computes, for `x`: one sample on the meta device. No memory is spent on weights."""
+    kept = [*model.parameters(), *model.buffers()]
+    empty = {id(t): torch.empty(t.shape, dtype=t.dtype, device="meta") for t in kept}
+    memo = {k: nn.Parameter(t) if t.is_floating_point() else t for k, t in empty.items()}
+    like = deepcopy(model, memo)
+    found = []
+    for unit in units:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            for piece in unit:
+                x = piece.call(like, x)
+        own = {p for piece in unit for p in piece.parameters(like)}
+        n_bytes = sum(p.numel() * p.element_size() for p in own)
+        found.append(Measured(counter.get_total_flops(), n_bytes, tuple(x.shape[1:])))
+    return found
+
+
+def balanced(units: Sequence[Measured], stages: int) -> list[int]:
+    """How many neighbouring units each of `stages` takes, so that the most that one computes is least.
+
+    Where several ways are equal in that, the one with the least parameters on one stage. ValueError where
+    there are fewer units than stages.
+    """
+    if len(units) < stages:
+        raise ValueError(f"{len(units)} units cannot be {stages} stages")
+    flops, held = [u.flops for u in units], [u.parameter_bytes for u in units]
+    most, _ = _split(flops, stages, lambda start, end: True)
+    _, ends = _split(held, stages, lambda start, end: sum(flops[start:end]) <= most)
+    return [end - start for start, end in pairwise((0, *ends))]
+
+
+def _split(
+    costs: Sequence[int], stages: int, allowed: Callable[[int, int], bool]
+) -> tuple[int, tuple[int, ...]]:
+    """The least cost that the dearest of `stages` can have, and where each stage ends then.
+
+    `allowed`: whether the units from `start` to before `end` may be a stage.
+    """
+    n = len(costs)
+    best: dict[int, tuple[int, tuple[int, ...]]] = {
+        0: (0, ())
+    }  # of the first units, by their number
+    for stage in range(1, stages + 1):
+        ways = {
+            end: [
+                (max(dearest, sum(costs[start:end])), (*ends, end))
+                for start, (dearest, ends) in best.items()
+                if start < end and allowed(start, end)
+            ]
+            for end in range(stage, n - stages + stage + 1)
+        }
+        best = {end: min(found) for end, found in ways.items() if found}
+    return best[n]
+
+
+def agree(stages: Sequence[PipelineStage], *_: Any, **__: Any) -> None:
+    """In place of PyTorch's asking all workers, by messages, whether they were given the shapes: they were.
+
+    Those that were not would be sent as pickles, and none is unpickled here (PyTorch from 2.13 on asks).
+    """
+    from torch.distributed.pipelining import stage
+
+    for each in stages:
+        each._inference_mode = stage.InferenceMode.STATIC
+
+
+class Part(nn.Module):
+    """The pieces of one stage. What it gives has the weights' number format, and lies in one piece.
+
+    `training` is entered in training, for mixed precision; `layout`: in which images are computed on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pieces: Iterable[Piece],
+        is_last: bool,
+        dtype: torch.dtype,
+        layout: torch.memory_format,
+        precision: Callable[[], AbstractContextManager],
+    ) -> None:
+        super().__init__()
+        self.pieces, self._is_last, self._dtype = list(pieces), is_last, dtype
+        self._layout, self._precision = layout, precision
+        # A schedule asks for the parameters of a stage, and the model has those of all stages here.
+        own = dict.fromkeys(p for piece in self.pieces for p in piece.parameters(model))
+        self.held = nn.ParameterList(own)
+        self._model = (model,)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Its pieces, one after the other, without mixed precision."""
+        (model,) = self._model
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=self._layout)
+        for piece in self.pieces:
+            x = piece.call(model, x)
+        if self._is_last:
+            return x
+        x = x.to(self._dtype).contiguous()
+        # Zero-bubble lets go of the graph in place, which views do not bear.
+        return x.clone() if x._is_view() else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self._precision():
+            return self.compute(x)
+
+
+class Stage(PipelineStage):
+    """A stage that tells when it computes, and when its gradients are final.
+
+    `mark` is called with the phase that has ended; `last` with whether the backward to come is its last.
+    """
+
+    mark: Callable[[str], None]
+    last: Callable[[bool], None]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.mark("bubble")
+        output = super().forward_one_chunk(*args, **kwargs)
+        self.mark("forward")
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.mark("bubble")
+        self.last(kwargs.get("last_backward", False))
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_first and bwd_chunk_id in self.bwd_cache:
+            found = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in found)
+        self.mark("backward")
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        self.mark("bubble")
+        self.last(kwargs.get("last_backward", False))
+        super().backward_weight_one_chunk(*args, **kwargs)
+        self.mark("backward")

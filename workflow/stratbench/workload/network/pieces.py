@@ -1,0 +1,106 @@
+"""A network's forward as a chain of pieces, so that it can be cut into stages.
+
+A plan of pieces is a tuple of their names in the order of the forward: the path of a module that is
+called (`*`: all of its number or name, in order), or a function of the model and what came before, with
+the paths of the modules and parameters that it reads. Importing this file imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+#: A plan's pieces: the path of a module, or a function with the paths that it reads.
+Plan = tuple[str | tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of a forward: its name, what computes it, and the modules and parameters that it reads."""
+
+    name: str
+    call: Callable[[nn.Module, Tensor], Tensor]
+    paths: tuple[str, ...]
+
+    def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
+        """Its parameters in `model`, each as often as it is read."""
+        for path in self.paths:
+            found = attrgetter(path)(model)
+            yield from found.parameters() if isinstance(found, nn.Module) else (found,)
+
+    def holds(self, model: nn.Module, module: nn.Module) -> bool:
+        """Whether `module` is one of those that it calls, or in one of them."""
+        each = (attrgetter(path)(model) for path in self.paths)
+        return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
+
+
+def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
+    """The pieces of `model` by a plan, in the order in which forward computes them."""
+    found = []
+    for entry in plan:
+        if isinstance(entry, tuple):
+            call, paths = entry
+            found.append(Piece(call.__name__, call, paths))
+            continue
+        depth = entry.count(".")
+        for name, _ in model.named_modules():
+            if name.count(".") == depth and fnmatchcase(name, entry):
+                found.append(Piece(name, _calling(name), (name,)))
+    return found
+
+
+def _calling(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda model, x: attrgetter(path)(model)(x)
+
+
+def units_of(
+    model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
+) -> list[list[Piece]]:
+    """The pieces between the places where the network may be cut: at its shard groups.
+
+    A unit begins with a group's first module; so does what follows the last group, if it has parameters.
+    """
+    at = [
+        [i for i, p in enumerate(pieces) if any(p.holds(model, m) for m in modules)]
+        for _, modules in groups
+    ]
+    starts = {0} | {places[0] for places in at if places}
+    after = 1 + max((places[-1] for places in at if places), default=-1)
+    if any(True for piece in pieces[after:] for _ in piece.parameters(model)):
+        starts.add(after)
+    ordered = [*sorted(starts), len(pieces)]
+    return [pieces[i:j] for i, j in pairwise(ordered)]
+
+
+# --- torchvision's networks -----------------------------------------------------------------------
+
+
+def flatten(_model: nn.Module, x: Tensor) -> Tensor:
+    """All numbers of a sample in one row."""
+    return torch.flatten(x, 1)
+
+
+def patches(model: nn.Module, images: Tensor) -> Tensor:
+    """A vision transformer's input: a vector for each patch, the class token before them."""
+    x = model._process_input(images)
+    x = torch.cat([model.class_token.expand(len(x), -1, -1), x], dim=1)
+    return model.encoder.dropout(x + model.encoder.pos_embedding)
+
+
+def class_scores(model: nn.Module, x: Tensor) -> Tensor:
+    """Its output: the scores of what has become of the class token."""
+    return model.heads(model.encoder.ln(x)[:, 0])
+
+
+VGG: Plan = ("features.*", "avgpool", (flatten, ()), "classifier.*")
+VIT: Plan = (
+    (patches, ("conv_proj", "class_token", "encoder.pos_embedding", "encoder.dropout")),
+    "encoder.layers.*",
+    (class_scores, ("encoder.ln", "heads")),
+)
