@@ -25,6 +25,7 @@ REGISTRY: dict[str, str] = {
     "fsdp": "stratbench.strategies.fsdp:FSDP",
     "zero1": "stratbench.strategies.zero:ZeRO1",
     "zero1-torch": "stratbench.strategies.zero:TorchZeRO1",
+    "deepspeed": "stratbench.strategies.deepspeed:DeepSpeed",
     "tensor": "stratbench.strategies.tensor:TensorParallel",
     "local-sgd": "stratbench.strategies.local_sgd:LocalSGD",
     "diloco": "stratbench.strategies.diloco:DiLoCo",
