@@ -18,10 +18,13 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.places import SCHEMAS
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies.needs import faults
 from stratbench.study.config import load_config
 from stratbench.study.messages import ConfigError
 from stratbench.workload.models import MODELS
 
+#: The strategies that this Python can run.
+INSTALLED = [name for name in REGISTRY if not any(faults(name, strategy_class(name)))]
 COUNTS = (1, 2, 4, 8)
 DATASETS = {
     "images": {
@@ -227,4 +230,4 @@ def cells_of(strategy: str, number: int) -> tuple[list[Planned], list[Wish]]:
 @cache
 def design() -> tuple[Planned, ...]:
     """All cells."""
-    return tuple(cell for n, name in enumerate(REGISTRY) for cell in cells_of(name, n)[0])
+    return tuple(cell for n, name in enumerate(INSTALLED) for cell in cells_of(name, n)[0])

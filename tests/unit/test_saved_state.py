@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launching import settings
+from launching import each_strategy, settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.ps.handshake import load_secret, new_secret, write_secret
 from stratbench.ps.server import serve
-from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.strategies import option_defaults, strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.strategies.saved import SavedState
@@ -121,7 +121,7 @@ def both(folder: Path, name: str, **how: Any) -> tuple[list[Any], list[Any]]:
     return cold, trained(name, folder / "warm", warm=True, **how)
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", each_strategy())
 def test_a_warm_up_leaves_no_trace(name, tmp_path):
     cold, warm = both(tmp_path, name)
     assert equal(cold, warm)

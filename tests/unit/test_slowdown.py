@@ -12,11 +12,11 @@ import torch.distributed as dist
 from ps_harness import Served
 from torch import nn
 
-from launching import settings
+from launching import each_strategy, settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.ps.handshake import new_secret, write_secret
-from stratbench.strategies import REGISTRY, slowdown, strategy_class
+from stratbench.strategies import slowdown, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.ps import server_configs
 from stratbench.strategies.slowdown import Slowdown
@@ -92,7 +92,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
     return result
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", each_strategy())
 def test_a_slowed_worker_is_as_slow_as_the_study_says(
     name, group, tmp_path, tiny_data, monkeypatch
 ):

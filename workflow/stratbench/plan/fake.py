@@ -52,8 +52,8 @@ def traced_steps(
     """The trace of rank 0, and its strategy after the steps.
 
     A training step for each of `batches` (samples), then an evaluation. The trace's phases are
-    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. No step warms up:
-    the first is like any later one, since momentum and buckets exist from the start. `number`: of the
+    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first is like any
+    later one, since momentum and buckets exist from the start; where it is not, others come before it. `number`: of the
     steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`).
     """
     with ExitStack() as stack:
@@ -65,7 +65,7 @@ def traced_steps(
             on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
         )
         strategy.setup(model, worker)
-        if worker.mesh.tensor > 1:
+        if worker.mesh.tensor > 1 or strategy.warms_up:
             # What DTensor asks of its rules it asks once for each shape, of tensors that nobody keeps.
             with CudaAutocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
@@ -87,6 +87,8 @@ def traced_steps(
 def surroundings(request: Request, on_fakes: bool = True) -> Iterator[None]:
     """The process group and torch's ways of which a worker of the request is made, until the block ends."""
     with ExitStack() as stack:
+        # First: what is imported there would make fake tensors.
+        stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(fake_group(request.world_size))
         if on_fakes:
             stack.enter_context(FakeTensorMode())

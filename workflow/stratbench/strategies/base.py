@@ -150,6 +150,8 @@ class Strategy:
     uses_wrap_groups: ClassVar[bool] = False
     #: Whether a rank does and holds the same on any number of workers, so that the plan predicts one.
     alike_on_any_count: ClassVar[bool] = False
+    #: Whether its first steps do what later ones do not: the plan then looks at later ones.
+    warms_up: ClassVar[bool] = False
     #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
     #: None: never.
     first_choice: ClassVar[

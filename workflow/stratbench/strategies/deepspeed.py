@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,6 +44,7 @@ class DeepSpeed(base.Collective):
         "keeps of g its share (2) and of W (3); W is gathered after the update, or when it is used (3)"
     )
     updates_by_zeros = True
+    warms_up = True  # stage 3 learns the order of the modules
     buffers_note = "each worker keeps its own, and their mean is evaluated"
     breakdown_note: ClassVar[str] = (
         "DeepSpeed reduces gradients inside backward; stages 1 and 2 gather the weights in the optimizer's "
@@ -125,8 +126,8 @@ class DeepSpeed(base.Collective):
             optimizer_parts=gpus,
             optimizer_padded=True,
             updates_per_step=1,
-            # Stage 3 gathers for forward and, tuned, again for backward.
-            ring_copies=3 if o.stage < 3 or o.tuned else 2,
+            # Stage 3 gathers again for backward what it has freed after forward.
+            ring_copies=3 if o.stage < 3 else 2,
             kept_copies=1,
         )
 
@@ -139,14 +140,14 @@ class DeepSpeed(base.Collective):
         }
         self.worker, self.model = worker, model
         self.parameters = self.local = [p for p in model.parameters() if p.requires_grad]
-        self._trained = sum(p.numel() for p in self.parameters)
+        self._trained = numel(self.parameters)
         kind, settings = self.optimizer_kind()
         self.optimizer = kind(self.parameters, **settings)
         model.to = lambda *_, **__: model  # it is on its device, and fake tensors cannot be moved
         self.engine, self.zero, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.optimizer,
-            config=self.config(worker.settings),
+            config=self.config(worker),
             dist_init_required=False,
         )
         del model.to
@@ -161,12 +162,13 @@ class DeepSpeed(base.Collective):
         self._sent_bytes, self._counts = None, False
         self.reset()
 
-    def config(self, s: Any) -> dict[str, Any]:
-        """DeepSpeed's configuration (deepspeed.ai/docs/config-json) of a cell with settings `s`."""
-        o = self.options
+    def config(self, worker: base.Worker) -> dict[str, Any]:
+        """DeepSpeed's configuration (deepspeed.ai/docs/config-json) of the cell."""
+        o, s = self.options, worker.settings
         zero: dict[str, Any] = {"stage": o.stage}
         found = {
-            "train_micro_batch_size_per_gpu": s.per_worker_batch // s.accumulate,
+            # For its own lines of progress; samples come from our loop.
+            "train_micro_batch_size_per_gpu": max(1, s.per_worker_batch // s.accumulate),
             "gradient_accumulation_steps": s.accumulate,
             "gradient_clipping": s.clip_norm or 0.0,
             "zero_allow_untested_optimizer": True,  # SGD
@@ -187,10 +189,15 @@ class DeepSpeed(base.Collective):
         bucket = min((o.bucket_cap_mb << 20) // NUMBER_BYTES, self._trained)
         zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
         if o.stage == 3:
+            # As FSDP: the group that is used, and one ahead. What the engine may hold by its defaults is a
+            # thousand million parameters, which it does not free after forward.
+            groups = [numel(p for m in ms for p in m.parameters()) for _, ms in worker.wrap_groups]
+            group = max(groups, default=self._trained)
             zero |= {
-                "stage3_prefetch_bucket_size": bucket,
-                "stage3_param_persistence_threshold": 0,
+                "stage3_prefetch_bucket_size": group,
+                "stage3_max_live_parameters": 2 * group,
                 "stage3_max_reuse_distance": 0,
+                "stage3_param_persistence_threshold": 0,
             }
         elif s.clip_norm is None:
             zero["compute_grad_norm"] = False  # the host would read it in every step
@@ -207,9 +214,13 @@ class DeepSpeed(base.Collective):
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
-        if self.options.stage == 3:  # what is still gathered is of the warm-up
+        self._free_gathered()  # else a step would use what the warm-up has made of them
+
+    def _free_gathered(self) -> None:
+        """Stage 3: free what the engine holds of others' parts, also what it gathered ahead of its use."""
+        if self.options.stage == 3:
             self.zero._partition_all_parameters()
-            self.zero._post_step(set())  # and gathers what stays whole
+            self.zero._post_step(set())  # gathers what stays whole
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self._flat, *self.model.buffers()]
@@ -217,7 +228,7 @@ class DeepSpeed(base.Collective):
     def kept(self) -> dict[str, list[Tensor]]:
         kept = {"optimizer": self.local}  # the master copy
         if self.options.stage == 3:
-            kept["parameters"] = self._flat
+            kept["parameters"] = [*self._flat, *self.model.parameters()]
             kept["gradients"] = [self.zero.grad_partitions_flat_buffer]
             kept["buckets"] = [bucket.buffer for bucket in self.zero.ipg_buckets.values()]
         return kept
@@ -253,6 +264,7 @@ class DeepSpeed(base.Collective):
     def evaluating(self) -> Iterator[nn.Module]:
         with mean_buffers(self.model, self.worker.world_size), super().evaluating() as model:
             yield model
+        self._free_gathered()
 
     def model_states(self) -> dict[str, int]:
         from stratbench.telemetry.memory import model_states
@@ -280,19 +292,22 @@ class DeepSpeed(base.Collective):
     @contextmanager
     def on_fakes(cls) -> Iterator[None]:
         check_installed("deepspeed", cls)
-        deepspeed = imported("cpu")
+        imported("cpu")
         import torch.nn.functional as F
-        from deepspeed.runtime.zero import parameter_offload, stage3
+        from deepspeed.runtime import utils
+        from deepspeed.runtime.zero import (
+            parameter_offload,
+            partitioned_param_coordinator,
+            stage3,
+            stage_1_and_2,
+        )
 
         replaced = [
-            # Of a process group that is no longer there.
-            (deepspeed.comm.comm, "cdb", None),
-            (deepspeed.utils.groups, "_WORLD_GROUP", None),
-            (deepspeed.utils.groups, "_DATA_PARALLEL_GROUP", None),
-            (deepspeed.utils.groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None),
             (parameter_offload, "FWD_MODULE_STACK", []),  # it would keep every network
-            # A fake norm has no value that the host could read.
-            (stage3, "is_invalid_grad_norm", lambda norm: False),
+            # Fake numbers have no value that the host could read: whether a norm is finite, and whether
+            # the workers call the same modules.
+            *((at, "is_invalid_grad_norm", lambda norm: False) for at in (utils, stage_1_and_2, stage3)),
+            (partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
             (F, "linear", F.linear),  # stage 3 puts its own there, for all networks of the process
         ]
         with ExitStack() as stack:
@@ -300,6 +315,10 @@ class DeepSpeed(base.Collective):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
             yield
+
+
+def numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
 
 
 def imported(device: str) -> ModuleType:
@@ -312,4 +331,9 @@ def imported(device: str) -> ModuleType:
     # On a CPU the engine would compile an operator that training does not use, behind a lock: where such a
     # process is killed, the lock stays, and all later ones wait for it for ever. None is compatible.
     deepspeed.ops.__compatible_ops__ = {}
+    # Of an earlier process group, where this process has had one.
+    deepspeed.comm.comm.cdb = None
+    groups = deepspeed.utils.groups
+    groups._WORLD_GROUP = groups._DATA_PARALLEL_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     return deepspeed
