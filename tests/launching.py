@@ -38,7 +38,7 @@ TINY = {
 
 def each_strategy(names: Iterable[str] = REGISTRY) -> list[Any]:
     """A test's parameters: names of strategies, skipped where what they need is not installed."""
-    lacking = {name: " ".join(faults(name, strategy_class(name))) for name in names}
+    lacking = {name: " ".join(faults([(name, strategy_class(name))])) for name in names}
     return [
         pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why))
         for name, why in lacking.items()

@@ -24,7 +24,7 @@ from stratbench.study.messages import ConfigError
 from stratbench.workload.models import MODELS
 
 #: The strategies that this Python can run.
-INSTALLED = [name for name in REGISTRY if not any(faults(name, strategy_class(name)))]
+INSTALLED = [name for name in REGISTRY if not any(faults([(name, strategy_class(name))]))]
 COUNTS = (1, 2, 4, 8)
 DATASETS = {
     "images": {

@@ -18,8 +18,8 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.plan.request import buffer_bytes
 from stratbench.plan.subject import data_bytes_of
 from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.strategies.needs import faults
 from stratbench.strategies.base import Worker
+from stratbench.strategies.needs import faults
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
@@ -117,7 +117,7 @@ def train_all(rank: int, folder: Path, out: Path) -> None:
     found = {}
     for name in COLLECTIVES:
         cls = strategy_class(name)
-        if (rank == 0 or cls.max_workers != 1) and not any(faults(name, cls)):
+        if (rank == 0 or cls.max_workers != 1) and not any(faults([(name, cls)])):
             found[name] = [losses_of(name, folder, at, out, rank) for at in ("device", "host")]
     (out / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -6,9 +6,7 @@ install it.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from itertools import islice
@@ -22,27 +20,27 @@ import yaml
 from process_groups import found_by_groups
 from torch import Tensor, nn
 
-from launching import ADAMW, each_strategy, settings
+from launching import ADAMW, settings
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
-from stratbench.plan import check, fake, footprint
+from stratbench.plan import cache, check, fake, footprint
 from stratbench.plan.request import Request
 from stratbench.plan.trace import OperatorTrace
 from stratbench.plan.traffic import wire_bytes
-from stratbench.strategies import needs, option_defaults, strategy_class
+from stratbench.strategies import needs, option_defaults
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.deepspeed import DeepSpeed
 from stratbench.study.config import Study
+from stratbench.study.messages import ConfigError
 from stratbench.study.validation import validate
-from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.workload import models, tasks
 from stratbench.workload.gpt import GPT, Block
 from stratbench.workload.trial import take_trial
 
 ROOT = Path(__file__).parents[2]
 #: Why what needs DeepSpeed is skipped; empty: it is here.
-LACKING = " ".join(needs.faults("deepspeed", DeepSpeed))
+LACKING = " ".join(needs.faults([("deepspeed", DeepSpeed)]))
 with_deepspeed = pytest.mark.skipif(bool(LACKING), reason=LACKING)
 slow = [pytest.mark.slow, pytest.mark.timeout(480), with_deepspeed]
 
@@ -60,8 +58,6 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "bf16": ({"precision": "bf16"}, True),
 }
 STAGES = (1, 2, 3)
-
-
 
 
 def request_for(stage: int, model: str, workers: int, **changes: Any) -> Request:
@@ -196,7 +192,7 @@ def whole_weights(strategy: Collective) -> Tensor:
 def trajectory(
     cls: type[Collective], options: dict[str, Any], kind: str, rank: int, world: int, **way: Any
 ) -> dict[str, Any]:
-    """Two epochs after a warm-up, each with an evaluation: losses [2 STEPS], weights, scores, what it sent."""
+    """Two epochs after a warm-up, each with an evaluation: losses [2 STEPS], weights, scores, bytes."""
     strategy = set_up(cls, options, kind, rank, world, **way)
     x, y = samples(kind)
     own = BATCH // world
@@ -309,9 +305,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
     if world == 2:
         for name, (cls, way) in MUTANTS.items():
             changed = WAYS[way][0]
-            found[f"mutant {name}"] = trajectory(
-                cls, {"stage": 2}, "text", rank, world, **changed
-            )
+            found[f"mutant {name}"] = trajectory(cls, {"stage": 2}, "text", rank, world, **changed)
     found["compiled"] = [str(p) for p in root.rglob("*") if p.suffix in (".so", ".o")]
     return found
 
@@ -334,18 +328,20 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float
 # ---------------------------------------------------------------- agreement
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("kind", "way"), [("images", "plain"), *(("text", way) for way in WAYS)]
+    ("kind", "way", "world"),
+    [
+        (kind, way, world)
+        for kind, way in (("images", "plain"), *(("text", way) for way in WAYS))
+        for world in ((1, 2, 4) if way == "plain" else (1, 2))
+    ],
 )
 class TestAgreement:
     pytestmark = slow
 
     def test_every_stage_trains_as_ddp_does(self, found, kind, way, stage, world):
         """Bit for bit where the same numbers are summed up in the same order."""
-        if way != "plain" and world == 4:
-            pytest.skip("one way shows it")
         run, ddp = (found[world][f"{kind} {way} {name}"] for name in (stage, "ddp"))
         assert ddp["losses"].std() > 1e-3, "it does not learn: equality would say little"
         print(kind, way, stage, world, difference(run, ddp))
@@ -354,3 +350,234 @@ class TestAgreement:
             assert torch.equal(run["scores"], ddp["scores"])
         assert max(difference(run, ddp)) < NEAR
         assert run["report"]["updates_applied"] == 2 * STEPS
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+class TestOnEveryNumberOfWorkers:
+    pytestmark = slow
+
+    def test_its_own_defaults_train_alike(self, found, stage, world):
+        assert (
+            max(difference(found[world][f"untuned {stage}"], found[world]["text plain ddp"])) < NEAR
+        )
+
+    def test_it_sends_a_third_more_than_ddp_and_holds_its_part(self, found, stage, world):
+        run = found[world][f"text plain {stage}"]
+        weights = 4 * sum(p.numel() for p in network("text").parameters())
+        share = (world - 1) / world
+        if stage < 3:
+            assert run["sent"] == pytest.approx(3 * share * weights, rel=0.01)
+        else:  # once or twice each parameter, and its gradient
+            assert 2 * share * weights <= run["sent"] <= 3.2 * share * weights
+        states = run["states"]
+        assert states["parameters_bytes"] == pytest.approx(
+            weights / (world if stage == 3 else 1), rel=0.05
+        )
+        assert states["gradients_bytes"] == pytest.approx(
+            weights / (world if stage > 1 else 1), rel=0.05
+        )
+        # Momentum, and the master copy.
+        assert states["optimizer_bytes"] == pytest.approx(2 * weights / world, rel=0.05)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+class TestMutants:
+    pytestmark = slow
+
+    def test_the_comparison_sees_one_mistake(self, found, name):
+        way = MUTANTS[name][1]
+        apart = difference(found[2][f"mutant {name}"], found[2][f"text {way} ddp"])
+        print(f"{name}: losses off by {apart[0]:.1e}, weights by {apart[1]:.1e}")
+        assert max(apart) > 10 * NEAR
+
+
+@pytest.mark.parametrize("stage", STAGES)
+class TestAStage:
+    pytestmark = slow
+
+    def test_the_mean_of_the_statistics_is_evaluated(self, found, stage):
+        means = found[2][f"statistics {stage}"]
+        assert not torch.equal(means["before"][0], means["before"][1])
+        torch.testing.assert_close(means["in"], means["before"].mean(0).expand(2, -1))
+        assert torch.equal(means["after"], means["before"])
+
+    @pytest.mark.parametrize("model", ["vgg-compact", "gpt-compact"])
+    def test_the_plan_has_the_memory_and_the_bytes_of_real_steps(self, found, stage, model):
+        real = found[2][f"as it runs {stage} {model}"]
+        made = footprint.make_footprint(request_for(stage, model, 2))
+        between = sum(made.between_steps_bytes.values())
+        print(stage, model, "peak", made.training_peak(8).n_bytes, real["peak"], "between", between,
+              real["between"])  # fmt: skip
+        assert made.model_states_bytes == real["states"]
+        assert wire_bytes(made.collectives, 2, on_gloo=False) == pytest.approx(
+            real["sent"], rel=1e-3
+        )
+        assert (between, made.training_peak(8).n_bytes) == (real["between"], real["peak"])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+class TestStart:
+    pytestmark = slow
+
+    def test_no_operator_is_compiled_and_no_lock_is_waited_for(self, found, world):
+        """The groups have ended although a lock lay where the engine would have waited for it."""
+        assert found[world]["compiled"] == []
+
+
+# ---------------------------------------------------------------- cells
+
+
+class TestCells:
+    pytestmark = slow
+
+    def test_a_record_says_the_engine_and_its_version(self, start_cell):
+        launched = start_cell(settings("deepspeed"))
+        code, output = launched.finish(240)
+        assert code == 0, output
+        made = launched.read_record()
+        version = DeepSpeed.needs[0].partition("==")[2]
+        assert made["strategy"]["details"]["engine"] == f"deepspeed {version}"
+        assert {w["provenance"]["software"]["deepspeed"] for w in made["workers"]} == {version}
+        assert made["communication"]["sent_bytes_per_step"] > 0
+        record.validate(made)
+
+
+# ---------------------------------------------------------------- without DeepSpeed
+
+
+@pytest.fixture(params=["none", "0.19.7"])
+def installed(request, monkeypatch) -> str:
+    """What this Python has of DeepSpeed, according to its metadata."""
+    known = metadata.version
+
+    def version(name: str) -> str:
+        if name != "deepspeed":
+            return known(name)
+        if request.param == "none":
+            raise metadata.PackageNotFoundError(name)
+        return request.param
+
+    monkeypatch.setattr(metadata, "version", version)
+    return request.param
+
+
+def sentence(names: str, has: str) -> str:
+    return (
+        f"{names}: deepspeed==0.19.8 is needed, and this Python has {has}: "
+        "pip install -r envs/requirements-deepspeed.txt"
+    )
+
+
+def test_what_is_missing_is_one_sentence_for_all_cells(installed):
+    cells = [("two", DeepSpeed), ("ddp", DDP), ("three", DeepSpeed), ("two", DeepSpeed)]
+    assert list(needs.faults(cells)) == [sentence("two, three", installed)]
+    assert list(needs.faults([("ddp", DDP)])) == []
+
+
+@pytest.mark.slow
+def test_plan_and_check_say_what_is_missing_and_go_on(installed):
+    requests = [request_for(2, "vgg-compact", 2), replace(request_for(2, "vgg-compact", 2), strategy="ddp",
+                options=tuple(sorted(option_defaults("ddp").items())))]  # fmt: skip
+    for order in (requests, requests[::-1]):
+        found = dict(zip([r.strategy for r in order], check.find(order).refusals, strict=True))
+        assert found == {"deepspeed": sentence("deepspeed", installed), "ddp": None}
+    assert cache.try_footprint(requests[0]) == sentence("deepspeed", installed)
+
+
+@pytest.mark.skipif(not LACKING, reason="DeepSpeed is here")
+@pytest.mark.slow
+def test_a_cell_says_what_is_missing_before_it_starts_a_process(start_cell):
+    launched = start_cell(settings("deepspeed"))
+    code, output = launched.finish()
+    assert code != 0
+    assert LACKING in output
+    assert not list(launched.folder.path.glob("*.stack"))
+
+
+def refused(**keys: Any) -> str:
+    """What the config's check says of an experiment with DeepSpeed."""
+    block = {
+        "dataset": "digits", "strategies": ["two"], "models": ["vgg-compact"], "gpus": [2], "epochs": 1,
+        "global_batch": 32, "lr": 0.1,
+    }  # fmt: skip
+    study = {"variants": {"two": {"strategy": "deepspeed", **keys.pop("options", {})}}}
+    with pytest.raises(ConfigError) as error:
+        validate({"study": "s", "studies": {"s": study | {"experiments": {"e": block | keys}}}})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"precision": "fp64"}, "keeps its weights in float32; use fp32"),
+        ({"precision": "fp16"}, "would wait for the device in every step; use bf16"),
+        ({"compile": True}, "not tried with DeepSpeed; set it to false"),
+        (
+            {"activation_checkpointing": True, "dataset": "digits", "models": ["gpt-compact"]},
+            "not tried with DeepSpeed; set it to false",
+        ),
+        ({"options": {"stage": 4}}, "stage = 4: must be at least 1 and below 4"),
+        ({"options": {"tuned": False, "bucket_cap_mb": 5}}, "tuned: false leaves it to DeepSpeed"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_any_job(keys, says):
+    assert says in refused(**keys)
+
+
+class Odd(nn.Module):
+    """What the engine would train wrongly: as `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(36, 8), nn.Linear(36, 8)
+        self.words = nn.Embedding(4, 8, sparse=kind == "sparse")
+        if kind == "mixed":
+            self.second.bfloat16()
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(1)
+        if self.kind == "read outside":
+            return self.head(flat @ self.first.weight.T) + 0 * self.words.weight.sum()
+        if self.kind == "by data":
+            return self.head(self.first(flat) if flat.sum() > 0 else self.second(flat))
+        words = self.words(torch.zeros(len(x), dtype=torch.long))
+        return self.head(self.first(flat) + words + self.second(flat.to(self.second.weight.dtype)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "says"),
+    [
+        ("sparse", 1, "is sparse, which has no place in a flat bucket"),
+        ("mixed", 2, "several dtypes (bfloat16, float32)"),
+        ("read outside", 3, "stage 3 gathers a module's parameters only then"),
+        ("read outside", 2, None),
+        ("by data", 2, "would fill their buckets with different gradients"),
+        ("plain", 3, None),
+    ],
+)
+def test_networks_that_it_would_train_wrongly_are_refused(kind, stage, says):
+    torch.manual_seed(0)
+    model = Odd(kind)
+    groups = [(name, [m]) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    x, y = samples("images")
+    trial = take_trial("network", model, x[:2], y[:2], (2, CLASSES), groups)
+    strategy = DeepSpeed(DeepSpeed.Options(stage=stage))
+    worker = Worker(settings("deepspeed"), 0, 2, 2, CPU, RunFolder(Path()), groups, trial=trial)
+    told = list(strategy.refusals_of_model(model, worker))
+    assert (says is None and told == []) or (says and says in told[0]), told
+
+
+def test_the_study_engines_has_every_stage_on_both_networks():
+    config = validate(yaml.safe_load((ROOT / "config.yaml").read_text()) | {"study": "engines"})
+    study = Study(config, "engines")
+    met = {
+        (s.model, s.gpus, s.options["stage"])
+        for s in map(study.settings, study.cells)
+        if s.strategy == "deepspeed" and s.options["tuned"]
+    }
+    assert met == {
+        (m, n, i) for m in ("vgg-compact", "gpt-compact") for n in (1, 2) for i in STAGES
+    }

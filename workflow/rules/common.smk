@@ -13,7 +13,7 @@ from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
 from stratbench.plan.devices import named_gpus
 from stratbench.strategies import strategy_class
-from stratbench.strategies.needs import all_faults, distributions
+from stratbench.strategies.needs import distributions, faults
 from stratbench.study import resume
 from stratbench.study.answer_alone import leave_answers_alone
 from stratbench.study.config import load_config
@@ -204,7 +204,9 @@ def classes_of(cells):
 
 def env_of(cells):
     """The conda environment in which cells are trained: with what their strategies need."""
-    needed = sorted({name for _, cls in classes_of(cells) for name in distributions(cls)})
+    needed = sorted(
+        {name for _, cls in classes_of(cells) for name in distributions(cls)}
+    )
     return ENV.replace(".yaml", "".join(f"-{name}" for name in needed) + ".yaml")
 
 
@@ -213,7 +215,7 @@ def missing_needs(cells):
     others = {DeploymentMethod.CONDA, DeploymentMethod.APPTAINER}
     if others & set(workflow.deployment_settings.deployment_method):
         return []
-    return all_faults(classes_of(cells))
+    return list(faults(classes_of(cells)))
 
 
 def block_request(wildcards):

@@ -53,10 +53,13 @@ def traced_steps(
 
     A training step for each of `batches` (samples), then an evaluation. The trace's phases are
     `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first is like any
-    later one, since momentum and buckets exist from the start; where it is not, others come before it. `number`: of the
-    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`).
+    later one, since momentum and buckets exist from the start; where it is not, others come before it.
+    `number`: of the steps before each, for one of a kind that comes late in a training
+    (`Strategy.first_steps`).
     """
     with ExitStack() as stack:
+        # First: what is imported there must not make fake tensors.
+        stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request))
         model, strategy, worker = built(request)
         trace = OperatorTrace(
@@ -87,8 +90,6 @@ def traced_steps(
 def surroundings(request: Request, on_fakes: bool = True) -> Iterator[None]:
     """The process group and torch's ways of which a worker of the request is made, until the block ends."""
     with ExitStack() as stack:
-        # First: what is imported there would make fake tensors.
-        stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(fake_group(request.world_size))
         if on_fakes:
             stack.enter_context(FakeTensorMode())

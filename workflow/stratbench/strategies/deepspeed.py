@@ -55,7 +55,10 @@ class DeepSpeed(base.Collective):
     @dataclass(frozen=True)
     class Options(base.Options):
         stage: int = option(
-            2, "what is divided: 1 the optimizer's state, 2 gradients, 3 parameters", least=1, below=4
+            2,
+            "what is divided: 1 the optimizer's state, 2 gradients, 3 parameters",
+            least=1,
+            below=4,
         )
         bucket_cap_mb: int = option(25, "size of a bucket in MiB", least=1)
         tuned: bool = option(
@@ -109,8 +112,8 @@ class DeepSpeed(base.Collective):
             yield base.by_chance(trial.by_chance)
         elif trial.reads_values and (unused := (*trial.unused, *trial.unopened)):
             yield (
-                f"forward reads values of tensors and did not use {listed(unused)}: it seems to choose by its "
-                "data what it calls, and workers, whose data differ, would fill their buckets with "
+                f"forward reads values of tensors and did not use {listed(unused)}: it seems to choose by "
+                "its data what it calls, and workers, whose data differ, would fill their buckets with "
                 "different gradients; call all of them, and choose with torch.where or a factor of 0 or 1"
             )
 
@@ -282,7 +285,10 @@ class DeepSpeed(base.Collective):
 
     def report(self) -> dict[str, Any]:
         report, skipped = super().report(), self.engine.skipped_steps
-        report["details"] |= {"skipped_steps": skipped, "engine": " ".join(self.needs[0].split("=="))}
+        report["details"] |= {
+            "skipped_steps": skipped,
+            "engine": " ".join(self.needs[0].split("==")),
+        }
         return report | {
             "evaluated_on": "the gathered weights with the workers' mean BatchNorm statistics",
             "updates_applied": self.steps - skipped,
@@ -306,7 +312,10 @@ class DeepSpeed(base.Collective):
             (parameter_offload, "FWD_MODULE_STACK", []),  # it would keep every network
             # Fake numbers have no value that the host could read: whether a norm is finite, and whether
             # the workers call the same modules.
-            *((at, "is_invalid_grad_norm", lambda norm: False) for at in (utils, stage_1_and_2, stage3)),
+            *(
+                (at, "is_invalid_grad_norm", lambda norm: False)
+                for at in (utils, stage_1_and_2, stage3)
+            ),
             (partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
             (F, "linear", F.linear),  # stage 3 puts its own there, for all networks of the process
         ]

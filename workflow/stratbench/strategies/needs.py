@@ -22,25 +22,27 @@ def distributions(cls: type[Strategy]) -> dict[str, str]:
 
 
 def check_installed(name: str, cls: type[Strategy]) -> None:
-    """Missing where this Python lacks what the strategy registered as `name` needs."""
-    for why in faults(name, cls):
+    """Missing where this Python lacks what the strategy `cls`, which the study calls `name`, needs."""
+    for why in faults([(name, cls)]):
         raise Missing(why)
 
 
-def all_faults(strategies: Iterable[tuple[str, type[Strategy]]]) -> list[str]:
-    """Why some of these strategies, given with their names, cannot run on this Python; each once."""
-    return list(dict.fromkeys(why for name, cls in strategies for why in faults(name, cls)))
+def faults(strategies: Iterable[tuple[str, type[Strategy]]]) -> Iterator[str]:
+    """A sentence for each distribution that strategies lack, with the command that installs it.
 
-
-def faults(name: str, cls: type[Strategy]) -> Iterator[str]:
-    """A sentence for each distribution that is missing, with the command that installs it."""
-    for distribution, version in distributions(cls).items():
+    `strategies`: what the study calls each, and its class.
+    """
+    wanted: dict[tuple[str, str], list[str]] = {}
+    for name, cls in dict.fromkeys(strategies):
+        for pin in distributions(cls).items():
+            wanted.setdefault(pin, []).append(name)
+    for (distribution, version), names in wanted.items():
         try:
-            found = f"this Python has {metadata.version(distribution)}"
+            found = metadata.version(distribution)
         except metadata.PackageNotFoundError:
-            found = "this Python has none"
-        if not found.endswith(f" {version}"):
+            found = "none"
+        if found != version:
             yield (
-                f"{name} needs {distribution}=={version}, and {found}: "
+                f"{', '.join(names)}: {distribution}=={version} is needed, and this Python has {found}: "
                 f"pip install -r envs/requirements-{distribution}.txt"
             )
