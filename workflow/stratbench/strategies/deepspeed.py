@@ -31,8 +31,8 @@ class DeepSpeed(base.Collective):
 
     Stage 1 divides the optimizer's state, stage 2 the gradients, stage 3 the parameters, too (Rajbhandari
     et al., SC 2020). The engine keeps a copy of each worker's part of the weights, from which it updates
-    (a master copy, also in float32), and stages 1 and 2 reduce gradients to all workers: a third more than
-    `zero1` sends on NCCL. Batches, clock, marks and evaluation are those of every strategy. The engine
+    (a master copy, also in float32), and stages 1 and 2 reduce gradients to all workers: half as much again
+    as `zero1` sends on NCCL. Batches, clock, marks and evaluation are those of every strategy. The engine
     knows nothing of BatchNorm: each worker keeps its own statistics, and their mean is evaluated.
     """
 
@@ -110,11 +110,11 @@ class DeepSpeed(base.Collective):
             return
         if trial.by_chance:
             yield base.by_chance(trial.by_chance)
-        elif trial.reads_values and (unused := (*trial.unused, *trial.unopened)):
+        elif trial.reads_values:
             yield (
-                f"forward reads values of tensors and did not use {listed(unused)}: it seems to choose by "
-                "its data what it calls, and workers, whose data differ, would fill their buckets with "
-                "different gradients; call all of them, and choose with torch.where or a factor of 0 or 1"
+                "forward reads values of tensors: it may choose by its data what it calls, and when; "
+                "workers, whose data differ, would fill their buckets with different gradients, and add up what does "
+                "not belong together; choose with torch.where or a factor of 0 or 1"
             )
 
     def traits(self, gpus: int) -> base.Traits:
