@@ -113,8 +113,8 @@ class DeepSpeed(base.Collective):
         elif trial.reads_values:
             yield (
                 "forward reads values of tensors: it may choose by its data what it calls, and when; "
-                "workers, whose data differ, would fill their buckets with different gradients, and add up what does "
-                "not belong together; choose with torch.where or a factor of 0 or 1"
+                "workers, whose data differ, would fill their buckets with different gradients, and add up "
+                "what does not belong together; choose with torch.where or a factor of 0 or 1"
             )
 
     def traits(self, gpus: int) -> base.Traits:
