@@ -6,6 +6,7 @@ install it.
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import replace
 from importlib import metadata
@@ -13,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from process_groups import found_by_groups
 from torch import Tensor, nn
 
 from launching import ADAMW, settings
+from stratbench.analysis.audit import RULES, found_by
+from stratbench.analysis.audit.rule import Evidence
+from stratbench.analysis.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import cache, check, fake, footprint
@@ -428,19 +433,42 @@ class TestStart:
 # ---------------------------------------------------------------- cells
 
 
+def findings(made: dict[str, Any]) -> list[str]:
+    """Why the audit calls a record unusable; that the machine is busy, it may say besides."""
+    evidence = Evidence(pd.DataFrame(columns=list(COLUMNS)), [made])
+    return [
+        f"{rule.id}: {found.figures}"
+        for rule in RULES
+        if rule.severity == "unusable"
+        for found in found_by(rule, evidence)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "way"), [(1, {}), (2, {"accumulate": 2}), (3, {"accumulate": 2, "clip_norm": 1.0})]
+)
 class TestCells:
     pytestmark = slow
 
-    def test_a_record_says_the_engine_and_its_version(self, start_cell):
-        launched = start_cell(settings("deepspeed"))
+    def test_a_record_says_the_engine_and_the_audit_believes_it(self, start_cell, warm, stage, way):
+        options = option_defaults("deepspeed") | {"stage": stage}
+        launched = start_cell(settings("deepspeed", options=options, **way), env=warm)
         code, output = launched.finish(240)
         assert code == 0, output
         made = launched.read_record()
+        record.validate(made)
         version = DeepSpeed.needs[0].partition("==")[2]
         assert made["strategy"]["details"]["engine"] == f"deepspeed {version}"
         assert {w["provenance"]["software"]["deepspeed"] for w in made["workers"]} == {version}
-        assert made["communication"]["sent_bytes_per_step"] > 0
-        record.validate(made)
+        assert findings(made) == []
+        for factor in (0.5, 2):
+            false = copy.deepcopy(made)
+            for way in ("sent", "received"):
+                false["communication"][f"{way}_bytes_per_step"] *= factor
+            assert any("contradictory-traffic" in found for found in findings(false))
+        false = copy.deepcopy(made)
+        false["memory"]["model_states"]["optimizer_bytes"] //= 2  # without the master copy
+        assert any("contradictory-memory" in found for found in findings(false))
 
 
 # ---------------------------------------------------------------- without DeepSpeed
