@@ -284,10 +284,12 @@ class DeepSpeed(base.Collective):
         return states
 
     def report(self) -> dict[str, Any]:
+        import deepspeed
+
         report, skipped = super().report(), self.engine.skipped_steps
         report["details"] |= {
             "skipped_steps": skipped,
-            "engine": " ".join(self.needs[0].split("==")),
+            "engine": f"deepspeed {deepspeed.__version__}",
         }
         return report | {
             "evaluated_on": "the gathered weights with the workers' mean BatchNorm statistics",
@@ -333,9 +335,12 @@ def numel(parameters: Iterable[nn.Parameter]) -> int:
 def imported(device: str) -> ModuleType:
     """DeepSpeed, for workers on `device` (`cpu` or `cuda`), with all that a first step would import."""
     os.environ["DS_ACCELERATOR"] = device
+    before = dict(os.environ)
     import deepspeed
     import deepspeed.runtime.zero.muon.muon_optimizer
 
+    for name in os.environ.keys() - before.keys():  # every worker shall have the same environment
+        del os.environ[name]
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # On a CPU the engine would compile an operator that training does not use, behind a lock: where such a
     # process is killed, the lock stays, and all later ones wait for it for ever. None is compatible.

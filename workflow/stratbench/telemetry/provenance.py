@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,8 @@ from stratbench.telemetry.shards import whole_tensor
 _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
 
 
-def worker_provenance(
-    device: torch.device | str, nvml: Nvml | None = None, packages: Iterable[str] = ()
-) -> dict[str, Any]:
+def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> dict[str, Any]:
     """Host, libraries, flags, environment and device of this rank, ready for JSON.
-
-    `packages`: distributions whose versions count beside those that every training uses.
 
     Keys: `host`, `load_1m` (at the call), `software`, `flags`, `environment`, `slurm` (inside a
     SLURM job), and `gpu`, `driver`, `topology` where `device` is a CUDA device.
@@ -44,7 +40,7 @@ def worker_provenance(
         "device": str(device),
         "host": host_facts(),
         "load_1m": os.getloadavg()[0],
-        "software": _software(packages),
+        "software": _software(),
         "flags": _flags(),
         "environment": environment.of_training(os.environ),
     }
@@ -98,9 +94,9 @@ def sha256_of_state(state_dict: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _software(packages: Iterable[str]) -> dict[str, Any]:
+def _software() -> dict[str, Any]:
     versions: dict[str, Any] = {"python": platform.python_version()}
-    for package in (*_PACKAGES, *packages):
+    for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -29,7 +29,6 @@ from stratbench.ps.handshake import load_secret
 from stratbench.ps.server import serve
 from stratbench.strategies import acceptance, strategy_class
 from stratbench.strategies.base import Strategy, Worker
-from stratbench.strategies.needs import distributions
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.compiling import CompileWatch
@@ -233,7 +232,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     )
     measured["wrap_groups"] = group_sizes if strategy.uses_wrap_groups else []
     measured["started_s"] = started_s
-    measured["provenance"] = worker_provenance(device, packages=distributions(cls))
+    measured["provenance"] = worker_provenance(device)
     if slowdown.factors:
         measured["strategy"]["details"]["slowdown"] = slowdown.summary()
     if trial is not None and acceptance.moves_by_zeros(strategy, trial, s):
