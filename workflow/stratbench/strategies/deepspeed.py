@@ -38,7 +38,9 @@ class DeepSpeed(base.Collective):
 
     family = "shards"
     needs = ("deepspeed==0.19.8",)
-    summary: ClassVar[str] = "DeepSpeed's engine: ZeRO by stages"
+    summary: ClassVar[str] = (
+        "DeepSpeed's engine (ZeRO by stages): backward and update are its own code"
+    )
     rule: ClassVar[str] = (
         "As ddp, but each worker holds the velocity of its share of W and updates that alone (stage 1), "
         "keeps of g its share (2) and of W (3); W is gathered after the update, or when it is used (3)"
