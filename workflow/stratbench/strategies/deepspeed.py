@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from math import isnan, nan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.options import option
@@ -164,7 +165,7 @@ class DeepSpeed(base.Collective):
             self.local = list(self.zero.single_partition_of_fp32_groups)
             self._flat = list(self.zero.bit16_groups_flat)
         self.begin_states(self.optimizer, self.local)
-        self._sent_bytes, self._counts = None, False
+        self._sent_bytes, self._counts = nan, False
         self.reset()
 
     def config(self, worker: base.Worker) -> dict[str, Any]:
@@ -263,7 +264,7 @@ class DeepSpeed(base.Collective):
 
     def communication(self) -> dict[str, Any] | None:
         """What the last step of the warm-up sent, which the engine alone knows."""
-        return base.ring_traffic(self._sent_bytes)
+        return None if isnan(self._sent_bytes) else base.ring_traffic(self._sent_bytes)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
