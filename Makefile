@@ -4,6 +4,7 @@
 # make gpu-check   checks the engine on a GPU, at most 10 minutes; uses $(PYTHON) where it has PyTorch
 # make test-gpu-path   tests without a GPU what runs on one: PyTorch's CUDA build (a download of some GB) on a GPU
 #              in software (tests/software_gpu); no part of make test
+# make test-deepspeed   tests the strategy deepspeed, with DeepSpeed in an environment of its own; no part of make test
 # make clean   removes the environments and keeps results/; make clean-results deletes all records, too
 
 PYTHON ?= python3
@@ -13,14 +14,16 @@ RUN_STAMP := $(VENV)/.requirements
 DEV_STAMP := $(VENV)/.requirements-dev
 GPU_PATH_VENV := .venv-gpu-path
 GPU_PATH_STAMP := $(GPU_PATH_VENV)/.requirements
+DEEPSPEED_VENV := .venv-deepspeed
+DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.requirements
 PIP := -m pip install --quiet --disable-pip-version-check -c envs/constraints.txt
 
-.PHONY: demo test test-quick lint docs clean clean-results setup gpu-check test-gpu-path
+.PHONY: demo test test-quick lint docs clean clean-results setup gpu-check test-gpu-path test-deepspeed
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n 's/^# //p' Makefile | head -7
+	@sed -n 's/^# //p' Makefile | head -8
 
 setup: $(RUN_STAMP)
 
@@ -74,6 +77,17 @@ test-gpu-path: $(GPU_PATH_STAMP)
 	$(GPU_PATH_VENV)/bin/python tests/software_gpu/build.py $(GPU_PATH_VENV)
 	$(GPU_PATH_VENV)/bin/python -m pytest -n 3 --dist worksteal tests/software_gpu $(ARGS)
 
+$(DEEPSPEED_STAMP): envs/requirements-deepspeed.txt envs/requirements.txt envs/requirements-dev.txt envs/constraints.txt | $(DEEPSPEED_VENV)/bin/python
+	@echo "installing envs/requirements-deepspeed.txt into $(DEEPSPEED_VENV), with all that the tests run on"
+	@$(DEEPSPEED_VENV)/bin/python $(PIP) -r envs/requirements.txt -r envs/requirements-dev.txt -r envs/requirements-deepspeed.txt
+	@touch $@
+
+# Its own tests, and of those of every strategy what they say of it.
+test-deepspeed: $(DEEPSPEED_STAMP)
+	$(DEEPSPEED_VENV)/bin/python -m pytest tests/unit/test_deepspeed.py $(ARGS)
+	$(DEEPSPEED_VENV)/bin/python -m pytest -k deepspeed tests/unit/test_saved_state.py tests/unit/test_frozen.py \
+	  tests/unit/test_slowdown.py tests/unit/test_data_placement.py $(ARGS)
+
 # A GPU machine's own PyTorch is the one to check: nothing is installed where $(PYTHON) has one.
 gpu-check:
 	@if $(PYTHON) -c 'import sys, torch, torchvision; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
@@ -81,7 +95,7 @@ gpu-check:
 	else $(MAKE) --no-print-directory setup && $(BIN)/python benchmarks/gpu/check.py $(ARGS); fi
 
 clean:
-	rm -rf $(VENV) $(GPU_PATH_VENV)
+	rm -rf $(VENV) $(GPU_PATH_VENV) $(DEEPSPEED_VENV)
 	@[ ! -e results ] || echo "results is kept: make clean-results deletes it"
 
 # With results goes .snakemake, which knows what they were made from.

@@ -6,7 +6,7 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,8 @@ import pytest
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, option_defaults, strategy_class
+from stratbench.strategies.needs import faults
 from stratbench.train import forkserver
 
 WORKFLOW = Path(__file__).parents[1] / "workflow"
@@ -33,6 +34,15 @@ TINY = {
     "source": "synthetic", "train_samples": 64, "test_samples": 40, "classes": 3, "channels": 1,
     "size": 16, "seed": 0,
 }  # fmt: skip
+
+
+def each_strategy(names: Iterable[str] = REGISTRY) -> list[Any]:
+    """A test's parameters: names of strategies, skipped where what they need is not installed."""
+    lacking = {name: " ".join(faults([(name, strategy_class(name))])) for name in names}
+    return [
+        pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why))
+        for name, why in lacking.items()
+    ]
 
 
 @dataclass

@@ -17,11 +17,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies.needs import faults
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.schema import schema
 from stratbench.workload.network.models import MODELS
 
+#: The strategies that this Python can run.
+INSTALLED = [name for name in REGISTRY if not any(faults([(name, strategy_class(name))]))]
 COUNTS = (1, 2, 4, 8)
 DATASETS = {
     "images": {
@@ -226,4 +229,4 @@ def cells_of(strategy: str, number: int) -> tuple[list[Planned], list[Wish]]:
 @cache
 def design() -> tuple[Planned, ...]:
     """All cells."""
-    return tuple(cell for n, name in enumerate(REGISTRY) for cell in cells_of(name, n)[0])
+    return tuple(cell for n, name in enumerate(INSTALLED) for cell in cells_of(name, n)[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from design import COUNTS, Planned, cells_of, design, precisions, wishes_of
+from design import COUNTS, INSTALLED, Planned, cells_of, design, precisions, wishes_of
 from machine import Machine
 
 from stratbench.analysis.audit import counts, memory, servers, traffic
@@ -18,7 +18,6 @@ from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import software_gpu
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
-from stratbench.strategies import REGISTRY
 from stratbench.workload.data.prepare import prepare
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,9 +90,9 @@ def timeline_of(folder: Path) -> pd.DataFrame:
     return pd.read_csv(path, dtype={"id": str})
 
 
-@pytest.mark.parametrize("strategy", REGISTRY)
+@pytest.mark.parametrize("strategy", INSTALLED)
 def test_the_design_meets_every_precision_count_and_option(strategy: str) -> None:
-    cells, left = cells_of(strategy, list(REGISTRY).index(strategy))
+    cells, left = cells_of(strategy, INSTALLED.index(strategy))
     met = {cell.precision for cell in cells}
     for precision in set(precisions()) - met:  # then the product says why
         why = replace(cells[0], precision=precision, keys={}).refusal()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from design import DATASETS, Planned
+from design import DATASETS, INSTALLED, Planned
 from machine import Machine
 from tiny_study import Workflow
 
 from stratbench.cell import record, software_gpu
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import strategy_class
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(1800)
 def one_of_each_family() -> list[str]:
     """The first registered strategy of each family that can train the network."""
     found: dict[str, str] = {}
-    for name in REGISTRY:
+    for name in INSTALLED:
         if Planned(name, "bf16", 1, "vgg-compact", {}).refusal() is not None:
             continue
         found.setdefault(strategy_class(name).family, name)

@@ -12,7 +12,7 @@ import odd_networks
 import pandas as pd
 import pytest
 
-from launching import TINY, LaunchedCell, settings, sharing
+from launching import TINY, LaunchedCell, each_strategy, settings, sharing
 from stratbench.analysis import audit
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
@@ -88,7 +88,7 @@ def trained(
 ABLE = [name for name in REGISTRY if strategy_class(name).family != "splits"]
 
 
-@pytest.mark.parametrize("strategy", ABLE)
+@pytest.mark.parametrize("strategy", each_strategy(ABLE))
 def test_a_record_counts_what_is_frozen_and_what_is_trained(trained, strategy):
     """The audit has nothing against it, and its states are those of the plan."""
     s, found = adapted(strategy), trained(strategy)

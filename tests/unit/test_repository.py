@@ -153,15 +153,27 @@ def test_tables_are_put_between_the_marks_of_their_page(tmp_path, monkeypatch):
     assert "STALE" not in text
 
 
-def test_conda_environment_has_the_pins_of_the_requirements():
-    environment = yaml.safe_load((ROOT / "envs/stratbench.yaml").read_text())
+@pytest.mark.parametrize("kind", ["", "-deepspeed"])
+def test_conda_environments_have_the_pins_of_the_requirements(kind):
+    environment = yaml.safe_load((ROOT / f"envs/stratbench{kind}.yaml").read_text())
     pip = next(d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
-    assert set(pip) == pins("envs/requirements.txt")
+    assert set(pip) == pins("envs/requirements.txt") | pins(f"envs/requirements{kind}.txt")
+
+
+def test_what_a_strategy_needs_has_its_pin_and_its_environment():
+    """By the distribution's name, in the way that its message and its rule name them."""
+    for name in REGISTRY:
+        for pin in strategy_class(name).needs:
+            distribution = pin.partition("==")[0]
+            assert pin in pins(f"envs/requirements-{distribution}.txt")
+            assert (ROOT / f"envs/stratbench-{distribution}.yaml").exists()
 
 
 def test_every_requirement_is_pinned_exactly_and_constrained_alike():
     constraints = pins("envs/constraints.txt")
-    for path in [f"envs/requirements{kind}.txt" for kind in ("", "-dev", "-analysis")]:
+    for path in [
+        f"envs/requirements{kind}.txt" for kind in ("", "-dev", "-analysis", "-deepspeed")
+    ]:
         for pin in pins(path):
             assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+", pin), f"{path}: {pin}"
             assert pin.replace("_", "-") in {c.replace("_", "-") for c in constraints}, pin
@@ -205,7 +217,8 @@ def test_every_rule_names_its_environment():
     for path in (ROOT / "workflow/rules").glob("*.smk"):
         for rule in re.split(r"\nrule ", path.read_text())[1:]:
             if "shell:" in rule:
-                assert re.search(r"conda:\s+ENV", rule), f"{path.name}: rule {rule.splitlines()[0]}"
+                named = re.search(r"conda:\s+(ENV|lambda w: env_of)", rule)
+                assert named, f"{path.name}: rule {rule.splitlines()[0]}"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launching import settings
+from launching import each_strategy, settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.ps.server import serve
 from stratbench.ps.wire.handshake import load_secret, new_secret, write_secret
@@ -126,7 +126,7 @@ def both(folder: Path, name: str, **how: Any) -> tuple[list[Any], list[Any]]:
 ABLE = [name for name in REGISTRY if not issubclass(strategy_class(name), Pipeline)]
 
 
-@pytest.mark.parametrize("name", ABLE)
+@pytest.mark.parametrize("name", each_strategy(ABLE))
 def test_a_warm_up_leaves_no_trace(name, tmp_path):
     cold, warm = both(tmp_path, name)
     assert equal(cold, warm)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ps_harness import Served
 from torch import nn
 
-from launching import settings
+from launching import each_strategy, settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
@@ -97,7 +97,7 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
 ABLE = [name for name in REGISTRY if not issubclass(strategy_class(name), Pipeline)]
 
 
-@pytest.mark.parametrize("name", ABLE)
+@pytest.mark.parametrize("name", each_strategy(ABLE))
 def test_a_slowed_worker_is_as_slow_as_the_study_says(
     name, group, tmp_path, tiny_data, monkeypatch
 ):

@@ -12,6 +12,8 @@ from stratbench.cell.blocks import BLOCK_FILE, BLOCK_PATTERN
 from stratbench.cell.coordinates import CELL_PATTERN
 from stratbench.cell.settings import Settings
 from stratbench.plan.device_rates import named_gpus
+from stratbench.strategies import strategy_class
+from stratbench.strategies.needs import distributions, faults
 from stratbench.study import resume
 from stratbench.study.answer_alone import leave_answers_alone
 from stratbench.study.config.config import load_config
@@ -187,6 +189,33 @@ def or_workflow_error(question, *of):
 def block_of(wildcards):
     """The block of a verdict's round that a job's wildcards name."""
     return or_workflow_error(ROUND.block_of, wildcards)
+
+
+def cells_of_block(wildcards):
+    """The cells that a block trains, one for each strategy."""
+    plan = block_of(wildcards)
+    return [plan.cell(name) for name in plan.order]
+
+
+def classes_of(cells):
+    """The strategies of some cells: the name in the study and the class of each."""
+    return [(c.strategy, strategy_class(JOBS.settings_of(c).strategy)) for c in cells]
+
+
+def env_of(cells):
+    """The conda environment in which cells are trained: with what their strategies need."""
+    needed = sorted(
+        {name for _, cls in classes_of(cells) for name in distributions(cls)}
+    )
+    return ENV.replace(".yaml", "".join(f"-{name}" for name in needed) + ".yaml")
+
+
+def missing_needs(cells):
+    """Why some cells cannot be trained by this Python; nothing where their jobs have another."""
+    others = {DeploymentMethod.CONDA, DeploymentMethod.APPTAINER}
+    if others & set(workflow.deployment_settings.deployment_method):
+        return []
+    return list(faults(classes_of(cells)))
 
 
 def block_request(wildcards):

@@ -22,6 +22,7 @@ onstart:
     training = jobs_of(rules.train_cell)
     planned = [job for job in training if workflow.dag.needrun(job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
+    trained = [cell for cell, _ in cells]
     requests = [
         (job, cell, JOBS.settings_of(cell), JOBS.request_of(cell))
         for cell, job in cells
@@ -30,10 +31,13 @@ onstart:
         if workflow.dag.needrun(job):
             planned.append(job)
             plan = block_of(job.wildcards)
+            trained += map(plan.cell, plan.order)
             cell = plan.cell(plan.order[0])
             requests.append(
                 (job, cell, JOBS.settings_of(cell), ROUND.request_of(plan))
             )
+    if lacking := missing_needs(trained):
+        raise WorkflowError("\n".join(lacking))
     if unheld := stuck_jobs.before_submission(workflow, requests, SHARED_LISTS):
         raise WorkflowError("\n".join(unheld))
     if not workflow.local_exec:
@@ -69,7 +73,7 @@ rule train_cell:
     # Repeat after repeat, shuffled within; no reason to train again.
     priority: lambda w: order.priority(cell_of(w))
     conda:
-        ENV
+        lambda w: env_of([cell_of(w)])
     resources:
         # Not parameters: asking for other nodes or more time does not retrain what has finished.
         nodes=lambda w: JOBS.request_of(cell_of(w)).nodes,

@@ -26,7 +26,7 @@ from stratbench.plan.footprint.cache import key_parts
 from stratbench.plan.footprint.processes import pool_of
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.needs import Subject, subject_of
-from stratbench.strategies import acceptance
+from stratbench.strategies import acceptance, strategy_class
 from stratbench.study.config.config import Study
 from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.workload import tasks
@@ -270,8 +270,9 @@ def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:
     from stratbench.workload.network.trial import NO_VALUES, SAMPLES
 
     with ExitStack() as stack:
-        stack.enter_context(fake.surroundings(request, on_fakes))
         try:
+            stack.enter_context(strategy_class(request.strategy).on_fakes())
+            stack.enter_context(fake.surroundings(request, on_fakes))
             model, strategy, worker = fake.built(request, on_fakes)
             worker.trial = trial
             acceptance.check_model(strategy, request.network, model, worker)

@@ -67,7 +67,7 @@ class Traits:
     #: step by ring collectives; where states are divided, all but one are of all parameters, which are
     #: gathered. None: it uses none, or unknown.
     ring_copies: float | None = None
-    #: Copies of the parameters that each worker keeps beside them and the optimizer's moments.
+    #: Copies of the parameters that are kept beside them and the optimizer's moments, divided as these are.
     kept_copies: float = 0.0
 
 
@@ -127,6 +127,8 @@ class Strategy:
 
     #: `collective`: all workers step together; `server`: workers talk to parameter servers.
     kind: ClassVar[Literal["collective", "server"]] = "collective"
+    #: Distributions beyond stratbench's own that it needs, pinned: `name==version` (`strategies/needs.py`).
+    needs: ClassVar[tuple[str, ...]] = ()
     #: The policy by which its servers update the weights (`ps/policies/policies.py`); None: no servers.
     policy: ClassVar[str | None] = None
     #: What it is a kind of: figures give each family a hue, `other` black.
@@ -155,6 +157,8 @@ class Strategy:
     uses_wrap_groups: ClassVar[bool] = False
     #: Whether a rank does and holds the same on any number of workers, so that the plan predicts one.
     alike_on_any_count: ClassVar[bool] = False
+    #: Whether its first steps do what later ones do not: the plan then looks at later ones.
+    warms_up: ClassVar[bool] = False
     #: The situation in which theory chooses it before anything was measured, if it takes the optimizer;
     #: None: never.
     first_choice: ClassVar[
@@ -203,6 +207,11 @@ class Strategy:
         }
         if sparse and any(by.values()):
             yield sparse_gradient(sparse, next(why for why, set_ in by.items() if set_))
+
+    @classmethod
+    def on_fakes(cls) -> AbstractContextManager:
+        """Until the block ends, what it uses beside torch works on fake tensors and in fake groups, too."""
+        return nullcontext()
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
@@ -441,11 +450,15 @@ class Collective(Strategy):
             for group in self.optimizer.param_groups:
                 group["lr"] = s.lr * share
         if s.clip_norm is not None:
-            from torch.nn.utils import clip_grads_with_norm_
+            self.clip(s.clip_norm)
 
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            clip_grads_with_norm_(self.local, s.clip_norm, self.gradient_norm())
+    def clip(self, norm: float) -> None:
+        """Scale the gradients down to `norm`, where theirs is larger; unsynchronised."""
+        from torch.nn.utils import clip_grads_with_norm_
+
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        clip_grads_with_norm_(self.local, norm, self.gradient_norm())
 
     def gradient_norm(self) -> Tensor:
         """The Euclidean norm of the whole gradient, on the device, unsynchronised."""
@@ -462,14 +475,18 @@ class Collective(Strategy):
         loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
         self.link_gradients()
         self.before_update()
+        self.update()
+        self.steps += 1
+        return loss
+
+    def update(self) -> None:
+        """Update the weights by the gradients, and drop these."""
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        return loss
 
     def accumulate(self, x: Tensor, y: Tensor, parts: int) -> Tensor:
         """Add the gradients of the batch in equal parts, the workers' with those of the last.
@@ -496,9 +513,13 @@ class Collective(Strategy):
         if self.worker.settings.slowdown and last:
             self.worker.delay()
             mark("slowdown")
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.backward(loss if self.scaler is None else self.scaler.scale(loss))
         mark("backward")
         return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of `loss`, the workers' together where they are to be synchronised."""
+        loss.backward()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
         w, s = self.worker, self.worker.settings

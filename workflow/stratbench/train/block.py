@@ -30,6 +30,7 @@ from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
+from stratbench.strategies.needs import check_installed
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.block_segments import (
@@ -139,6 +140,8 @@ class BlockRun:
         for old in (*args.logs.glob(f"*/{record.FAILURE_FILE}"), args.logs / record.FAILURE_FILE):
             old.unlink(missing_ok=True)
         any_settings = self._settings[plan.order[0]]  # all are of one experiment, model and number
+        for name in plan.order:
+            check_installed(name, strategy_class(self._settings[name].strategy))
         check_inputs(args.data, any_settings)
         with hold_devices(any_settings, args.nodes) as self._use_cuda:
             started, begun_s = datetime.now(UTC), time.monotonic()  # after the wait for devices

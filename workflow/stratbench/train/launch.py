@@ -37,6 +37,8 @@ from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder, worker_name
 from stratbench.cell.settings import Settings
 from stratbench.ps.wire.handshake import new_secret, write_secret
+from stratbench.strategies import strategy_class
+from stratbench.strategies.needs import check_installed
 from stratbench.telemetry.compiling import missing_compiler
 from stratbench.telemetry.machine.tenants import describe_gpu
 from stratbench.train import agent, assemble, gpu_locks
@@ -108,6 +110,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
     RunFolder.of_logs(args.logs).create()
+    check_installed(cell.strategy, strategy_class(settings.strategy))
     check_inputs(args.data, settings)
     with (
         hold_devices(settings, args.nodes) as use_cuda,

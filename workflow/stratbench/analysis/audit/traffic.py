@@ -125,9 +125,12 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     what = f"{copies:g} copies x (W - 1) / W of the parameters"
     yield from unless_at_least("communication.sent_bytes_per_step", sent, what, least, 0.01)
     # The strategy states the least that it sends; a sharded one may gather once more for backward, and
-    # do both again for each part of a batch.
-    gathers_more = 2 * (facts("settings.accumulate") or 1) - 1
-    more = gathers_more * gathered if shards else 0.0
+    # gather twice and reduce for each part of a batch; one that divides gradients alone may reduce each.
+    parts, more = facts("settings.accumulate") or 1, 0.0
+    if shards:
+        more = (3 * parts - 2) * gathered
+    elif facts("strategy.traits.weight_parts") is None:
+        more = 2 * (parts - 1) * gathered
     buffers = facts("memory.model_states.buffers_bytes") or 0
     # A training ends with an exchange, even if the next one is not due yet.
     last = 2 * share * size / max(1, facts.steps_run)

@@ -53,12 +53,14 @@ def traced_steps(
     """The trace of the first rank of a stage (rank 0, where there is one), and its strategy after the steps.
 
     A training step for each of `batches` (samples), then an evaluation. The trace's phases are
-    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. No step warms up:
-    the first is like any later one, since momentum and buckets exist from the start. Forward and backward
-    alternate as often as the strategy computes parts of a batch. `number`: of the
+    `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first is like any
+    later one, since momentum and buckets exist from the start; where it is not, others come before it.
+    Forward and backward alternate as often as the strategy computes parts of a batch. `number`: of the
     steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`).
     """
     with ExitStack() as stack:
+        # First: what is imported there must not make fake tensors.
+        stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request, stage=stage))
         model, strategy, worker = built(request)
         trace = OperatorTrace(
@@ -67,7 +69,7 @@ def traced_steps(
             on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
         )
         strategy.setup(model, worker)
-        if worker.mesh.tensor > 1:
+        if worker.mesh.tensor > 1 or strategy.warms_up:
             # What DTensor asks of its rules it asks once for each shape, of tensors that nobody keeps.
             with CudaAutocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:

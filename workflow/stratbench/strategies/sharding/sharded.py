@@ -129,23 +129,10 @@ class Sharded(base.Collective):
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        import torch
-        import torch.distributed as dist
-
         from stratbench.telemetry.shards import free_gathered
 
-        buffers = [b for b in self.model.buffers() if b.is_floating_point()]
-        own = [b.clone() for b in buffers]
-        if buffers:
-            mean = torch.cat([b.flatten() for b in buffers])
-            dist.all_reduce(mean)
-            mean /= self.worker.world_size
-            for b, average in zip(buffers, mean.split([b.numel() for b in buffers]), strict=True):
-                b.copy_(average.view_as(b))
-        with super().evaluating() as model:
+        with mean_buffers(self.model, self.worker.world_size), super().evaluating() as model:
             yield model
-        for b, saved in zip(buffers, own, strict=True):
-            b.copy_(saved)
         # What is not freed after a forward stays gathered where no backward follows. A later step
         # would use those copies, whatever happened to the shards since.
         free_gathered(self.model)
@@ -153,3 +140,22 @@ class Sharded(base.Collective):
     def report(self) -> dict[str, Any]:
         evaluated_on = "the gathered weights with the workers' mean BatchNorm statistics"
         return super().report() | {"evaluated_on": evaluated_on}
+
+
+@contextmanager
+def mean_buffers(model: nn.Module, workers: int) -> Iterator[None]:
+    """Until the block ends, BatchNorm's statistics are the mean of all workers'; then each has its own."""
+    import torch
+    import torch.distributed as dist
+
+    buffers = [b for b in model.buffers() if b.is_floating_point()]
+    own = [b.clone() for b in buffers]
+    if buffers:
+        mean = torch.cat([b.flatten() for b in buffers])
+        dist.all_reduce(mean)
+        mean /= workers
+        for b, average in zip(buffers, mean.split([b.numel() for b in buffers]), strict=True):
+            b.copy_(average.view_as(b))
+    yield
+    for b, saved in zip(buffers, own, strict=True):
+        b.copy_(saved)

@@ -190,6 +190,7 @@ TABLE = (
             *("memory.model_states", "strategy.wrap_groups", "strategy.options", "strategy.traits"),
             *("strategy.name", "strategy.kind", "score.evaluated_on", "batch.samples_per_step"),
             *("communication.method", "strategy.details.bucket_bytes"),
+            "strategy.details.engine",
         ),
         ("strategy", "gpus"),
     ),
