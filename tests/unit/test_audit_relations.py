@@ -134,7 +134,8 @@ PLACES = {
 }  # fmt: skip
 #: Others are found in time and space beside the record, or said by a strategy's class.
 ELSEWHERE = {
-    "all_elements_but_one_shards", "asked_sigma", "bytes_of_busiest_server", "dtype_by_precision", "end_s", "flops_of_all_cores",
+    "all_elements_but_one_shards", "asked_sigma", "bytes_of_busiest_server", "dtype_by_precision", "end_s",
+    "flops_of_all_cores",
     "flops_per_sample",
     "highest_staleness", "last_end_s", "lr_factor", "mean_pushes_of_a_shard", "most_steps_of_a_worker",
     "most_updates_of_a_shard", "n", "policy_of_strategy", "power_limits_w", "registered_kind",

@@ -26,7 +26,7 @@ from stratbench.strategies.saved import SavedState
 from stratbench.strategies.single import Single
 from stratbench.telemetry.memory import optimizer_state
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 STEPS, BATCH, CLASSES = 5, 8, 3
 CPU = torch.device("cpu")
