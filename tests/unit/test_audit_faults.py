@@ -970,6 +970,18 @@ def test_a_short_training_may_lose_its_core_before_its_first_step(lost_ms, belie
     assert (not list(faults_of_workers(Facts(record)))) == believed
 
 
+@pytest.mark.parametrize(("times_s", "believed"), [((0.054, 0.117), True), ((4.0, 11.7), False)])
+def test_a_worker_may_wait_for_a_core_before_its_clock_ends(times_s, believed):
+    """As two workers of a cell have on a machine with twenty processes a core."""
+    record = copy.deepcopy(sound("cuda")[DDP])
+    for own, time_s in zip(record["workers"], times_s, strict=True):
+        own["train_time_s"] = time_s
+    found = any(
+        "rank 0: worker.train_time_s" in fault for fault in faults_of_workers(Facts(record))
+    )
+    assert found != believed
+
+
 @pytest.mark.parametrize(("waited", "believed"), [(1.25, True), (1.5, False)])
 def test_a_worker_may_wait_for_the_word_that_the_last_update_is_made(waited, believed):
     """On a busy machine it comes late, and the worker's own time ends with it; the server's does not."""
