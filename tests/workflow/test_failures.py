@@ -16,6 +16,8 @@ from stratbench.cell.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+LONG_CELL = "train_cell:study=tiny,experiment=second,strategy=ddp,model=vgg-compact,gpus=2,repeat=0"
+
 
 def one_long_cell() -> dict:
     """The tiny study with one cell that trains long enough to be hit."""
@@ -83,7 +85,7 @@ def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
 def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     workflow.write_config(one_long_cell())
     workflow.hold("second")
-    run = workflow.start()
+    run = workflow.start("--target-jobs", LONG_CELL)
     workers = until(lambda: training_workers(workflow.folder))
     servers = fork_servers(workflow.folder)
     assert servers
@@ -92,9 +94,6 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     assert_gone([*workers, *servers])
     assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
     assert workflow.jobs()["train_cell"] >= 1
-
-
-LONG_CELL = "train_cell:study=tiny,experiment=second,strategy=ddp,model=vgg-compact,gpus=2,repeat=0"
 
 
 def test_a_cell_ends_with_its_snakemake(workflow, tmp_path):
