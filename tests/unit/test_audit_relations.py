@@ -91,6 +91,7 @@ def honest() -> dict[str, Record]:
     found |= {f"cpu {place}": sound("cpu")[place] for place in (DDP, ASYNC)}
     for name, base, change in (
         ("steps", DDP, for_steps),
+        ("diverged in steps", DIVERGED, for_steps),
         ("stopped", TIMEOUT, stopped_late),
         ("classes", DDP, by_class(halves)),
         ("slowed", DDP, slowed_down),
