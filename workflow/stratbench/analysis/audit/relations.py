@@ -18,8 +18,8 @@ from typing import Any
 
 from stratbench.analysis.audit.checks import ROUNDING, Facts
 
-#: Gives the value of a name or path; raises Absent without one.
-Lookup = Callable[[str], Any]
+#: Gives the value of a path, from its first word and the others; raises Absent without one.
+Lookup = Callable[[str, list[str]], Any]
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -35,8 +35,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mean": statistics.fmean,
     "sum": sum,
 }
-#: How a sentence says that a relation does not hold; written so that NaN breaks each of them.
-BROKEN: dict[str, tuple[Callable[[float, float, float], bool], str]] = {
+#: Whether sides agree, and how a sentence says that they do not. Written so that NaN agrees with nothing.
+SIGNS: dict[str, tuple[Callable[[float, float, float], bool], str]] = {
     "==": (lambda left, right, slack: abs(left - right) <= slack, "but"),
     "<=": (lambda left, right, slack: left <= right + slack, "more than"),
     ">=": (lambda left, right, slack: left >= right - slack, "less than"),
@@ -62,7 +62,7 @@ class Relation:
     @cached_property
     def sides(self) -> tuple[str, str, str]:
         """The left side, the sign, the right side."""
-        sign = next(sign for sign in BROKEN if f" {sign} " in self.text)
+        sign = next(sign for sign in SIGNS if f" {sign} " in self.text)
         left, right = self.text.split(f" {sign} ")
         return left, sign, right
 
@@ -78,7 +78,7 @@ class Relation:
             value, other, absolute = (side(at) for side in self._formulas)
         except (Absent, ZeroDivisionError):
             return None
-        holds, words = BROKEN[sign]
+        holds, words = SIGNS[sign]
         if not all(isinstance(side, (int, float)) for side in (value, other)):
             kept = value == other
         else:
@@ -104,8 +104,7 @@ def unless_hold(
     relations give them, or parts of the record in whose paths they are the first word.
     """
 
-    def at(path: str) -> Any:
-        first, *keys = path.split(".")
+    def at(first: str, keys: list[str]) -> Any:
         value: Any
         if first in named:
             value = named[first]
@@ -142,8 +141,8 @@ def _read(node: ast.expr) -> Callable[[Lookup], Any]:
         case ast.Call(func=ast.Name(id=name), args=args):
             inner, function = [_read(arg) for arg in args], FUNCTIONS[name]
             return lambda at: function(*(arg(at) for arg in inner))
-    path = ast.unparse(node)
-    return lambda at: at(path)
+    first, *keys = ast.unparse(node).split(".")
+    return lambda at: at(first, keys)
 
 
 def shown(value: Any) -> str:
