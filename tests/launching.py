@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -22,9 +22,11 @@ from stratbench.strategies import REGISTRY, option_defaults, strategy_class
 from stratbench.strategies.needs import faults
 from stratbench.train import forkserver
 
+Found = TypeVar("Found")
 WORKFLOW = Path(__file__).parents[1] / "workflow"
 FOREVER = 1_000_000  # epochs
-LIMIT_S = 60.0  # for all processes of a cell to be gone: a second, but on a busy machine
+#: The longest that anything is waited for: it takes seconds, but minutes on a very busy machine.
+LIMIT_S = 300.0
 #: Of a strategy that takes no SGD.
 ADAMW = {
     "optimizer": "adamw", "momentum": 0.0, "nesterov": False, "betas": [0.9, 0.999], "eps": 1e-8,
@@ -59,7 +61,7 @@ class LaunchedCell:
     def folder(self) -> RunFolder:
         return RunFolder.of_logs(self.logs)
 
-    def finish(self, timeout_s: float = 120) -> tuple[int, str]:
+    def finish(self, timeout_s: float = LIMIT_S) -> tuple[int, str]:
         """Exit code, and what was printed (stdout and stderr)."""
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
@@ -84,13 +86,14 @@ def settings(strategy: str = "ddp", **changes: Any) -> Settings:
     return replace(base, **changes)
 
 
-def until(condition: Callable[[], object], timeout_s: float = 90) -> None:
-    """Wait for it; soon again at first, then every 0.05 s."""
+def until(condition: Callable[[], Found], timeout_s: float = LIMIT_S) -> Found:
+    """What `condition` returns, once that is true. It is asked soon again at first, then every 0.05 s."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
+    return found
 
 
 def train_one_epoch(launched: LaunchedCell) -> None:

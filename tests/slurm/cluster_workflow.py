@@ -9,22 +9,20 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 from cluster import SlurmCluster
 
-from launching import phase_logs
+from launching import phase_logs, until
 from stratbench.train.forkserver import FOLDER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 from snakemake_forks import StartedSnakemake
 from tiny_study import Workflow, tiny_config
 
-Found = TypeVar("Found")
 PROFILE = "profiles/slurm/config.yaml"
 #: Where the report is not what is tested.
 CELLS_ONLY = ("--until", "train_cell")
@@ -94,7 +92,7 @@ class ClusterWorkflow(Workflow):
             return run.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
-            output, _ = run.communicate(timeout=60)
+            output, _ = run.communicate(timeout=300)
             raise AssertionError(
                 f"snakemake hangs after {limit_s} s; it printed:\n{output}"
             ) from None
@@ -129,7 +127,7 @@ class ClusterWorkflow(Workflow):
                 return False
             return True
 
-        wait_for(accepted)
+        until(accepted)
 
     def launcher(self, experiment: str) -> psutil.Process | None:
         """The launcher of the experiment's cell, if it runs."""
@@ -180,13 +178,3 @@ class ClusterWorkflow(Workflow):
         """The status in that record; None without one."""
         path = self.cell_record(experiment)
         return json.loads(path.read_text())["status"] if path else None
-
-
-def wait_for(condition: Callable[[], Found | None], limit_s: float = 300) -> Found:
-    """What `condition` returns, once that is true."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"what was waited for did not happen within {limit_s} s")

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 from cluster import SlurmCluster
-from cluster_workflow import ClusterWorkflow, study, wait_for
+from cluster_workflow import ClusterWorkflow, study
 
-from launching import sharing
+from launching import sharing, until
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -95,8 +95,8 @@ def raced(slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
     try:
         workflow.hold("wide")
         run = workflow.start(*ONCE)
-        hang(wait_for(has_begun))
-        wait_for(lambda: workflow.training_worker("blocks/wide")).kill()
+        hang(until(has_begun))
+        until(lambda: workflow.training_worker("blocks/wide")).kill()
         workflow.release("wide")
         finish(run)
         found.evidence = next(folder.glob("results/tiny/logs/blocks/**/failure.json")).read_text()
@@ -106,7 +106,7 @@ def raced(slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
             workflow.share_import(os.environ)
             workflow.hold("wide")
             run = workflow.start(*ONCE)
-            wait_for(lambda: workflow.training_worker("blocks/wide"))
+            until(lambda: workflow.training_worker("blocks/wide"))
             slurm_session.run("scancel", job("wide"))
             finish(run)
             workflow.release("wide")

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
-from cluster_workflow import CELLS_ONLY, NEVER_S, ClusterWorkflow, study, wait_for
+from cluster_workflow import CELLS_ONLY, NEVER_S, ClusterWorkflow, study
+
+from launching import until
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,7 +30,7 @@ def test_a_cell_on_a_node_that_dies_is_trained_on_another(
     workflow = ClusterWorkflow(tmp_path, study({"one": HELD, "two": HELD}, **whole), slurm)
     workflow.hold("one", "two")
     run = workflow.start(*CELLS_ONLY)
-    wait_for(lambda: workflow.training_worker("one") and workflow.training_worker("two"))
+    until(lambda: workflow.training_worker("one") and workflow.training_worker("two"))
     workflow.share_import(warm)  # what is trained again
     lost = workflow.slurm_jobs("one")[0]
     slurm.lose_node(lost["nodes"])
@@ -66,7 +68,7 @@ def resumed(
     records = [workflow.record(name, "single", "vgg-compact", "1gpu") for name in "ab"]
     try:
         run = workflow.start("--", *(str(record.relative_to(folder)) for record in records))
-        wait_for(lambda: workflow.training_worker("a") and workflow.training_worker("b"))
+        until(lambda: workflow.training_worker("a") and workflow.training_worker("b"))
         live = [job["id"] for job in workflow.slurm_jobs()]
         os.killpg(run.pid, signal.SIGKILL)
         run.communicate()
@@ -78,7 +80,7 @@ def resumed(
         printed = folder / "printed"
         with printed.open("w") as file:
             run = workflow.start("--slurm-keep-successful-logs", *CELLS_ONLY, stdout=file)
-        wait_for(lambda: "still run, or wait in SLURM's queue" in printed.read_text())
+        until(lambda: "still run, or wait in SLURM's queue" in printed.read_text())
         workflow.release("a", "b")
         workflow.finish(run, limit_s=300)
         yield Resumed(workflow, live, printed.read_text())

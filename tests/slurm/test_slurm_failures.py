@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 from cluster import SlurmCluster
-from cluster_workflow import ENDLESS, ClusterWorkflow, study, wait_for
+from cluster_workflow import ENDLESS, ClusterWorkflow, study
+
+from launching import until
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -102,7 +104,7 @@ def disaster(
         run = workflow.start("--retries", "0")
         try:
             while to_break:
-                which, found = wait_for(
+                which, found = until(
                     lambda: next(((w, p) for w in to_break if (p := w[0]())), None)
                 )
                 to_break.remove(which)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
-from cluster_workflow import CELLS_ONLY, ENDLESS, ClusterWorkflow, study, wait_for
+from cluster_workflow import CELLS_ONLY, ENDLESS, ClusterWorkflow, study
 
+from launching import until
 from stratbench.cell.coordinates import Cell
 from stratbench.study.order import priority
 
@@ -21,7 +22,7 @@ def test_cells_are_submitted_repeat_after_repeat(slurm: SlurmCluster, tmp_path: 
     workflow = ClusterWorkflow(tmp_path, study({"endless": block}), slurm)
     run = workflow.start("--retries", "0", *CELLS_ONLY)
     try:
-        wait_for(lambda: len(workflow.slurm_jobs()) == REPEATS * len(STRATEGIES))
+        until(lambda: len(workflow.slurm_jobs()) == REPEATS * len(STRATEGIES))
         by_submission = sorted(workflow.slurm_jobs(), key=lambda job: int(job["id"]))
     finally:
         slurm.cancel_all()

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import NODES, SlurmCluster
-from cluster_workflow import ENDLESS, PROFILE, ClusterWorkflow, study, wait_for
+from cluster_workflow import ENDLESS, PROFILE, ClusterWorkflow, study
 
-from launching import assert_gone
+from launching import assert_gone, until
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -51,7 +51,7 @@ def interrupted(
     workflow = ClusterWorkflow(folder, as_shipped(experiments), slurm_session)
     run = workflow.start()
     try:
-        workers = [wait_for(lambda e=e: workflow.training_worker(e)) for e in experiments]
+        workers = [until(lambda e=e: workflow.training_worker(e)) for e in experiments]
         rows = slurm_session.run("squeue", "-h", "-o", "%Z|%k|%C|%m").splitlines()
         asked = {
             row.split("|")[1].split("_")[5]: row.split("|")[2:]
@@ -72,7 +72,7 @@ def test_cells_on_cpus_train_on_small_nodes_with_the_defaults(interrupted: Inter
 def test_ctrl_c_takes_the_cells_from_slurm(interrupted: Interrupted) -> None:
     workflow = interrupted.workflow
     assert interrupted.returncode != 0
-    wait_for(lambda: {job["state"] for job in workflow.slurm_jobs()} == {"CANCELLED"})
+    until(lambda: {job["state"] for job in workflow.slurm_jobs()} == {"CANCELLED"})
     assert_gone(interrupted.workers)
     assert [workflow.cell_record(name) for name in interrupted.asked] == [None, None]
     assert workflow.jobs()["train_cell"] == 2
@@ -127,7 +127,7 @@ def test_a_job_that_never_starts_is_named(slurm: SlurmCluster, tmp_path: Path) -
     slurm.run("scontrol", "update", f"nodename={','.join(NODES)}", "state=drain", "reason=test")
     run = workflow.start()
     try:
-        (job,) = wait_for(workflow.slurm_jobs)
+        (job,) = until(workflow.slurm_jobs)
         slurm.run("scontrol", "update", "PartitionName=gpu", "MaxTime=1")
         os.set_blocking(run.stdout.fileno(), False)
         said = bytearray()
@@ -138,12 +138,12 @@ def test_a_job_that_never_starts_is_named(slurm: SlurmCluster, tmp_path: Path) -
             lines = said.decode().splitlines()
             return next((line for line in lines if "does not pass" in line), None)
 
-        sentence = wait_for(told)
+        sentence = until(told)
         assert f"SLURM job {job['id']} (results/tiny/cells/one/" in sentence
         assert "PartitionTimeLimit: no node of the partition has what it asks for" in sentence
     finally:
         os.killpg(run.pid, signal.SIGKILL)
-        run.wait(timeout=60)
+        run.wait(timeout=300)
         slurm.run("scontrol", "update", "PartitionName=gpu", "MaxTime=INFINITE")
         slurm.cancel_all()
         slurm.run("scontrol", "update", f"nodename={','.join(NODES)}", "state=resume")

@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import SlurmCluster
-from cluster_workflow import CELLS_ONLY, NEVER_S, ClusterWorkflow, study, wait_for
+from cluster_workflow import CELLS_ONLY, NEVER_S, ClusterWorkflow, study
+
+from launching import until
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -51,21 +53,21 @@ def test_each_cell_of_a_shared_job_fails_and_is_trained_again_by_itself(
 ) -> None:
     slurm = workflow.cluster
     run = workflow.start("--retries", "0", *CELLS_ONLY)
-    good, _ = wait_for(lambda: training(workflow, *CELLS))
+    good, _ = until(lambda: training(workflow, *CELLS))
     workflow.release(good)
     others = [name for name in CELLS if name != good]
-    crashed, worker = wait_for(lambda: training(workflow, *others))
+    crashed, worker = until(lambda: training(workflow, *others))
     assert workflow.status(good) == "ok"  # the next begins when one has ended
     worker.kill()
     others.remove(crashed)
-    cut_off, _ = wait_for(lambda: training(workflow, *others))
+    cut_off, _ = until(lambda: training(workflow, *others))
     others.remove(cut_off)
     [shared] = workflow.slurm_jobs()
     assert processes_of(workflow, shared["id"])
     slurm.run("scancel", shared["id"])
     output = workflow.finish(run, limit_s=300)
     assert run.returncode != 0
-    wait_for(lambda: not processes_of(workflow, shared["id"]))
+    until(lambda: not processes_of(workflow, shared["id"]))
     assert {name: workflow.status(name) for name in CELLS} == dict.fromkeys(CELLS) | {good: "ok"}
     assert "killed by SIGKILL" in output
     for name in (crashed, cut_off):
@@ -76,7 +78,7 @@ def test_each_cell_of_a_shared_job_fails_and_is_trained_again_by_itself(
     before = workflow.cell_record(good).read_bytes()
     assert workflow.jobs(*CELLS_ONLY) == {"train_cell": 4}
     run = workflow.start(*CELLS_ONLY)
-    wait_for(lambda: training(workflow, *(name for name in CELLS if name != good)))
+    until(lambda: training(workflow, *(name for name in CELLS if name != good)))
     second = workflow.slurm_jobs()[1:]
     assert len(second) == 1
     workflow.release(*(name for name in CELLS if name != good))
@@ -98,10 +100,10 @@ def test_a_shared_job_outlives_a_killed_driver_and_its_cells_are_not_started_twi
         "workflow/stratbench/study/slurm/live_jobs.py", "POLL_S = 15", "POLL_S = 1"
     )
     run = workflow.start(*CELLS_ONLY)
-    first, _ = wait_for(lambda: training(workflow, *CELLS))
+    first, _ = until(lambda: training(workflow, *CELLS))
     workflow.release(first)
     others = [name for name in CELLS if name != first]
-    wait_for(lambda: training(workflow, *others))
+    until(lambda: training(workflow, *others))
     [shared] = workflow.slurm_jobs()
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate()
@@ -109,7 +111,7 @@ def test_a_shared_job_outlives_a_killed_driver_and_its_cells_are_not_started_twi
     printed = workflow.folder / "printed"
     with printed.open("w") as file:
         run = workflow.start(*CELLS_ONLY, stdout=file)
-    wait_for(lambda: "still run, or wait in SLURM's queue" in printed.read_text())
+    until(lambda: "still run, or wait in SLURM's queue" in printed.read_text())
     assert f"SLURM job {shared['id']}: results/tiny/cells/{others[0]}/" in printed.read_text()
     limit = workflow.cluster.run("squeue", "-h", "-o", "%l", "-j", shared["id"])
     each_min = (NEVER_S + 600) // 60  # and the allowance for its start
@@ -131,16 +133,16 @@ def test_a_shared_job_outlives_a_killed_driver_and_its_cells_are_not_started_twi
 def test_ctrl_c_cancels_the_shared_job_and_submits_no_more(workflow: ClusterWorkflow) -> None:
     workflow.write_config(study(dict.fromkeys(CELLS, HELD), cells_per_job=2))
     run = workflow.start("--jobs", "1", *CELLS_ONLY)
-    good, _ = wait_for(lambda: training(workflow, *CELLS))
+    good, _ = until(lambda: training(workflow, *CELLS))
     workflow.release(good)
     others = [name for name in CELLS if name != good]
-    wait_for(lambda: training(workflow, *others))
+    until(lambda: training(workflow, *others))
     [shared] = workflow.slurm_jobs()  # of two cells: the next waits for its end
     os.killpg(run.pid, signal.SIGINT)
     workflow.finish(run, limit_s=300)
     assert run.returncode != 0
-    wait_for(lambda: not processes_of(workflow, shared["id"]))
-    wait_for(lambda: [job["state"] for job in workflow.slurm_jobs()] == ["CANCELLED"])
+    until(lambda: not processes_of(workflow, shared["id"]))
+    until(lambda: [job["state"] for job in workflow.slurm_jobs()] == ["CANCELLED"])
     before = workflow.cell_record(good).read_bytes()
     workflow.release(*others)
     output = workflow.run(*CELLS_ONLY).stdout

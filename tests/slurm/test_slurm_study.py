@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from cluster import ACCOUNT, SlurmCluster
-from cluster_workflow import ENDLESS, PROFILE, ClusterWorkflow, study, wait_for
+from cluster_workflow import ENDLESS, PROFILE, ClusterWorkflow, study
+
+from launching import until
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -94,7 +96,7 @@ def test_a_cluster_with_accounting_needs_one_line_in_the_profile(
     workflow.share_import(warm)
     run = workflow.start("--retries", "0")
     try:
-        wait_for(lambda: workflow.launcher("cancelled"))
+        until(lambda: workflow.launcher("cancelled"))
         slurm_accounting.run("scancel", workflow.slurm_jobs("cancelled")[0]["id"])
         # sacct's "CANCELLED by 0" would go unnoticed for ever.
         output = workflow.finish(run, limit_s=400)

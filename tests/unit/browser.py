@@ -23,7 +23,7 @@ OPTIONS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 #: How long any answer may take, in seconds.
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 @cache

@@ -33,7 +33,7 @@ BATCH = 4
 #: Held while torch's one generator is drawn from: workers are threads here.
 SEEDED = threading.Lock()
 #: How long anything is waited for. Even a tenfold slower machine needs less.
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 #: Of the servers and workers of these tests: they give nobody up before a test does.
 DEADLINE_S = 2 * PATIENCE_S
 HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}

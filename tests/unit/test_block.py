@@ -27,7 +27,7 @@ from stratbench.strategies import strategy_class
 from stratbench.train.block_segments import run_in_order
 from stratbench.train.gpu_locks import visible_gpus
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 def plan_of(*order: str, **changes: Any) -> BlockPlan:

@@ -24,7 +24,7 @@ from stratbench.strategies.single import Single
 from stratbench.telemetry.collective_count import ranks_of_group
 from stratbench.workload.network.trial import take_trial
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 NAMES = {DDP: "ddp", FSDP: "fsdp", Single: "single", ZeRO1: "zero1", TorchZeRO1: "zero1-torch"}
 

@@ -660,7 +660,7 @@ def test_a_config_is_read_without_torch():
         text=True,
         capture_output=True,
         check=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -17,7 +17,7 @@ from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STRATEGIES = [
     ("single", {}),

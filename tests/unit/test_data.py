@@ -252,7 +252,7 @@ def test_a_network_that_does_not_answer_is_reported_with_the_remedy(
         prepare("mnist", tmp_path / "out")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_download_is_verified_and_the_next_mirror_tried(
     tmp_path: Path, mnist_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +333,7 @@ def run_prepare(out: Path, *program: str) -> subprocess.Popen:
     )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, how: int) -> None:
     out = tmp_path / "out"
@@ -348,7 +348,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, ho
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_what_killed_preparations_have_left_goes_and_what_others_still_build_stays(
     tmp_path: Path,
 ) -> None:
@@ -372,7 +372,7 @@ def test_what_killed_preparations_have_left_goes_and_what_others_still_build_sta
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> None:
     processes = [
         run_prepare(tmp_path / "out", "-m", "stratbench.workload.data.prepare") for _ in range(4)
@@ -412,7 +412,7 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
     assert prepared.verified_meta(out) == meta
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("odd", ["fifo", "folder", "device", "nothing", "no JSON"])
 def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str) -> None:
     out = tmp_path / "out"
@@ -433,7 +433,7 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
     assert prepared.intact(out, {"sha256": meta["sha256"]}) is None
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("odd", ["fifo", "device", "endless"])
 def test_a_source_that_never_ends_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
@@ -490,7 +490,7 @@ def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
         env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=True,
     )
     assert done.stdout.strip() == "set()"

@@ -31,7 +31,7 @@ from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.placement import HostRows
 from stratbench.workload.data.prepare import prepare
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 CPU = torch.device("cpu")
 COLLECTIVES = [name for name in REGISTRY if strategy_class(name).kind == "collective"]
@@ -136,7 +136,7 @@ def trained(folders, tmp_path_factory) -> list[dict[str, list[list[float]]]]:
     for process in workers:
         process.start()
     for process in workers:
-        process.join(100)
+        process.join(300)
         assert process.exitcode == 0
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -200,7 +200,7 @@ def test_a_batch_is_gathered_while_the_one_before_is_trained_on(folders, monkeyp
     def step(x, y):
         steps.append(x)
         batches = min(len(steps) + 1, 5)
-        until(lambda: len(gathered) == 2 * batches, 60)  # inputs and targets
+        until(lambda: len(gathered) == 2 * batches)  # inputs and targets
         return x.sum()
 
     steps = []

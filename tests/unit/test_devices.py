@@ -22,7 +22,7 @@ from stratbench.telemetry.machine import nvml
 from stratbench.train import agent, gpu_locks
 from stratbench.train.launch import hold_devices
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 HOLDER = """
 import sys, time

@@ -25,7 +25,7 @@ CHANGE = re.compile(
     re.M | re.S,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 
 def changes_of(title: str) -> list[tuple[str, str, str, str]]:
@@ -110,7 +110,7 @@ def test_options_need_no_torch(tmp_path):
         text=True,
         capture_output=True,
         check=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.stdout.strip() == "False"
 

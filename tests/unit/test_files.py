@@ -11,7 +11,7 @@ import pytest
 from stratbench.cell import files
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_reader_never_sees_a_part(tmp_path):
     path = tmp_path / "file"
     texts = [letter * 300_000 for letter in "ab"]

@@ -36,7 +36,7 @@ from stratbench.train.forkserver import (
 )
 
 LIGHT = Path(__file__).with_name("light_forkserver.py")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @dataclass

@@ -138,7 +138,7 @@ def test_the_stage_at_work_is_ended_with_the_check(tmp_path, signum):
         family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
         process.send_signal(signum)
         output, _ = process.communicate(timeout=120)
-        _, alive = psutil.wait_procs(family, timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=300)
         assert alive == []
     finally:
         process.kill()

@@ -45,13 +45,13 @@ class Installed:
         [self.wheel] = folder.glob("*.whl")
         self.python = folder / "venv/bin/python"
         venv = (sys.executable, "-m", "venv", "--without-pip", folder / "venv")
-        subprocess.run(venv, check=True, timeout=100)
+        subprocess.run(venv, check=True, timeout=300)
         [self.packages] = (folder / "venv/lib").glob("python*/site-packages")
         (self.packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"])
         subprocess.run(
             (*pip, "--python", self.python, "install", "--no-deps", "--no-index", self.wheel),
             check=True,
-            timeout=100,
+            timeout=300,
         )
 
     def run(self, *args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:

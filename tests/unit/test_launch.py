@@ -64,7 +64,7 @@ from stratbench.workload.data.prepare import prepare
 from stratbench.workload.data.prepared import verified_meta
 from stratbench.workload.data.sources import DataError
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 def family(launched: LaunchedCell) -> list[psutil.Process]:
@@ -1107,7 +1107,7 @@ def test_in_an_image_a_launcher_ends_with_what_has_started_the_runtime(tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_without_room_on_the_disk_the_reason_names_the_file(start_cell):
     """No file may have more than 6000 bytes, which ends the write of a record as a full disk does."""
     launched = start_cell(
@@ -1140,7 +1140,7 @@ def test_ctrl_c_while_a_process_still_imports_leaves_no_traceback(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=300,
         env=os.environ | {"PYTHONPATH": found},
     )
     assert (done.returncode, done.stdout) == (exit_code, "")

@@ -28,7 +28,7 @@ from stratbench.strategies.local.local_sgd import LocalSGD
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.network.gpt import GPT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS, GLOBAL_BATCH, CLASSES = 10, 8, 3
 TOLERANCE = 1e-12

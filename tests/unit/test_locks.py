@@ -19,7 +19,7 @@ import pytest
 from launching import WORKFLOW, until
 from stratbench.train import gpu_locks, locks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 STRANGER = 65534  # nobody
 
 

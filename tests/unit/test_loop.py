@@ -207,7 +207,7 @@ def late_worker(rank: int, folder: str, tiny_data: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_late_worker_is_waited_for_before_the_clock_starts(tmp_path, tiny_data):
     context = forking()
     group = [

@@ -251,7 +251,7 @@ def run_python(code: str) -> str:
         env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -265,7 +265,7 @@ def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("compiled_part", ["missing", "there"])
 def test_models_build_whether_or_not_torchvisions_compiled_part_loads(compiled_part: str) -> None:
     # No operator can be loaded; those asked for at import are missing, or exist beforehand.

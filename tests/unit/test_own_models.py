@@ -168,7 +168,7 @@ def test_a_scan_finds_torchvisions_classification_networks_and_imports_nothing()
         "assert 'swin_t' in own.torchvision_names(); assert not {'torch', 'torchvision'} & set(sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=env)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=env)
 
 
 #: One of each kind, and those that need something of their own.

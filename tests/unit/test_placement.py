@@ -18,7 +18,7 @@ from stratbench.strategies.ps import node_of_server
 from stratbench.study.resources import job_request
 from stratbench.train.efficiency import links_of_nodes
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 SECRET = b"s" * 32
 SERVED = [name for name in REGISTRY if strategy_class(name).kind == "server"]
 

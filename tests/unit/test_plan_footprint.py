@@ -30,7 +30,7 @@ from stratbench.workload.network import models
 from stratbench.workload.tasks import Classification
 from stratbench.workload.users_code import ModelError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 #: Networks in which a strategy meets what it meets in larger ones, by the name of the model.

@@ -29,7 +29,7 @@ from stratbench.study import plan_file, resources
 from stratbench.study.config import config as configuration
 from stratbench.study.config.messages import ConfigError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 GIB = 1 << 30
 
 

@@ -23,7 +23,7 @@ from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policies.policy import Hyper, Outcome
 from stratbench.ps.tickets import TicketPlan
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 NAMES = list(POLICIES)
 TAKE_SGD = [name for name in NAMES if not parse_options(name).refusal("sgd")]
 TAKE_ADAMW = [name for name in NAMES if not parse_options(name).refusal("adamw")]

@@ -25,7 +25,7 @@ from stratbench.ps.store import Store
 from stratbench.ps.tickets import Ticket
 from stratbench.ps.wire.transport import Closed
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 SECRET = b"s" * 32
 
 
@@ -118,7 +118,7 @@ def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: 
 
 def served(folder):
     """A model in the state of the server's last snapshot."""
-    _, weights, buffers = load_snapshot(folder, 0, wait_s=5)
+    _, weights, buffers = load_snapshot(folder, 0, wait_s=300)
     model = small_model()
     FlatSpace(model).load(weights, buffers)
     return {n: t for n, t in model.state_dict().items() if t.is_floating_point()}

@@ -44,7 +44,7 @@ from stratbench.ps.wire.handshake import JoinRefused
 from stratbench.ps.wire.link import Link
 from stratbench.ps.wire.transport import Closed, Connection, Listeners, Silent
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 SECRET = b"s" * 32
 TRANSPORTS = ["tcp", "shm"]
@@ -69,7 +69,7 @@ def floats(model):
 
 def from_snapshot(folder, epoch, dtype=torch.float64):
     model = small_model(dtype)
-    _, weights, buffers = load_snapshot(folder, epoch, wait_s=5)
+    _, weights, buffers = load_snapshot(folder, epoch, wait_s=300)
     FlatSpace(model).load(weights, buffers)
     return model
 

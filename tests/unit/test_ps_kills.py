@@ -13,7 +13,7 @@ from launching import until
 from stratbench.cell.files import write_atomic
 from stratbench.ps.server_config import HEARTBEAT_DEADLINE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SLOWLY = Habits(step_s=0.02)
 ENDLESS = 1_000_000  # steps

@@ -40,7 +40,7 @@ from stratbench.ps.wire.frames import (
 from stratbench.ps.wire.handshake import JoinRefused, join_handshake, load_secret, write_secret
 from stratbench.ps.wire.transport import Connection, dial, rendezvous_file
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 SECRET = b"s" * 32
 KEY = b"k" * 32

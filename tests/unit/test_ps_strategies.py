@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -395,18 +394,17 @@ def launch(
     return process, record, RunFolder.of_logs(logs)
 
 
-def pid_of(folder: RunFolder, name: str, timeout_s: float = 90) -> int:
+def pid_of(folder: RunFolder, name: str) -> int:
     """The process `name` of the cell, once all its workers train."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        phases = folder.phase_logs()
-        pids = folder.pids(0)
-        if phases and all('"train"' in p.read_text() for p in phases) and pids.exists():
-            found = dict(line.rsplit(" ", 1) for line in pids.read_text().splitlines())
-            if len(phases) == sum(n.startswith("rank") for n in found):
-                return int(found[name])
-        time.sleep(0.05)
-    raise AssertionError("the cell did not start to train")
+
+    def found() -> int | None:
+        phases, pids = folder.phase_logs(), folder.pids(0)
+        if not (phases and pids.exists() and all('"train"' in p.read_text() for p in phases)):
+            return None
+        known = dict(line.rsplit(" ", 1) for line in pids.read_text().splitlines())
+        return int(known[name]) if len(phases) == sum(n.startswith("rank") for n in known) else None
+
+    return until(found)
 
 
 @pytest.fixture

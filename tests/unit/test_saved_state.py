@@ -27,7 +27,7 @@ from stratbench.strategies.single import Single
 from stratbench.strategies.splitting.pipeline import Pipeline
 from stratbench.telemetry.memory import optimizer_state
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 STEPS, BATCH, CLASSES = 5, 8, 3
 CPU = torch.device("cpu")

@@ -398,7 +398,7 @@ def zipped_with_flag(files) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_mutated_bundles_end_in_a_sentence_or_are_read(bundled, tmp_path):
     chance = random.Random(17)
     path = tmp_path / "mutant.zip"

@@ -189,7 +189,7 @@ def test_tensorboard_reads_epochs_results_and_settings(study, tmp_path):
     nothing_of_this_machine(folder)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_mlflow_opens_the_store_without_a_server(study, tmp_path):
     pytest.importorskip("mlflow", reason=NEEDS)
     pytest.importorskip("alembic", reason=NEEDS)
@@ -231,7 +231,7 @@ def entries_of(store: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_wandb_gets_offline_runs_that_say_nothing_of_this_machine(study, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason=NEEDS)
     from wandb.proto import wandb_internal_pb2

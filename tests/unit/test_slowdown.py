@@ -27,7 +27,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.workload.data.device_data import DeviceData
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 CPU = torch.device("cpu")
 SHAPE = (1, 16, 16)

@@ -38,7 +38,7 @@ print(json.dumps([first, meter.read()]))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_known_allocation_is_the_peak_and_an_earlier_larger_one_is_not():
     done = subprocess.run(
         [sys.executable, "-c", ALLOCATE],
@@ -46,7 +46,7 @@ def test_a_known_allocation_is_the_peak_and_an_earlier_larger_one_is_not():
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=300,
     )
     before, after = json.loads(done.stdout)
     if before["method"] != memory.METHOD_RESET:
@@ -221,7 +221,7 @@ def sharded_states(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_states_under_fsdp2_are_this_ranks_shard(tmp_path):
     forking()
     mp.start_processes(sharded_states, (str(tmp_path),), nprocs=2, start_method="forkserver")

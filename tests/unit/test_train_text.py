@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("fsdp", 2), ("ps-sync", 2)])
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_transformer_learns_a_text(
     start_cell: Callable[..., LaunchedCell], warm: dict, text: Path, strategy: str, workers: int
 ) -> None:
@@ -40,7 +40,7 @@ def test_a_transformer_learns_a_text(
         per_worker_batch=16 // workers, lr=0.02, data_spec=prepared.read_meta(text)["spec"],
     )  # fmt: skip
     cell = start_cell(s, data_dir=text, env=warm)
-    output, _ = cell.process.communicate(timeout=110)
+    output, _ = cell.process.communicate(timeout=300)
     assert cell.process.returncode == 0, output
     rec = record.read(cell.record)
     assert rec["status"] == "ok"

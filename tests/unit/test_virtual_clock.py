@@ -16,7 +16,7 @@ from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.tickets import TicketPlan
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def ones(ticket, part, weights):

@@ -20,7 +20,7 @@ from stratbench.strategies.base import Worker, effective_dtypes
 from stratbench.train import forkserver, worker
 from stratbench.train.worker import is_out_of_memory
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 NCCL = (
     "NCCL error in: NCCLUtils.cpp:76, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"

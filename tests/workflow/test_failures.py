@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from tiny_study import tiny_config
 
-from launching import assert_gone, phase_logs
+from launching import assert_gone, phase_logs, until
 from stratbench.cell.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LONG_CELL = "train_cell:study=tiny,experiment=second,strategy=ddp,model=vgg-compact,gpus=2,repeat=0"
 
 
 def one_long_cell() -> dict:
@@ -28,15 +29,6 @@ def one_long_cell() -> dict:
     second["time_limit_s"] = 1200  # it may be held for long
     config["studies"]["tiny"]["experiments"]["first"]["gpus"] = [1]
     return config
-
-
-def wait_for(condition, timeout_s: float = 300):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if (found := condition()) is not None:
-            return found
-        time.sleep(0.2)
-    raise AssertionError("what was waited for did not happen")
 
 
 def text_of(path: Path) -> str:
@@ -72,7 +64,7 @@ def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
     workflow.write_config(one_long_cell())
     workflow.hold("second")
     run = workflow.start()
-    workers = wait_for(lambda: training_workers(workflow.folder))
+    workers = until(lambda: training_workers(workflow.folder))
     workers[0].send_signal(signal.SIGKILL)
     output, _ = run.communicate(timeout=400)
     assert run.returncode != 0
@@ -93,8 +85,8 @@ def test_a_killed_worker_fails_its_cell_and_no_other(workflow):
 def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     workflow.write_config(one_long_cell())
     workflow.hold("second")
-    run = workflow.start()
-    workers = wait_for(lambda: training_workers(workflow.folder))
+    run = workflow.start("--target-jobs", LONG_CELL)
+    workers = until(lambda: training_workers(workflow.folder))
     servers = fork_servers(workflow.folder)
     assert servers
     os.killpg(run.pid, signal.SIGINT)  # what a terminal sends
@@ -102,9 +94,6 @@ def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(workflow):
     assert_gone([*workers, *servers])
     assert not workflow.record("second", "ddp", "vgg-compact", "2gpu").exists()
     assert workflow.jobs()["train_cell"] >= 1
-
-
-LONG_CELL = "train_cell:study=tiny,experiment=second,strategy=ddp,model=vgg-compact,gpus=2,repeat=0"
 
 
 def test_a_cell_ends_with_its_snakemake(workflow, tmp_path):
@@ -122,19 +111,19 @@ def test_a_cell_ends_with_its_snakemake(workflow, tmp_path):
     workflow.write_config(one_long_cell())
     workflow.hold("second")
     run = workflow.start("--target-jobs", LONG_CELL)
-    workers = wait_for(lambda: training_workers(workflow.folder))
+    workers = until(lambda: training_workers(workflow.folder))
     family = [*workers, *psutil.Process(run.pid).children(recursive=True)]
     log = workflow.folder / "results/tiny/logs/second/ddp/vgg-compact/2gpu/rep0.log"
     assert "share a fork server" in log.read_text()
     # It would train the same cell, and waits instead.
     second = workflow.start("--nolock", "--target-jobs", LONG_CELL)
     # Snakemake takes the first one's log away before the second launcher writes its own.
-    wait_for(lambda: "another launcher trains" in text_of(log) or None)
+    until(lambda: "another launcher trains" in text_of(log))
     assert all(p.is_running() for p in workers)
     run.kill()
     assert "squeue" not in run.communicate()[0]
     assert_gone(family)
-    workers = wait_for(lambda: training_workers(workflow.folder))
+    workers = until(lambda: training_workers(workflow.folder))
     family = [*workers, *psutil.Process(second.pid).children(recursive=True)]
     os.killpg(second.pid, signal.SIGKILL)
     second.communicate()
@@ -164,7 +153,7 @@ def test_outcomes_are_results_and_are_printed_as_such(workflow):
     tables = "results/tiny/tables"
     run = workflow.start(tables)
     logs = workflow.folder / "results/tiny/logs/second/single/vgg-compact/1gpu/rep0"
-    wait_for(lambda: text_of(RunFolder.of_logs(logs).progress) or None)
+    until(lambda: text_of(RunFolder.of_logs(logs).progress))
     workflow.hold("second")  # it waits for its limit with an epoch behind it, without computing
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,15 +93,22 @@ def write(path, record):
 """
 
 
-#: The next who imports the module says so, and waits.
-AT_IMPORT = f'''
+def at_import(folder: Path) -> str:
+    """Code of a module: the next who imports it says so, and waits."""
+    return f"""
 import time as _time
 from pathlib import Path as _Path
-_root = _Path(__file__).parents[3]
-while (_root / "{HOLD}").exists():
-    (_root / "reached").touch()
+while _Path({str(folder / HOLD)!r}).exists():
+    _Path({str(folder / "reached")!r}).touch()
     _time.sleep(0.1)
-'''
+"""
+
+
+def until_reached(folder: Path, run: subprocess.Popen) -> None:
+    """Wait until someone waits there."""
+    reached = folder / "reached"
+    until(lambda: reached.exists() or run.poll() is not None)
+    assert reached.exists(), "the run was over before"
 
 
 @pytest.fixture
@@ -214,12 +222,12 @@ def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
 )
 def test_what_trains_nothing_ends_with_its_snakemake(workflow, target, module):
     path = workflow.folder / "workflow/stratbench" / module
-    path.write_text(path.read_text() + AT_IMPORT)
+    path.write_text(path.read_text() + at_import(workflow.folder))
     hold = workflow.folder / HOLD
     hold.touch()
     run = workflow.start(target)
     try:
-        until((workflow.folder / "reached").exists)
+        until_reached(workflow.folder, run)
         family = psutil.Process(run.pid).children(recursive=True)
         assert family
         run.kill()
@@ -231,12 +239,13 @@ def test_what_trains_nothing_ends_with_its_snakemake(workflow, target, module):
 
 def test_two_reports_of_what_is_there_are_not_written_at_once(workflow):
     path = workflow.folder / "workflow/stratbench/analysis/records/collect.py"
-    path.write_text(path.read_text().replace("\ndef main", f"{AT_IMPORT}\ndef main"))
+    held = f"{at_import(workflow.folder)}\ndef main"
+    path.write_text(path.read_text().replace("\ndef main", held))
     hold = workflow.folder / HOLD
     hold.touch()
     first = workflow.start("partial")
     try:
-        until((workflow.folder / "reached").exists)
+        until_reached(workflow.folder, first)
         second = workflow.run("--nolock", "partial")
         assert second.returncode != 0
         sentence = "another run writes results/tiny/partial at this moment"

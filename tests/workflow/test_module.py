@@ -108,7 +108,7 @@ def test_a_module_from_a_git_host_finds_its_package(tmp_path):
         ("tag", "v1"),
         ("clone", "-q", "--bare", ".", tmp_path / fetched),
     ):
-        subprocess.run(("git", *command), cwd=repository, check=True, timeout=60)
+        subprocess.run(("git", *command), cwd=repository, check=True, timeout=300)
     source = 'github("an/owner", path="workflow/Snakefile", tag="v1")'
     project = Project(tmp_path / "project", source, names="as bench_*")
     done = project.run("results/tiny/cells.json")

@@ -82,14 +82,16 @@ def read_on_screen(work: Workflow, program: str, command: str) -> tuple[int, str
     return run_snakemake(["-c1", command], work.folder, work.environment(), TIMEOUT_S)
 
 
-@pytest.mark.parametrize("program", ["no profile", "profile", "stratbench"])
 @pytest.mark.parametrize(
-    ("mistake", "command"),
+    ("mistake", "command", "program"),
     [
-        (with_bad_data, "check"),
-        (with_bad_data, "plan"),
-        (with_refused_network, "check"),
-        (while_another_decides, "decide"),
+        (with_bad_data, "check", "no profile"),
+        (with_bad_data, "plan", "profile"),
+        (with_bad_data, "plan", "stratbench"),
+        (with_refused_network, "check", "profile"),
+        (with_refused_network, "check", "stratbench"),
+        (while_another_decides, "decide", "no profile"),
+        (while_another_decides, "decide", "stratbench"),
     ],
 )
 def test_the_sentence_is_on_the_screen_and_no_command_line(workflow, mistake, command, program):

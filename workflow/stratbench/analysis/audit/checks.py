@@ -44,11 +44,6 @@ class Facts:
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
-    def ratio(self, one: str, other: str) -> float | None:
-        """The ratio of two fields; None if one is absent or the second is 0."""
-        a, b = self(one), self(other)
-        return None if a is None or not b else a / b
-
     def samples_on(self, worker: dict[str, Any], kind: str, name: str | None) -> Series | None:
         """The samples of a worker's host, or of a process or GPU there; None without."""
         if self.timeline is None:

@@ -9,22 +9,76 @@ from itertools import pairwise
 from typing import Any
 
 from stratbench.analysis.audit.checks import (
+    ROUNDING,
     Facts,
     numbers_by_path,
     unless_absent,
-    unless_at_most,
-    unless_equal,
     unless_given,
-    unless_same,
 )
+from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.records.derived import value_at
 from stratbench.strategies import REGISTRY, mesh_of, strategy_class, traits_of
 
-#: Settings that also stand in the cell's coordinates.
-REPEATED = ("model", "dataset", "gpus")
 #: Figures that only a cell with a result has.
 RESULTS = ("score.final", "time.train_time_s", "batch.samples_seen", "batch.samples_applied")
+
+# What follows from what; the rules below say which holds when.
+SETTINGS = relations(
+    "settings.model == cell.model",
+    "settings.dataset == cell.dataset",
+    "settings.gpus == cell.gpus",
+    "settings.strategy == strategy.name",
+    "settings.options == strategy.options",
+    "data.name == cell.dataset",
+    "batch.global_batch == settings.global_batch",
+    "batch.per_worker_batch == settings.per_worker_batch",
+)
+DEVICE = relations("provenance.device == settings.device")
+BATCHES = relations(
+    "batch.global_batch == strategy.mesh.replicas * batch.per_worker_batch",
+    "batch.steps_per_epoch == data.train_samples // max(1, batch.global_batch)",
+)
+UNEVALUATED = relations("len(score.per_epoch) == 0")
+PASSES = relations("passes_run == ceil(settings.steps / max(1, batch.steps_per_epoch))")
+ALL_EPOCHS = relations("len(score.per_epoch) == settings.epochs")
+SOME_EPOCHS = relations("len(score.per_epoch) <= settings.epochs")
+TIMED_EPOCHS = relations("len(time.epoch_times_s) == len(score.per_epoch)")
+SAMPLES = relations(
+    "batch.samples_seen == steps * batch.global_batch",
+    "batch.samples_applied <= batch.samples_seen",
+)
+SAMPLES_OF_WORKERS = relations("batch.samples_seen == samples_of_workers")
+SAMPLES_OF_WORKER = relations("worker.samples == worker.steps * batch.samples_per_step")
+STEPS_OF_WORKER = relations("worker.steps == steps_run")
+UPDATES = relations(
+    "batch.updates_applied == steps_run - skips",
+    "batch.samples_applied == batch.updates_applied * batch.global_batch",
+)
+STATED_UPDATES = relations(
+    ("batch.updates_applied == steps_run * strategy.traits.updates_per_step", ROUNDING, 1.0)
+)
+MOST_UPDATES = relations(
+    "batch.updates_applied <= steps_run * strategy.traits.updates_per_step + 1"
+)
+PUSH_RATE = relations("strategy.details.push_lr == settings.lr * lr_factor")
+MESH = relations(
+    "strategy.mesh.replicas * strategy.mesh.tensor * strategy.mesh.stages == cell.gpus"
+)
+WORKERS = relations("len(workers) == cell.gpus")
+NODES = relations("provenance.nodes == hosts_of_workers")
+MODEL = relations(
+    "sum(strategy.wrap_groups.parameters) <= model.parameters",
+    "model.trainable_parameters <= model.parameters",
+)
+WHOLE_MODEL = relations("model.trainable_parameters == model.parameters")  # nothing is frozen
+# The rest, such as the head, is in no group. How much that is in a user's model is unknown.
+GROUPS = relations("model.parameters <= 2 * sum(strategy.wrap_groups.parameters)")
+WEIGHTS = relations("strategy.details.weights_dtype == dtype_by_precision")
+CLASSES = relations("sum(worker.class_samples) == worker.samples")
+NAME = relations("strategy.name == cell.strategy")
+KIND = relations("strategy.kind == registered_kind")
+METHOD = relations("communication.method == registered_method")
 
 
 @record_rule(
@@ -56,7 +110,8 @@ def contradictory_status(facts: Facts) -> Iterator[str]:
         why = f"although the cell ended as {status}"
         for path in RESULTS[1:]:
             yield from unless_absent(path, facts(path), why)
-    if status == "diverged" and facts.finished and finite:
+    evaluated = not facts("settings.steps")  # else its loss after an epoch is not in the record
+    if status == "diverged" and facts.finished and finite and evaluated:
         yield "the cell ended as diverged, although every loss is finite"
 
 
@@ -102,150 +157,61 @@ def are_plausible(values: Iterable[Any]) -> bool:
 
 def faults_of_settings(facts: Facts) -> Iterator[str]:
     """Checks the settings against other fields that state the same."""
-    for name in REPEATED:
-        yield from unless_same(
-            f"settings.{name}", facts(f"settings.{name}"), "the cell's", facts(f"cell.{name}")
-        )
-    yield from unless_same(
-        "settings.strategy", facts("settings.strategy"), "strategy.name", facts("strategy.name")
-    )
-    stated, used = facts("settings.options"), facts("strategy.options")
-    yield from unless_same("settings.options", stated, "strategy.options", used)
-    yield from unless_same(
-        "data.name", facts("data.name"), "the cell's data set", facts("cell.dataset")
-    )
+    yield from unless_hold(facts, SETTINGS)
     if (facts("strategy.kind") == "server") != bool(facts.servers) and facts.finished:
         yield f"the strategy's kind is {facts('strategy.kind')}, with {len(facts.servers)} servers"
-    for name in ("global_batch", "per_worker_batch"):
-        yield from unless_equal(
-            f"batch.{name}", facts(f"batch.{name}"), "the settings'", facts(f"settings.{name}")
-        )
-    device = facts("settings.device")
-    if device in ("cpu", "cuda"):
-        yield from unless_same(
-            "provenance.device", facts("provenance.device"), "settings.device", device
-        )
+    if facts("settings.device") in ("cpu", "cuda"):
+        yield from unless_hold(facts, DEVICE)
 
 
 def faults_of_batches(facts: Facts) -> Iterator[str]:
     """Checks how the training set divides into steps and workers."""
+    yield from unless_hold(facts, BATCHES)
     each, per_step = facts("batch.per_worker_batch"), facts("batch.samples_per_step")
-    yield from unless_equal(
-        "batch.global_batch",
-        facts("batch.global_batch"),
-        "replicas x per_worker_batch",
-        facts.mesh.replicas * each,
-    )
-    yield from unless_equal(
-        "batch.steps_per_epoch",
-        facts("batch.steps_per_epoch"),
-        "train_samples / global_batch, rounded down,",
-        facts("data.train_samples") // max(1, facts("batch.global_batch")),
-    )
     if per_step is not None and (not per_step or each % per_step):
         yield f"batch.samples_per_step is {per_step}, which does not divide a worker's batch of {each}"
 
 
 def faults_of_epochs(facts: Facts) -> Iterator[str]:
     """Checks the number of epochs."""
-    asked, run = facts("settings.epochs"), facts.epochs_run
-    if (steps := facts("settings.steps")) is not None:
-        yield from unless_equal("the number of score.per_epoch", run, "that of no evaluation", 0)
+    if facts("settings.steps") is not None:
+        yield from unless_hold(facts, UNEVALUATED)
         if facts.status == "ok":
-            yield from unless_equal(
-                "the passes of time.epoch_times_s",
-                facts.passes_run,
-                "those of settings.steps",
-                -(-steps // max(1, facts("batch.steps_per_epoch"))),
-            )
+            yield from unless_hold(facts, PASSES)
         return
-    if facts.status == "ok":
-        yield from unless_equal("the number of score.per_epoch", run, "settings.epochs", asked)
-    else:
-        yield from unless_at_most("the number of score.per_epoch", run, "settings.epochs", asked)
+    yield from unless_hold(facts, ALL_EPOCHS if facts.status == "ok" else SOME_EPOCHS)
     if facts.finished:
-        timed = len(facts("time.epoch_times_s"))
-        yield from unless_equal(
-            "the number of time.epoch_times_s", timed, "that of score.per_epoch", run
-        )
+        yield from unless_hold(facts, TIMED_EPOCHS)
 
 
 def faults_of_samples(facts: Facts) -> Iterator[str]:
     """Checks the samples of the cell and of its workers."""
-    seen, applied = facts("batch.samples_seen"), facts("batch.samples_applied")
-    steps_run = facts.steps_run
-    if (
-        facts("strategy.kind") == "server"
-        and facts.status == "diverged"
-        and facts("settings.epochs")
-    ):
-        steps_run = facts("settings.epochs") * (facts("batch.steps_per_epoch") or 0)
-    yield from unless_equal(
-        "batch.samples_seen", seen, "steps x global_batch", steps_run * facts("batch.global_batch")
-    )
-    yield from unless_at_most("batch.samples_applied", applied, "samples_seen", seen)
+    steps, epochs = facts.steps_run, facts("settings.epochs")
+    if facts("strategy.kind") == "server" and facts.status == "diverged" and epochs:
+        steps = epochs * (facts("batch.steps_per_epoch") or 0)
+    yield from unless_hold(facts, SAMPLES, steps=steps)
     each = [worker["samples"] for worker in facts.workers if facts.mesh.speaks(worker["rank"])]
     if facts.whole and None not in each:
-        yield from unless_equal("batch.samples_seen", seen, "the sum over its workers", sum(each))
-    per_step = facts("batch.samples_per_step")
+        yield from unless_hold(facts, SAMPLES_OF_WORKERS, samples_of_workers=sum(each))
     for worker in facts.workers:
-        steps = worker["steps"]
-        if per_step is not None and steps is not None:
-            yield from unless_equal(
-                f"samples of rank {worker['rank']}",
-                worker["samples"],
-                "steps x samples_per_step",
-                steps * per_step,
-            )
+        yield from unless_hold(facts, SAMPLES_OF_WORKER, f"rank {worker['rank']}", worker=worker)
         if facts("strategy.kind") == "collective":
-            yield from unless_equal(
-                f"steps of rank {worker['rank']}", steps, "the steps of all epochs", facts.steps_run
-            )
+            yield from unless_hold(facts, STEPS_OF_WORKER, f"rank {worker['rank']}", worker=worker)
 
 
 def faults_of_updates(facts: Facts) -> Iterator[str]:
     """Checks the number of updates against what the strategy states of them."""
-    updates, applied = facts("batch.updates_applied"), facts("batch.samples_applied")
-    steps = facts.steps_run
     if facts("strategy.kind") == "collective":
-        yield from unless_equal(
-            "batch.updates_applied", updates, "steps - skipped_steps", steps - facts.skips
-        )
-        if updates is not None:
-            whole = updates * facts("batch.global_batch")
-            yield from unless_equal(
-                "batch.samples_applied", applied, "updates x global_batch", whole
-            )
-    per_step = facts("strategy.traits.updates_per_step")
-    if per_step is not None and facts.status == "ok":
+        yield from unless_hold(facts, UPDATES)
+    if facts.status == "ok":
         # A step that overflowed makes no update; the last update may be of fewer pushes.
         if not facts.skips and not facts.lost:
-            yield from unless_equal(
-                "batch.updates_applied",
-                updates,
-                "steps x the strategy's updates_per_step",
-                steps * per_step,
-                absolute=1.0,
-            )
-        yield from unless_at_most(
-            "batch.updates_applied",
-            updates,
-            "steps x the strategy's updates_per_step",
-            steps * per_step + 1,
-        )
-    yield from faults_of_push_rate(facts)
-
-
-def faults_of_push_rate(facts: Facts) -> Iterator[str]:
-    """Checks the learning rate of a push, if the strategy states it."""
-    lr, pushed = facts("settings.lr"), facts("strategy.details.push_lr")
+            yield from unless_hold(facts, STATED_UPDATES)
+        yield from unless_hold(facts, MOST_UPDATES)
     name = facts("strategy.name")
-    if lr is None or pushed is None or name not in REGISTRY:
-        return
-    factor = strategy_class(name).Options(**facts("strategy.options")).lr_factor(facts.gpus)
-    yield from unless_equal(
-        "strategy.details.push_lr", pushed, "settings.lr by its rule", lr * factor
-    )
+    if facts("strategy.details.push_lr") is not None and name in REGISTRY:
+        options = strategy_class(name).Options(**facts("strategy.options"))
+        yield from unless_hold(facts, PUSH_RATE, lr_factor=options.lr_factor(facts.gpus))
 
 
 def faults_of_workers(facts: Facts) -> Iterator[str]:
@@ -253,11 +219,9 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
     ranks = [worker["rank"] for worker in facts.workers]
     if ranks != sorted(set(ranks)) or any(not 0 <= rank < facts.gpus for rank in ranks):
         yield f"the workers' ranks are {ranks}, of {facts.gpus} workers"
-    yield from unless_equal("strategy.mesh's workers", facts.mesh.workers, "the cell's", facts.gpus)
+    yield from unless_hold(facts, MESH)
     if facts.status == "ok" and facts("strategy.kind") == "collective":
-        yield from unless_equal(
-            "the number of workers with results", len(ranks), "the cell's", facts.gpus
-        )
+        yield from unless_hold(facts, WORKERS)
     nodes, each = facts("provenance.nodes"), facts("provenance.workers_per_node")
     if nodes is not None and each is not None:
         if not nodes * each >= facts.gpus > (nodes - 1) * each:
@@ -266,35 +230,16 @@ def faults_of_workers(facts: Facts) -> Iterator[str]:
             worker["provenance"]["host"]["name"] for worker in facts.workers if worker["provenance"]
         }
         if facts.whole:
-            yield from unless_equal(
-                "provenance.nodes", nodes, "the number of the workers' hosts", len(hosts)
-            )
+            yield from unless_hold(facts, NODES, hosts_of_workers=len(hosts))
 
 
 def faults_of_models(facts: Facts) -> Iterator[str]:
     """Checks the model's size against its sharding groups, and its formats against the precision."""
-    groups = sum(group["parameters"] for group in facts("strategy.wrap_groups"))
-    yield from unless_at_most(
-        "the sum over strategy.wrap_groups", groups, "model.parameters", facts("model.parameters")
-    )
-    yield from unless_at_most(
-        "model.trainable_parameters",
-        facts("model.trainable_parameters"),
-        "model.parameters",
-        facts("model.parameters"),
-    )
+    yield from unless_hold(facts, MODEL)
     if facts("settings.own_model") is None:
-        yield from unless_equal(
-            "model.trainable_parameters",
-            facts("model.trainable_parameters"),
-            "model.parameters, of which nothing is frozen,",
-            facts("model.parameters"),
-        )
-    # The rest, such as the head, is in no group. How much that is in a user's model is unknown.
-    if groups and facts("settings.own_model") is None:
-        yield from unless_at_most(
-            "model.parameters", facts("model.parameters"), "twice its wrap_groups", 2 * groups
-        )
+        yield from unless_hold(facts, WHOLE_MODEL)
+        if any(group["parameters"] for group in facts("strategy.wrap_groups")):
+            yield from unless_hold(facts, GROUPS)
     precision, computed = facts("settings.precision"), facts("strategy.details.compute_dtype")
     formats = {
         "fp32": ("float32",), "fp64": ("float64",), "fp16": ("float16",), "bf16": ("bfloat16",),
@@ -306,14 +251,9 @@ def faults_of_models(facts: Facts) -> Iterator[str]:
         and computed.split()[0] not in formats[precision]
     ):
         yield f"strategy.details.compute_dtype is {computed}, but settings.precision is {precision}"
-    weights = "float64" if precision == "fp64" else "float32"
     if precision is not None:
-        yield from unless_same(
-            "strategy.details.weights_dtype",
-            facts("strategy.details.weights_dtype"),
-            "by the precision it",
-            weights,
-        )
+        dtype = "float64" if precision == "fp64" else "float32"
+        yield from unless_hold(facts, WEIGHTS, dtype_by_precision=dtype)
 
 
 @record_rule(
@@ -331,12 +271,7 @@ def contradictory_partition(facts: Facts) -> Iterator[str]:
         )
         return
     for worker in stated:
-        yield from unless_equal(
-            f"the sum over class_samples of rank {worker['rank']}",
-            sum(worker["class_samples"]),
-            "its samples",
-            worker["samples"],
-        )
+        yield from unless_hold(facts, CLASSES, f"rank {worker['rank']}", worker=worker)
     # Parts are cut from the samples sorted by label: two neighbours may share one class.
     known = [(w["rank"], [c for c, n in enumerate(w["class_samples"]) if n]) for w in stated]
     for (one, ones), (other, others) in pairwise(entry for entry in known if entry[1]):
@@ -356,19 +291,14 @@ def contradictory_partition(facts: Facts) -> Iterator[str]:
 def unlike_its_strategy(facts: Facts) -> Iterator[str]:
     listed, name = facts("cell.strategy"), facts("strategy.name")
     if listed in REGISTRY:  # any other name is that of a variant
-        yield from unless_same("strategy.name", name, "the cell's strategy", listed)
+        yield from unless_hold(facts, NAME)
     if name not in REGISTRY:
         return
     kind = strategy_class(name).kind
-    yield from unless_same("strategy.kind", facts("strategy.kind"), f"that of {name}", kind)
+    yield from unless_hold(facts, KIND, registered_kind=kind)
     ring = facts("strategy.traits.ring_copies") is not None
     if kind == "server" or ring:  # a collective silent on its copies may send by rings too
-        yield from unless_same(
-            "communication.method",
-            facts("communication.method"),
-            f"of {name}",
-            "ring" if ring else "measured",
-        )
+        yield from unless_hold(facts, METHOD, registered_method="ring" if ring else "measured")
 
 
 @record_rule(

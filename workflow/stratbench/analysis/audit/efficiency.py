@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most, unless_equal
+from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_equal
+from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.audit.timelines import SAMPLES
 from stratbench.analysis.records.derived import value_at
@@ -29,6 +30,31 @@ IDLE_POWER = 0.125
 #: More operations per second than one core of a CPU can do.
 CORE_FLOPS = 5e11
 
+# What follows from what; the rules below say which holds when.
+UNFROZEN = relations(
+    f"compute.training_flops_per_sample == {TRAINING_FLOPS} * compute.forward_flops_per_sample"
+)
+FLOPS = relations(
+    # Frozen parameters have no gradients, of which each takes as much as the forward.
+    "compute.training_flops_per_sample >= compute.forward_flops_per_sample",
+    f"compute.training_flops_per_sample <= {TRAINING_FLOPS} * compute.forward_flops_per_sample",
+    "compute.achieved_flops_per_s == flops_per_sample * batch.samples_seen / time.train_time_s",
+    "compute.mfu == compute.achieved_flops_per_s / compute.peak_flops_per_s",
+    "compute.mfu <= 1",
+)
+DATASHEETS = relations(
+    "compute.peak_flops_per_s == sum_of_datasheets",
+    "compute.achieved_flops_per_s <= sum_of_datasheets",
+)
+# A product uses every weight at least once, two operations each; biases and norms are few.
+WEIGHTS = relations("compute.forward_flops_per_sample >= model.parameters")
+CORES = relations("compute.achieved_flops_per_s <= flops_of_all_cores")
+ENERGY = relations("energy.joules_per_sample == energy.train_joules / batch.samples_applied")
+POWERS = relations(
+    ("energy.train_joules <= power_limits_w * time.train_time_s", OVERSHOOT),
+    f"energy.train_joules >= {LEAST_W} * times_of_workers_s",
+)
+
 
 @record_rule(
     "contradictory-efficiency",
@@ -39,70 +65,26 @@ CORE_FLOPS = 5e11
 def contradictory_efficiency(facts: Facts) -> Iterator[str]:
     of_forward = facts("compute.forward_flops_per_sample")
     of_training = facts("compute.training_flops_per_sample")
-    whole = of_forward and TRAINING_FLOPS * of_forward
+    each = of_forward and TRAINING_FLOPS * of_forward if of_training is None else of_training
+    yield from unless_hold(facts, FLOPS, flops_per_sample=each)
     if facts.trainable == facts("model.parameters"):
-        yield from unless_equal(
-            "compute.training_flops_per_sample", of_training, "3 x forward", whole
-        )
-    # Frozen parameters have no gradients, of which each takes as much as the forward.
-    yield from unless_at_least(
-        "compute.training_flops_per_sample", of_training, "its forward", of_forward
-    )
-    yield from unless_at_most(
-        "compute.training_flops_per_sample", of_training, "3 x forward", whole
-    )
-    each = whole if of_training is None else of_training
-    time_s, achieved = facts("time.train_time_s"), facts("compute.achieved_flops_per_s")
-    samples = facts("batch.samples_seen")
-    if None not in (each, samples) and time_s:
-        yield from unless_equal(
-            "compute.achieved_flops_per_s",
-            achieved,
-            "training_flops_per_sample x samples_seen / train_time_s",
-            each * samples / time_s,
-        )
-    yield from unless_equal(
-        "compute.mfu",
-        facts("compute.mfu"),
-        "achieved / peak",
-        facts.ratio("compute.achieved_flops_per_s", "compute.peak_flops_per_s"),
-    )
-    yield from unless_at_most("compute.mfu", facts("compute.mfu"), "all of the peak", 1.0)
-    parameters = facts("model.parameters")
+        yield from unless_hold(facts, UNFROZEN)
     # A user's network may have tables and what is never called.
-    if of_forward is not None and parameters is not None and facts("settings.own_model") is None:
-        # A product uses every weight at least once, two operations each; biases and norms are few.
-        yield from unless_at_least(
-            "compute.forward_flops_per_sample",
-            of_forward,
-            "what the model's parameters need",
-            parameters,
-        )
+    if facts("settings.own_model") is None:
+        yield from unless_hold(facts, WEIGHTS)
     precision = facts("settings.precision")
     names = [value_at(worker["provenance"], "gpu.name") for worker in facts.workers]
     if facts.whole and None not in names and precision not in (None, "fp64"):
         peaks = [peak and peak.tflops(precision) for peak in map(datasheet_of, names)]
         if None not in peaks:
-            yield from unless_equal(
-                "compute.peak_flops_per_s",
-                facts("compute.peak_flops_per_s"),
-                "the datasheets' sum",
-                1e12 * sum(peaks),
-            )
-            yield from unless_at_most(
-                "compute.achieved_flops_per_s", achieved, "the datasheets' peak", 1e12 * sum(peaks)
-            )
+            yield from unless_hold(facts, DATASHEETS, sum_of_datasheets=1e12 * sum(peaks))
     if facts("provenance.device") == "cpu" and facts.workers:
         cores = max(
             value_at(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers
         )
         hosts = max(1, facts("provenance.nodes") or 1)
-        yield from unless_at_most(
-            "compute.achieved_flops_per_s",
-            achieved,
-            "what the cores can do",
-            cores * hosts * CORE_FLOPS or None,
-        )
+        flops = cores * hosts * CORE_FLOPS or None
+        yield from unless_hold(facts, CORES, flops_of_all_cores=flops)
 
 
 @record_rule(
@@ -115,27 +97,14 @@ def contradictory_energy(facts: Facts) -> Iterator[str]:
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
     if joules is None:
         return
-    yield from unless_equal(
-        "energy.joules_per_sample",
-        facts("energy.joules_per_sample"),
-        "train_joules / samples_applied",
-        facts.ratio("energy.train_joules", "batch.samples_applied"),
-    )
+    yield from unless_hold(facts, ENERGY)
     if facts("provenance.device") == "cpu":
         yield f"energy.train_joules is {joules:.6g}, although the workers had no GPUs"
     elif time_s:
         limits = [value_at(w["provenance"], "gpu.power_limit_w") or MOST_W for w in facts.workers]
-        yield from unless_at_most(
-            "energy.train_joules",
-            joules,
-            "power limit x time x GPUs",
-            time_s * sum(limits),
-            OVERSHOOT,
-        )
         times = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
-        yield from unless_at_least(
-            "energy.train_joules", joules, f"{LEAST_W:g} W x time x GPUs", LEAST_W * sum(times)
-        )
+        named = {"power_limits_w": sum(limits), "times_of_workers_s": sum(times)}
+        yield from unless_hold(facts, POWERS, **named)
         yield from faults_of_power(facts, joules)
 
 

@@ -13,8 +13,8 @@ from stratbench.analysis.audit.checks import (
     unless_at_most,
     unless_equal,
     unless_given,
-    unless_same,
 )
+from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import (
     Evidence,
     Found,
@@ -43,6 +43,32 @@ UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
 SAMPLED = {"gpu": 0.98, "process": 0.5}
 #: The method of measuring on CUDA devices.
 ALLOCATOR = "cuda-allocator"
+
+# What follows from what; the rule below says which holds when.
+PEAK_OF_WORKERS = relations("memory.peak_bytes == most_of_workers")
+PEAKS = relations(
+    "memory.peak_over_base_bytes == worst_rank.memory.peak_over_base_bytes",
+    "memory.peak_over_base_bytes <= memory.peak_bytes",
+    "memory.requested_peak_bytes <= memory.peak_bytes",
+    "memory.requested_peak_bytes == worst_rank.memory.requested_peak_bytes",
+    "memory.cublas_bytes == worst_rank.memory.cublas_bytes",
+)
+OWN = relations(
+    "worker.memory.peak_over_base_bytes == max(0, worker.memory.peak_bytes - worker.memory.base_bytes)",
+    ("worker.memory.idle_bytes <= worker.memory.base_bytes", 0.1),
+    "worker.memory.allocated_peak_bytes == worker.memory.peak_bytes",
+    "worker.memory.peak_bytes <= worker.memory.reserved_peak_bytes",
+    "worker.memory.requested_peak_bytes <= worker.memory.peak_bytes",
+    "worker.memory.cublas_bytes <= worker.memory.requested_peak_bytes",
+    "worker.memory.nvml_process_used_bytes <= worker.memory.nvml_used_bytes",
+    "worker.memory.method == memory.method",
+    *(
+        f"worker.memory.{held}_bytes <= worker.provenance.gpu.memory_bytes"
+        for held in ("peak", "reserved_peak", "nvml_used", "nvml_process_used")
+    ),
+)
+OWN_ON_GPU = relations("worker.memory.nvml_used_bytes >= worker.memory.base_bytes")
+OWN_ON_HOST = relations("worker.memory.peak_bytes <= worker.provenance.host.memory_bytes")
 
 
 @rule(
@@ -211,21 +237,14 @@ def parts_of_states(facts: Facts, which: str) -> int | None:
 def faults_of_peaks(facts: Facts) -> Iterator[str]:
     """Checks that the cell's peak is the highest of its ranks, and holds its model states."""
     peak, method = facts("memory.peak_bytes"), facts("memory.method")
-    grown = facts("memory.peak_over_base_bytes")
     peaks = [value_at(worker, "memory.peak_bytes") for worker in facts.workers]
     known = [value for value in peaks if value is not None]
     if facts.whole and peak is not None and len(known) < len(peaks):
         yield f"{len(peaks) - len(known)} workers have no peak_bytes, although the cell has one"
     if known and len(known) == len(peaks):
-        yield from unless_equal("memory.peak_bytes", peak, "the most of its workers", max(known))
+        yield from unless_hold(facts, PEAK_OF_WORKERS, most_of_workers=max(known))
     worst = next((w for w in facts.workers if value_at(w, "memory.peak_bytes") == peak), None)
-    yield from unless_equal(
-        "memory.peak_over_base_bytes",
-        grown,
-        "that of the rank that used most",
-        value_at(worst, "memory.peak_over_base_bytes"),
-    )
-    yield from unless_at_most("memory.peak_over_base_bytes", grown, "memory.peak_bytes", peak)
+    yield from unless_hold(facts, PEAKS, worst_rank=worst)
     states = facts("memory.model_states") or {}
     if facts("strategy.traits.states_on_host") and method == ALLOCATOR:
         states = {"buffers_bytes": states.get("buffers_bytes", 0)}
@@ -240,16 +259,6 @@ def faults_of_peaks(facts: Facts) -> Iterator[str]:
             sum(states.values()) + beside,
             0.0 if beside else ROUNDING,
         )
-    yield from unless_at_most(
-        "memory.requested_peak_bytes", facts("memory.requested_peak_bytes"), "peak_bytes", peak
-    )
-    for key in ("requested_peak_bytes", "cublas_bytes"):
-        yield from unless_equal(
-            f"memory.{key}",
-            facts(f"memory.{key}"),
-            "that of the rank that used most",
-            value_at(worst, f"memory.{key}"),
-        )
     if facts.status == "ok":
         yield from unless_given("memory.peak_bytes", peak, "although the cell ended well")
         yield from unless_given(
@@ -262,52 +271,10 @@ def faults_of_peaks(facts: Facts) -> Iterator[str]:
 
 def faults_of_worker(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:
     """Checks a worker's own figures against its device and its host."""
-    name, own, place = f"rank {worker['rank']}", worker["memory"] or {}, worker["provenance"] or {}
-    peak, base, grown = (own.get(f"{group}_bytes") for group in ("peak", "base", "peak_over_base"))
-    if peak is not None and base is not None:
-        yield from unless_equal(
-            f"peak_over_base_bytes of {name}", grown, "peak_bytes - base_bytes", max(0, peak - base)
-        )
-        yield from unless_at_most(
-            f"idle_bytes of {name}", own.get("idle_bytes"), "its base_bytes", base, 0.1
-        )
-    yield from unless_equal(
-        f"allocated_peak_bytes of {name}", own.get("allocated_peak_bytes"), "its peak_bytes", peak
-    )
-    yield from unless_at_most(
-        f"peak_bytes of {name}", peak, "reserved_peak_bytes", own.get("reserved_peak_bytes")
-    )
-    requested = own.get("requested_peak_bytes")
-    yield from unless_at_most(f"requested_peak_bytes of {name}", requested, "its peak_bytes", peak)
-    yield from unless_at_most(
-        f"cublas_bytes of {name}", own.get("cublas_bytes"), "its requested_peak_bytes", requested
-    )
+    on_gpu = value_at(worker["provenance"], "gpu.memory_bytes")
+    kept = OWN + (OWN_ON_GPU if on_gpu else OWN_ON_HOST)
+    yield from unless_hold(facts, kept, f"rank {worker['rank']}", worker=worker)
     yield from faults_of_samples(facts, worker)
-    capacity = value_at(place, "gpu.memory_bytes")
-    for group in ("peak", "reserved_peak", "nvml_used", "nvml_process_used"):
-        yield from unless_at_most(
-            f"{group}_bytes of {name}", own.get(f"{group}_bytes"), "the GPU's memory", capacity
-        )
-    yield from unless_at_most(
-        f"nvml_process_used_bytes of {name}",
-        own.get("nvml_process_used_bytes"),
-        "nvml_used_bytes",
-        own.get("nvml_used_bytes"),
-    )
-    yield from unless_at_least(
-        f"nvml_used_bytes of {name}",
-        own.get("nvml_used_bytes"),
-        "its base_bytes",
-        base if capacity else None,
-    )
-    if not capacity:
-        yield from unless_at_most(
-            f"peak_bytes of {name}", peak, "the host's memory", value_at(place, "host.memory_bytes")
-        )
-    if own and facts("memory.method") is not None:
-        yield from unless_same(
-            f"memory.method of {name}", own.get("method"), "the cell's", facts("memory.method")
-        )
 
 
 def faults_of_samples(facts: Facts, worker: dict[str, Any]) -> Iterator[str]:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from stratbench.analysis.audit.checks import (
+    ROUNDING,
     Facts,
     unless_at_least,
-    unless_at_most,
-    unless_equal,
     unless_rising,
     unless_same,
 )
+from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.strategies import REGISTRY, strategy_class
 
@@ -21,6 +21,44 @@ PADDING = 0.1
 #: The number of batches from which a worker counts as busy, and the share that its pushes at least have of
 #: the staleness that busy workers cannot avoid: (N - 1) x UNAVOIDABLE updates on average.
 BUSY, UNAVOIDABLE = 50, 0.25
+
+# What follows from what; the rule below says which holds when.
+SERVERS = relations("len(server.servers) == strategy.options.servers")
+SERVER = relations(
+    "server.server == its_place",
+    "server.n_servers == strategy.options.servers",
+    "server.policy == policy_of_strategy",
+)
+TICKETS = relations("batch.samples_seen == server.tickets_settled * batch.samples_per_step")
+TICKETS_OF_WORKERS = relations("server.tickets_settled == sum_of_tickets")
+TICKETS_OF_WORKER = relations("worker.steps == link.tickets", "link.skips <= link.tickets")
+# Shards are padded, and the last one may be almost empty.
+SHARDS = relations(
+    "elements_of_shards >= model.trainable_parameters",
+    f"all_elements_but_one_shards <= {1 + PADDING} * model.trainable_parameters + 4096",
+)
+ONE_SHARD = relations(f"elements_of_shards <= {1 + PADDING} * model.trainable_parameters + 4096")
+PUSHES = relations("pushes == tickets - skips - dropped")
+UPDATES = relations(
+    "updates <= pushes",
+    "highest_staleness <= updates",
+    # An update makes every batch in progress older by one, and a worker has one at a time.
+    "sum_of_staleness <= updates * cell.gpus",
+)
+STATED_UPDATES = relations(
+    ("updates == steps_run * strategy.traits.updates_per_step", ROUNDING, 1.0)
+)
+TOTALS = relations(
+    "batch.updates_applied == most_updates_of_a_shard",
+    ("batch.samples_applied == mean_pushes_of_a_shard * batch.samples_per_step", ROUNDING, 1.0),
+)
+LAST_END = relations(
+    ("last_end_s <= server.train_time_s", 0.01), ("last_end_s >= server.train_time_s", 0.05)
+)
+EPOCH_END = relations("end_s == score.train_time_s")
+APPLIED = relations("server.apply_s <= cell.gpus * server.train_time_s")
+# A worker also waits from the last update until it hears of it, which its own time includes.
+WAITED = relations(("link.wait_s <= train_time_s_of_worker", 0.1))
 
 
 @record_rule(
@@ -33,19 +71,16 @@ BUSY, UNAVOIDABLE = 50, 0.25
 def contradictory_server(facts: Facts) -> Iterator[str]:
     if not facts.servers:
         return
-    asked = facts("strategy.options.servers")
-    yield from unless_equal("the number of servers", len(facts.servers), "the option's", asked)
+    yield from unless_hold(facts, SERVERS)
     yield from faults_of_tickets(facts)
     yield from faults_of_shards(facts)
     strategy = facts("strategy.name")
     policy = strategy_class(strategy).policy if strategy in REGISTRY else None
     for i, server in enumerate(facts.servers):
         name = f"server {i}"
-        yield from unless_same(f"the number of {name}", server.get("server"), "by its place it", i)
-        yield from unless_equal(
-            f"n_servers of {name}", server.get("n_servers"), "the option's", asked
+        yield from unless_hold(
+            facts, SERVER, name, server=server, its_place=i, policy_of_strategy=policy
         )
-        yield from unless_same(f"policy of {name}", server.get("policy"), "the strategy's", policy)
         if facts.status == "ok" and server.get("status") not in (None, "ok"):
             yield f"{name} ended as {server['status']}, although the cell ended well"
         yield from faults_of_pushes(facts, server, name)
@@ -55,61 +90,33 @@ def contradictory_server(facts: Facts) -> Iterator[str]:
 def faults_of_tickets(facts: Facts) -> Iterator[str]:
     """Checks the batches handed out, settled, and done by the workers."""
     first = facts.servers[0]
-    settled, per_step = first.get("tickets_settled"), facts("batch.samples_per_step")
-    if settled is not None and per_step is not None:
-        yield from unless_equal(
-            "batch.samples_seen",
-            facts("batch.samples_seen"),
-            "tickets_settled x samples_per_step",
-            settled * per_step,
-        )
+    yield from unless_hold(facts, TICKETS, server=first)
     if facts.lost or first.get("reassigned"):
         return
     links = {link["worker"]: link for link in first["workers"]}
     tickets = [link["tickets"] for link in links.values() if "tickets" in link]
-    if settled is not None and tickets:
-        yield from unless_equal(
-            "tickets_settled", settled, "the sum of the workers' tickets", sum(tickets)
-        )
+    if tickets:
+        yield from unless_hold(facts, TICKETS_OF_WORKERS, server=first, sum_of_tickets=sum(tickets))
     for worker in facts.workers:
         link = links.get(worker["rank"])
         if link is None:
             yield f"rank {worker['rank']} is unknown to its server"
         elif "tickets" in link:
-            yield from unless_equal(
-                f"steps of rank {worker['rank']}",
-                worker["steps"],
-                "the tickets that its server counted",
-                link["tickets"],
-            )
-            yield from unless_at_most(
-                f"skips of rank {worker['rank']}", link.get("skips"), "its tickets", link["tickets"]
-            )
+            of = f"rank {worker['rank']}"
+            yield from unless_hold(facts, TICKETS_OF_WORKER, of, worker=worker, link=link)
 
 
 def faults_of_shards(facts: Facts) -> Iterator[str]:
     """Checks that the shards of all servers hold what is trained of the model."""
     shards = [(s.get("shard_numel"), len(s.get("updates") or ())) for s in facts.servers]
-    size, name = facts.trainable, "the model's trainable parameters"
-    if size is None or any(numel is None for numel, _ in shards):
+    if any(numel is None for numel, _ in shards):
         return
-    held = sum(numel * n for numel, n in shards)
-    yield from unless_at_least("the elements of all shards", held, name, size)
     numel, total = shards[0][0], sum(n for _, n in shards)
-    # The last shard may be almost empty.
-    yield from unless_at_most(
-        "the elements of all shards but one",
-        numel * (total - 1),
-        f"{name}, padded",
-        size * (1 + PADDING) + 4096,
-    )
-    if total == 1:
-        yield from unless_at_most(
-            "the elements of the shard",
-            held,
-            f"{name}, padded",
-            size * (1 + PADDING) + 4096,
-        )
+    named = {
+        "elements_of_shards": sum(numel * n for numel, n in shards),
+        "all_elements_but_one_shards": numel * (total - 1),
+    }
+    yield from unless_hold(facts, SHARDS + (ONE_SHARD if total == 1 else ()), **named)
 
 
 def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterator[str]:
@@ -133,28 +140,19 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
         return
     skips = sum(link.get("skips") or 0 for link in server["workers"])
     tickets = sum(link.get("tickets") or 0 for link in server["workers"])
-    per_step = facts("strategy.traits.updates_per_step")
-    steps = facts.steps_run
     for i, (count, made, late) in enumerate(zip(counts, updates, dropped, strict=True)):
         shard, pushes = f"shard {i} of {name}", sum(count)
+        if None in (made, late):
+            yield f"{shard} counted {made} updates, {late} dropped pushes"
+            continue
+        figures = {
+            "pushes": pushes, "tickets": tickets, "skips": skips, "dropped": late, "updates": made,
+            "highest_staleness": len(without_trailing_zeros(count)) - 1,
+            "sum_of_staleness": sum(age * n for age, n in enumerate(count)),
+        }  # fmt: skip
         if tickets and not facts.lost and not server.get("reassigned"):
-            yield from unless_equal(
-                f"pushes by staleness of {shard}",
-                pushes,
-                "tickets - skips - dropped",
-                tickets - skips - late,
-            )
-        yield from unless_at_most(f"updates of {shard}", made, "the pushes that made them", pushes)
-        yield from unless_at_most(
-            f"staleness of {shard}", len(without_trailing_zeros(count)) - 1, "its updates", made
-        )
-        # An update makes every batch in progress older by one, and a worker has one at a time.
-        yield from unless_at_most(
-            f"the staleness of all pushes to {shard}",
-            sum(age * n for age, n in enumerate(count)),
-            "its updates x workers",
-            made * facts.gpus,
-        )
+            yield from unless_hold(facts, PUSHES, shard, **figures)
+        yield from unless_hold(facts, UPDATES, shard, **figures)
         busy = sum((link.get("tickets") or 0) >= BUSY for link in server["workers"])
         # Stale pushes may have been dropped; who takes over from a lost one begins anew.
         lossless = not late and not facts.lost and not server.get("reassigned")
@@ -163,32 +161,18 @@ def faults_of_pushes(facts: Facts, server: dict[str, Any], name: str) -> Iterato
             # each worker always has one; where all of them wait for all, half of that.
             yield from unless_at_least(
                 f"the mean staleness of pushes to {shard}",
-                sum(age * n for age, n in enumerate(count)) / max(1, pushes),
+                figures["sum_of_staleness"] / max(1, pushes),
                 f"what {busy} busy workers cannot avoid",
                 UNAVOIDABLE * max(0, busy - 1),
             )
-        if per_step is not None and not skips and not facts.lost and facts.status == "ok":
-            yield from unless_equal(
-                f"updates of {shard}",
-                made,
-                "steps x the strategy's updates_per_step",
-                steps * per_step,
-                absolute=1.0,
-            )
-    yield from unless_equal(
-        "batch.updates_applied",
-        facts("batch.updates_applied"),
-        "the most updates of a shard",
-        max(n for s in facts.servers for n in s["updates"]),
-    )
+        if not skips and not facts.lost and facts.status == "ok":
+            yield from unless_hold(facts, STATED_UPDATES, shard, **figures)
     shards = [sum(c) for s in facts.servers for c in s["staleness"]]
-    yield from unless_equal(
-        "batch.samples_applied",
-        facts("batch.samples_applied"),
-        "the pushes that the shards took x samples_per_step",
-        facts("batch.samples_per_step")
-        and sum(shards) / len(shards) * facts("batch.samples_per_step"),
-        absolute=1.0,
+    yield from unless_hold(
+        facts,
+        TOTALS,
+        most_updates_of_a_shard=max(n for s in facts.servers for n in s["updates"]),
+        mean_pushes_of_a_shard=sum(shards) / len(shards),
     )
 
 
@@ -206,38 +190,22 @@ def faults_of_times(facts: Facts, server: dict[str, Any], name: str) -> Iterator
     ends = [e["end_s"] for e in epochs]
     yield from unless_rising(f"end_s of {name}", ends)
     if ends:
-        yield from unless_at_most(
-            f"the last end_s of {name}", ends[-1], "its train_time_s", train_time_s, 0.01
-        )
-        yield from unless_at_least(
-            f"the last end_s of {name}", ends[-1], "its train_time_s", train_time_s, 0.05
-        )
+        yield from unless_hold(facts, LAST_END, name, server=server, last_end_s=ends[-1])
     if name == "server 0" and facts.finished and len(ends) == len(facts("time.epoch_times_s")):
         for i, (end, entry) in enumerate(zip(ends, facts("score.per_epoch"), strict=False), 1):
-            yield from unless_equal(
-                f"end_s of epoch {i}",
-                end,
-                "score.per_epoch's train_time_s",
-                entry["train_time_s"],
-            )
+            yield from unless_hold(facts, EPOCH_END, f"epoch {i}", end_s=end, score=entry)
     if train_time_s is None:
         return
-    yield from unless_at_most(
-        f"apply_s of {name}",
-        server.get("apply_s"),
-        "its workers x train_time_s",
-        facts.gpus * train_time_s,
-    )
-    # A worker also waits from the last update until it hears of it, which its own time includes.
+    yield from unless_hold(facts, APPLIED, name, server=server)
     own = {w["rank"]: w.get("train_time_s") for w in facts.workers}
     for link in server["workers"]:
         its_time_s = own.get(link["worker"])
-        yield from unless_at_most(
-            f"wait_s of worker {link['worker']} at {name}",
-            link.get("wait_s"),
-            "train_time_s" if its_time_s is None else "its own train_time_s",
-            train_time_s if its_time_s is None else its_time_s,
-            0.1,
+        yield from unless_hold(
+            facts,
+            WAITED,
+            f"worker {link['worker']} at {name}",
+            link=link,
+            train_time_s_of_worker=train_time_s if its_time_s is None else its_time_s,
         )
 
 

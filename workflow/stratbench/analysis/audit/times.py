@@ -7,14 +7,14 @@ from datetime import datetime
 
 from stratbench.analysis.audit.across_cells.mixed import shortened
 from stratbench.analysis.audit.checks import (
+    ROUNDING,
     Facts,
     unless_absent,
-    unless_at_least,
     unless_at_most,
     unless_equal,
     unless_rising,
-    unless_same,
 )
+from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import record_rule
 from stratbench.analysis.records.derived import value_at
 
@@ -23,6 +23,9 @@ STEPS = 0.05
 #: The same in seconds per worker, which may lose its core between the start of its clock and a step: a few
 #: of the kernel's time slices, of 3 ms each. For trainings of 0.2 s and more STEPS is wider.
 SPARE_S = 0.01
+#: The time that a worker may lose between the last step of all and the end of its own clock, in s: on a busy
+#: machine it waits for a core there.
+LATE_S = 0.5
 #: A server's training ends with its last push, its workers' training with the reply.
 SERVED, SERVED_S = 0.1, 0.5
 #: The most that two processes' clocks may differ at one moment, in s; start and end are in whole seconds.
@@ -32,6 +35,56 @@ PARTS = ("setup_s", "data_s", "warmup_s", "eval_s")
 #: clocks have a resolution of 0.5 us (events of a GPU) or 1 ns, and no step takes exactly as long.
 EVEN_STEPS, EVEN = 20, 1e-6
 ORDER = ("min", "p10", "p50", "p90", "p99", "max")
+
+# What follows from what; the rule below says which holds when.
+THROUGHPUT = relations("time.throughput_samples_per_s == batch.samples_applied / time.train_time_s")
+COLLECTIVE = relations("time.train_time_s == slowest_worker_s")
+SERVED_TIME = relations(
+    ("time.train_time_s == slowest_worker_s", SERVED, SERVED_S),
+    "time.train_time_s == slowest_server_s",
+)
+STEPS_OF_WORKERS = relations(
+    "time.step_ms.count == sum(workers.steps)",
+    (
+        "time.step_ms.mean * time.step_ms.count / 1e3 == sum(workers.train_time_s)",
+        STEPS,
+        f"{SPARE_S} * len(workers)",
+    ),
+)
+TOGETHER = relations(("worker.train_time_s >= slowest_worker_s / 2", ROUNDING, LATE_S))
+PHASES = relations(
+    ("sum_of_breakdown_ms == mean_step_of_workers_ms", STEPS, f"{1e3 * SPARE_S} / fewest_steps")
+)
+SPANS_OF_A_RANK = relations("sum(time.epoch_times_s) == worker.train_time_s")
+SPANS = relations(("sum(time.epoch_times_s) == time.train_time_s", 0.02, 0.1))
+STEP_MS = relations(
+    "ms.mean >= ms.min",
+    "ms.mean <= ms.max",
+    "ms.p50 >= ms.min",
+    "ms.p50 <= ms.max",
+    # Upper bound of Bhatia and Davis (2000), times n / (n - 1) for a sample's variance.
+    ("ms.std ** 2 <= max(0, (ms.max - ms.mean) * (ms.mean - ms.min)) * n / (n - 1)", 1e-3),
+    # A single step as far from the mean as the longest gives at least this spread.
+    ("ms.std ** 2 >= max(ms.max - ms.mean, ms.mean - ms.min) ** 2 / (n - 1)", 1e-3),
+)
+# The mean of each part between two percentiles lies between them.
+PERCENTILES = relations(
+    ("ms.mean >= 0.1*ms.min + 0.4*ms.p10 + 0.4*ms.p50 + 0.09*ms.p90 + 0.01*ms.p99", 0.02),
+    ("ms.mean <= 0.1*ms.p10 + 0.4*ms.p50 + 0.4*ms.p90 + 0.09*ms.p99 + 0.01*ms.max", 0.02),
+)
+SPREAD = relations(f"time.step_ms.std >= {EVEN} * time.step_ms.mean")
+EXPOSED = relations("time.breakdown_ms.exposed_communication == communication.exposed_ms")
+WAITED = relations("time.breakdown_ms.server_wait == communication.server_wait_ms")
+SLOWED = relations(
+    "strategy.details.slowdown.sigma == asked_sigma",
+    "strategy.details.slowdown.mean_factor >= strategy.details.slowdown.factor",
+    ("time.breakdown_ms.slowdown >= slept_ms", 0.05),
+)
+WHOLE = relations(("time.total_s == from_started_to_finished_s", 0.01, READINGS_S))
+WITHIN_LIMIT = relations(("time.total_s <= time.time_limit_s", 0.05))
+AT_LIMIT = relations(("time.total_s >= time.time_limit_s", 0.02))
+LAST_EPOCH = relations("last_epoch.train_time_s <= time.total_s")
+THREADS = relations("threads_of_a_worker == provenance.threads_per_worker")
 
 
 @record_rule(
@@ -56,64 +109,35 @@ def contradictory_time(facts: Facts) -> Iterator[str]:
 def faults_of_training(facts: Facts) -> Iterator[str]:
     """Checks the training time against samples, workers and servers."""
     train_time_s = facts("time.train_time_s")
-    yield from unless_equal(
-        "time.throughput_samples_per_s",
-        facts("time.throughput_samples_per_s"),
-        "samples_applied / train_time_s",
-        facts.ratio("batch.samples_applied", "time.train_time_s"),
-    )
+    yield from unless_hold(facts, THROUGHPUT)
     slowest = max((w["train_time_s"] for w in facts.workers if w["train_time_s"]), default=None)
-    if facts("strategy.kind") == "collective":
-        yield from unless_equal("time.train_time_s", train_time_s, "the slowest worker's", slowest)
-    else:
-        yield from unless_equal(
-            "time.train_time_s", train_time_s, "the slowest worker's", slowest, SERVED, SERVED_S
-        )
-        served = max((s["train_time_s"] for s in facts.servers), default=None)
-        yield from unless_equal("time.train_time_s", train_time_s, "the slowest server's", served)
+    served = max((s["train_time_s"] for s in facts.servers), default=None)
+    kept = COLLECTIVE if facts("strategy.kind") == "collective" else SERVED_TIME
+    yield from unless_hold(facts, kept, slowest_worker_s=slowest, slowest_server_s=served)
     if train_time_s is not None and not train_time_s > 0:
         yield f"time.train_time_s is {train_time_s}"
 
 
 def faults_of_workers(facts: Facts) -> Iterator[str]:
     """Checks each worker's own time, and the steps of all together."""
-    means = facts("time.step_ms") or {}
     own = [w["train_time_s"] for w in facts.workers]
     steps = [w["steps"] for w in facts.workers]
     if None in own or None in steps:
         return
-    yield from unless_equal(
-        "time.step_ms.count", means.get("count"), "the sum of the workers' steps", sum(steps)
-    )
-    if "mean" in means and "count" in means:
-        total_s = means["mean"] * means["count"] / 1e3
-        yield from unless_equal(
-            "time.step_ms.mean x count",
-            total_s,
-            "the sum of the workers' times",
-            sum(own),
-            STEPS,
-            SPARE_S * len(own),
-        )
+    yield from unless_hold(facts, STEPS_OF_WORKERS)
     if facts("strategy.kind") == "collective":
-        slowest = max(own)
         for worker in facts.workers:  # they make each step together
-            yield from unless_at_least(
-                f"train_time_s of rank {worker['rank']}",
-                worker["train_time_s"],
-                "half the slowest worker's",
-                slowest / 2,
-            )
+            of = f"rank {worker['rank']}"
+            yield from unless_hold(facts, TOGETHER, of, worker=worker, slowest_worker_s=max(own))
     phases = facts("time.breakdown_ms")
     if phases and all(steps):
-        mean_ms = sum(1e3 * t / n for t, n in zip(own, steps, strict=True)) / len(own)
-        yield from unless_equal(
-            "the sum of time.breakdown_ms",
-            sum(phases.values()),
-            "a step's time by the workers",
-            mean_ms,
-            STEPS,
-            1e3 * SPARE_S / min(steps),
+        yield from unless_hold(
+            facts,
+            PHASES,
+            sum_of_breakdown_ms=sum(phases.values()),
+            mean_step_of_workers_ms=sum(1e3 * t / n for t, n in zip(own, steps, strict=True))
+            / len(own),
+            fewest_steps=min(steps),
         )
 
 
@@ -137,22 +161,10 @@ def faults_of_epochs(facts: Facts) -> Iterator[str]:
             f"train_time_s after epoch {i}", end, "the sum of time.epoch_times_s", total
         )
     if facts.whole and facts("strategy.kind") == "collective":
-        own = facts.workers[0]["train_time_s"]
-        yield from unless_equal(
-            "the sum of time.epoch_times_s",
-            total,
-            f"train_time_s of rank {facts.workers[0]['rank']}",
-            own,
-        )
+        first = facts.workers[0]
+        yield from unless_hold(facts, SPANS_OF_A_RANK, f"rank {first['rank']}", worker=first)
     elif facts.status == "ok":
-        yield from unless_equal(
-            "the sum of time.epoch_times_s",
-            total,
-            "train_time_s",
-            facts("time.train_time_s"),
-            0.02,
-            0.1,
-        )
+        yield from unless_hold(facts, SPANS)
 
 
 def faults_of_starts(facts: Facts) -> Iterator[str]:
@@ -176,52 +188,11 @@ def faults_of_steps(facts: Facts) -> Iterator[str]:
     yield from unless_rising(
         f"time.step_ms's {', '.join(ORDER)}", (steps.get(name) for name in ORDER)
     )
-    for name in ("mean", "p50"):
-        yield from unless_at_least(
-            f"time.step_ms.{name}", steps.get(name), "the shortest step", steps.get("min")
-        )
-        yield from unless_at_most(
-            f"time.step_ms.{name}", steps.get(name), "the longest step", steps.get("max")
-        )
-    if {"std", "min", "max", "mean", "count"} <= set(steps):
-        # Upper bound of Bhatia and Davis (2000), times n / (n - 1) for a sample's variance.
-        most = (steps["max"] - steps["mean"]) * (steps["mean"] - steps["min"])
-        n = max(2, steps["count"])
-        yield from unless_at_most(
-            "time.step_ms.std squared",
-            steps["std"] ** 2,
-            "(max - mean)(mean - min)",
-            max(0.0, most) * n / (n - 1),
-            1e-3,
-        )
-        # A single step as far from the mean as the longest gives at least this spread.
-        least = max(steps["max"] - steps["mean"], steps["mean"] - steps["min"]) ** 2 / (n - 1)
-        yield from unless_at_least(
-            "time.step_ms.std squared",
-            steps["std"] ** 2,
-            "what the longest step alone makes",
-            least,
-            1e-3,
-        )
-    if {"mean", "p10", "p50", "p90", "p99", "min", "max"} <= set(steps) and steps.get(
-        "count", 0
-    ) > 50:
-        # The mean of each part between two percentiles lies between them.
-        parts = (
-            (0.1, "min", "p10"),
-            (0.4, "p10", "p50"),
-            (0.4, "p50", "p90"),
-            (0.09, "p90", "p99"),
-            (0.01, "p99", "max"),
-        )
-        low = sum(share * steps[name] for share, name, _ in parts)
-        high = sum(share * steps[name] for share, _, name in parts)
-        yield from unless_at_least(
-            "time.step_ms.mean", steps["mean"], "what its percentiles allow", low, 0.02
-        )
-        yield from unless_at_most(
-            "time.step_ms.mean", steps["mean"], "what its percentiles allow", high, 0.02
-        )
+    count = steps.get("count") or 0
+    n = max(2, count) if "count" in steps else None
+    yield from unless_hold(facts, STEP_MS, ms=steps, n=n)
+    if count > 50:
+        yield from unless_hold(facts, PERCENTILES, ms=steps)
 
 
 def faults_of_spread(facts: Facts) -> Iterator[str]:
@@ -231,12 +202,7 @@ def faults_of_spread(facts: Facts) -> Iterator[str]:
         for one, other in (("min", "max"), ("p10", "p90")):
             if one in steps and steps[one] == steps.get(other):
                 yield f"time.step_ms.{one} is {other}, {steps[one]:.6g}, to the last digit"
-        yield from unless_at_least(
-            "time.step_ms.std",
-            steps.get("std"),
-            f"{EVEN:g} of the mean step",
-            EVEN * (steps.get("mean") or 0.0),
-        )
+        yield from unless_hold(facts, SPREAD)
     skews = [skew for skew in facts("time.start_skew_ms") or () if skew]
     if len(set(skews)) == 1 < len(skews):
         yield f"the workers began {len(skews)} epochs {skews[0]:.6g} ms apart, to the last digit"
@@ -250,19 +216,9 @@ def faults_of_phases(facts: Facts) -> Iterator[str]:
     """Checks the phases of a step against its waits."""
     phases, waits = facts("time.breakdown_ms") or {}, facts("communication") or {}
     if "exposed_ms" in waits and phases.get("backward"):
-        yield from unless_equal(
-            "time.breakdown_ms.exposed_communication",
-            phases.get("exposed_communication"),
-            "communication.exposed_ms",
-            waits["exposed_ms"],
-        )
+        yield from unless_hold(facts, EXPOSED)
     if "server_wait_ms" in waits and phases.get("push"):
-        yield from unless_equal(
-            "time.breakdown_ms.server_wait",
-            phases.get("server_wait"),
-            "communication.server_wait_ms",
-            waits["server_wait_ms"],
-        )
+        yield from unless_hold(facts, WAITED)
     if phases:
         yield from faults_of_slowdown(facts, phases)
 
@@ -285,14 +241,8 @@ def faults_of_slowdown(facts: Facts, phases: dict[str, float]) -> Iterator[str]:
     if told := facts("strategy.details.slowdown"):
         if told["factor"] not in (1, asked.get("factor", 1)):
             yield f"the factor of a slowdown is {told['factor']:g}, but the settings say {asked}"
-        yield from unless_same("sigma of a slowdown", told["sigma"], "asked", asked.get("sigma", 0))
-        yield from unless_at_least(
-            "mean_factor of a slowdown", told["mean_factor"], "its factor", told["factor"]
-        )
         slept_ms = (told["mean_factor"] - 1) * told["step_without_ms"] / facts.gpus
-        yield from unless_at_least(
-            "time.breakdown_ms.slowdown", phase_ms, "what the slowed worker slept", slept_ms, 0.05
-        )
+        yield from unless_hold(facts, SLOWED, asked_sigma=asked.get("sigma", 0), slept_ms=slept_ms)
 
 
 def faults_of_the_whole(facts: Facts) -> Iterator[str]:
@@ -310,32 +260,15 @@ def faults_of_the_whole(facts: Facts) -> Iterator[str]:
     started, finished = facts("provenance.started"), facts("provenance.finished")
     if started and finished:
         span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
-        yield from unless_equal(
-            "time.total_s",
-            total_s,
-            "from provenance.started to finished",
-            span.total_seconds(),
-            0.01,
-            READINGS_S,
-        )
+        yield from unless_hold(facts, WHOLE, from_started_to_finished_s=span.total_seconds())
     if facts.status == "ok":
-        yield from unless_at_most("time.total_s", total_s, "time.time_limit_s", limit_s, 0.05)
+        yield from unless_hold(facts, WITHIN_LIMIT)
     if facts.status == "timeout":
         if limit_s is None:
             yield "the cell ended at its time limit, but time.time_limit_s is absent"
-        yield from unless_at_least(
-            "time.total_s", total_s, "the time limit at which it ended", limit_s, 0.02
-        )
+        yield from unless_hold(facts, AT_LIMIT)
         if facts.epochs_run:
-            last = facts("score.per_epoch")[-1]["train_time_s"]
-            yield from unless_at_most(
-                "train_time_s after the last epoch", last, "time.total_s", total_s
-            )
+            yield from unless_hold(facts, LAST_EPOCH, last_epoch=facts("score.per_epoch")[-1])
     threads = {w["provenance"]["host"].get("threads") for w in facts.workers if w["provenance"]}
     for count in threads - {None}:
-        yield from unless_same(
-            "threads of a worker",
-            count,
-            "provenance.threads_per_worker",
-            facts("provenance.threads_per_worker"),
-        )
+        yield from unless_hold(facts, THREADS, threads_of_a_worker=count)

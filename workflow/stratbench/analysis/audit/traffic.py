@@ -7,7 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most, unless_equal
+from stratbench.analysis.audit.checks import Facts, unless_at_least, unless_at_most
+from stratbench.analysis.audit.relations import relations, unless_hold
 from stratbench.analysis.audit.rule import (
     Evidence,
     Found,
@@ -25,6 +26,32 @@ MOST_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
 RING_PADDING = 1.3
 #: Reads of a server's weights by each worker before its first step, and after its last.
 FIRST_READS = 4
+
+# What follows from what; the rule below says which holds when.
+BOTH_WAYS = relations("communication.sent_bytes_per_step == communication.received_bytes_per_step")
+ALONE = relations("communication.sent_bytes_per_step <= 0")  # one worker alone has nobody
+ON_ONE_NODE = relations(
+    "communication.local_bytes_per_step == "
+    "communication.sent_bytes_per_step + communication.received_bytes_per_step",
+    "communication.busiest_link_bytes_per_batch == 0",
+)
+RATE = relations(
+    "communication.implied_bytes_per_s == "
+    "max(communication.sent_bytes_per_step, communication.received_bytes_per_step) "
+    "* mean(workers.steps) / time.train_time_s"
+)
+SERVER_RATE = relations(
+    "communication.busiest_server_bytes_per_s == bytes_of_busiest_server / time.train_time_s"
+)
+WAITS = relations(
+    # The mean of differences cut at 0 is at least the difference of the means over workers.
+    "communication.exposed_ms >= communication.total_ms - communication.overlapped_ms",
+    "communication.exposed_ms <= communication.total_ms",
+    "communication.overlapped_ms <= communication.total_ms",
+    "communication.total_ms <= time.step_ms.max",
+    "communication.server_wait_ms <= time.step_ms.max",
+    "communication.timed_steps <= most_steps_of_a_worker",
+)
 
 
 @rule(
@@ -95,9 +122,7 @@ def contradictory_traffic(facts: Facts) -> Iterator[str]:
         return
     sent, received = (facts(f"communication.{way}_bytes_per_step") for way in ("sent", "received"))
     if facts("communication.method") == "ring":
-        yield from unless_equal(
-            "communication.sent_bytes_per_step", sent, "what is received", received
-        )
+        yield from unless_hold(facts, BOTH_WAYS)
         yield from faults_of_rings(facts, sent)
     if facts.servers and facts.whole:
         yield from faults_of_servers(facts, sent, received)
@@ -110,9 +135,7 @@ def faults_of_rings(facts: Facts, sent: float) -> Iterator[str]:
     share = (facts.gpus - 1) / facts.gpus
     copies, size = facts("strategy.traits.ring_copies"), facts.trainable_bytes
     if not share:
-        yield from unless_at_most(
-            "communication.sent_bytes_per_step", sent, "one worker alone has to send", 0
-        )
+        yield from unless_hold(facts, ALONE)
     if copies is None or size is None or not share:
         return
     shards = copies and facts("strategy.traits.shards_states")
@@ -199,8 +222,7 @@ def faults_of_links(facts: Facts, sent: float, received: float, extra: int) -> I
     if facts("strategy.name") not in REGISTRY:
         return
     if nodes == 1:
-        yield from unless_equal(whats[0], local, "all of a step's bytes, on one node,", both)
-        yield from unless_equal(whats[1], busiest, "what crosses a link, on one node,", 0)
+        yield from unless_hold(facts, ON_ONE_NODE)
         return
     counted_local, counted_busiest = counted_by_servers(facts, nodes, on_a_node)
     for what, each, times, counted, of_one in (
@@ -237,54 +259,22 @@ def faults_of_rates(facts: Facts, sent: float, received: float) -> Iterator[str]
     steps = [worker["steps"] for worker in facts.workers]
     if not train_time_s or not facts.finished or None in steps:
         return
-    per_s = sum(steps) / len(steps) / train_time_s
-    yield from unless_equal(
-        "communication.implied_bytes_per_s",
-        facts("communication.implied_bytes_per_s"),
-        "the larger of both ways x steps / train_time_s",
-        max(sent, received) * per_s,
-    )
+    yield from unless_hold(facts, RATE)
     if facts.servers:
         moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in facts.servers]
-        yield from unless_equal(
-            "communication.busiest_server_bytes_per_s",
-            facts("communication.busiest_server_bytes_per_s"),
-            "bytes of the busiest server / train_time_s",
-            max(moved) / train_time_s,
-        )
+        yield from unless_hold(facts, SERVER_RATE, bytes_of_busiest_server=max(moved))
 
 
 def faults_of_waits(facts: Facts) -> Iterator[str]:
     """Checks the times of communication within a step."""
-    total, hidden, exposed = (
-        facts(f"communication.{name}_ms") for name in ("total", "overlapped", "exposed")
-    )
-    longest = facts("time.step_ms.max")
-    if total is not None and hidden is not None:
-        # The mean of differences cut at 0 is at least the difference of the means over workers.
-        yield from unless_at_least(
-            "communication.exposed_ms", exposed, "total_ms - overlapped_ms", total - hidden
-        )
-        yield from unless_at_most("communication.exposed_ms", exposed, "total_ms", total)
-        yield from unless_at_most("communication.overlapped_ms", hidden, "total_ms", total)
+    steps = [worker["steps"] for worker in facts.workers if worker["steps"]]
+    yield from unless_hold(facts, WAITS, most_steps_of_a_worker=max(steps, default=None))
     if facts("communication.method") == "ring":
         buffers = facts("memory.model_states.buffers_bytes") or 0  # broadcast beside what is timed
         moved = max(0.0, facts("communication.sent_bytes_per_step") - buffers)
         yield from unless_at_least(
             "communication.total_ms",
-            total,
+            facts("communication.total_ms"),
             "what is sent takes over the fastest link",
             1e3 * moved / MOST_BYTES_PER_S["collective"],
         )
-    for name, value in (
-        ("total_ms", total),
-        ("server_wait_ms", facts("communication.server_wait_ms")),
-    ):
-        yield from unless_at_most(f"communication.{name}", value, "the longest step", longest)
-    steps = [worker["steps"] for worker in facts.workers if worker["steps"]]
-    yield from unless_at_most(
-        "communication.timed_steps",
-        facts("communication.timed_steps"),
-        "a worker's steps",
-        max(steps, default=None),
-    )

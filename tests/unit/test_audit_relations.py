@@ -1,0 +1,264 @@
+"""The audit's relations: each of their sides, disturbed in an honest record, is found by its rule.
+
+The faults are made from the relations themselves, so that a new one is tested as soon as it stands there.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+import pytest
+from planted import put, sound
+from test_audit_bounds import SLOWED, slowed
+from test_audit_faults import (
+    ALONE,
+    ASYNC,
+    DDP,
+    DIVERGED,
+    FSDP,
+    NO_CELLS,
+    SINGLE,
+    SYNC,
+    TIMEOUT,
+    by_class,
+    halves,
+)  # fmt: skip
+
+from stratbench.analysis.audit import KINDS, rules_of
+from stratbench.analysis.audit.checks import Facts
+from stratbench.analysis.audit.relations import Relation, relations, unless_hold
+from stratbench.analysis.audit.rule import Evidence
+from stratbench.telemetry.machine.hardware import datasheet_of
+
+Record = dict[str, Any]
+SERVER, LINK = "server.servers.0", "server.servers.0.workers.1"
+
+#: The modules of relations, and these with the module's name.
+MODULES = {kind.__name__.rsplit(".", 1)[1]: kind for kind in KINDS}
+RELATIONS = [
+    (name, relation)
+    for name, kind in MODULES.items()
+    for value in vars(kind).values()
+    for relation in (value if isinstance(value, tuple) else ())
+    if isinstance(relation, Relation)
+]
+
+
+def for_steps(record: Record) -> None:
+    """A cell that trained a number of steps, and was not evaluated."""
+    record["settings"] |= {"steps": 6 * record["batch"]["steps_per_epoch"]}
+    record["score"] |= {"per_epoch": [], "final": None, "best": None}
+    record["time"]["eval_s"] = 1e-9
+
+
+def stopped_late(record: Record) -> None:
+    """A cell that was stopped after some epochs."""
+    record["score"] |= {"per_epoch": copy.deepcopy(sound("cuda")[DDP]["score"]["per_epoch"][:2])}
+    record["score"]["best"] = max(entry["score"] for entry in record["score"]["per_epoch"])
+
+
+def slowed_down(record: Record) -> None:
+    """A cell with a slowed worker, whose steps are not longer for it."""
+    slowed(SLOWED, 4.1)(record)
+    record["time"]["breakdown_ms"]["forward"] -= 4.1
+
+
+def on_known_gpus(record: Record) -> None:
+    """A cell on GPUs with a datasheet, whose NVML tells all that it can."""
+    peak = datasheet_of(KNOWN_GPU).tflops("fp32") * 1e12
+    for worker in record["workers"]:
+        worker["provenance"]["gpu"]["name"] = KNOWN_GPU
+        own = worker["memory"]
+        own |= {"idle_bytes": own["base_bytes"], "nvml_process_used_bytes": own["nvml_used_bytes"]}
+    compute = record["compute"]
+    compute["peak_flops_per_s"] = len(record["workers"]) * peak
+    compute["mfu"] = compute["achieved_flops_per_s"] / compute["peak_flops_per_s"]
+
+
+KNOWN_GPU = "NVIDIA A100-SXM4-40GB"
+
+
+def honest() -> dict[str, Record]:
+    """Records of many kinds in which no rule of one record finds a fault."""
+    on_gpus = (DDP, FSDP, SINGLE, ASYNC, SYNC, ALONE, TIMEOUT, DIVERGED)
+    rate = sound("cuda")[ASYNC]["settings"]["lr"]
+    found = {f"cuda {place}": sound("cuda")[place] for place in on_gpus}
+    found |= {f"cpu {place}": sound("cpu")[place] for place in (DDP, ASYNC)}
+    for name, base, change in (
+        ("steps", DDP, for_steps),
+        ("diverged in steps", DIVERGED, for_steps),
+        ("stopped", TIMEOUT, stopped_late),
+        ("classes", DDP, by_class(halves)),
+        ("slowed", DDP, slowed_down),
+        ("asked for", DDP, put("settings.device", "cuda")),
+        ("skipped", ASYNC, put(f"{LINK}.skips", 0)),
+        ("rate of a push", ASYNC, put("strategy.details.push_lr", rate)),
+        ("known GPUs", DDP, on_known_gpus),
+    ):
+        found[name] = copy.deepcopy(sound("cuda")[base])
+        change(found[name])
+    return found
+
+
+HONEST = honest()
+
+
+def figures_of(module: str, record: Record) -> list[str]:
+    """What the rules of a module say of a record."""
+    evidence = Evidence(NO_CELLS, [record])
+    checks = [
+        rule for rule in rules_of(MODULES[module]) if rule.id.startswith(("contra", "unlike"))
+    ]
+    return [found.figures for rule in checks for found in rule.check(evidence)]
+
+
+#: Where that stands in a record which rules name in their relations, and what their names are made of.
+PLACES = {
+    "worst_rank": "workers.0", "ms": "time.step_ms", "link": LINK,
+    "last_epoch": "score.per_epoch.1", "steps": "batch.steps_per_epoch",
+    "steps_run": "batch.steps_per_epoch", "passes_run": "time.epoch_times_s",
+    "samples_of_workers": "workers.1.samples", "hosts_of_workers": "workers.1.provenance.host.name",
+    "slowest_worker_s": "workers.0.train_time_s", "slowest_server_s": f"{SERVER}.train_time_s",
+    "sum_of_breakdown_ms": "time.breakdown_ms.forward", "mean_step_of_workers_ms": "workers.1.train_time_s",
+    "slept_ms": "strategy.details.slowdown.step_without_ms",
+    "from_started_to_finished_s": "provenance.started",
+    "threads_of_a_worker": "workers.1.provenance.host.threads",
+    "most_of_workers": "workers.0.memory.peak_bytes",
+    "its_place": f"{SERVER}.server", "sum_of_tickets": f"{LINK}.tickets", "tickets": f"{LINK}.tickets",
+    "elements_of_shards": f"{SERVER}.shard_numel",
+    "pushes": f"{SERVER}.staleness.0.0", "updates": f"{SERVER}.updates.0", "dropped": f"{SERVER}.dropped.0",
+}  # fmt: skip
+#: Others are found in time and space beside the record, or said by a strategy's class.
+ELSEWHERE = {
+    "all_elements_but_one_shards", "asked_sigma", "bytes_of_busiest_server", "dtype_by_precision", "end_s",
+    "flops_of_all_cores",
+    "flops_per_sample",
+    "highest_staleness", "last_end_s", "lr_factor", "mean_pushes_of_a_shard", "most_steps_of_a_worker",
+    "most_updates_of_a_shard", "n", "policy_of_strategy", "power_limits_w", "registered_kind",
+    "registered_method", "sum_of_datasheets", "sum_of_staleness", "times_of_workers_s",
+    "train_time_s_of_worker",
+}  # fmt: skip
+#: What weighs too little in a relation to break it: the longest of all steps, the last of many groups.
+TOO_LITTLE = {
+    ("ms.mean <= ", "ms.max"),
+    ("model.parameters <= ", "strategy.wrap_groups.parameters"),
+}
+
+
+def names(text: str) -> list[str]:
+    """The paths and names of a formula."""
+    tree = ast.parse(text, mode="eval")
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    inner |= {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute))
+    return [ast.unparse(node) for node in nodes if id(node) not in inner]
+
+
+def places(name: str, record: Record) -> Iterator[list[Any]]:
+    """Where a figure stands in a record; of a list its last entry."""
+    first, *rest = name.split(".")
+    starts = {
+        "server": [SERVER, first],
+        "score": ["score.per_epoch.1", first],
+        "worker": ["workers.1", "workers.0"],
+        "skips": [f"{LINK}.skips", "strategy.details.skipped_steps"],
+    }
+    for start in starts.get(first, [PLACES.get(first, first)]):
+        place: list[Any] = []
+        value: Any = record
+        for key in (*start.split("."), *rest):
+            if isinstance(value, list) and not key.isdigit():
+                if not value:
+                    break
+                place.append(len(value) - 1)
+                value = value[-1]
+            at = int(key) if key.isdigit() else key
+            has = at < len(value) if isinstance(value, list) else at in (value or ())
+            if not has or value[at] is None:
+                break
+            place.append(at)
+            value = value[at]
+        else:
+            yield place
+
+
+def others(value: Any) -> list[Any]:
+    """Values that are far from one."""
+    if isinstance(value, str):
+        return ["another", "cpu", "fsdp", "2026-01-01T00:00:00+00:00"]
+    if isinstance(value, dict):
+        return [value | {"another": 1}]
+    if isinstance(value, list):
+        changed = [[other, *value[1:]] for other in others(value[0])] if value else [[{}]]
+        return [*changed, value + value[:1]]
+    return [type(value)(value * factor + 1) for factor in (3, 1 / 3, 1e7, 1e-7, -1)] + [
+        value + 10**7
+    ]
+
+
+def is_found(module: str, relation: Relation, name: str) -> bool:
+    """Whether a fault in a figure of a relation is found by it in any honest record."""
+    left, _, right = relation.sides
+    for record in HONEST.values():
+        for *inner, last in places(name, record):
+            for other in others(reduce(getitem, [*inner, last], record)):
+                changed = copy.deepcopy(record)
+                reduce(getitem, inner, changed)[last] = other
+                said = figures_of(module, changed)
+                if any(f"{left} is " in f and f" {right}" in f for f in said):
+                    return True
+    return False
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_nothing_is_found_in_what_the_faults_are_planted_in(name):
+    found = {module: figures_of(module, HONEST[name]) for module in MODULES}
+    assert {module: figures for module, figures in found.items() if figures} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", sorted({module for module, _ in RELATIONS}))
+def test_a_fault_in_each_figure_of_each_relation_is_found_by_it(module):
+    missed = [
+        (relation.text, name)
+        for where, relation in RELATIONS
+        for side in (relation.sides[0], relation.sides[2])
+        for name in names(side)
+        if where == module
+        and name not in ELSEWHERE
+        and (f"{relation.sides[0]} {relation.sides[1]} ", name) not in TOO_LITTLE
+        and not is_found(module, relation, name)
+    ]
+    assert missed == []
+
+
+ROWS = relations(
+    "time.total_s == 2 * time.train_time_s",
+    ("time.total_s <= time.train_time_s", 0.1),
+    ("sum(time.epoch_times_s) >= bound", 0.0, "len(time.epoch_times_s)"),
+)
+
+
+@pytest.mark.parametrize(
+    ("total_s", "train_s", "spans", "bound", "said"),
+    [
+        (4.0, 2.0, [1.0, 1.0], 4, ["rank 1: time.total_s is 4, more than time.train_time_s, 2"]),
+        (2.2, 2.0, [], None, ["rank 1: time.total_s is 2.2, but 2 * time.train_time_s is 4"]),
+        (None, 2.0, [1.0], 2, []),
+        (1.0, None, [1.0, None], 9, []),
+        (0.0, 0.0, [1.0], 2.5, ["rank 1: sum(time.epoch_times_s) is 1, less than bound, 2.5"]),
+        (float("nan"), 2.0, [9.0], 1, [
+            "rank 1: time.total_s is nan, but 2 * time.train_time_s is 4",
+            "rank 1: time.total_s is nan, more than time.train_time_s, 2",
+        ]),
+    ],
+)  # fmt: skip
+def test_a_relation_tells_both_sides_or_is_not_judged(total_s, train_s, spans, bound, said):
+    record = copy.deepcopy(sound("cuda")[DDP])
+    record["time"] |= {"total_s": total_s, "train_time_s": train_s, "epoch_times_s": spans}
+    assert list(unless_hold(Facts(record), ROWS, "rank 1", bound=bound)) == said

@@ -1,0 +1,151 @@
+"""Relations that the figures of a record keep, each in one line: `left == right`, `<=` or `>=`.
+
+Both sides are formulas over fields of the record by their paths (`time.train_time_s`), over quantities of
+`Facts` (`steps_run`), and over what a rule names besides. A path through a list stands for the values of all
+its entries. A relation is not judged where one of its figures is absent, or where it would divide by zero.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from stratbench.analysis.audit.checks import ROUNDING, Facts
+
+#: Gives the value of a path, from its first word and the others; raises Absent without one.
+Lookup = Callable[[str, list[str]], Any]
+OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ceil": math.ceil,
+    "len": len,
+    "max": max,
+    "mean": statistics.fmean,
+    "sum": sum,
+}
+#: Whether sides agree, and how a sentence says that they do not. Written so that NaN agrees with nothing.
+SIGNS: dict[str, tuple[Callable[[float, float, float], bool], str]] = {
+    "==": (lambda left, right, slack: abs(left - right) <= slack, "but"),
+    "<=": (lambda left, right, slack: left <= right + slack, "more than"),
+    ">=": (lambda left, right, slack: left >= right - slack, "less than"),
+}
+
+
+class Absent(Exception):
+    """A figure of a relation is absent."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One relation.
+
+    Its sides may miss each other by `relative`, a share of them (of the right one, unless both are to be
+    equal), and by `absolute`, a number or a formula.
+    """
+
+    text: str
+    relative: float = ROUNDING
+    absolute: str | float = 0.0
+
+    @cached_property
+    def sides(self) -> tuple[str, str, str]:
+        """The left side, the sign, the right side."""
+        sign = next(sign for sign in SIGNS if f" {sign} " in self.text)
+        left, right = self.text.split(f" {sign} ")
+        return left, sign, right
+
+    @cached_property
+    def _formulas(self) -> list[Callable[[Lookup], Any]]:
+        left, _, right = self.sides
+        return [formula(text) for text in (left, right, str(self.absolute))]
+
+    def fault(self, at: Lookup) -> str | None:
+        """A sentence with both sides and their values; None if the relation holds, or is not judged."""
+        left, sign, right = self.sides
+        try:
+            value, other, absolute = (side(at) for side in self._formulas)
+        except (Absent, ZeroDivisionError):
+            return None
+        holds, words = SIGNS[sign]
+        if not all(isinstance(side, (int, float)) for side in (value, other)):
+            kept = value == other
+        else:
+            size = max(abs(value), abs(other)) if sign == "==" else abs(other)
+            kept = holds(value, other, absolute + self.relative * size)
+        if kept:
+            return None
+        told = f"{right} is" if sign == "==" else f"{right},"
+        return f"{left} is {shown(value)}, {words} {told} {shown(other)}"
+
+
+def relations(*rows: str | tuple[Any, ...]) -> tuple[Relation, ...]:
+    """Relations from their texts, or from tuples of all that one states."""
+    return tuple(Relation(*((row,) if isinstance(row, str) else row)) for row in rows)
+
+
+def unless_hold(
+    facts: Facts, kept: tuple[Relation, ...], of: str = "", **named: Any
+) -> Iterator[str]:
+    """Yields a sentence for each relation that does not hold.
+
+    `of`: whose figures these are, if not the cell's; `named`: further figures by the names that the
+    relations give them, or parts of the record in whose paths they are the first word.
+    """
+
+    def at(first: str, keys: list[str]) -> Any:
+        value: Any
+        if first in named:
+            value = named[first]
+        elif first in facts.record:
+            value = facts.record[first]
+        else:
+            value = getattr(facts, first)
+        for key in keys:
+            if isinstance(value, list):
+                value = [entry[key] for entry in value]
+            else:
+                value = value.get(key) if isinstance(value, dict) else None
+        if value is None or (isinstance(value, list) and None in value):
+            raise Absent
+        return value
+
+    for relation in kept:
+        if fault := relation.fault(at):
+            yield f"{of}: {fault}" if of else fault
+
+
+def formula(text: str) -> Callable[[Lookup], Any]:
+    """A function of a lookup that computes a formula of numbers, paths, operators and FUNCTIONS."""
+    return _read(ast.parse(text, mode="eval").body)
+
+
+def _read(node: ast.expr) -> Callable[[Lookup], Any]:
+    match node:
+        case ast.Constant(value=value):
+            return lambda at: value
+        case ast.BinOp(left=one, op=op, right=other):
+            left, right, made = _read(one), _read(other), OPERATORS[type(op)]
+            return lambda at: made(left(at), right(at))
+        case ast.Call(func=ast.Name(id=name), args=args):
+            inner, function = [_read(arg) for arg in args], FUNCTIONS[name]
+            return lambda at: function(*(arg(at) for arg in inner))
+    first, *keys = ast.unparse(node).split(".")
+    return lambda at: at(first, keys)
+
+
+def shown(value: Any) -> str:
+    """A figure in six digits; anything else as it is."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:.6g}" if is_number else str(value)
