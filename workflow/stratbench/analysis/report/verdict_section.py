@@ -19,7 +19,7 @@ from stratbench.analysis.figures.panels import (
     figure_with_panels,
     first_of_each_row,
 )
-from stratbench.analysis.figures.style import RC, Style, styles_by_strategy
+from stratbench.analysis.figures.style import RC, Style, styles_of
 from stratbench.cell.text.words import counted, worker_noun
 
 #: An axis reaches at least the first ratio, and up to the second if rivals in the race are there.
@@ -33,11 +33,7 @@ COARSE_TICKS, FINE_TICKS = (
 
 def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
     """The section as values for the template."""
-    bases = dict(zip(cells["strategy"], cells["strategy_base"], strict=True))
-    named = {arm for bout in verdict["bouts"] for arm in bout["arms"]}
-    looks = styles_by_strategy(
-        (name, bases[name] if isinstance(bases.get(name), str) else None) for name in named
-    )
+    looks = styles_of(cells, {arm for bout in verdict["bouts"] for arm in bout["arms"]})
     matrix, noise = verdict["matrix_gpu_hours"], verdict["noise"]["text"]
     return {
         "bouts": [bout_line(bout) for bout in verdict["bouts"] if len(bout["arms"]) > 1],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -21,7 +22,7 @@ from stratbench.analysis.figures.panels import (
     line_handle,
 )
 from stratbench.analysis.figures.plots import save_figure
-from stratbench.analysis.figures.style import GREY, RC, Style, styles_by_strategy
+from stratbench.analysis.figures.style import GREY, RC, Style, styles_of
 from stratbench.sets.comparing.comparison import ComparedCell, Comparison
 from stratbench.statistics.unpaired import geometric_mean
 
@@ -31,20 +32,10 @@ LINE_IN, AROUND_IN = 0.17, 1.1
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 5, 10, 20, 50, 100)
 
 
-def looks_of(found: Comparison) -> dict[str, Style]:
-    """The style of every strategy in both sets, the same as in the figures of a study."""
-    pairs = {
-        (str(name), base if isinstance(base, str) else None)
-        for one in (found.first, found.other)
-        for name, base in one.cells.groupby("strategy")["strategy_base"].first().items()
-    }
-    return styles_by_strategy(pairs)
-
-
 def draw_all(found: Comparison, out_dir: Path) -> dict[str, list[Path]]:
     """Draw the figures of every experiment with a ratio; returns their SVGs, by experiment."""
     drawn: dict[str, list[Path]] = {}
-    looks = looks_of(found)
+    looks = styles_of(pd.concat([found.first.cells, found.other.cells]))
     with plt.rc_context(RC):
         for experiment in dict.fromkeys(cell.group.experiment for cell in found.with_ratio):
             cells = [cell for cell in found.with_ratio if cell.group.experiment == experiment]
@@ -129,10 +120,10 @@ def times_figure(
             )
             at, look = [c.group.gpus for c in line], looks[strategy]
             same = {"color": look.colour, "marker": look.marker}
-            axis.plot(at, [geometric_mean(c.first_times) for c in line], "-", **same, **_edge())
+            axis.plot(at, [geometric_mean(c.first.times) for c in line], "-", **same, **_edge())
             axis.plot(
                 at,
-                [geometric_mean(c.other_times) for c in line],
+                [geometric_mean(c.other.times) for c in line],
                 "--",
                 **same,
                 markerfacecolor="white",
