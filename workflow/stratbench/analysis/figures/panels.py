@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import ScalarFormatter
 
-from stratbench.analysis.figures.style import Style
+from stratbench.analysis.figures.style import GREY, Style
 from stratbench.analysis.records.measures import DOUBT
 from stratbench.analysis.records.score import Score
 
@@ -30,6 +30,10 @@ LINEAR_UP_TO = 8
 INK = "#222222"
 #: The line of the least possible loss.
 LEAST_LOOK: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.1, "zorder": 1}
+#: The line of ideal speedups.
+IDEAL_LOOK: dict[str, Any] = {"color": GREY, "linestyle": (0, (4, 3)), "linewidth": 1}
+#: The marks of a line with many points.
+SMALL_MARKS = {"markersize": 3.5, "markeredgewidth": 0.3}
 #: Size of the line below a figure, in points.
 NOTE_PT = 6.5
 #: The most lines in a panel's list of strategies without a result.
@@ -189,15 +193,33 @@ def least_handles(score: Score) -> list[Line2D]:
     return [Line2D([], [], label=f"least possible ({score.text(least)})", **LEAST_LOOK)]
 
 
-def line_handle(name: str, style: Style) -> Line2D:
-    """The legend entry of a strategy in a line figure."""
-    return Line2D(
-        [],
-        [],
-        color=style.colour,
-        linestyle=style.line,
-        marker=style.marker,
-        markeredgecolor=INK,
-        markeredgewidth=0.4,
-        label=name,
-    )
+def line_look(style: Style) -> dict[str, Any]:
+    """How Matplotlib draws the line of a strategy."""
+    return {
+        "color": style.colour,
+        "linestyle": style.line,
+        "marker": style.marker,
+        "markeredgecolor": INK,
+        "markeredgewidth": 0.4,
+    }
+
+
+def line(axis: Axes, x: Any, y: Any, style: Style, **look: Any) -> None:
+    """Draw the line of a strategy; `look` has what differs from `line_look`."""
+    axis.plot(x, y, **(line_look(style) | look))
+
+
+def line_handles(looks: Mapping[str, Style]) -> list[Line2D]:
+    """The legend entries of strategies in a line figure."""
+    return [Line2D([], [], label=name, **line_look(style)) for name, style in looks.items()]
+
+
+def bar_look(colour: str, hatch: str, linewidth: float = 0.5) -> dict[str, Any]:
+    """How Matplotlib draws a bar and its entry in a legend."""
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": INK, "linewidth": linewidth}
+
+
+def blank(axis: Axes) -> None:
+    """Take ticks and grid off a panel that has nothing to show."""
+    axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+    axis.grid(visible=False)

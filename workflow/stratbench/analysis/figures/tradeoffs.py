@@ -17,12 +17,16 @@ from stratbench.analysis.figures.figure_data import FigureData, styles_in_order
 from stratbench.analysis.figures.panels import (
     INK,
     LEAST_LOOK,
+    SMALL_MARKS,
     add_legend_and_note,
     annotate,
+    bar_look,
+    blank,
     figure_with_panels,
     first_of_each_row,
     least_handles,
-    line_handle,
+    line,
+    line_handles,
 )
 from stratbench.analysis.figures.style import (
     BROWN,
@@ -69,8 +73,7 @@ def panel_titles(data: FigureData) -> list[str]:
 
 def mark_empty(axis: Axes) -> None:
     """Write into a panel that it has nothing to show."""
-    axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
-    axis.grid(visible=False)
+    blank(axis)
     annotate(axis, "no result", (0.5, 0.5), "axes fraction", (0, 0), ha="center")
 
 
@@ -95,21 +98,14 @@ def breakdown_figure(data: FigureData) -> Figure:
             medians = spans.loc[rows.index, phase].groupby(rows["strategy"]).median()
             widths = np.array([medians.get(name, 0.0) for name in names])
             widths = np.nan_to_num(widths)
-            colour, hatch = looks[phase]
-            axis.barh(
-                range(len(names)), widths, 0.7, left=left,
-                color=colour, hatch=hatch, edgecolor=INK, linewidth=0.4,
-            )  # fmt: skip
+            axis.barh(range(len(names)), widths, 0.7, left=left, **bar_look(*looks[phase], 0.4))
             left += widths
         axis.set_yticks(range(len(names)), names)
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
         axis.grid(axis="x", visible=True)
         axis.set_xlabel("ms a step")
-    handles: list[Line2D | Patch] = [
-        Patch(facecolor=looks[p][0], hatch=looks[p][1], edgecolor=INK, linewidth=0.4, label=p)
-        for p in phases
-    ]
+    handles = [Patch(label=phase, **bar_look(*looks[phase], 0.4)) for phase in phases]
     add_legend_and_note(figure, handles, data.note)
     return figure
 
@@ -125,14 +121,11 @@ def score_over_time_figure(data: FigureData) -> Figure:
         if drawn.empty:
             mark_empty(axis)
             continue
-        for name, line in drawn.groupby("strategy", sort=False):
-            style = data.styles[str(name)]
-            by_epoch = line.groupby("epoch")[["train_time_s", "score"]].median()
-            axis.plot(
-                by_epoch["train_time_s"], by_epoch["score"] * score.factor,
-                color=style.colour, linestyle=style.line, marker=style.marker, markersize=3.5,
-                markeredgecolor=INK, markeredgewidth=0.3,
-                markevery=max(1, len(by_epoch) // 10),
+        for name, found in drawn.groupby("strategy", sort=False):
+            by_epoch = found.groupby("epoch")[["train_time_s", "score"]].median()
+            line(
+                axis, by_epoch["train_time_s"], by_epoch["score"] * score.factor,
+                data.styles[str(name)], markevery=max(1, len(by_epoch) // 10), **SMALL_MARKS,
             )  # fmt: skip
         if score.least_possible is not None:
             axis.axhline(score.least_possible, **LEAST_LOOK)
@@ -140,8 +133,7 @@ def score_over_time_figure(data: FigureData) -> Figure:
         axis.set_xlabel("training time (s)")
     first_of_each_row(axes, f"Test {score.name} ({score.shown_unit})")
     noted = f" {ALONE}: on one worker." if data.most > 1 and ALONE in data.strategies else ""
-    handles = [line_handle(name, style) for name, style in styles_in_order(data).items()]
-    handles += least_handles(score)
+    handles = line_handles(styles_in_order(data)) + least_handles(score)
     add_legend_and_note(figure, handles, data.note + noted)
     return figure
 
@@ -216,21 +208,16 @@ def staleness_figure(data: FigureData) -> Figure:
         if rows.empty:
             mark_empty(axis)
             continue
-        for name, line in groupby(rows.itertuples(), key=lambda row: row.strategy):
-            shares = shares_by_value([json.loads(row.staleness) for row in line])
+        for name, found in groupby(rows.itertuples(), key=lambda row: row.strategy):
+            shares = shares_by_value([json.loads(row.staleness) for row in found])
             style = names.setdefault(name, data.styles[name])
-            axis.plot(
-                range(len(shares)), 100 * shares, color=style.colour, linestyle=style.line,
-                marker=style.marker, markersize=3.5, markeredgecolor=INK, markeredgewidth=0.3,
-            )  # fmt: skip
+            line(axis, range(len(shares)), 100 * shares, style, **SMALL_MARKS)
         axis.set_ylim(0, 105)
         axis.set_xlim(-0.3, max(axis.dataLim.x1, 1) + 0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axis.set_xlabel("updates that the push is behind")
     first_of_each_row(axes, "Pushes (%)")
-    add_legend_and_note(
-        figure, [line_handle(name, style) for name, style in names.items()], data.note
-    )
+    add_legend_and_note(figure, line_handles(names), data.note)
     return figure
 
 

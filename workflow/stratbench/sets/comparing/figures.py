@@ -19,7 +19,8 @@ from stratbench.analysis.figures.panels import (
     counts_axis,
     figure_with_panels,
     first_of_each_row,
-    line_handle,
+    line,
+    line_handles,
 )
 from stratbench.analysis.figures.plots import save_figure
 from stratbench.analysis.figures.style import GREY, RC, Style, styles_of
@@ -53,11 +54,11 @@ def ratio_figure(
     models = list(dict.fromkeys(cell.group.model for cell in cells))
     strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))
     drawn = {(cell.group.strategy, cell.group.gpus) for cell in cells}
-    lines = sorted(drawn, key=lambda line: (strategies.index(line[0]), line[1]))
+    lines = sorted(drawn, key=lambda drawn: (strategies.index(drawn[0]), drawn[1]))
     figure, axes = figure_with_panels(models)
     rows = -(-len(models) // 3)
     figure.set_figheight(max(2.0, LINE_IN * len(lines) + AROUND_IN) * rows)
-    place = {line: -n for n, line in enumerate(lines)}
+    place = {what: -n for n, what in enumerate(lines)}
     ends = [end for cell in cells for end in cell.time if end is not None]
     # The limits cover all values and at least a tenth around 1, and are the same for all models.
     limits = 0.95 * min(0.95, *ends), 1.05 * max(1.05, *ends)
@@ -68,7 +69,7 @@ def ratio_figure(
             look, time = looks[cell.group.strategy], cell.time
             if time.low is not None:
                 axis.hlines(at, time.low, time.high, color=look.colour, linewidth=1.6, zorder=2)
-            axis.plot(time.value, at, marker=look.marker, color=look.colour, **_edge(), zorder=3)
+            line(axis, time.value, at, look, linestyle="-", zorder=3)
         axis.set_xscale("log")
         axis.set_xlim(*limits)
         axis.set_yticks([-n for n in range(len(lines))], [f"{s}, {n}" for s, n in lines])
@@ -114,24 +115,22 @@ def times_figure(
     figure, axes = figure_with_panels(models)
     for axis, model in zip(axes, models, strict=True):
         for strategy in strategies:
-            line = sorted(
+            shown = sorted(
                 (c for c in cells if (c.group.model, c.group.strategy) == (model, strategy)),
                 key=lambda c: c.group.gpus,
             )
-            at, look = [c.group.gpus for c in line], looks[strategy]
-            same = {"color": look.colour, "marker": look.marker}
-            axis.plot(at, [geometric_mean(c.first.times) for c in line], "-", **same, **_edge())
-            axis.plot(
-                at,
-                [geometric_mean(c.other.times) for c in line],
-                "--",
-                **same,
-                markerfacecolor="white",
+            at, look = [c.group.gpus for c in shown], looks[strategy]
+            hollow = {"markerfacecolor": "white", "markeredgecolor": look.colour}
+            first, other = (
+                [geometric_mean(times) for times in side]
+                for side in ([c.first.times for c in shown], [c.other.times for c in shown])
             )
+            line(axis, at, first, look, linestyle="-")
+            line(axis, at, other, look, linestyle="--", markeredgewidth=1, **hollow)
         counts_axis(axis, counts, is_ratio=False)
         axis.set_xlabel("workers")
     first_of_each_row(axes, "Training time (s)")
-    handles = [line_handle(name, looks[name]) for name in strategies]
+    handles = line_handles({name: looks[name] for name in strategies})
     handles += [
         Line2D([], [], color=INK, linestyle="-", label=found.first.name),
         Line2D([], [], color=INK, linestyle="--", label=found.other.name),
@@ -139,7 +138,3 @@ def times_figure(
     note = f"Geometric means of the repeats. Solid: {found.first.name}; dashed: {found.other.name}."
     add_legend_and_note(figure, handles, note)
     return figure
-
-
-def _edge() -> dict[str, object]:
-    return {"markeredgecolor": INK, "markeredgewidth": 0.4}
