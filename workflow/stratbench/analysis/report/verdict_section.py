@@ -20,7 +20,6 @@ from stratbench.analysis.figures.panels import (
     first_of_each_row,
 )
 from stratbench.analysis.figures.style import RC, Style, styles_of
-from stratbench.cell.text.words import counted, worker_noun
 
 #: An axis reaches at least the first ratio, and up to the second if rivals in the race are there.
 LEAST_RANGE, MOST_RANGE = 1.25, 4.0
@@ -58,7 +57,7 @@ def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "experiment": bout["experiment"],
         "model": bout["model"],
-        "workers": counted(bout["gpus"], worker_noun([bout["device"]])),
+        "workers": bout["workers"],
         "text": bout["text"],
         "confidence": bout["confidence"],
         "why": bout["confidence_why"],
@@ -88,16 +87,13 @@ def nearest_interval(bout: Mapping[str, Any]) -> str:
 
 def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
     """A rival as a row: its state, when it changed and why."""
-    words = {"open": "not told apart", "equal": "equal within 3 %"}
-    dropped = bool(ratio["why"])
     return {
         "strategy": ratio["strategy"],
-        "state": f"dropped after {counted(ratio['blocks'], 'block')}" if dropped
-        else words.get(ratio["state"], ratio["state"]),
+        "state": ratio["words"],
         "ratio": ratio["text"],
         "against": ratio["against"] or "",
         "why": ratio["why"],
-    }  # fmt: skip
+    }
 
 
 #: Components of the noise: key, name, description.
@@ -143,7 +139,7 @@ def interval_figures(
             continue
         with plt.rc_context(RC):
             figure, axes = figure_with_panels(
-                [f"{b['model']}, {counted(b['gpus'], worker_noun([b['device']]))}" for b in bouts]
+                [f"{bout['model']}, {bout['workers']}" for bout in bouts]
             )
             drawn: dict[str, None] = {}
             for axis, bout in zip(axes, bouts, strict=True):
