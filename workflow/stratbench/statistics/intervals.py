@@ -6,7 +6,7 @@ steps of any length, and a mean of logarithms is a ratio.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,12 +29,15 @@ class Estimate(NamedTuple):
     low: float | None = None
     high: float | None = None
 
-    def text(self, spec: str, of_ends: str | None = None) -> str:
-        """`1.23 [1.10, 1.31]`, or `1.23` without an interval; `of_ends`: another format of the ends."""
-        value, of_ends = format(self.value, spec), of_ends or spec
+    def text(self, shown: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
+        """`1.23 [1.10, 1.31]`, or `1.23` without an interval, with numbers as `shown` writes them.
+
+        `end`: what writes the ends of the interval, if it is something else.
+        """
         if self.low is None:
-            return value
-        return f"{value} [{self.low:{of_ends}}, {self.high:{of_ends}}]"
+            return shown(self.value)
+        low, high = map(end or shown, self[1:])
+        return f"{shown(self.value)} [{low}, {high}]"
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:

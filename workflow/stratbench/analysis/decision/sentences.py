@@ -149,8 +149,8 @@ def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
 
 def describe_ratio(found: AgainstRival) -> str:
     """The ratio, with its interval if it has one."""
-    digits = 4 if float(format_number(found.ratio, 2)) == 1 else 2
-    return Estimate(found.ratio, found.low, found.high).text(f".{digits}f", ".2f")
+    shown = "{:.4f}" if f"{found.ratio:.2f}" == "1.00" else "{:.2f}"
+    return Estimate(found.ratio, found.low, found.high).text(shown.format, "{:.2f}".format)
 
 
 def describe_amount(c: Candidate) -> str:

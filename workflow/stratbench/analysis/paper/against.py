@@ -44,39 +44,49 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
     A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by
     differences in points instead of ratios (`kind` is `difference`).
     """
+    ours = our_medians(cells, findings)
+    found = published.published_tables().rename(columns={"value": "published"})
+    theirs = found[["version", "table", *PLACE, "published"]]
+    found = found.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
+    is_points = found["measure"] == "accuracy_percent"
+    found["kind"] = np.where(is_points, "difference", "ratio")
+    line = ["version", "table", *PLACE[:-1]]
+    fewest = theirs.dropna(subset=["published"]).groupby(line)["gpus"].min().rename("fewest")
+    fewest = found.join(fewest, on=line)["fewest"]
+    for name, baseline in {
+        "strategy": found["strategy"].map(REFERENCES),
+        "gpus": fewest.where(fewest < found["gpus"]),
+    }.items():
+        against = found[["version", "table", *PLACE]].assign(**{name: baseline})
+        against = against.merge(theirs, how="left").merge(ours, how="left", on=PLACE)
+        found[f"against_{name}"] = baseline
+        theirs_to, ours_to = (
+            ratio_or_difference(is_points, found[whose], against[whose])
+            for whose in ("published", "ours")
+        )
+        found[f"published_to_{name}"], found[f"our_to_{name}"] = theirs_to, ours_to
+        found[f"ratio_to_{name}"] = ratio_or_difference(is_points, ours_to, theirs_to)
+    return found[list(PUBLISHED_COLUMNS)]
+
+
+def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """The medians of cells that the paper published, too, in its units: PLACE, ours, experiment."""
     groups = Repeats(cells[published.is_counterpart(cells)], findings.to_dict("records"))
     rows = []
     for group, repeats in groups.ok.items():
         for measure, (column, scale) in COLUMNS_OF.items():
             values = groups.values(group, column, "time" if scale == 1.0 else "score")
-            place = (measure, repeats["dataset"].iloc[0], group.model, group.strategy, group.gpus)
             if values:
+                place = (
+                    measure,
+                    repeats["dataset"].iloc[0],
+                    group.model,
+                    group.strategy,
+                    group.gpus,
+                )
                 median = float(np.median(list(values.values())))
                 rows.append((*place, scale * median, group.experiment))
-    ours = pd.DataFrame(rows, columns=[*PLACE, "ours", "experiment"]).drop_duplicates(PLACE)
-    tables = published.published_tables().rename(columns={"value": "published"})
-    found = tables.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
-    is_points = found["measure"] == "accuracy_percent"
-    found["kind"] = np.where(is_points, "difference", "ratio")
-    line = ["version", "table", *PLACE[:-1]]
-    fewest = found[found["published"].notna()].groupby(line)["gpus"].min().rename("fewest")
-    fewest = found.join(fewest, on=line)["fewest"]
-    baselines = {
-        "strategy": found["strategy"].map(REFERENCES),
-        "gpus": fewest.where(fewest < found["gpus"]),
-    }
-    for name, baseline in baselines.items():
-        against = found[["version", "table", *PLACE]].assign(**{name: baseline})
-        found[f"against_{name}"] = baseline
-        for whose, known in (("published", found), ("our", ours)):
-            value = "ours" if whose == "our" else whose
-            on = [column for column in against if column in known]
-            reference = against.merge(known[[*on, value]], how="left", on=on)[value]
-            found[f"{whose}_to_{name}"] = ratio_or_difference(is_points, found[value], reference)
-        found[f"ratio_to_{name}"] = ratio_or_difference(
-            is_points, found[f"our_to_{name}"], found[f"published_to_{name}"]
-        )
-    return found[list(PUBLISHED_COLUMNS)]
+    return pd.DataFrame(rows, columns=[*PLACE, "ours", "experiment"]).drop_duplicates(PLACE)
 
 
 def ratio_or_difference(is_points: pd.Series, one: pd.Series, other: pd.Series) -> pd.Series:

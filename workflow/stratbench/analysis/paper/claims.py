@@ -85,7 +85,7 @@ def describe_figure(figure: ClaimFigure) -> str:
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
         case "range" if figure.low is not None:
             return f"{figure.value:.2f} ({figure.low:.2f} to {figure.high:.2f})"
-    return Estimate(figure.value, figure.low, figure.high).text(".2f")
+    return Estimate(figure.value, figure.low, figure.high).text("{:.2f}".format)
 
 
 def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:

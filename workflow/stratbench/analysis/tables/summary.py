@@ -20,7 +20,7 @@ from stratbench.analysis.records.measures import (
     measures_by_experiment,
     status_label,
 )
-from stratbench.statistics.intervals import mean_ratio, median_and_spread, paired_ratios
+from stratbench.statistics.intervals import Estimate, mean_ratio, median_and_spread, paired_ratios
 
 SUMMARY_COLUMNS = (
     *GROUP,
@@ -131,13 +131,11 @@ def cell_text(row: Row, measure: Measure) -> str:
     """The text of a table's cell: the value, its spread, and the outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
-    parts = [format_number(row["value"], measure.decimals)]
-    if "low" in row:
-        low, high = (format_number(row[end], measure.decimals) for end in ("low", "high"))
-        parts.append(f"[{low}, {high}]")
+    found = Estimate(row["value"], row.get("low"), row.get("high"))
+    text = found.text(lambda value: format_number(value, measure.decimals))
     if row["ok"] < row["cells"]:
-        parts.append(f"({row['ok']} of {row['cells']}; {row['outcome']})")
-    return " ".join(parts)
+        text += f" ({row['ok']} of {row['cells']}; {row['outcome']})"
+    return text
 
 
 def doubts_by_group(

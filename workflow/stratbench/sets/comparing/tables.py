@@ -23,12 +23,12 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 def ratio_text(found: Estimate | None) -> str:
     """A ratio as tables print it, with its interval if there is one."""
-    return NO_CELL if found is None else found.text(".3f")
+    return NO_CELL if found is None else found.text("{:.3f}".format)
 
 
 def change_text(found: Estimate, cell: ComparedCell) -> str:
     """A change of a score as tables print it."""
-    return found.text(f"+.{cell.score.decimals}f")
+    return found.text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
 def times_text(times: tuple[float, ...]) -> str:
