@@ -30,9 +30,19 @@ class FigureData:
         return list(dict.fromkeys(self.cells["model"]))
 
     @property
+    def titles(self) -> dict[str, str]:
+        """The titles of panels by model: its name."""
+        return {model: model for model in self.models}
+
+    @property
     def score(self) -> Score:
         """The score of the experiment's task."""
         return score_of(self.cells)
+
+    @property
+    def score_label(self) -> str:
+        """The label of an axis of scores."""
+        return f"Test {self.score.name} ({self.score.shown_unit})"
 
     @property
     def measures(self) -> dict[str, Measure]:

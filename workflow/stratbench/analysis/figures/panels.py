@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -27,6 +27,7 @@ LEGEND_ROW_IN = 0.17
 MOST_COLUMNS = 3
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
+Key = TypeVar("Key")
 INK = "#222222"
 #: The line of the least possible loss.
 LEAST_LOOK: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.1, "zorder": 1}
@@ -40,20 +41,28 @@ NOTE_PT = 6.5
 MOST_NOTES = 7
 
 
-def figure_with_panels(
-    titles: Sequence[str], columns: int = MOST_COLUMNS
-) -> tuple[Figure, list[Axes]]:
-    """A figure with one titled panel for each of `titles`."""
+def draw_panels(
+    titles: Mapping[Key, str],
+    draw: Callable[[Axes, Key], None],
+    label: str = "",
+    columns: int = MOST_COLUMNS,
+) -> Figure:
+    """A figure with a titled panel for each key of `titles`, which `draw` fills.
+
+    `label` stands beside the vertical axis of the first panel in each row.
+    """
     columns = min(columns, len(titles))
     rows = -(-len(titles) // columns)
     size = (max(NARROWEST_IN, PANEL_IN[0] * columns), PANEL_IN[1] * rows + 0.75)
     figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    axes = list(grid.flat)
-    for extra in axes[len(titles) :]:
+    for extra in grid.flat[len(titles) :]:
         extra.set_visible(False)
-    for axis, title in zip(axes, titles, strict=False):
+    for axis, (key, title) in zip(grid.flat, titles.items(), strict=False):
         axis.set_title(title)
-    return figure, axes[: len(titles)]
+        draw(axis, key)
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(label)
+    return figure
 
 
 def add_legend_and_note(figure: Figure, handles: Iterable[Line2D | Patch], note: str) -> None:
@@ -87,13 +96,6 @@ def legend_columns(labels: Sequence[str], width_in: float) -> int:
 def wrapped_text(text: str, figure: Figure) -> str:
     """`text` broken into lines that fit the figure's width, for letters of NOTE_PT."""
     return textwrap.fill(text, width=int(figure.get_figwidth() * 72 / (NOTE_PT * 0.56)))
-
-
-def first_of_each_row(axes: Sequence[Axes], label: str) -> None:
-    """Label the vertical axis of the first panel of each row."""
-    for axis in axes:
-        if axis.get_subplotspec().is_first_col():
-            axis.set_ylabel(label)
 
 
 def share_rows(axes: Sequence[Axes], columns: int) -> None:

@@ -40,9 +40,8 @@ from stratbench.analysis.figures.panels import (
     bar_look,
     counts_axis,
     cross,
+    draw_panels,
     error_bar,
-    figure_with_panels,
-    first_of_each_row,
     least_handles,
     line,
     line_handles,
@@ -69,11 +68,11 @@ from stratbench.telemetry.machine.cores import usable_cores
 
 def bar_figure(data: FigureData, measure: Measure) -> Figure:
     """A figure of bars by worker count; on GPUs, a tick across a memory bar marks the model states."""
-    figure, axes = figure_with_panels(data.models)
     noun = worker_noun(data.cells["device_kind"])
     # A CPU's peak is over a base with weights and momentum: the peak does not include them.
     with_states = measure.name == "memory" and not data.on_cpu
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = data.rows(measure.name, model)
         states = data.rows("model_states", model).set_index(["strategy", "gpus"])["value"]
         widest = max(rows.groupby("gpus").size())
@@ -92,7 +91,8 @@ def bar_figure(data: FigureData, measure: Measure) -> Figure:
         axis.set_xlabel(plural(noun))
         axis.set_ylim(bottom=0)
         axis.tick_params(axis="x", length=0)
-    first_of_each_row(axes, measure.heading)
+
+    figure = draw_panels(data.titles, panel, measure.heading)
     handles: list[Line2D | Patch] = [
         Patch(label=name, **bar_look(s.colour, s.hatch))
         for name, s in styles_in_order(data).items()
@@ -129,11 +129,10 @@ def spread_top(row: pd.Series) -> float:
 
 def scaling_figure(data: FigureData, measure: Measure) -> Figure:
     """A figure of lines over the worker count, with the ideal line for speedups."""
-    models = data.models
-    figure, axes = figure_with_panels(models)
     noun = worker_noun(data.cells["device_kind"])
     is_ratio = measure.baseline is not None
-    for axis, model in zip(axes, models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = data.rows(measure.name, model)
         if is_ratio:
             limits = [data.counts[0], data.counts[-1]]
@@ -147,7 +146,8 @@ def scaling_figure(data: FigureData, measure: Measure) -> Figure:
         counts_axis(axis, data.counts, is_ratio)
         mark_failures(axis, without, data.counts, data.styles)
         axis.set_xlabel(plural(noun))
-    first_of_each_row(axes, measure.heading)
+
+    figure = draw_panels(data.titles, panel, measure.heading)
     drawn = styles_in_order(data)
     if measure.baseline == "self":
         several = set(data.cells.loc[data.cells["gpus"] > 1, "strategy"])
@@ -179,10 +179,12 @@ def scaling_line(axis: Axes, rows: pd.DataFrame, style: Style, is_ratio: bool) -
 def score_figure(data: FigureData, measure: Measure) -> Figure:
     """A figure of the test score by epoch: a row of panels per model, a column per worker count."""
     noun, score = worker_noun(data.cells["device_kind"]), data.score
-    grid = [(model, n) for model in data.models for n in data.counts]
-    titles = [f"{model}, {counted(n, noun)}" for model, n in grid]
-    figure, axes = figure_with_panels(titles, columns=len(data.counts))
-    for axis, (model, count) in zip(axes, grid, strict=True):
+    titles = {
+        (model, n): f"{model}, {counted(n, noun)}" for model in data.models for n in data.counts
+    }
+
+    def panel(axis: Axes, place: tuple[str, int]) -> None:
+        model, count = place
         epochs = data.epochs
         epochs = epochs[(epochs["model"] == model) & (epochs["gpus"] == count)]
         panel = data.rows(measure.name, model)
@@ -197,8 +199,9 @@ def score_figure(data: FigureData, measure: Measure) -> Figure:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         if score.least_possible is not None:
             axis.axhline(score.least_possible, **LEAST_LOOK)
-    share_rows(axes, len(data.counts))
-    first_of_each_row(axes, f"Test {score.name} ({score.shown_unit})")
+
+    figure = draw_panels(titles, panel, data.score_label, len(data.counts))
+    share_rows(figure.axes, len(data.counts))
     handles = line_handles(styles_in_order(data)) + least_handles(score)
     add_legend_and_note(figure, handles, data.note + data.doubt_note(measure.name))
     return figure

@@ -22,8 +22,7 @@ from stratbench.analysis.figures.panels import (
     annotate,
     bar_look,
     blank,
-    figure_with_panels,
-    first_of_each_row,
+    draw_panels,
     least_handles,
     line,
     line_handles,
@@ -65,10 +64,10 @@ TRADED = ("training_time", "score", "memory")
 LARGEST_POINT = 220.0
 
 
-def panel_titles(data: FigureData) -> list[str]:
-    """The models, each with the largest worker count."""
+def titles_on_most(data: FigureData) -> dict[str, str]:
+    """The titles of panels by model: its name, with the largest worker count."""
     where = counted(data.most, worker_noun(data.cells["device_kind"]))
-    return [f"{model}, {where}" for model in data.models]
+    return {model: f"{model}, {where}" for model in data.models}
 
 
 def mark_empty(axis: Axes) -> None:
@@ -79,7 +78,6 @@ def mark_empty(axis: Axes) -> None:
 
 def breakdown_figure(data: FigureData) -> Figure:
     """A figure of stacked bars: the mean step of each strategy by phase, on the most workers."""
-    figure, axes = figure_with_panels(panel_titles(data))
     known = data.cells[data.cells["breakdown_ms"].notna()]
     spans = pd.DataFrame([json.loads(text) for text in known["breakdown_ms"]], index=known.index)
     extra = [name for name in spans.columns if name not in PHASE_LOOKS]
@@ -87,12 +85,12 @@ def breakdown_figure(data: FigureData) -> Figure:
         name: OTHER_PHASE_LOOKS[i % len(OTHER_PHASE_LOOKS)] for i, name in enumerate(extra)
     }
     phases = [name for name in looks if name in spans.columns]
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = known[(known["model"] == model) & (known["gpus"] == data.most)]
         names = [name for name in data.strategies if name in set(rows["strategy"])]
         if not names:
-            mark_empty(axis)
-            continue
+            return mark_empty(axis)
         left = np.zeros(len(names))
         for phase in phases:
             medians = spans.loc[rows.index, phase].groupby(rows["strategy"]).median()
@@ -105,6 +103,8 @@ def breakdown_figure(data: FigureData) -> Figure:
         axis.grid(axis="y", visible=False)
         axis.grid(axis="x", visible=True)
         axis.set_xlabel("ms a step")
+
+    figure = draw_panels(titles_on_most(data), panel)
     handles = [Patch(label=phase, **bar_look(*looks[phase], 0.4)) for phase in phases]
     add_legend_and_note(figure, handles, data.note)
     return figure
@@ -112,15 +112,14 @@ def breakdown_figure(data: FigureData) -> Figure:
 
 def score_over_time_figure(data: FigureData) -> Figure:
     """A figure of the score after each epoch over the training time so far, on the most workers."""
-    figure, axes = figure_with_panels(panel_titles(data))
     epochs, score = data.epochs, data.score
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = epochs[(epochs["model"] == model) & (epochs["gpus"] == data.most)]
         alone = epochs[(epochs["model"] == model) & (epochs["strategy"] == ALONE)]
         drawn = rows if data.most == 1 else pd.concat([alone, rows])
         if drawn.empty:
-            mark_empty(axis)
-            continue
+            return mark_empty(axis)
         for name, found in drawn.groupby("strategy", sort=False):
             by_epoch = found.groupby("epoch")[["train_time_s", "score"]].median()
             line(
@@ -131,7 +130,8 @@ def score_over_time_figure(data: FigureData) -> Figure:
             axis.axhline(score.least_possible, **LEAST_LOOK)
         axis.set_xlim(left=0)
         axis.set_xlabel("training time (s)")
-    first_of_each_row(axes, f"Test {score.name} ({score.shown_unit})")
+
+    figure = draw_panels(titles_on_most(data), panel, data.score_label)
     noted = f" {ALONE}: on one worker." if data.most > 1 and ALONE in data.strategies else ""
     handles = line_handles(styles_in_order(data)) + least_handles(score)
     add_legend_and_note(figure, handles, data.note + noted)
@@ -140,8 +140,8 @@ def score_over_time_figure(data: FigureData) -> Figure:
 
 def tradeoff_figure(data: FigureData) -> Figure:
     """A figure of time and score, with memory as area, and the line of points unbeaten in both."""
-    figure, axes = figure_with_panels(data.models)
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         found = [
             data.rows(name, model).set_index(["strategy", "gpus"])["value"].rename(name)
             for name in TRADED
@@ -150,11 +150,11 @@ def tradeoff_figure(data: FigureData) -> Figure:
         found.append(sum(flags[1:], flags[0]).rename("flags"))
         points = pd.concat(found, axis=1).dropna(subset=["training_time", "score"])
         if points.empty:
-            mark_empty(axis)
-            continue
+            return mark_empty(axis)
         draw_points(axis, points, data.styles, data.score)
         axis.set_xlabel("training time (s)")
-    first_of_each_row(axes, f"Test {data.score.name} ({data.score.shown_unit})")
+
+    figure = draw_panels(data.titles, panel, data.score_label)
     handles = [
         Line2D(
             [], [], linestyle="", marker=style.marker, markerfacecolor=style.colour,
@@ -200,14 +200,13 @@ def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 def staleness_figure(data: FigureData) -> Figure:
     """A figure of the share of pushes by staleness, on the most workers, over all repeats."""
-    figure, axes = figure_with_panels(panel_titles(data))
     known = data.cells[data.cells["staleness"].notna()]
     names: dict[str, Style] = {}
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = known[(known["model"] == model) & (known["gpus"] == data.most)]
         if rows.empty:
-            mark_empty(axis)
-            continue
+            return mark_empty(axis)
         for name, found in groupby(rows.itertuples(), key=lambda row: row.strategy):
             shares = shares_by_value([json.loads(row.staleness) for row in found])
             style = names.setdefault(name, data.styles[name])
@@ -216,7 +215,8 @@ def staleness_figure(data: FigureData) -> Figure:
         axis.set_xlim(-0.3, max(axis.dataLim.x1, 1) + 0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axis.set_xlabel("updates that the push is behind")
-    first_of_each_row(axes, "Pushes (%)")
+
+    figure = draw_panels(titles_on_most(data), panel, "Pushes (%)")
     add_legend_and_note(figure, line_handles(names), data.note)
     return figure
 

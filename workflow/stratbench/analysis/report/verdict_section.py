@@ -16,8 +16,7 @@ from matplotlib.ticker import FuncFormatter
 
 from stratbench.analysis.figures.panels import (
     add_legend_and_note,
-    figure_with_panels,
-    first_of_each_row,
+    draw_panels,
 )
 from stratbench.analysis.figures.style import RC, Style, styles_of
 
@@ -135,35 +134,42 @@ def interval_figures(
             if bout["experiment"] == experiment
             and any(look["blocks"] > 1 for look in bout["looks"])
         ]
-        if not bouts:
-            continue
-        with plt.rc_context(RC):
-            figure, axes = figure_with_panels(
-                [f"{bout['model']}, {bout['workers']}" for bout in bouts]
-            )
-            drawn: dict[str, None] = {}
-            for axis, bout in zip(axes, bouts, strict=True):
-                drawn |= dict.fromkeys(draw_intervals(axis, bout, looks, verdict["margin"]))
-            first_of_each_row(axes, "time / leader's")
-            handles = [
-                Line2D([], [], color=looks[arm].colour, marker=looks[arm].marker, label=arm, ls="")
-                for arm in drawn
-            ]
-            note = (
-                "The leader at each look is 1. Shaded: the margin. Dash: the least that the ratio may be, "
-                "which decides. Arrows lead out of the figure, and so do rivals that are missing."
-            )
-            add_legend_and_note(figure, handles, note)
-            out = io.BytesIO()
-            figure.savefig(out, format="svg", metadata={"Date": None})
-            width = 72 * figure.get_figwidth()
-            plt.close(figure)
-        yield {
-            "experiment": experiment,
-            "uri": "data:image/svg+xml;base64," + base64.b64encode(out.getvalue()).decode(),
-            "width_pt": width,
-            "alt": f"Every strategy's time against the leader's in {experiment}, and its bound, by blocks.",
-        }
+        if bouts:
+            with plt.rc_context(RC):
+                uri, width_pt = interval_figure(bouts, looks, verdict["margin"])
+            yield {
+                "experiment": experiment,
+                "uri": uri,
+                "width_pt": width_pt,
+                "alt": f"Every strategy's time against the leader's in {experiment}, and its bound, by blocks.",
+            }
+
+
+def interval_figure(
+    bouts: list[Mapping[str, Any]], looks: Mapping[str, Style], margin: float
+) -> tuple[str, float]:
+    """The figure of one experiment as an SVG's data URI, and its width in points."""
+    drawn: dict[str, None] = {}
+
+    def panel(axis: Axes, n: int) -> None:
+        drawn.update(dict.fromkeys(draw_intervals(axis, bouts[n], looks, margin)))
+
+    titles = {n: f"{bout['model']}, {bout['workers']}" for n, bout in enumerate(bouts)}
+    figure = draw_panels(titles, panel, "time / leader's")
+    handles = [
+        Line2D([], [], color=looks[arm].colour, marker=looks[arm].marker, label=arm, ls="")
+        for arm in drawn
+    ]
+    note = (
+        "The leader at each look is 1. Shaded: the margin. Dash: the least that the ratio may be, "
+        "which decides. Arrows lead out of the figure, and so do rivals that are missing."
+    )
+    add_legend_and_note(figure, handles, note)
+    out = io.BytesIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    svg = base64.b64encode(out.getvalue()).decode()
+    return f"data:image/svg+xml;base64,{svg}", 72 * figure.get_figwidth()
 
 
 def draw_intervals(

@@ -15,10 +15,10 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from stratbench.analysis.figures.panels import (
     INK,
+    MOST_COLUMNS,
     add_legend_and_note,
     counts_axis,
-    figure_with_panels,
-    first_of_each_row,
+    draw_panels,
     line,
     line_handles,
 )
@@ -55,14 +55,12 @@ def ratio_figure(
     strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))
     drawn = {(cell.group.strategy, cell.group.gpus) for cell in cells}
     lines = sorted(drawn, key=lambda drawn: (strategies.index(drawn[0]), drawn[1]))
-    figure, axes = figure_with_panels(models)
-    rows = -(-len(models) // 3)
-    figure.set_figheight(max(2.0, LINE_IN * len(lines) + AROUND_IN) * rows)
     place = {what: -n for n, what in enumerate(lines)}
     ends = [end for cell in cells for end in cell.time if end is not None]
     # The limits cover all values and at least a tenth around 1, and are the same for all models.
     limits = 0.95 * min(0.95, *ends), 1.05 * max(1.05, *ends)
-    for axis, model in zip(axes, models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         axis.axvline(1, color=GREY, linewidth=1, zorder=1)
         for cell in (cell for cell in cells if cell.group.model == model):
             at = place[(cell.group.strategy, cell.group.gpus)]
@@ -78,6 +76,10 @@ def ratio_figure(
         axis.grid(visible=False, axis="y")
         ratio_ticks(axis)
         axis.set_xlabel(f"Time in {found.other.name} / time in {found.first.name}")
+
+    figure = draw_panels({model: model for model in models}, panel)
+    rows = -(-len(models) // MOST_COLUMNS)
+    figure.set_figheight(max(2.0, LINE_IN * len(lines) + AROUND_IN) * rows)
     note = (
         f"Training time in {found.other.name}, divided by that in {found.first.name}: left of the line "
         f"{found.other.name} is faster. Bars: 95 % intervals by Welch's t, unpaired; without: one repeat. "
@@ -112,8 +114,8 @@ def times_figure(
     models = list(dict.fromkeys(cell.group.model for cell in cells))
     counts = sorted({cell.group.gpus for cell in cells})
     strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))
-    figure, axes = figure_with_panels(models)
-    for axis, model in zip(axes, models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         for strategy in strategies:
             shown = sorted(
                 (c for c in cells if (c.group.model, c.group.strategy) == (model, strategy)),
@@ -129,7 +131,8 @@ def times_figure(
             line(axis, at, other, look, linestyle="--", markeredgewidth=1, **hollow)
         counts_axis(axis, counts, is_ratio=False)
         axis.set_xlabel("workers")
-    first_of_each_row(axes, "Training time (s)")
+
+    figure = draw_panels({model: model for model in models}, panel, "Training time (s)")
     handles = line_handles({name: looks[name] for name in strategies})
     handles += [
         Line2D([], [], color=INK, linestyle="-", label=found.first.name),
