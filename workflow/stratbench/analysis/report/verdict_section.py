@@ -141,7 +141,8 @@ def interval_figures(
                 "experiment": experiment,
                 "uri": uri,
                 "width_pt": width_pt,
-                "alt": f"Every strategy's time against the leader's in {experiment}, and its bound, by blocks.",
+                "alt": f"Every strategy's time against the leader's in {experiment}, and its bound, "
+                "by blocks.",
             }
 
 
