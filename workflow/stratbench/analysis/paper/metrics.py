@@ -114,7 +114,7 @@ def ratios(
     return figures
 
 
-def to(one: str, other: str) -> Callable[[Group], tuple[Group, Group] | None]:
+def pairs_of(one: str, other: str) -> Callable[[Group], tuple[Group, Group] | None]:
     """The pairs of two strategies, on the same experiment, model and GPUs."""
     return lambda group: (group, group.with_strategy(other)) if group.strategy == one else None
 
@@ -193,13 +193,13 @@ _ANY = "{strategy}, {model} on {gpus}"
 METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
     MEMORY_RATIO: ratios(
         # On one GPU there is nothing to shard.
-        lambda group: to("ddp", "fsdp")(group) if group.gpus > 1 else None,
+        lambda group: pairs_of("ddp", "fsdp")(group) if group.gpus > 1 else None,
         column="peak_memory_bytes",
         concerns="memory",
     ),
-    "training time of fsdp / of ddp": ratios(to("fsdp", "ddp")),
+    "training time of fsdp / of ddp": ratios(pairs_of("fsdp", "ddp")),
     "time saved by ps-async against ps-sync (%)": ratios(
-        to("ps-async", "ps-sync"), scale=lambda ratio, gpus: 100 * (1 - ratio)
+        pairs_of("ps-async", "ps-sync"), scale=lambda ratio, gpus: 100 * (1 - ratio)
     ),
     "accuracy of ps-sync - of ps-async (points)": points_between("ps-sync", "ps-async"),
     "share of the lost accuracy that ps-async-modified recovers": share_recovered,
@@ -217,7 +217,8 @@ METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
         "{model}",
     ),
     "training time of any strategy / of ddp": ratios(
-        lambda group: to(group.strategy, "ddp")(group) if group.strategy != "ddp" else None, _ANY
+        lambda group: (group, group.with_strategy("ddp")) if group.strategy != "ddp" else None,
+        _ANY,
     ),
     **{name: parameters_of_vgg16(scale) for name, scale in SIZES.items()},
 }
