@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from stratbench.analysis.records.groups import Group
-from stratbench.analysis.records.score import Score
 from stratbench.sets.comparing import regression
-from stratbench.sets.comparing.comparison import ComparedCell
+from stratbench.sets.comparing.comparison import ComparedCell, Side
 from stratbench.sets.comparing.matching import Match
 
 NOISE, TURNS, SEED = 0.01, 200, 20
@@ -40,8 +39,8 @@ def two_sets(
         if at[0] == 0 and (where == "strategy" or at == (0, 0, 0)):
             new = new * (1 + share)
         group = Group("main", f"s{at[0]}", f"m{at[1]}", at[2] + 1)
-        sides = (tuple(old), tuple(new), (), (), None, None, "", "")
-        cells.append(ComparedCell(Match("d", group, group), *sides, Score(), "", ""))
+        sides = (Side(tuple(side)) for side in (old, new))
+        cells.append(ComparedCell(Match("d", group, group), *sides))
     other = SimpleNamespace(name="new", is_published=False)
     return SimpleNamespace(other=other, cells=cells, with_ratio=cells, gone=())
 

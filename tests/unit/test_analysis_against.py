@@ -11,9 +11,8 @@ from stratbench.analysis.paper import against, claims, published
 from stratbench.analysis.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
 from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
-from stratbench.analysis.records.groups import GROUP
+from stratbench.analysis.records.groups import GROUP, Repeats
 from stratbench.analysis.report import sections
-from stratbench.analysis.tables.usable import UsableGroups
 from stratbench.statistics.intervals import ratio_intervals
 
 pytestmark = pytest.mark.slow
@@ -57,7 +56,7 @@ def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
 def test_only_repeats_that_both_have_are_compared(v2):
     """A lost repeat of one strategy takes the other's out of the ratio, not out of the order."""
     pair = v2[v2["strategy"].isin(["ddp", "fsdp"])].drop_duplicates("strategy")
-    ddp, fsdp = (group for group in UsableGroups(pair.assign(gpus=2, model="vgg16")).groups)
+    ddp, fsdp = (group for group in Repeats(pair.assign(gpus=2, model="vgg16")).ok)
     times = {ddp: {0: 50.0, 1: 10.0, 2: 20.0}, fsdp: {2: 60.0, 1: 30.0, 3: 7.0}}
     rows = [
         pair[pair["strategy"] == group.strategy].assign(
@@ -66,11 +65,11 @@ def test_only_repeats_that_both_have_are_compared(v2):
         for group, found in times.items()
         for repeat, time_s in found.items()
     ]
-    groups = UsableGroups(pd.concat(rows))
-    found = groups.common_repeats((ddp, fsdp), "train_time_s", "time")
+    groups = Repeats(pd.concat(rows))
+    found = groups.common((ddp, fsdp), "train_time_s", "time")
     assert found.tolist() == [[10, 20], [30, 60]]
     rows[1:3] = [row.assign(train_time_s=np.nan) for row in rows[1:3]]
-    assert UsableGroups(pd.concat(rows)).common_repeats((ddp, fsdp), "train_time_s", "time") is None
+    assert not Repeats(pd.concat(rows)).common((ddp, fsdp), "train_time_s", "time").size
 
 
 def test_only_the_papers_models_on_gpus_are_evidence(v2):

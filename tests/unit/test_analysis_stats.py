@@ -7,7 +7,12 @@ import pytest
 import scipy
 
 from stratbench.statistics import moderated
-from stratbench.statistics.intervals import median_and_spread, ratio_intervals
+from stratbench.statistics.intervals import (
+    Estimate,
+    median_and_spread,
+    paired_ratios,
+    ratio_intervals,
+)
 
 #: The numeric check of the procedure: ten variances of 2 degrees of freedom each.
 VARIANCES = np.array([0.5, 1, 1, 2, 2, 3, 4, 6, 9, 30]) * 1e-4
@@ -107,3 +112,27 @@ def test_an_interval_holds_the_true_ratio_in_95_percent_of_cases(repeats):
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match="equal shapes"):
         ratio_intervals([[1.0, 2.0]], [[1.0]])
+
+
+def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_interval():
+    rng = np.random.default_rng(1)
+    noise = np.exp(0.02 * rng.normal(size=(8, 2, 4)))
+    pairs = [*noise, noise[0, :, :2], np.array([[3.0], [2.0]])]
+    *_, short, single = paired_ratios(pairs, [False] * 10)
+    assert single == Estimate(1.5)
+    padded = np.full((10, 2, 4), np.nan)
+    for row, pair in zip(padded, pairs, strict=True):
+        row[:, : pair.shape[1]] = pair
+    assert short[1:] == pytest.approx(ratio_intervals(padded[:, 0], padded[:, 1])[8])
+    alone = paired_ratios([pairs[8]], [False])[0]
+    assert alone.value == short.value
+    assert alone.high - alone.low > short.high - short.low, "the others tell of the noise, too"
+    wider = paired_ratios(pairs, [False] * 10, together=10)[8]
+    assert wider.low < short.low < short.high < wider.high
+    assert paired_ratios([], []) == []
+
+
+def test_an_estimate_is_written_with_its_interval_if_it_has_one():
+    assert Estimate(1.5, 1.25, 1.75).text("{:.2f}".format) == "1.50 [1.25, 1.75]"
+    assert Estimate(1.00004, 0.9, 1.1).text("{:.4f}".format, "{:.1f}".format) == "1.0000 [0.9, 1.1]"
+    assert Estimate(-0.5).text("{:+.1f}".format) == "-0.5"

@@ -14,10 +14,10 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.paper.metrics import MEMORY_RATIO, METRICS
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
+from stratbench.analysis.records.groups import Repeats
 from stratbench.analysis.records.measures import MEASURES, format_number
 from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import read_summary, summarise
-from stratbench.analysis.tables.usable import UsableGroups
 
 
 def analysed(root, cells, statuses=None, change=None, device="cuda"):
@@ -221,9 +221,10 @@ def test_tables_decision_and_claims_go_by_the_same_peak(tmp_path, device, taken)
     ddp, fsdp = (fixture.make_record(cell, "ok", device)["memory"][taken] for cell in cells)
     assert pick(summary, "memory", "ddp", 4, "value") == pytest.approx(ddp / 2**20)
     assert pick(summary, "memory_reduction", "fsdp", 4, "value") == pytest.approx(ddp / fsdp)
-    of_ddp = candidates.measured_candidate(found[found["strategy"] == "ddp"], Constraints())
+    groups = Repeats(found)
+    of_ddp = candidates.measured_candidate(groups, next(iter(groups.all)), Constraints())
     assert of_ddp.memory_bytes == ddp
-    (ratio,) = METRICS[MEMORY_RATIO](UsableGroups(found))
+    (ratio,) = METRICS[MEMORY_RATIO](groups)
     assert ratio.value == pytest.approx(ddp / fsdp)
     # What the paper's VGG16 on 4 GPUs would have printed otherwise: less than its own model states.
     states = pick(summary, "model_states", "ddp", 4, "value")

@@ -438,6 +438,15 @@ def contradictory(cell, record):
             worker["train_time_s"] *= 0.5
 
 
+def test_a_strategy_without_a_record_in_one_set_looks_as_in_the_other(sets, tmp_path):
+    """Its rows of cells.csv name no base strategy there."""
+    gone = {("fsdp", model, gpus): "missing" for model in CELLS["models"] for gpus in CELLS["gpus"]}
+    part = fixture.write_study(tmp_path / "part", fixture.expand(**CELLS), gone)
+    named = {"old": sets["old"].source, "part": str(part)}
+    assert main(["compare", "--sets", json.dumps(named), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/old+part/part/main/time_ratio.svg").is_file()
+
+
 def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys):
     new = read_set(str(a_set(tmp_path, "new", change=contradictory)), "new")
     watched = regression.watch([compare(sets["old"], new)], 0.05)
@@ -510,7 +519,7 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
     ]
     [cell] = [c for c in found.cells if c.group == Group("main", *rejected)]
     assert cell.why_not == "measured against rejected by the audit"
-    assert cell.other_outcome == ""
+    assert cell.other.outcome == ""
 
 
 def test_other_data_of_the_same_name_are_no_match(tmp_path):

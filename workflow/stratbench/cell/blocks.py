@@ -25,7 +25,7 @@ BLOCK_PATTERN = "{experiment}/{model}/{gpus}gpu/block{block}"
 BLOCK_FILE = "block.json"
 SCHEMA_VERSION = 1
 #: Of verdict.json.
-VERDICT_VERSION = 3
+VERDICT_VERSION = 4
 #: The passes of a block: a segment that does not count, each strategy twice, and once more where the two
 #: disagree.
 PASSES = BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"

@@ -99,6 +99,11 @@ def last_lines(path: str | Path) -> list[str]:
         return f.read().decode(errors="replace").splitlines()
 
 
+def finite(value: float | None) -> float | None:
+    """The value, or None if it is not finite: JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file. Only strict and ordinary JSON is accepted.
 

@@ -1,4 +1,4 @@
-"""Statistics for tables, figures and claims: medians, ranges, intervals of ratios.
+"""Statistics for tables, figures and claims: medians, ranges, ratios with their intervals and texts.
 
 Times are compared by their logarithms, in pairs of equal repeats: half a percent is half a percent for
 steps of any length, and a mean of logarithms is a ratio.
@@ -6,7 +6,8 @@ steps of any length, and a mean of logarithms is a ratio.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,24 @@ from stratbench.statistics.moderated import (
 
 #: The number of repeats from which quartiles are more than two of the values themselves.
 QUARTILES_FROM = 5
+
+
+class Estimate(NamedTuple):
+    """A value with the ends of its interval; None if there is no interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def text(self, shown: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
+        """`1.23 [1.10, 1.31]`, or `1.23` without an interval, with numbers as `shown` writes them.
+
+        `end`: what writes the ends of the interval, if it is something else.
+        """
+        if self.low is None:
+            return shown(self.value)
+        low, high = map(end or shown, self[1:])
+        return f"{shown(self.value)} [{low}, {high}]"
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
@@ -66,3 +85,24 @@ def ratio_intervals(
     variance, dof = moderated_variances(found, np.asarray(kinds))
     half = half_widths(variance, dof, found.repeats, ALPHA / 2 / together)
     return np.exp(np.stack([found.mean - half, found.mean + half], axis=-1))
+
+
+def paired_ratios(
+    pairs: Sequence[np.ndarray], served: Sequence[bool], together: int = 1
+) -> list[Estimate]:
+    """The geometric mean ratio of each pair, with its interval as in `ratio_intervals`.
+
+    A pair has shape [2, repeats]: values and those that they are divided by. A single repeat has no
+    interval. The variances of all `pairs` are pooled; `served`: where parameter servers take part.
+    """
+    if not pairs:
+        return []
+    values = np.full((2, len(pairs), max(pair.shape[1] for pair in pairs)), np.nan)
+    for i, pair in enumerate(pairs):
+        values[:, i, : pair.shape[1]] = pair
+    found = ratio_intervals(*values, np.array(served), together)
+    ends = np.full((len(pairs), 2), np.inf) if found is None else found
+    return [
+        Estimate(mean_ratio(*pair), *map(float, interval) if np.isfinite(interval[1]) else ())
+        for pair, interval in zip(pairs, ends, strict=True)
+    ]

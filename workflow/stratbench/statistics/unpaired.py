@@ -12,15 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
+from stratbench.statistics.intervals import Estimate
 from stratbench.statistics.moderated import ALPHA
-
-
-class Estimate(NamedTuple):
-    """A value with the ends of its interval; None if there is no interval."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
 
 
 def geometric_mean(times: Sequence[float]) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stratbench.cell.files import finite
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.mesh import Mesh
@@ -446,11 +447,6 @@ def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
             value = torch.zeros_like(value)
         dist.all_reduce(value)
     return float(value) / worker.mesh.replicas
-
-
-def finite(value: float | None) -> float | None:
-    """The value, or None if it is not finite: JSON has no NaN."""
-    return value if value is not None and isfinite(value) else None
 
 
 def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:

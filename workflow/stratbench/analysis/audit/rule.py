@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
 from stratbench.analysis.audit.checks import Facts
 from stratbench.analysis.records.columns import Row
-from stratbench.analysis.records.groups import GROUP, Group, rows_by_group
+from stratbench.analysis.records.groups import GROUP, Group, Repeats
 from stratbench.analysis.records.samples import Timeline
 from stratbench.cell.blocks import Block
 from stratbench.cell.record import Record
@@ -63,7 +64,8 @@ class Evidence:
         self.timelines = timelines or {}
         #: The cells with a result; then the same by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
-        self.groups: dict[Group, pd.DataFrame] = rows_by_group(self.ok)
+        self.repeats = Repeats(cells)
+        self.groups: dict[Group, pd.DataFrame] = self.repeats.ok
         self._alike: defaultdict[Group, list[Group]] = defaultdict(list)
         for group in self.groups:
             self._alike[group.with_strategy("")].append(group)
@@ -84,9 +86,8 @@ class Evidence:
 
     def median(self, group: Group, column: str) -> float | None:
         """Median of a column over the repeats of a group; None without values."""
-        rows = self.groups.get(group)
-        values = pd.Series(dtype=float) if rows is None else rows[column].dropna()
-        return float(values.median()) if len(values) else None
+        values = self.repeats.values(group, column)
+        return float(np.median(list(values.values()))) if values else None
 
     def product(self, group: Group, *columns: str) -> float | None:
         """The product of the medians of some columns; None if one is absent."""

@@ -13,7 +13,7 @@ from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.raced import Raced
 from stratbench.analysis.decision.tolerance import UNUSABLE, judge_scores
-from stratbench.analysis.records.groups import Group, findings_by_group, rows_by_group
+from stratbench.analysis.records.groups import Group, Repeats, findings_by_group
 from stratbench.analysis.records.score import score_of
 from stratbench.cell.text.words import GIB, unit_for
 from stratbench.strategies.base import Traits
@@ -35,13 +35,13 @@ def candidates_among(
 
     `raced`: the results of a verdict's blocks by group; their times replace those of the records.
     """
-    groups = rows_by_group(rows)
+    groups = Repeats(rows)
     found = []
-    for key, on_it in findings_by_group(findings, groups):
-        candidate = measured_candidate(groups[key], constraints)
+    for key, on_it in findings_by_group(findings, groups.all):
+        candidate = measured_candidate(groups, key, constraints)
         if raced and key in raced:
             take_blocks(candidate, raced[key])
-        exclude_by_records(candidate, groups[key], on_it, constraints)
+        exclude_by_records(candidate, groups.all[key], on_it, constraints)
         found.append(candidate)
     found += extrapolated_candidates(found, constraints)
     for candidate in found:
@@ -51,28 +51,25 @@ def candidates_among(
     return found
 
 
-def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candidate:
+def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
     """A candidate from a group of repeats."""
-    ok = frame[frame["status"] == "ok"]
-    times = pd.Series(ok["train_time_s"].to_numpy(dtype=float), index=ok["repeat"]).dropna()
-    first = frame.iloc[0]
-    on_cpu = bool((ok["device_kind"] == "cpu").any())
+    frame = groups.all[group]
+    ok = groups.ok.get(group, frame[:0])
+    times = pd.Series(groups.values(group, "train_time_s"), dtype=float)
 
     def most(column: str) -> float | None:
-        values = pd.to_numeric(ok[column], errors="coerce").dropna()
-        return float(values.max()) if len(values) else None
+        return max(groups.values(group, column).values(), default=None)
 
     score = score_of(frame)
-    scores = pd.Series(ok["score_final"].to_numpy(dtype=float), index=ok["repeat"])
     error = most("score_error")
     return Candidate(
-        strategy=str(first["strategy"]),
-        gpus=int(first["gpus"]),
+        strategy=group.strategy,
+        gpus=int(group.gpus),
         traits=traits_of_group(frame),
         times=times,
         time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
         score=score,
-        scores=score.factor * scores.dropna(),
+        scores=score.factor * pd.Series(groups.values(group, "score_final"), dtype=float),
         score_error=None if error is None else score.factor * error,
         unscored=bool(frame["steps"].notna().any()),
         test_samples=most("test_samples"),
@@ -80,7 +77,7 @@ def measured_candidate(frame: pd.DataFrame, constraints: Constraints) -> Candida
         states_bytes=most("model_states_bytes"),
         card_bytes=None if on_cpu else most("device_memory_bytes"),
         on_cpu=on_cpu,
-        served=bool((frame["strategy_kind"] == "server").any()),
+        served=groups.are_served([group]),
         batchnorm=not (ok["batchnorm"].dropna().astype(str) == "False").any(),
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),

@@ -13,6 +13,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MOST_REPEATS, AgainstRival, Ranking
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import bytes_text, counted, plural
+from stratbench.statistics.intervals import Estimate
 from stratbench.statistics.moderated import ROUGH
 
 #: Characters of a reason that a headline quotes.
@@ -148,10 +149,8 @@ def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
 
 def describe_ratio(found: AgainstRival) -> str:
     """The ratio, with its interval if it has one."""
-    text = format_number(found.ratio, 2)
-    if float(text) == 1:
-        text = f"{found.ratio:.4f}"
-    return text if found.low is None else f"{text} [{found.low:.2f}, {found.high:.2f}]"
+    shown = "{:.4f}" if f"{found.ratio:.2f}" == "1.00" else "{:.2f}"
+    return Estimate(found.ratio, found.low, found.high).text(shown.format, "{:.2f}".format)
 
 
 def describe_amount(c: Candidate) -> str:

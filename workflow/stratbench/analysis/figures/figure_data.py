@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stratbench.analysis.figures.style import Style, styles_by_strategy
+from stratbench.analysis.figures.style import Style, styles_of
 from stratbench.analysis.records.measures import DOUBT, Measure, measures_of
 from stratbench.analysis.records.score import Score, score_of
 from stratbench.analysis.tables.tables import rules_by_severity, spread_note, workers_are
@@ -30,9 +30,19 @@ class FigureData:
         return list(dict.fromkeys(self.cells["model"]))
 
     @property
+    def titles(self) -> dict[str, str]:
+        """The titles of panels by model: its name."""
+        return {model: model for model in self.models}
+
+    @property
     def score(self) -> Score:
         """The score of the experiment's task."""
         return score_of(self.cells)
+
+    @property
+    def score_label(self) -> str:
+        """The label of an axis of scores."""
+        return f"Test {self.score.name} ({self.score.shown_unit})"
 
     @property
     def measures(self) -> dict[str, Measure]:
@@ -95,10 +105,7 @@ def figure_data_by_experiment(
     study_dir: Path | None = None,
 ) -> dict[str, FigureData]:
     """The data of each experiment of a study; all experiments have the same styles."""
-    bases = cells.groupby("strategy")["strategy_base"].first()
-    looks = styles_by_strategy(
-        (str(name), base if isinstance(base, str) else None) for name, base in bases.items()
-    )
+    looks = styles_of(cells)
     return {
         str(name): FigureData(
             rows,

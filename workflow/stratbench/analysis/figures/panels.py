@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import ScalarFormatter
 
-from stratbench.analysis.figures.style import Style
+from stratbench.analysis.figures.style import GREY, Style
 from stratbench.analysis.records.measures import DOUBT
 from stratbench.analysis.records.score import Score
 
@@ -27,29 +27,42 @@ LEGEND_ROW_IN = 0.17
 MOST_COLUMNS = 3
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
+Key = TypeVar("Key")
 INK = "#222222"
 #: The line of the least possible loss.
 LEAST_LOOK: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 1.1, "zorder": 1}
+#: The line of ideal speedups.
+IDEAL_LOOK: dict[str, Any] = {"color": GREY, "linestyle": (0, (4, 3)), "linewidth": 1}
+#: The marks of a line with many points.
+SMALL_MARKS = {"markersize": 3.5, "markeredgewidth": 0.3}
 #: Size of the line below a figure, in points.
 NOTE_PT = 6.5
 #: The most lines in a panel's list of strategies without a result.
 MOST_NOTES = 7
 
 
-def figure_with_panels(
-    titles: Sequence[str], columns: int = MOST_COLUMNS
-) -> tuple[Figure, list[Axes]]:
-    """A figure with one titled panel for each of `titles`."""
+def draw_panels(
+    titles: Mapping[Key, str],
+    draw: Callable[[Axes, Key], None],
+    label: str = "",
+    columns: int = MOST_COLUMNS,
+) -> Figure:
+    """A figure with a titled panel for each key of `titles`, which `draw` fills.
+
+    `label` stands beside the vertical axis of the first panel in each row.
+    """
     columns = min(columns, len(titles))
     rows = -(-len(titles) // columns)
     size = (max(NARROWEST_IN, PANEL_IN[0] * columns), PANEL_IN[1] * rows + 0.75)
     figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    axes = list(grid.flat)
-    for extra in axes[len(titles) :]:
+    for extra in grid.flat[len(titles) :]:
         extra.set_visible(False)
-    for axis, title in zip(axes, titles, strict=False):
+    for axis, (key, title) in zip(grid.flat, titles.items(), strict=False):
         axis.set_title(title)
-    return figure, axes[: len(titles)]
+        draw(axis, key)
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(label)
+    return figure
 
 
 def add_legend_and_note(figure: Figure, handles: Iterable[Line2D | Patch], note: str) -> None:
@@ -83,13 +96,6 @@ def legend_columns(labels: Sequence[str], width_in: float) -> int:
 def wrapped_text(text: str, figure: Figure) -> str:
     """`text` broken into lines that fit the figure's width, for letters of NOTE_PT."""
     return textwrap.fill(text, width=int(figure.get_figwidth() * 72 / (NOTE_PT * 0.56)))
-
-
-def first_of_each_row(axes: Sequence[Axes], label: str) -> None:
-    """Label the vertical axis of the first panel of each row."""
-    for axis in axes:
-        if axis.get_subplotspec().is_first_col():
-            axis.set_ylabel(label)
 
 
 def share_rows(axes: Sequence[Axes], columns: int) -> None:
@@ -189,15 +195,33 @@ def least_handles(score: Score) -> list[Line2D]:
     return [Line2D([], [], label=f"least possible ({score.text(least)})", **LEAST_LOOK)]
 
 
-def line_handle(name: str, style: Style) -> Line2D:
-    """The legend entry of a strategy in a line figure."""
-    return Line2D(
-        [],
-        [],
-        color=style.colour,
-        linestyle=style.line,
-        marker=style.marker,
-        markeredgecolor=INK,
-        markeredgewidth=0.4,
-        label=name,
-    )
+def line_look(style: Style) -> dict[str, Any]:
+    """How Matplotlib draws the line of a strategy."""
+    return {
+        "color": style.colour,
+        "linestyle": style.line,
+        "marker": style.marker,
+        "markeredgecolor": INK,
+        "markeredgewidth": 0.4,
+    }
+
+
+def line(axis: Axes, x: Any, y: Any, style: Style, **look: Any) -> None:
+    """Draw the line of a strategy; `look` has what differs from `line_look`."""
+    axis.plot(x, y, **(line_look(style) | look))
+
+
+def line_handles(looks: Mapping[str, Style]) -> list[Line2D]:
+    """The legend entries of strategies in a line figure."""
+    return [Line2D([], [], label=name, **line_look(style)) for name, style in looks.items()]
+
+
+def bar_look(colour: str, hatch: str, linewidth: float = 0.5) -> dict[str, Any]:
+    """How Matplotlib draws a bar and its entry in a legend."""
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": INK, "linewidth": linewidth}
+
+
+def blank(axis: Axes) -> None:
+    """Take ticks and grid off a panel that has nothing to show."""
+    axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+    axis.grid(visible=False)

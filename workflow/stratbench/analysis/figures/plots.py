@@ -30,24 +30,27 @@ from stratbench.analysis.figures.figure_data import (
 )
 from stratbench.analysis.figures.figure_list import PLOTS
 from stratbench.analysis.figures.panels import (
+    IDEAL_LOOK,
     INK,
     LEAST_LOOK,
     MOST_NOTES,
+    SMALL_MARKS,
     add_legend_and_note,
     annotate,
+    bar_look,
     counts_axis,
     cross,
+    draw_panels,
     error_bar,
-    figure_with_panels,
-    first_of_each_row,
     least_handles,
-    line_handle,
+    line,
+    line_handles,
     mark_doubt,
     mark_failures,
     more_notes,
     share_rows,
 )
-from stratbench.analysis.figures.style import GREY, RC, Style
+from stratbench.analysis.figures.style import RC, Style
 from stratbench.analysis.figures.timelines import memory_figure, utilisation_figure
 from stratbench.analysis.figures.tradeoffs import (
     breakdown_figure,
@@ -65,11 +68,11 @@ from stratbench.telemetry.machine.cores import usable_cores
 
 def bar_figure(data: FigureData, measure: Measure) -> Figure:
     """A figure of bars by worker count; on GPUs, a tick across a memory bar marks the model states."""
-    figure, axes = figure_with_panels(data.models)
     noun = worker_noun(data.cells["device_kind"])
     # A CPU's peak is over a base with weights and momentum: the peak does not include them.
     with_states = measure.name == "memory" and not data.on_cpu
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = data.rows(measure.name, model)
         states = data.rows("model_states", model).set_index(["strategy", "gpus"])["value"]
         widest = max(rows.groupby("gpus").size())
@@ -88,9 +91,10 @@ def bar_figure(data: FigureData, measure: Measure) -> Figure:
         axis.set_xlabel(plural(noun))
         axis.set_ylim(bottom=0)
         axis.tick_params(axis="x", length=0)
-    first_of_each_row(axes, measure.heading)
+
+    figure = draw_panels(data.titles, panel, measure.heading)
     handles: list[Line2D | Patch] = [
-        Patch(facecolor=s.colour, edgecolor=INK, hatch=s.hatch, linewidth=0.5, label=name)
+        Patch(label=name, **bar_look(s.colour, s.hatch))
         for name, s in styles_in_order(data).items()
     ]
     if with_states:
@@ -107,15 +111,7 @@ def bar(axis: Axes, x: float, width: float, row: pd.Series, style: Style) -> Non
         cross(axis, (x, 0), "data", (0, 0), style.colour)
         annotate(axis, row["text"], (x, 0), "data", (0, 6), rotation=90, ha="center", va="bottom")
         return
-    axis.bar(
-        x,
-        row["value"],
-        width * 0.94,
-        color=style.colour,
-        hatch=style.hatch,
-        edgecolor=INK,
-        linewidth=0.5,
-    )
+    axis.bar(x, row["value"], width * 0.94, **bar_look(style.colour, style.hatch))
     spread = error_bar(row)
     if spread:
         axis.errorbar(x, row["value"], spread, color=INK, linewidth=0.9, capsize=1.8)
@@ -133,55 +129,45 @@ def spread_top(row: pd.Series) -> float:
 
 def scaling_figure(data: FigureData, measure: Measure) -> Figure:
     """A figure of lines over the worker count, with the ideal line for speedups."""
-    models = data.models
-    figure, axes = figure_with_panels(models)
     noun = worker_noun(data.cells["device_kind"])
     is_ratio = measure.baseline is not None
-    for axis, model in zip(axes, models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = data.rows(measure.name, model)
         if is_ratio:
             limits = [data.counts[0], data.counts[-1]]
-            axis.plot(limits, limits, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+            axis.plot(limits, limits, zorder=1, **IDEAL_LOOK)
         without = []
-        for name, line in rows.groupby("strategy", sort=False):
-            if measure.baseline == "self" and set(line["gpus"]) == {1}:
+        for name, found in rows.groupby("strategy", sort=False):
+            if measure.baseline == "self" and set(found["gpus"]) == {1}:
                 continue
-            scaling_line(axis, line, data.styles[str(name)], is_ratio)
-            without += [row for _, row in line.iterrows() if row["value"] != row["value"]]
+            scaling_line(axis, found, data.styles[str(name)], is_ratio)
+            without += [row for _, row in found.iterrows() if row["value"] != row["value"]]
         counts_axis(axis, data.counts, is_ratio)
         mark_failures(axis, without, data.counts, data.styles)
         axis.set_xlabel(plural(noun))
-    first_of_each_row(axes, measure.heading)
+
+    figure = draw_panels(data.titles, panel, measure.heading)
     drawn = styles_in_order(data)
     if measure.baseline == "self":
         several = set(data.cells.loc[data.cells["gpus"] > 1, "strategy"])
         drawn = {name: style for name, style in drawn.items() if name in several}
-    handles = [line_handle(name, style) for name, style in drawn.items()]
+    handles = line_handles(drawn)
     if is_ratio:
-        handles.append(
-            Line2D([], [], color=GREY, linestyle=(0, (4, 3)), linewidth=1, label="ideal")
-        )
+        handles.append(Line2D([], [], label="ideal", **IDEAL_LOOK))
     add_legend_and_note(figure, handles, data.note_on(measure))
     return figure
 
 
-def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -> None:
+def scaling_line(axis: Axes, rows: pd.DataFrame, style: Style, is_ratio: bool) -> None:
     """Draw one strategy; one with a single worker only also gets a line to compare with."""
-    line = line.sort_values("gpus")
-    axis.plot(
-        line["gpus"],
-        line["value"],
-        color=style.colour,
-        linestyle=style.line,
-        marker=style.marker,
-        markeredgecolor=INK,
-        markeredgewidth=0.4,
-    )
-    if set(line["gpus"]) == {1} and not is_ratio and line["value"].notna().all():
+    rows = rows.sort_values("gpus")
+    line(axis, rows["gpus"], rows["value"], style)
+    if set(rows["gpus"]) == {1} and not is_ratio and rows["value"].notna().all():
         axis.axhline(
-            line["value"].iloc[0], color=style.colour, linestyle=":", linewidth=1, zorder=1
+            rows["value"].iloc[0], color=style.colour, linestyle=":", linewidth=1, zorder=1
         )
-    for _, row in line.iterrows():
+    for _, row in rows.iterrows():
         spread = error_bar(row)
         if spread:
             axis.errorbar(
@@ -193,28 +179,30 @@ def scaling_line(axis: Axes, line: pd.DataFrame, style: Style, is_ratio: bool) -
 def score_figure(data: FigureData, measure: Measure) -> Figure:
     """A figure of the test score by epoch: a row of panels per model, a column per worker count."""
     noun, score = worker_noun(data.cells["device_kind"]), data.score
-    grid = [(model, n) for model in data.models for n in data.counts]
-    titles = [f"{model}, {counted(n, noun)}" for model, n in grid]
-    figure, axes = figure_with_panels(titles, columns=len(data.counts))
-    for axis, (model, count) in zip(axes, grid, strict=True):
+    titles = {
+        (model, n): f"{model}, {counted(n, noun)}" for model in data.models for n in data.counts
+    }
+
+    def panel(axis: Axes, place: tuple[str, int]) -> None:
+        model, count = place
         epochs = data.epochs
         epochs = epochs[(epochs["model"] == model) & (epochs["gpus"] == count)]
         panel = data.rows(measure.name, model)
         panel = panel[panel["gpus"] == count]
         rows = panel[panel["value"].isna()]
-        for name, line in epochs.groupby("strategy", sort=False):
+        for name, found in epochs.groupby("strategy", sort=False):
             cut = name in set(rows["strategy"])
             flags = "; ".join(panel.loc[panel["strategy"] == name, "flags"])
-            score_line(axis, line, data.styles[str(name)], cut, flags, score.factor)
+            score_line(axis, found, data.styles[str(name)], cut, flags, score.factor)
         score_notes(axis, [f"× {r.strategy}: {r.text}" for r in rows.itertuples()])
         axis.set_xlabel("epoch")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         if score.least_possible is not None:
             axis.axhline(score.least_possible, **LEAST_LOOK)
-    share_rows(axes, len(data.counts))
-    first_of_each_row(axes, f"Test {score.name} ({score.shown_unit})")
-    handles = [line_handle(name, style) for name, style in styles_in_order(data).items()]
-    handles += least_handles(score)
+
+    figure = draw_panels(titles, panel, data.score_label, len(data.counts))
+    share_rows(figure.axes, len(data.counts))
+    handles = line_handles(styles_in_order(data)) + least_handles(score)
     add_legend_and_note(figure, handles, data.note + data.doubt_note(measure.name))
     return figure
 
@@ -225,28 +213,11 @@ def score_line(
     """Draw the median over the repeats, a band from lowest to highest, and a cross if it was cut."""
     by_epoch = (rows["score"] * factor).groupby(rows["epoch"])
     median = by_epoch.median()
-    axis.plot(
-        median.index,
-        median,
-        color=style.colour,
-        linestyle=style.line,
-        marker=style.marker,
-        markersize=3.5,
-        markeredgecolor=INK,
-        markeredgewidth=0.3,
-        markevery=max(1, len(median) // 10),
-    )
+    line(axis, median.index, median, style, markevery=max(1, len(median) // 10), **SMALL_MARKS)
+    end = (median.index[-1], median.iloc[-1])
     if cut:
-        axis.plot(
-            median.index[-1],
-            median.iloc[-1],
-            "x",
-            color=style.colour,
-            markersize=8,
-            mew=2,
-            zorder=6,
-        )
-    mark_doubt(axis, flags, (median.index[-1], median.iloc[-1]), (4, 2))
+        axis.plot(*end, "x", color=style.colour, markersize=8, mew=2, zorder=6)
+    mark_doubt(axis, flags, end, (4, 2))
     if by_epoch.size().max() > 1:
         axis.fill_between(
             median.index, by_epoch.min(), by_epoch.max(), color=style.colour, alpha=0.18, lw=0

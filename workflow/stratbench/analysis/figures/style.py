@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stratbench.strategies import REGISTRY, strategy_class
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,13 @@ def styles_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Sty
             found[name] = style_of(family, used[family])
             used[family] += 1
     return found
+
+
+def styles_of(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Style]:
+    """The style of every strategy in rows of cells.csv, and of those in `also`."""
+    bases = cells.groupby("strategy")["strategy_base"].first()
+    known = {str(name): base for name, base in bases.items() if isinstance(base, str)}
+    return styles_by_strategy((name, known.get(name)) for name in {*map(str, bases.index), *also})
 
 
 #: Matplotlib settings of every figure. With a fixed hash salt and no date, the same records give the

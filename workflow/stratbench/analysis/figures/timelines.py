@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.panels import NOTE_PT, annotate, wrapped_text
+from stratbench.analysis.figures.panels import NOTE_PT, annotate, blank, wrapped_text
 from stratbench.analysis.figures.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
 from stratbench.cell.text.words import MIB, counted, worker_noun
 
@@ -82,8 +82,7 @@ def draw_panel(
     timeline = read_timeline(data.study_dir, cell)
     label = counted(int(cell["gpus"]), worker_noun(data.cells["device_kind"]))
     if timeline is None:
-        axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
-        axis.grid(visible=False)
+        blank(axis)
         label += f": {'no timeline' if cell['status'] == 'ok' else cell['status']}"
     else:
         for i, (name, times, values) in enumerate(worker_lines(timeline, what)):

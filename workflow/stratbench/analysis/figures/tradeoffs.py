@@ -17,12 +17,15 @@ from stratbench.analysis.figures.figure_data import FigureData, styles_in_order
 from stratbench.analysis.figures.panels import (
     INK,
     LEAST_LOOK,
+    SMALL_MARKS,
     add_legend_and_note,
     annotate,
-    figure_with_panels,
-    first_of_each_row,
+    bar_look,
+    blank,
+    draw_panels,
     least_handles,
-    line_handle,
+    line,
+    line_handles,
 )
 from stratbench.analysis.figures.style import (
     BROWN,
@@ -62,22 +65,20 @@ TRADED = ("training_time", "score", "memory")
 LARGEST_POINT = 220.0
 
 
-def panel_titles(data: FigureData) -> list[str]:
-    """The models, each with the largest worker count."""
+def titles_on_most(data: FigureData) -> dict[str, str]:
+    """The titles of panels by model: its name, with the largest worker count."""
     where = counted(data.most, worker_noun(data.cells["device_kind"]))
-    return [f"{model}, {where}" for model in data.models]
+    return {model: f"{model}, {where}" for model in data.models}
 
 
 def mark_empty(axis: Axes) -> None:
     """Write into a panel that it has nothing to show."""
-    axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
-    axis.grid(visible=False)
+    blank(axis)
     annotate(axis, "no result", (0.5, 0.5), "axes fraction", (0, 0), ha="center")
 
 
 def breakdown_figure(data: FigureData) -> Figure:
     """A figure of stacked bars: the mean step of each strategy by phase, on the most workers."""
-    figure, axes = figure_with_panels(panel_titles(data))
     known = data.cells[data.cells["breakdown_ms"].notna()]
     spans = pd.DataFrame([json.loads(text) for text in known["breakdown_ms"]], index=known.index)
     extra = [name for name in spans.columns if name not in PHASE_LOOKS]
@@ -85,72 +86,63 @@ def breakdown_figure(data: FigureData) -> Figure:
         name: OTHER_PHASE_LOOKS[i % len(OTHER_PHASE_LOOKS)] for i, name in enumerate(extra)
     }
     phases = [name for name in looks if name in spans.columns]
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = known[(known["model"] == model) & (known["gpus"] == data.most)]
         names = [name for name in data.strategies if name in set(rows["strategy"])]
         if not names:
-            mark_empty(axis)
-            continue
+            return mark_empty(axis)
         left = np.zeros(len(names))
         for phase in phases:
             medians = spans.loc[rows.index, phase].groupby(rows["strategy"]).median()
             widths = np.array([medians.get(name, 0.0) for name in names])
             widths = np.nan_to_num(widths)
-            colour, hatch = looks[phase]
-            axis.barh(
-                range(len(names)), widths, 0.7, left=left,
-                color=colour, hatch=hatch, edgecolor=INK, linewidth=0.4,
-            )  # fmt: skip
+            axis.barh(range(len(names)), widths, 0.7, left=left, **bar_look(*looks[phase], 0.4))
             left += widths
         axis.set_yticks(range(len(names)), names)
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
         axis.grid(axis="x", visible=True)
         axis.set_xlabel("ms a step")
-    handles: list[Line2D | Patch] = [
-        Patch(facecolor=looks[p][0], hatch=looks[p][1], edgecolor=INK, linewidth=0.4, label=p)
-        for p in phases
-    ]
+
+    figure = draw_panels(titles_on_most(data), panel)
+    handles = [Patch(label=phase, **bar_look(*looks[phase], 0.4)) for phase in phases]
     add_legend_and_note(figure, handles, data.note)
     return figure
 
 
 def score_over_time_figure(data: FigureData) -> Figure:
     """A figure of the score after each epoch over the training time so far, on the most workers."""
-    figure, axes = figure_with_panels(panel_titles(data))
     epochs, score = data.epochs, data.score
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = epochs[(epochs["model"] == model) & (epochs["gpus"] == data.most)]
         alone = epochs[(epochs["model"] == model) & (epochs["strategy"] == ALONE)]
         drawn = rows if data.most == 1 else pd.concat([alone, rows])
         if drawn.empty:
-            mark_empty(axis)
-            continue
-        for name, line in drawn.groupby("strategy", sort=False):
-            style = data.styles[str(name)]
-            by_epoch = line.groupby("epoch")[["train_time_s", "score"]].median()
-            axis.plot(
-                by_epoch["train_time_s"], by_epoch["score"] * score.factor,
-                color=style.colour, linestyle=style.line, marker=style.marker, markersize=3.5,
-                markeredgecolor=INK, markeredgewidth=0.3,
-                markevery=max(1, len(by_epoch) // 10),
+            return mark_empty(axis)
+        for name, found in drawn.groupby("strategy", sort=False):
+            by_epoch = found.groupby("epoch")[["train_time_s", "score"]].median()
+            line(
+                axis, by_epoch["train_time_s"], by_epoch["score"] * score.factor,
+                data.styles[str(name)], markevery=max(1, len(by_epoch) // 10), **SMALL_MARKS,
             )  # fmt: skip
         if score.least_possible is not None:
             axis.axhline(score.least_possible, **LEAST_LOOK)
         axis.set_xlim(left=0)
         axis.set_xlabel("training time (s)")
-    first_of_each_row(axes, f"Test {score.name} ({score.shown_unit})")
+
+    figure = draw_panels(titles_on_most(data), panel, data.score_label)
     noted = f" {ALONE}: on one worker." if data.most > 1 and ALONE in data.strategies else ""
-    handles = [line_handle(name, style) for name, style in styles_in_order(data).items()]
-    handles += least_handles(score)
+    handles = line_handles(styles_in_order(data)) + least_handles(score)
     add_legend_and_note(figure, handles, data.note + noted)
     return figure
 
 
 def tradeoff_figure(data: FigureData) -> Figure:
     """A figure of time and score, with memory as area, and the line of points unbeaten in both."""
-    figure, axes = figure_with_panels(data.models)
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         found = [
             data.rows(name, model).set_index(["strategy", "gpus"])["value"].rename(name)
             for name in TRADED
@@ -159,11 +151,11 @@ def tradeoff_figure(data: FigureData) -> Figure:
         found.append(sum(flags[1:], flags[0]).rename("flags"))
         points = pd.concat(found, axis=1).dropna(subset=["training_time", "score"])
         if points.empty:
-            mark_empty(axis)
-            continue
+            return mark_empty(axis)
         draw_points(axis, points, data.styles, data.score)
         axis.set_xlabel("training time (s)")
-    first_of_each_row(axes, f"Test {data.score.name} ({data.score.shown_unit})")
+
+    figure = draw_panels(data.titles, panel, data.score_label)
     handles = [
         Line2D(
             [], [], linestyle="", marker=style.marker, markerfacecolor=style.colour,
@@ -209,29 +201,24 @@ def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 def staleness_figure(data: FigureData) -> Figure:
     """A figure of the share of pushes by staleness, on the most workers, over all repeats."""
-    figure, axes = figure_with_panels(panel_titles(data))
     known = data.cells[data.cells["staleness"].notna()]
     names: dict[str, Style] = {}
-    for axis, model in zip(axes, data.models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         rows = known[(known["model"] == model) & (known["gpus"] == data.most)]
         if rows.empty:
-            mark_empty(axis)
-            continue
-        for name, line in groupby(rows.itertuples(), key=lambda row: row.strategy):
-            shares = shares_by_value([json.loads(row.staleness) for row in line])
+            return mark_empty(axis)
+        for name, found in groupby(rows.itertuples(), key=lambda row: row.strategy):
+            shares = shares_by_value([json.loads(row.staleness) for row in found])
             style = names.setdefault(name, data.styles[name])
-            axis.plot(
-                range(len(shares)), 100 * shares, color=style.colour, linestyle=style.line,
-                marker=style.marker, markersize=3.5, markeredgecolor=INK, markeredgewidth=0.3,
-            )  # fmt: skip
+            line(axis, range(len(shares)), 100 * shares, style, **SMALL_MARKS)
         axis.set_ylim(0, 105)
         axis.set_xlim(-0.3, max(axis.dataLim.x1, 1) + 0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axis.set_xlabel("updates that the push is behind")
-    first_of_each_row(axes, "Pushes (%)")
-    add_legend_and_note(
-        figure, [line_handle(name, style) for name, style in names.items()], data.note
-    )
+
+    figure = draw_panels(titles_on_most(data), panel, "Pushes (%)")
+    add_legend_and_note(figure, line_handles(names), data.note)
     return figure
 
 

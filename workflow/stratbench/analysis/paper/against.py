@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from stratbench.analysis.paper import paper_audit, published
 from stratbench.analysis.paper.claims import judge_claims
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
-from stratbench.analysis.tables.usable import UsableGroups
+from stratbench.analysis.records.groups import Repeats
 from stratbench.cell.files import write_atomic
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
@@ -27,6 +26,8 @@ COLUMNS_OF = {
     "training_time_s": ("train_time_s", 1.0),
     "accuracy_percent": ("score_final", 100.0),
 }
+#: What a published cell and ours have in common.
+PLACE = ["measure", "dataset", "model", "strategy", "gpus"]
 #: The strategy by which others of its kind are divided.
 REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
 PUBLISHED_COLUMNS = (
@@ -43,69 +44,54 @@ def published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame
     A ratio of ratios is ours over the published one: 1 if both agree. Accuracies are compared by
     differences in points instead of ratios (`kind` is `difference`).
     """
-    groups = UsableGroups(cells[published.is_counterpart(cells)], findings.to_dict("records"))
-    ours: dict[tuple[Any, ...], tuple[float, str]] = {}
-    for key, rows in groups.groups.items():
-        experiment, strategy, model, gpus = key
+    ours = our_medians(cells, findings)
+    found = published.published_tables().rename(columns={"value": "published"})
+    theirs = found[["version", "table", *PLACE, "published"]]
+    found = found.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
+    is_points = found["measure"] == "accuracy_percent"
+    found["kind"] = np.where(is_points, "difference", "ratio")
+    line = ["version", "table", *PLACE[:-1]]
+    fewest = theirs.dropna(subset=["published"]).groupby(line)["gpus"].min().rename("fewest")
+    fewest = found.join(fewest, on=line)["fewest"]
+    for name, baseline in {
+        "strategy": found["strategy"].map(REFERENCES),
+        "gpus": fewest.where(fewest < found["gpus"]),
+    }.items():
+        against = found[["version", "table", *PLACE]].assign(**{name: baseline})
+        against = against.merge(theirs, how="left").merge(ours, how="left", on=PLACE)
+        found[f"against_{name}"] = baseline
+        theirs_to, ours_to = (
+            ratio_or_difference(is_points, found[whose], against[whose])
+            for whose in ("published", "ours")
+        )
+        found[f"published_to_{name}"], found[f"our_to_{name}"] = theirs_to, ours_to
+        found[f"ratio_to_{name}"] = ratio_or_difference(is_points, ours_to, theirs_to)
+    return found[list(PUBLISHED_COLUMNS)]
+
+
+def our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+    """The medians of cells that the paper published, too, in its units: PLACE, ours, experiment."""
+    groups = Repeats(cells[published.is_counterpart(cells)], findings.to_dict("records"))
+    rows = []
+    for group, repeats in groups.ok.items():
         for measure, (column, scale) in COLUMNS_OF.items():
-            values = groups.values(key, column, "time" if scale == 1.0 else "score")
+            values = groups.values(group, column, "time" if scale == 1.0 else "score")
             if values:
-                place = (measure, rows["dataset"].iloc[0], model, strategy, gpus)
+                place = (
+                    measure,
+                    repeats["dataset"].iloc[0],
+                    group.model,
+                    group.strategy,
+                    group.gpus,
+                )
                 median = float(np.median(list(values.values())))
-                ours.setdefault(place, (scale * median, experiment))
-    tables = published.published_tables()
-    theirs = {
-        (r.version, r.table, r.measure, r.dataset, r.model, r.strategy, r.gpus): r.value
-        for r in tables.itertuples()
-    }
-    return pd.DataFrame(
-        [compared_cell(row, theirs, ours) for row in tables.itertuples()],
-        columns=list(PUBLISHED_COLUMNS),
-    )
+                rows.append((*place, scale * median, group.experiment))
+    return pd.DataFrame(rows, columns=[*PLACE, "ours", "experiment"]).drop_duplicates(PLACE)
 
 
-def compared_cell(
-    row: Any, theirs: dict[Any, float], ours: dict[Any, tuple[float, str]]
-) -> dict[str, Any]:
-    """A published cell and ours, both also against the reference strategy and the fewest GPUs."""
-    place = (row.measure, row.dataset, row.model)
-    counts = [
-        key[-1] for key in theirs if key[:-1] == (row.version, row.table, *place, row.strategy)
-    ]
-    mine, experiment = ours.get((*place, row.strategy, row.gpus), (np.nan, ""))
-    kind = "difference" if row.measure == "accuracy_percent" else "ratio"
-    found = {name: getattr(row, name) for name in PUBLISHED_COLUMNS[:8]}
-    found |= {"published": row.value, "ours": mine, "experiment": experiment, "kind": kind}
-    fewest = next(
-        (n for n in sorted(counts) if n < row.gpus and is_published(theirs, row, n)), None
-    )
-    for name, against in (
-        ("strategy", (REFERENCES.get(row.strategy), row.gpus)),
-        ("gpus", (row.strategy, fewest)),
-    ):
-        if None in against:
-            continue
-        reference = theirs.get((row.version, row.table, *place, *against), np.nan)
-        my_reference = ours.get((*place, *against), (np.nan, ""))[0]
-        pair = [
-            ratio_or_difference(kind, row.value, reference),
-            ratio_or_difference(kind, mine, my_reference),
-        ]
-        found[f"against_{name}"] = against[0] if name == "strategy" else against[1]
-        found |= {f"published_to_{name}": pair[0], f"our_to_{name}": pair[1]}
-        found[f"ratio_to_{name}"] = ratio_or_difference(kind, pair[1], pair[0])
-    return found
-
-
-def is_published(theirs: dict[Any, float], row: Any, gpus: int) -> bool:
-    """Whether the same row of the published table has a number at `gpus`."""
-    key = (row.version, row.table, row.measure, row.dataset, row.model, row.strategy, gpus)
-    return not np.isnan(theirs.get(key, np.nan))
-
-
-def ratio_or_difference(kind: str, one: float, other: float) -> float:
-    """one / other; for a `difference` one - other."""
-    return one - other if kind == "difference" else one / other
+def ratio_or_difference(is_points: pd.Series, one: pd.Series, other: pd.Series) -> pd.Series:
+    """one / other; of accuracies in points one - other."""
+    return (one - other).where(is_points, one / other)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,9 +13,8 @@ import pandas as pd
 from stratbench.analysis.audit import audit
 from stratbench.analysis.paper import published
 from stratbench.analysis.paper.metrics import METRICS, ClaimFigure
-from stratbench.analysis.records.groups import GROUP
-from stratbench.analysis.tables.usable import UsableGroups
-from stratbench.statistics.intervals import ratio_intervals
+from stratbench.analysis.records.groups import GROUP, Repeats
+from stratbench.statistics.intervals import Estimate, paired_ratios
 
 CLAIM_COLUMNS = (
     *("id", "version", "where", "claim", "metric", "model", "low", "high", "holds", "figures"),
@@ -31,27 +30,18 @@ def with_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
     their variances are pooled.
     """
     paired = [figure for figure in figures if figure.pair is not None]
-    if not paired:
-        return list(figures)
-    most = max(figure.pair.shape[1] for figure in paired)
-    values = np.full((2, len(paired), most), np.nan)
-    for i, figure in enumerate(paired):
-        values[:, i, : figure.pair.shape[1]] = figure.pair
-    served = np.array([figure.served for figure in paired])
-    intervals = ratio_intervals(values[0], values[1], served, together=len(paired))
-    if intervals is None:
-        return list(figures)
-    ends = {
-        id(figure): sorted(figure.scale(float(end)) for end in interval)
-        for figure, interval in zip(paired, intervals, strict=True)
-        if figure.pair.shape[1] > 1
-    }
-    return [
-        replace(figure, low=ends[id(figure)][0], high=ends[id(figure)][1])
-        if id(figure) in ends
-        else figure
-        for figure in figures
-    ]
+    ratios = paired_ratios(
+        [figure.pair for figure in paired], [figure.served for figure in paired], len(paired)
+    )
+    found = dict(zip(map(id, paired), ratios, strict=True))
+    with_ends = []
+    for figure in figures:
+        _, *ends = found.get(id(figure), (None, None, None))
+        if None not in ends:
+            low, high = sorted(map(figure.scale, ends))
+            figure = replace(figure, low=low, high=high)
+        with_ends.append(figure)
+    return with_ends
 
 
 def verdict_on(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
@@ -93,11 +83,9 @@ def describe_figure(figure: ClaimFigure) -> str:
     match figure.ends:
         case "bound":
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
-        case "range":
-            spread = "" if figure.low is None else f" ({figure.low:.2f} to {figure.high:.2f})"
-        case "interval" | "exact":
-            spread = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
-    return f"{figure.value:.2f}{spread}"
+        case "range" if figure.low is not None:
+            return f"{figure.value:.2f} ({figure.low:.2f} to {figure.high:.2f})"
+    return Estimate(figure.value, figure.low, figure.high).text("{:.2f}".format)
 
 
 def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:
@@ -106,17 +94,15 @@ def is_about(claim: dict[str, Any], figure: ClaimFigure) -> bool:
 
 
 @cache
-def published_groups(version: str) -> tuple[UsableGroups, UsableGroups]:
+def published_groups(version: str) -> tuple[Repeats, Repeats]:
     """The paper's own cells: as printed, and without the times that the audit calls copies."""
     cells = published.cells_of_version(version)
     copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
-    return UsableGroups(cells), UsableGroups(
-        cells, [dict.fromkeys(GROUP) | finding for finding in copied]
-    )
+    return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
 
 
 def describe_weak_figures(
-    metric: Callable[[UsableGroups], Iterator[ClaimFigure]], claim: dict[str, Any]
+    metric: Callable[[Repeats], Iterator[ClaimFigure]], claim: dict[str, Any]
 ) -> str:
     """Says which of the paper's own figures behind a claim are copies, or bounds at a time limit."""
     printed, believed = (
@@ -139,7 +125,7 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     """
     is_ours = published.is_counterpart(cells)
     listed = findings.to_dict("records")
-    ours, others = UsableGroups(cells[is_ours], listed), UsableGroups(cells[~is_ours], listed)
+    ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
     # Without the audit: the question here is what the paper prints, right or wrong.
     own = {version: published_groups(version)[0] for version in ("v1", "v2")}
     notes = published.explanations().set_index("about")

@@ -8,8 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from stratbench.analysis.records.groups import Group
-from stratbench.analysis.tables.usable import UsableGroups
+from stratbench.analysis.records.groups import Group, Repeats
 from stratbench.statistics.intervals import mean_ratio
 
 #: Metrics of claims.csv that the paper's own audit judges too: of memory, and of the model's size with
@@ -43,7 +42,7 @@ class ClaimFigure:
 
 
 def ratio_figure(
-    groups: UsableGroups,
+    groups: Repeats,
     one: Group,
     other: Group,
     column: str,
@@ -52,17 +51,14 @@ def ratio_figure(
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
     """scale(one / other) over the repeats of both; a bound if one hit its time limit; None without data."""
-    pair = groups.common_repeats((one, other), column, concerns)
-    if pair is not None:
-        served = any(
-            (groups.groups[key]["strategy_kind"] == "server").any() for key in (one, other)
-        )
-        value = scale(mean_ratio(pair[0], pair[1]))
-        return ClaimFigure(label, value, pair=pair, scale=scale, served=served)
+    pair = groups.common((one, other), column, concerns)
+    if pair.size:
+        served = groups.are_served((one, other))
+        return ClaimFigure(label, scale(mean_ratio(*pair)), pair=pair, scale=scale, served=served)
     if column != "train_time_s":
         return None
     for stopped, ended, upward in ((one, other, True), (other, one, False)):
-        least_s = groups.least_time_s(stopped, ended)
+        least_s = least_time_s(groups, stopped, ended)
         values = groups.values(ended, column, concerns)
         if least_s is None or least_s <= 0 or not values:
             continue
@@ -73,63 +69,85 @@ def ratio_figure(
     return None
 
 
-def ratios_of(
-    one: str, other: str, column: str, concerns: str, scale: Callable[[float], float] = float
-) -> Callable[[UsableGroups], Iterator[ClaimFigure]]:
-    """The metric `one` / `other` on the same experiment, model and GPUs; `any` is every strategy.
+def limit_s(groups: Repeats, group: Group) -> float | None:
+    """The time limit of a group that reached its own, and so took longer; None of any other."""
+    if group in groups.ok or group not in groups.all:
+        return None
+    rows = groups.all[group]
+    limits = rows.loc[rows["status"] == "timeout", "time_limit_s"].dropna()
+    return float(limits.min()) if len(limits) else None
 
-    Memory is compared on several GPUs only: on one there is nothing to shard.
+
+def least_time_s(groups: Repeats, group: Group, beside: Group) -> float | None:
+    """A lower bound on the training time of a group at its limit, using another group's start-up."""
+    limit = limit_s(groups, group)
+    if limit is None or beside not in groups.ok:
+        return None
+    rest = groups.ok[beside][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()
+    return limit - float(rest)
+
+
+def ratios(
+    pair_of: Callable[[Group], tuple[Group, Group] | None],
+    label: str = "{model} on {gpus}",
+    column: str = "train_time_s",
+    concerns: str = "time",
+    scale: Callable[[float, int], float] = lambda ratio, gpus: ratio,
+) -> Callable[[Repeats], Iterator[ClaimFigure]]:
+    """The metric of the ratios of two groups each: of those that `pair_of` gives for a group with a time.
+
+    `scale` makes the figure of a ratio and the group's number of GPUs; `label` has its coordinates.
     """
 
-    def figures(groups: UsableGroups) -> Iterator[ClaimFigure]:
-        for group in groups.with_time():
-            strategy, model, gpus = group.strategy, group.model, group.gpus
-            if strategy == other or (strategy != one and one != "any"):
+    def figures(groups: Repeats) -> Iterator[ClaimFigure]:
+        limited = (group for group in groups.all if limit_s(groups, group) is not None)
+        for group in (*groups.ok, *limited):
+            if (pair := pair_of(group)) is None:
                 continue
-            if concerns == "memory" and gpus == 1:
-                continue
-            name = f"{strategy}, {model} on {gpus}" if one == "any" else f"{model} on {gpus}"
             figure = ratio_figure(
-                groups, group, group.with_strategy(other), column, concerns, name, scale
-            )
+                groups, *pair, column, concerns, label.format(**group._asdict()),
+                lambda ratio, gpus=group.gpus: scale(ratio, gpus),
+            )  # fmt: skip
             if figure is not None:
                 yield figure
 
     return figures
 
 
-def points_between(one: str, other: str) -> Callable[[UsableGroups], Iterator[ClaimFigure]]:
+def pairs_of(one: str, other: str) -> Callable[[Group], tuple[Group, Group] | None]:
+    """The pairs of two strategies, on the same experiment, model and GPUs."""
+    return lambda group: (group, group.with_strategy(other)) if group.strategy == one else None
+
+
+def points_between(one: str, other: str) -> Callable[[Repeats], Iterator[ClaimFigure]]:
     """Accuracy of `one` minus that of `other`, in points, on the same model and GPUs.
 
     The ends are a range: the lowest and the highest difference of the repeats.
     """
 
-    def figures(groups: UsableGroups) -> Iterator[ClaimFigure]:
-        for group in groups.groups:
+    def figures(groups: Repeats) -> Iterator[ClaimFigure]:
+        for group in groups.ok:
             for rival in counterparts(groups, group, other) if group.strategy == one else ():
-                pair = groups.common_repeats((group, rival), "score_final", "score")
-                if pair is not None:
+                pair = groups.common((group, rival), "score_final", "score")
+                if pair.size:
                     yield median_figure(group, 100 * (pair[0] - pair[1]))
 
     return figures
 
 
-def share_recovered(groups: UsableGroups) -> Iterator[ClaimFigure]:
+def share_recovered(groups: Repeats) -> Iterator[ClaimFigure]:
     """The share of the accuracy lost by ps-async against ps-sync that modified async regains.
 
     It is the median over the repeats that all three have, with their range. If nothing is lost, there
     is nothing to recover, and no figure.
     """
-    for group in groups.groups:
+    for group in groups.ok:
         if group.strategy != "ps-async-modified":
             continue
         others = [next(counterparts(groups, group, n), None) for n in ("ps-sync", "ps-async")]
         if None in others:
             continue
-        found = groups.common_repeats((*others, group), "score_final", "score")
-        if found is None:
-            continue
-        sync, lossy, mine = found
+        sync, lossy, mine = groups.common((*others, group), "score_final", "score")
         shares = (mine - lossy)[sync > lossy] / (sync - lossy)[sync > lossy]
         if shares.size:
             yield median_figure(group, shares)
@@ -141,50 +159,26 @@ def median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
     return ClaimFigure(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 
 
-def counterparts(groups: UsableGroups, group: Group, strategy: str) -> Iterator[Group]:
+def counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
     """Groups of any experiment in which `strategy` did the same work on the same model and GPUs."""
-    for experiment in dict.fromkeys(other.experiment for other in groups.groups):
+    for experiment in dict.fromkeys(other.experiment for other in groups.ok):
         other = group._replace(experiment=experiment, strategy=strategy)
-        if other in groups.groups and same_work(groups, group, other):
+        if other in groups.ok and same_work(groups, group, other):
             yield other
 
 
-def same_work(groups: UsableGroups, one: Group, other: Group) -> bool:
+def same_work(groups: Repeats, one: Group, other: Group) -> bool:
     """Whether both trained equally long, on the same data with the same batch."""
     columns = ["dataset", "global_batch", "epochs", "precision"]
-    first, second = (groups.groups[key].iloc[0][columns].fillna("") for key in (one, other))
+    first, second = (groups.ok[key].iloc[0][columns].fillna("") for key in (one, other))
     return bool((first == second).all())
 
 
-def scaling_efficiencies(groups: UsableGroups) -> Iterator[ClaimFigure]:
-    """The speedups over one worker of the same strategy, divided by N."""
-    for group in groups.with_time():
-        if group.gpus == 1:
-            continue
-        name = f"{group.strategy}, {group.model} on {group.gpus}"
-        figure = ratio_figure(
-            groups, group.with_gpus(1), group, "train_time_s", "time", name,
-            lambda ratio, n=group.gpus: ratio / n,
-        )  # fmt: skip
-        if figure is not None:
-            yield figure
-
-
-def times_from_two_to_four(groups: UsableGroups) -> Iterator[ClaimFigure]:
-    """The time of modified async on 2 GPUs, divided by its time on 4."""
-    for group in groups.with_time():
-        if group.strategy == "ps-async-modified" and group.gpus == 2:
-            four = group.with_gpus(4)
-            figure = ratio_figure(groups, group, four, "train_time_s", "time", group.model)
-            if figure is not None:
-                yield figure
-
-
-def parameters_of_vgg16(scale: float) -> Callable[[UsableGroups], Iterator[ClaimFigure]]:
+def parameters_of_vgg16(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]]:
     """The number of parameters of VGG16 as built, times `scale`."""
 
-    def figures(groups: UsableGroups) -> Iterator[ClaimFigure]:
-        for (_, _, model, _), rows in groups.groups.items():
+    def figures(groups: Repeats) -> Iterator[ClaimFigure]:
+        for (_, _, model, _), rows in groups.ok.items():
             counts = rows["model_parameters"].dropna()
             if model == "vgg16" and len(counts):
                 yield ClaimFigure("vgg16", float(counts.iloc[0]) * scale, ends="exact")
@@ -193,16 +187,38 @@ def parameters_of_vgg16(scale: float) -> Callable[[UsableGroups], Iterator[Claim
     return figures
 
 
-METRICS: dict[str, Callable[[UsableGroups], Iterator[ClaimFigure]]] = {
-    MEMORY_RATIO: ratios_of("ddp", "fsdp", "peak_memory_bytes", "memory"),
-    "training time of fsdp / of ddp": ratios_of("fsdp", "ddp", "train_time_s", "time"),
-    "time saved by ps-async against ps-sync (%)": ratios_of(
-        "ps-async", "ps-sync", "train_time_s", "time", lambda ratio: 100 * (1 - ratio)
+#: The label of a figure of any strategy.
+_ANY = "{strategy}, {model} on {gpus}"
+
+METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
+    MEMORY_RATIO: ratios(
+        # On one GPU there is nothing to shard.
+        lambda group: pairs_of("ddp", "fsdp")(group) if group.gpus > 1 else None,
+        column="peak_memory_bytes",
+        concerns="memory",
+    ),
+    "training time of fsdp / of ddp": ratios(pairs_of("fsdp", "ddp")),
+    "time saved by ps-async against ps-sync (%)": ratios(
+        pairs_of("ps-async", "ps-sync"), scale=lambda ratio, gpus: 100 * (1 - ratio)
     ),
     "accuracy of ps-sync - of ps-async (points)": points_between("ps-sync", "ps-async"),
     "share of the lost accuracy that ps-async-modified recovers": share_recovered,
-    "speedup at N workers / N": scaling_efficiencies,
-    "time at 2 GPUs / time at 4 GPUs": times_from_two_to_four,
-    "training time of any strategy / of ddp": ratios_of("any", "ddp", "train_time_s", "time"),
+    "speedup at N workers / N": ratios(
+        lambda group: (group.with_gpus(1), group) if group.gpus > 1 else None,
+        _ANY,
+        scale=lambda ratio, gpus: ratio / gpus,
+    ),
+    "time at 2 GPUs / time at 4 GPUs": ratios(
+        lambda group: (
+            (group, group.with_gpus(4))
+            if (group.strategy, group.gpus) == ("ps-async-modified", 2)
+            else None
+        ),
+        "{model}",
+    ),
+    "training time of any strategy / of ddp": ratios(
+        lambda group: (group, group.with_strategy("ddp")) if group.strategy != "ddp" else None,
+        _ANY,
+    ),
     **{name: parameters_of_vgg16(scale) for name, scale in SIZES.items()},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stratbench.cell.text.words import counted, worker_noun
+from stratbench.cell.text.words import counted
 
 
 def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
@@ -33,28 +33,20 @@ def title_of(bout: dict[str, Any]) -> str:
 
 def bout_lines(bout: dict[str, Any]) -> Iterator[str]:
     """The lines of a bout: its claim, the confidence, and each other arm against the leader."""
-    workers = counted(bout["gpus"], worker_noun([bout["device"]]))
-    yield f"  {bout['model']} on {workers} ({bout['experiment']}): {bout['text']}"
+    yield f"  {bout['model']} on {bout['workers']} ({bout['experiment']}): {bout['text']}"
     if bout["claimed"]:
         yield f"    Confidence: {bout['confidence']}. {bout['confidence_why']}"
     for ratio in bout["ratios"]:
-        if ratio["state"] != "leader" and (told := ratio_text(ratio)):
+        if ratio["state"] != "leader" and (told := rival_words(ratio)):
             yield f"    {ratio['strategy']}: {told}"
 
 
-def ratio_text(ratio: dict[str, Any]) -> str:
-    """A few words on an arm against the leader."""
+def rival_words(ratio: dict[str, Any]) -> str:
+    """A few words on an arm against the leader; empty if nothing is known."""
     figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
-    match ratio["state"]:
-        case "open":
-            return figures and f"{figures}: not told apart"
-        case "equal":
-            return f"{figures}: equal"
-        case "slower" if not ratio["why"]:
-            return f"{figures}: slower"
-        case _:
-            dropped = f"dropped after {counted(ratio['blocks'], 'block')}: {ratio['why']}"
-            return f"{dropped}; {figures}" if figures else dropped
+    if ratio["why"]:
+        return "; ".join(filter(None, (f"{ratio['words']}: {ratio['why']}", figures)))
+    return figures and f"{figures}: {ratio['words']}"
 
 
 def cost_lines(verdict: dict[str, Any]) -> Iterator[str]:

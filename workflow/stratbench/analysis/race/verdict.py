@@ -14,6 +14,7 @@ from stratbench.analysis.race.rounds import Course
 from stratbench.analysis.race.state import Drop, Judged, State
 from stratbench.cell.block_rules import MATRIX_REPEATS, MOST_OFF
 from stratbench.cell.blocks import VERDICT_VERSION, Block
+from stratbench.cell.files import finite
 from stratbench.cell.seal import sealed
 from stratbench.cell.text.words import counted, plural, worker_noun
 from stratbench.statistics.moderated import ROUGH
@@ -76,6 +77,7 @@ def bout_values(course: Course, costs: Costs, state: State) -> dict[str, Any]:
         "model": bout.place.model,
         "dataset": bout.dataset,
         "gpus": bout.place.gpus,
+        "workers": counted(bout.place.gpus, worker_noun({block.device for block in blocks[:1]})),
         "arms": list(bout.arms),
         "traits": {a: vars(t) for a, t in zip(bout.arms, bout.traits, strict=False)},
         "served": dict(zip(bout.arms, bout.served, strict=True)),
@@ -146,11 +148,6 @@ def noise_text(noise: Noise, margin: float, rivals: int) -> str:
         f"two strategies' ratio scatters by {noise.ratio:.1%} from block to block; among {rivals + 1} "
         f"equally fast ones a margin of {100 * margin:.3g} % {takes}"
     )
-
-
-def finite(value: float) -> float | None:
-    """The number; None for one that JSON cannot hold."""
-    return value if math.isfinite(value) else None
 
 
 def is_open(state: State) -> bool:
@@ -255,7 +252,15 @@ def ratio_values(state: State, arm: str) -> dict[str, Any]:
         values |= {n: ratio_from(v) for n, v in zip(names, found, strict=True)}
         if values["low"] is None or values["high"] is None or values["low"] == 0:
             values |= {"low": None, "high": None, "at_least": None}
-    return values | {"text": ratio_text(values)}
+    return values | {"text": ratio_text(values), "words": standing_words(values)}
+
+
+def standing_words(ratio: dict[str, Any]) -> str:
+    """How an arm stands to the leader, in words."""
+    if ratio["why"]:
+        return f"dropped after {counted(ratio['blocks'], 'block')}"
+    words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
+    return words.get(ratio["state"], ratio["state"])
 
 
 def ratio_text(ratio: dict[str, Any]) -> str:

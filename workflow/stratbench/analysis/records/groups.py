@@ -1,12 +1,13 @@
-"""Groups of repeats: cells that share experiment, strategy, model and number of workers."""
+"""Groups of repeats: cells that share experiment, strategy, model and number of workers, and their values."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.columns import Row
@@ -60,3 +61,48 @@ def findings_by_group(
         coordinates = list(group._asdict().items())
         some = chain.from_iterable(combinations(coordinates, n) for n in range(1, len(GROUP) + 1))
         yield group, [finding for where in some for finding in placed.get(where, ())]
+
+
+class Repeats:
+    """The groups of repeats in rows of cells.csv, with the values of a column by repeat.
+
+    Tables, decisions, the audit, claims and comparisons of sets all take their values from here.
+    """
+
+    def __init__(self, cells: pd.DataFrame, findings: Iterable[Row] = ()) -> None:
+        #: The rows of each group: all of them, and those that are `ok`, without groups that have none.
+        self.all = rows_by_group(cells)
+        self._ok = cells[cells["status"] == "ok"]
+        self.ok = rows_by_group(self._ok)
+        self._places = self._ok.groupby(GROUP).indices
+        self._columns: dict[str, np.ndarray] = {}
+        #: What the audit calls unusable of each group: time, memory, score or all.
+        self.rejected = {
+            group: {f["affects"] for f in found if f["severity"] == "unusable"}
+            for group, found in findings_by_group(findings, self.ok)
+        }
+
+    def values(self, group: Group, column: str, concerns: str = "") -> dict[int, float]:
+        """The values of a column of numbers by repeat, of repeats that are `ok` and state one.
+
+        `concerns`: time, memory or score; there are no values if the audit calls that unusable.
+        """
+        if group not in self.ok or self.rejected[group] & {concerns, "all"}:
+            return {}
+        if column not in self._columns:
+            numbers = pd.to_numeric(self._ok[column], errors="coerce")
+            self._columns[column] = numbers.to_numpy(dtype=float)
+        places = self._places[group]
+        found = self._columns[column][places].tolist()
+        repeats = self.ok[group]["repeat"].tolist()
+        return {r: value for r, value in zip(repeats, found, strict=True) if value == value}
+
+    def common(self, groups: Sequence[Group], column: str, concerns: str = "") -> np.ndarray:
+        """The values of the repeats that all `groups` have, shape [groups, repeats]."""
+        found = [self.values(group, column, concerns) for group in groups]
+        shared = [repeat for repeat in found[0] if all(repeat in values for values in found)]
+        return np.array([[values[repeat] for repeat in shared] for values in found])
+
+    def are_served(self, groups: Iterable[Group]) -> bool:
+        """Whether parameter servers take part in any of the groups."""
+        return any((self.all[group]["strategy_kind"] == "server").any() for group in groups)

@@ -242,6 +242,11 @@ def measures_of(rows: pd.DataFrame) -> dict[str, Measure]:
     return {name: measure.named(score) for name, measure in MEASURES.items()}
 
 
+def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
+    """The measures by name, for each experiment with its names."""
+    return {str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
+
+
 def format_number(value: float, decimals: int | None) -> str:
     """`value` as text with `decimals` digits after the point.
 

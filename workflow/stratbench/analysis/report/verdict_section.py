@@ -16,11 +16,9 @@ from matplotlib.ticker import FuncFormatter
 
 from stratbench.analysis.figures.panels import (
     add_legend_and_note,
-    figure_with_panels,
-    first_of_each_row,
+    draw_panels,
 )
-from stratbench.analysis.figures.style import RC, Style, styles_by_strategy
-from stratbench.cell.text.words import counted, worker_noun
+from stratbench.analysis.figures.style import RC, Style, styles_of
 
 #: An axis reaches at least the first ratio, and up to the second if rivals in the race are there.
 LEAST_RANGE, MOST_RANGE = 1.25, 4.0
@@ -33,11 +31,7 @@ COARSE_TICKS, FINE_TICKS = (
 
 def verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
     """The section as values for the template."""
-    bases = dict(zip(cells["strategy"], cells["strategy_base"], strict=True))
-    named = {arm for bout in verdict["bouts"] for arm in bout["arms"]}
-    looks = styles_by_strategy(
-        (name, bases[name] if isinstance(bases.get(name), str) else None) for name in named
-    )
+    looks = styles_of(cells, {arm for bout in verdict["bouts"] for arm in bout["arms"]})
     matrix, noise = verdict["matrix_gpu_hours"], verdict["noise"]["text"]
     return {
         "bouts": [bout_line(bout) for bout in verdict["bouts"] if len(bout["arms"]) > 1],
@@ -62,7 +56,7 @@ def bout_line(bout: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "experiment": bout["experiment"],
         "model": bout["model"],
-        "workers": counted(bout["gpus"], worker_noun([bout["device"]])),
+        "workers": bout["workers"],
         "text": bout["text"],
         "confidence": bout["confidence"],
         "why": bout["confidence_why"],
@@ -92,16 +86,13 @@ def nearest_interval(bout: Mapping[str, Any]) -> str:
 
 def rival_line(ratio: Mapping[str, Any]) -> dict[str, str]:
     """A rival as a row: its state, when it changed and why."""
-    words = {"open": "not told apart", "equal": "equal within 3 %"}
-    dropped = bool(ratio["why"])
     return {
         "strategy": ratio["strategy"],
-        "state": f"dropped after {counted(ratio['blocks'], 'block')}" if dropped
-        else words.get(ratio["state"], ratio["state"]),
+        "state": ratio["words"],
         "ratio": ratio["text"],
         "against": ratio["against"] or "",
         "why": ratio["why"],
-    }  # fmt: skip
+    }
 
 
 #: Components of the noise: key, name, description.
@@ -143,35 +134,43 @@ def interval_figures(
             if bout["experiment"] == experiment
             and any(look["blocks"] > 1 for look in bout["looks"])
         ]
-        if not bouts:
-            continue
-        with plt.rc_context(RC):
-            figure, axes = figure_with_panels(
-                [f"{b['model']}, {counted(b['gpus'], worker_noun([b['device']]))}" for b in bouts]
-            )
-            drawn: dict[str, None] = {}
-            for axis, bout in zip(axes, bouts, strict=True):
-                drawn |= dict.fromkeys(draw_intervals(axis, bout, looks, verdict["margin"]))
-            first_of_each_row(axes, "time / leader's")
-            handles = [
-                Line2D([], [], color=looks[arm].colour, marker=looks[arm].marker, label=arm, ls="")
-                for arm in drawn
-            ]
-            note = (
-                "The leader at each look is 1. Shaded: the margin. Dash: the least that the ratio may be, "
-                "which decides. Arrows lead out of the figure, and so do rivals that are missing."
-            )
-            add_legend_and_note(figure, handles, note)
-            out = io.BytesIO()
-            figure.savefig(out, format="svg", metadata={"Date": None})
-            width = 72 * figure.get_figwidth()
-            plt.close(figure)
-        yield {
-            "experiment": experiment,
-            "uri": "data:image/svg+xml;base64," + base64.b64encode(out.getvalue()).decode(),
-            "width_pt": width,
-            "alt": f"Every strategy's time against the leader's in {experiment}, and its bound, by blocks.",
-        }
+        if bouts:
+            with plt.rc_context(RC):
+                uri, width_pt = interval_figure(bouts, looks, verdict["margin"])
+            yield {
+                "experiment": experiment,
+                "uri": uri,
+                "width_pt": width_pt,
+                "alt": f"Every strategy's time against the leader's in {experiment}, and its bound, "
+                "by blocks.",
+            }
+
+
+def interval_figure(
+    bouts: list[Mapping[str, Any]], looks: Mapping[str, Style], margin: float
+) -> tuple[str, float]:
+    """The figure of one experiment as an SVG's data URI, and its width in points."""
+    drawn: dict[str, None] = {}
+
+    def panel(axis: Axes, n: int) -> None:
+        drawn.update(dict.fromkeys(draw_intervals(axis, bouts[n], looks, margin)))
+
+    titles = {n: f"{bout['model']}, {bout['workers']}" for n, bout in enumerate(bouts)}
+    figure = draw_panels(titles, panel, "time / leader's")
+    handles = [
+        Line2D([], [], color=looks[arm].colour, marker=looks[arm].marker, label=arm, ls="")
+        for arm in drawn
+    ]
+    note = (
+        "The leader at each look is 1. Shaded: the margin. Dash: the least that the ratio may be, "
+        "which decides. Arrows lead out of the figure, and so do rivals that are missing."
+    )
+    add_legend_and_note(figure, handles, note)
+    out = io.BytesIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    svg = base64.b64encode(out.getvalue()).decode()
+    return f"data:image/svg+xml;base64,{svg}", 72 * figure.get_figwidth()
 
 
 def draw_intervals(

@@ -14,7 +14,13 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, format_number, measures_of
+from stratbench.analysis.records.measures import (
+    DOUBT,
+    NO_CELL,
+    Measure,
+    format_number,
+    measures_by_experiment,
+)
 
 
 @dataclass(frozen=True)
@@ -151,11 +157,6 @@ def qualities(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(found)
-
-
-def measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
-    """The measures by name, for each experiment with its names."""
-    return {str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)}
 
 
 def describe_range(values: list[float], measure: Measure) -> str:

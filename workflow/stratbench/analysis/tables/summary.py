@@ -9,20 +9,18 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.columns import Row, read_table
-from stratbench.analysis.records.groups import GROUP, Group, findings_by_group, rows_by_group
+from stratbench.analysis.records.groups import GROUP, Group, Repeats, findings_by_group
 from stratbench.analysis.records.measures import (
     ALONE,
-    MEASURES,
     Measure,
     format_number,
-    measures_of,
+    measures_by_experiment,
     status_label,
 )
-from stratbench.statistics.intervals import mean_ratio, median_and_spread, ratio_intervals
+from stratbench.statistics.intervals import Estimate, mean_ratio, median_and_spread, paired_ratios
 
 SUMMARY_COLUMNS = (
     *GROUP,
@@ -59,53 +57,28 @@ def outcome_kinds(outcome_text: str) -> str:
     return ", ".join(dict.fromkeys(kinds))
 
 
-class MeasuredGroups:
-    """Groups of repeats with their measured values, looked up once for all measures of a column."""
-
-    def __init__(self, cells: pd.DataFrame) -> None:
-        columns = list(dict.fromkeys(measure.column for measure in MEASURES.values()))
-        numbers = {name: pd.to_numeric(cells[name], errors="coerce") for name in columns}
-        self.rows = rows_by_group(cells.assign(**numbers))
-        #: The measures by name, for each experiment, since each names its own score.
-        self.measures = {
-            str(name): measures_of(rows) for name, rows in cells.groupby("experiment", sort=False)
-        }
-        #: Values of cells that are `ok`, by repeat, in the column's unit, without absent ones.
-        self._values: dict[tuple[Group, str], dict[int, float]] = {}
-        for group, rows in self.rows.items():
-            ok = rows[rows["status"] == "ok"]
-            repeats = ok["repeat"].tolist()
-            for name in columns:
-                pairs = zip(repeats, ok[name].to_numpy(dtype=float).tolist(), strict=True)
-                self._values[group, name] = {r: value for r, value in pairs if value == value}
-
-    def values_of(self, group: Group, measure: Measure) -> dict[int, float]:
-        """The values of a measure by repeat, in the unit in which it is shown."""
-        found = self._values[group, measure.column]
-        return {repeat: value * measure.scale for repeat, value in found.items()}
-
-    def why_none(self, group: Group) -> str:
-        """The outcomes of a group without a value; empty if its cells ended well."""
-        return outcome_kinds(describe_outcome(self.rows[group]))
-
-
-def absolute_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
+def absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     """The median of a measure and the ends of its spread; if there are none, `text` says why."""
-    found = list(groups.values_of(group, measure).values())
+    found = list(groups.values(group, measure.column).values())
     if not found:
-        steps = groups.rows[group]["steps"].dropna()
+        steps = groups.all[group]["steps"].dropna()
         unscored = measure.concerns == "score" and len(steps)
         why = (
             f"n/a (not evaluated: {steps.iloc[0]:.0f} steps)" if unscored else "n/a (not recorded)"
         )
-        return {"text": groups.why_none(group) or why}
-    median, low, high, spread = median_and_spread(found)
+        return {"text": why_none(groups, group) or why}
+    median, low, high, spread = median_and_spread([value * measure.scale for value in found])
     return {"value": median} | (
         {"low": low, "high": high, "spread": spread} if len(found) > 1 else {}
     )
 
 
-def baseline_of(groups: MeasuredGroups, group: Group, measure: Measure) -> Group | str:
+def why_none(groups: Repeats, group: Group) -> str:
+    """The outcomes of a group without a value; empty if its cells ended well."""
+    return outcome_kinds(describe_outcome(groups.all[group]))
+
+
+def baseline_of(groups: Repeats, group: Group, measure: Measure) -> Group | str:
     """The baseline group of a ratio, or a text that says why there is none."""
     match measure.baseline:
         case "self":
@@ -113,67 +86,56 @@ def baseline_of(groups: MeasuredGroups, group: Group, measure: Measure) -> Group
         case str() as against:
             where, count = against, 1 if against == ALONE else group.gpus
     baseline = group.with_strategy(against).with_gpus(count)
-    if baseline not in groups.rows:
+    if baseline not in groups.all:
         return f"n/a (no {where})"
-    if not groups.values_of(baseline, measure):
-        return f"n/a ({where}: {groups.why_none(baseline) or 'not recorded'})"
+    if not groups.values(baseline, measure.column):
+        return f"n/a ({where}: {why_none(groups, baseline) or 'not recorded'})"
     return baseline
 
 
-def ratio_row(groups: MeasuredGroups, group: Group, measure: Measure) -> Row:
-    """A ratio to the baseline; `pairs`, shape [2, repeats], has the data for its interval."""
-    found = groups.values_of(group, measure)
-    if not found:
-        return {"text": groups.why_none(group) or "n/a (not recorded)"}
+def ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
+    """A ratio to the baseline, as the `pair` of values behind it; if there is none, `text` says why."""
+    if not groups.values(group, measure.column):
+        return {"text": why_none(groups, group) or "n/a (not recorded)"}
     baseline = baseline_of(groups, group, measure)
     if isinstance(baseline, str):
         return {"text": baseline}
-    others = groups.values_of(baseline, measure)
-    common = [repeat for repeat in found if repeat in others]
-    if not common:
+    pair = groups.common((group, baseline), measure.column)
+    if not pair.size:
         return {"text": "n/a (no repeat in common with the baseline)"}
-    numerators = np.array([found[r] for r in common]) / (group.gpus if measure.per_worker else 1)
-    denominators = np.array([others[r] for r in common])
+    if measure.per_worker:
+        pair[0] /= group.gpus
     if measure.inverted:
-        numerators, denominators = denominators, numerators
-    row: Row = {"value": mean_ratio(numerators, denominators)}
-    if baseline != group:
-        row["pairs"] = np.stack([numerators, denominators])
-        kinds = (groups.rows[g]["strategy_kind"] for g in (group, baseline))
-        row["served"] = any((kind == "server").any() for kind in kinds)
-    return row
+        pair = pair[::-1]
+    if baseline == group:  # certain, so without an interval
+        return {"value": mean_ratio(*pair)}
+    return {"pair": pair, "served": groups.are_served((group, baseline))}
 
 
-def fill_intervals(rows: list[Row]) -> None:
-    """Replace `pairs` by the ends of 95 % intervals, with variances moderated over a measure's ratios."""
+def fill_ratios(rows: list[Row]) -> None:
+    """Replace each `pair` by its ratio and 95 % interval; a measure's ratios share their variances."""
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if "pairs" in row:
+        if "pair" in row:
             by_measure[row["measure"]].append(row)
     for same in by_measure.values():
-        most = max(row["pairs"].shape[1] for row in same)
-        pairs = np.full((len(same), 2, most), np.nan)
-        for i, row in enumerate(same):
-            found = row.pop("pairs")
-            pairs[i, :, : found.shape[1]] = found
-        served = np.array([row.pop("served") for row in same])
-        intervals = ratio_intervals(pairs[:, 0], pairs[:, 1], served)
-        for row, (low, high) in zip(same, intervals if intervals is not None else (), strict=False):
-            if np.isfinite(high):
-                row |= {"low": float(low), "high": float(high), "spread": "interval"}
+        served = [row.pop("served") for row in same]
+        ratios = paired_ratios([row.pop("pair") for row in same], served)
+        for row, ratio in zip(same, ratios, strict=True):
+            row["value"] = ratio.value
+            if ratio.low is not None:
+                row |= {"low": ratio.low, "high": ratio.high, "spread": "interval"}
 
 
 def cell_text(row: Row, measure: Measure) -> str:
     """The text of a table's cell: the value, its spread, and the outcomes that are not `ok`."""
     if "text" in row:
         return row["text"]
-    parts = [format_number(row["value"], measure.decimals)]
-    if "low" in row:
-        low, high = (format_number(row[end], measure.decimals) for end in ("low", "high"))
-        parts.append(f"[{low}, {high}]")
+    found = Estimate(row["value"], row.get("low"), row.get("high"))
+    text = found.text(lambda value: format_number(value, measure.decimals))
     if row["ok"] < row["cells"]:
-        parts.append(f"({row['ok']} of {row['cells']}; {row['outcome']})")
-    return " ".join(parts)
+        text += f" ({row['ok']} of {row['cells']}; {row['outcome']})"
+    return text
 
 
 def doubts_by_group(
@@ -196,22 +158,23 @@ def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.D
 
     `flags` names the audit's rules (rows of audit.csv, except notes) that doubt the figure.
     """
-    groups = MeasuredGroups(cells)
+    groups = Repeats(cells)
+    measures = measures_by_experiment(cells)
     rows: list[Row] = []
-    for group, repeats in groups.rows.items():
+    for group, repeats in groups.all.items():
         common = group._asdict() | {
             "cells": len(repeats),
             "ok": int((repeats["status"] == "ok").sum()),
             "outcome": describe_outcome(repeats),
         }
-        for measure in groups.measures[group.experiment].values():
+        for measure in measures[group.experiment].values():
             row_of = ratio_row if measure.baseline else absolute_row
             found = row_of(groups, group, measure)
             rows.append(common | {"measure": measure.name, "unit": measure.unit} | found)
-    fill_intervals(rows)
-    doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups.rows)
+    fill_ratios(rows)
+    doubts = doubts_by_group([] if findings is None else findings.to_dict("records"), groups.all)
     for row in rows:
-        measure = groups.measures[row["experiment"]][row["measure"]]
+        measure = measures[row["experiment"]][row["measure"]]
         row["text"] = cell_text(row, measure)
         flags = doubts.get((measure.concerns, *(row[name] for name in GROUP)), ())
         # A cell without the figure has nothing to doubt.

@@ -166,12 +166,21 @@ def wide_table(
 
     `counts` and `lines` come from `wide_rows`.
     """
-    table = [
-        [model, strategy, *(marked_text(found[n]) if n in found else NO_CELL for n in counts)]
-        for model, strategy, found in lines
-    ]
-    noun = worker_noun(cells["device_kind"])
-    return pd.DataFrame(table, columns=["model", "strategy", *(counted(n, noun) for n in counts)])
+    texts = (
+        (model, strategy, {n: marked_text(row) for n, row in by_count.items()})
+        for model, strategy, by_count in lines
+    )
+    return table_by_count(counts, texts, worker_noun(cells["device_kind"]))
+
+
+def table_by_count(
+    counts: Sequence[int], lines: Iterable[tuple[str, str, Mapping[int, str]]], noun: str
+) -> pd.DataFrame:
+    """A table of texts: model, strategy, and a column for each worker count; a worker is called `noun`."""
+    return pd.DataFrame(
+        [[*names, *(texts.get(n, NO_CELL) for n in counts)] for *names, texts in lines],
+        columns=["model", "strategy", *(counted(n, noun) for n in counts)],
+    )
 
 
 def markdown(table: pd.DataFrame, title: str) -> str:

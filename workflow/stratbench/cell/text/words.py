@@ -43,3 +43,9 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def shortened(text: str) -> str:
+    """A text that may be from others, as `printable` has it and short enough for a table."""
+    text = printable(text)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 
@@ -13,10 +13,9 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.collect import UNMEASURED
-from stratbench.analysis.records.groups import Group, findings_by_group, rows_by_group
+from stratbench.analysis.records.groups import Group, Repeats, findings_by_group, rows_by_group
 from stratbench.analysis.records.score import Score, score_of
 from stratbench.analysis.tables.summary import describe_outcome, outcome_kinds
-from stratbench.analysis.tables.usable import UsableGroups
 from stratbench.cell.text.words import counted
 from stratbench.sets.comparing.matching import (
     WORK,
@@ -30,50 +29,74 @@ from stratbench.sets.comparing.matching import (
     why_not_comparable,
 )
 from stratbench.sets.reading import ResultSet
+from stratbench.statistics.intervals import Estimate
 from stratbench.statistics.unpaired import (
-    Estimate,
     difference_of_scores,
     mean_over_models,
     ratio_of_times,
 )
 
+#: Fields that say how memory was measured.
+MEMORY_METHOD = ("memory.method", "provenance.device")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A kind of cell in one of two sets.
+
+    Times (s) and scores are those of its repeats, without those that the audit rejects.
+    """
+
+    times: tuple[float, ...]
+    #: As shown.
+    scores: tuple[float, ...] = ()
+    #: Median of peak memory in bytes; None if not known.
+    memory: float | None = None
+    #: The outcomes of repeats that ran and did not end well; empty if all ended well.
+    outcome: str = ""
+    #: Whether a repeat finished, whatever the audit says of it.
+    finished: bool = True
+    #: The audit's rules that doubt one of the times.
+    doubts: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """A kind of cell in two sets. Times and scores are by repeat, without those that the audit rejects."""
+    """A kind of cell in two sets."""
 
     match: Match
-    first_times: tuple[float, ...]
-    other_times: tuple[float, ...]
-    first_scores: tuple[float, ...]
-    other_scores: tuple[float, ...]
-    #: Median of peak memory in bytes; None if not known, or not measured alike.
-    first_memory: float | None
-    other_memory: float | None
-    #: The outcomes of repeats that ran and did not end well; empty if all ended well.
-    first_outcome: str
-    other_outcome: str
-    score: Score
+    first: Side
+    other: Side
+    score: Score = field(default_factory=Score)
     #: The reason why there is no ratio; empty if there is one.
-    why_not: str
+    why_not: str = ""
     #: Fields of the work that are not known to be equal.
-    caution: str
-    #: The audit's rules that doubt one of the times.
-    doubts: tuple[str, ...] = ()
+    caution: str = ""
     #: Whether the work itself differs, whatever was measured.
     other_work: bool = False
-    #: Whether a repeat of the other set finished, whatever the audit says of it.
-    other_finished: bool = True
+    #: Whether memory was measured alike.
+    same_memory: bool = True
 
     @property
     def group(self) -> Group:
         """The cell's coordinates in the first set."""
         return self.match.first
 
+    @property
+    def in_words(self) -> str:
+        """The cell's coordinates for a sentence."""
+        g = self.group
+        return f"{g.strategy} on {g.gpus}, {g.model} ({g.experiment})"
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """The audit's rules that doubt one of the times of either set."""
+        return tuple(dict.fromkeys((*self.first.doubts, *self.other.doubts)))
+
     @cached_property
     def time(self) -> Estimate | None:
         """Training time in the other set, divided by that in the first; None if there is no ratio."""
-        return None if self.why_not else ratio_of_times(self.other_times, self.first_times)
+        return None if self.why_not else ratio_of_times(self.other.times, self.first.times)
 
     @property
     def memory(self) -> float | None:
@@ -81,16 +104,15 @@ class ComparedCell:
 
         It hardly scatters, so it has no interval.
         """
-        if self.why_not or not self.first_memory or not self.other_memory:
-            return None
-        return self.other_memory / self.first_memory
+        known = self.first.memory and self.other.memory and self.same_memory
+        return self.other.memory / self.first.memory if known and not self.why_not else None
 
     @cached_property
     def score_change(self) -> Estimate | None:
         """The score in the other set minus that in the first, as shown; None without a ratio or a score."""
-        if self.why_not or not self.first_scores or not self.other_scores:
+        if self.why_not or not self.first.scores or not self.other.scores:
             return None
-        return difference_of_scores(self.other_scores, self.first_scores)
+        return difference_of_scores(self.other.scores, self.first.scores)
 
 
 @dataclass(frozen=True)
@@ -155,119 +177,113 @@ class Comparison:
         return [cell for cell in self.cells if cell.why_not]
 
 
+class Measurements:
+    """What a set has measured, by group of repeats."""
+
+    def __init__(self, found: ResultSet) -> None:
+        findings = found.findings.to_dict("records")
+        self.repeats = Repeats(found.cells, findings)
+        bad = found.cells[~found.cells["status"].isin(["ok", *UNMEASURED])]
+        #: The cells that ran and did not end well.
+        self.bad = rows_by_group(bad)
+        on_times = [
+            finding
+            for finding in findings
+            if finding["severity"] == "doubtful" and finding["affects"] in ("time", "all")
+        ]
+        self.doubts = dict(findings_by_group(on_times, groups_with_data(found)))
+
+    def side(self, group: Group, score: Score) -> Side:
+        """What is known of a group, in a comparison with that of another set."""
+        times, scores, peaks = (
+            tuple(self.repeats.values(group, column, concerns).values())
+            for column, concerns in (
+                ("train_time_s", "time"),
+                ("score_final", "score"),
+                ("peak_memory_bytes", "memory"),
+            )
+        )
+        bad = self.bad.get(group)
+        return Side(
+            times,
+            tuple(score.factor * value for value in scores),
+            float(np.median(peaks)) if peaks else None,
+            "" if bad is None else outcome_kinds(describe_outcome(bad)),
+            group in self.repeats.ok,
+            tuple(dict.fromkeys(finding["rule"] for finding in self.doubts[group])),
+        )
+
+
 def compare(first: ResultSet, other: ResultSet) -> Comparison:
     """Compares the other set with the first."""
     found = matches(first, other)
-    groups = [UsableGroups(one.cells, one.findings.to_dict("records")) for one in (first, other)]
-    outcomes = [outcomes_of(one) for one in (first, other)]
-    doubts = [doubts_on_times(one) for one in (first, other)]
+    measured = Measurements(first), Measurements(other)
     cells, place, work, unknown = [], [], [], []
     scored = {name: score_of(rows) for name, rows in first.cells.groupby("experiment")}
     for match in found:
         differing = list(differences(match, first, other))
         reasons = why_not_comparable(differing, first.is_published or other.is_published)
-        cells.append(
-            compared_cell(
-                match, groups, outcomes, differing, reasons, scored[match.first.experiment]
-            )
-        )
-        doubted = (*doubts[0][match.first], *doubts[1][match.other])
-        cells[-1] = replace(cells[-1], doubts=tuple(dict.fromkeys(doubted)))
+        not_known = [d for d in not_stated(differing) if d not in reasons]
+        score = scored[match.first.experiment]
+        sides = measured[0].side(match.first, score), measured[1].side(match.other, score)
+        cells.append(compared_cell(match, *sides, score, differing, reasons, not_known))
         work += reasons
-        unknown += [d for d in not_stated(differing) if d not in reasons]
+        unknown += not_known
         place += [d for d in differing if d.kind not in WORK.values()]
-    compared = tuple(cells)
-    with_ratio = [cell for cell in compared if not cell.why_not]
-    n_first, n_other = (len(set(usable.groups)) for usable in groups)
+    with_ratio = [cell for cell in cells if not cell.why_not]
+    in_first, in_other = (one.repeats.ok for one in measured)
+    matched = {match.first for match in found}
     return Comparison(
         first,
         other,
-        compared,
+        tuple(cells),
         tuple(together(iter(place))),
         tuple(together(iter(work))),
         tuple(together(iter(unknown))),
         tuple(means_by_strategy(with_ratio)),
         tuple(rank_changes(with_ratio)),
-        n_first - sum(match.first in groups[0].groups for match in found),
-        n_other - sum(match.other in groups[1].groups for match in found),
+        len(in_first.keys() - matched),
+        len(in_other.keys() - {match.other for match in found}),
         tuple(
             group
-            for group in groups[0].groups
-            if groups[0].values(group, "train_time_s", "time")
-            and group not in {match.first for match in found}
+            for group in in_first
+            if group not in matched and measured[0].repeats.values(group, "train_time_s", "time")
         ),
     )
 
 
-def doubts_on_times(found: ResultSet) -> dict[Group, list[str]]:
-    """The audit's rules that call times doubtful, by group of cells."""
-    told = [
-        finding
-        for finding in found.findings.to_dict("records")
-        if finding["severity"] == "doubtful" and finding["affects"] in ("time", "all")
-    ]
-    return {
-        group: list(dict.fromkeys(finding["rule"] for finding in on_it))
-        for group, on_it in findings_by_group(told, groups_with_data(found))
-    }
-
-
-def outcomes_of(found: ResultSet) -> dict[Group, str]:
-    """The outcomes of cells that ran and did not end well, by their group."""
-    bad = found.cells[~found.cells["status"].isin(["ok", *UNMEASURED])]
-    return {
-        group: outcome_kinds(describe_outcome(rows)) for group, rows in rows_by_group(bad).items()
-    }
-
-
 def compared_cell(
     match: Match,
-    groups: list[UsableGroups],
-    outcomes: list[dict[Group, str]],
+    first: Side,
+    other: Side,
+    score: Score,
     differing: list[Difference],
     reasons: list[Difference],
-    score: Score,
+    not_known: list[Difference],
 ) -> ComparedCell:
     """A match with the measurements of both sets, and with the reason if there is no ratio."""
-    sides = (match.first, match.other)
-    times, scores, peaks = (
-        [
-            tuple(usable.values(group, column, concerns).values())
-            for usable, group in zip(groups, sides, strict=True)
-        ]
-        for column, concerns in (
-            ("train_time_s", "time"),
-            ("score_final", "score"),
-            ("peak_memory_bytes", "memory"),
-        )
-    )
-    outcome = [told.get(group, "") for told, group in zip(outcomes, sides, strict=True)]
-    why = "; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in reasons)
-    if not why and not all(times):
+    why = against_each_other(reasons)
+    if not why and not (first.times and other.times):
         told = [
-            text or ("measured" if values else "rejected by the audit")
-            for text, values in zip(outcome, times, strict=True)
+            side.outcome or ("measured" if side.times else "rejected by the audit")
+            for side in (first, other)
         ]
         why = f"{told[0]} against {told[1]}"
-    methods = any(d.path == "memory.method" for d in differing)
-    on_cpu_and_gpu = any(d.path == "provenance.device" for d in differing)
-    memory = [
-        float(np.median(values)) if values and not (methods or on_cpu_and_gpu) else None
-        for values in peaks
-    ]
-    unknown = [d for d in not_stated(differing) if d not in reasons]
     return ComparedCell(
         match,
-        *times,
-        *(tuple(score.factor * value for value in values) for values in scores),
-        *memory,
-        *outcome,
+        first,
+        other,
         score=score,
         why_not=why,
-        caution="; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in unknown),
+        caution=against_each_other(not_known),
         other_work=bool(reasons),
-        other_finished=match.other in groups[1].groups,
+        same_memory=not any(d.path in MEMORY_METHOD for d in differing),
     )
+
+
+def against_each_other(found: list[Difference]) -> str:
+    """Differences in words: `lr 0.01 against 0.5; epochs 10 against not stated`."""
+    return "; ".join(f"{named(d.path)} {d.first} against {d.other}" for d in found)
 
 
 def named(path: str) -> str:
@@ -299,26 +315,26 @@ def rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
         bouts[(g.experiment, cell.match.other.experiment, g.model, g.gpus)].append(cell)
     for (experiment, _, model, gpus), bout in bouts.items():
         for a, b in combinations(bout, 2):
-            before = np.mean(np.log(b.first_times)) - np.mean(np.log(a.first_times))
-            after = np.mean(np.log(b.other_times)) - np.mean(np.log(a.other_times))
+            before = np.mean(np.log(b.first.times)) - np.mean(np.log(a.first.times))
+            after = np.mean(np.log(b.other.times)) - np.mean(np.log(a.other.times))
             if before * after < 0:
                 old, new = (a, b) if before > 0 else (b, a)
                 yield RankChange(
                     *(experiment, model, gpus, old.group.strategy, new.group.strategy),
-                    ratio_of_times(new.first_times, old.first_times),
-                    ratio_of_times(new.other_times, old.other_times),
+                    ratio_of_times(new.first.times, old.first.times),
+                    ratio_of_times(new.other.times, old.other.times),
                 )
 
 
 def changed_outcomes(cells: tuple[ComparedCell, ...]) -> list[ComparedCell]:
     """Cells that ended differently in the other set: out of memory, too slow, diverged."""
-    return [cell for cell in cells if cell.first_outcome != cell.other_outcome]
+    return [cell for cell in cells if cell.first.outcome != cell.other.outcome]
 
 
 def answer_first(found: Comparison) -> Iterator[str]:
     """What came of the comparison: copied times, and the least and the largest mean ratio."""
     a, b, n = found.first.name, found.other.name, len(found.with_ratio)
-    same = sum(cell.first_times == cell.other_times for cell in found.with_ratio)
+    same = sum(cell.first.times == cell.other.times for cell in found.with_ratio)
     if same:
         copied = f"{same} of {n} are equal to the last digit, so they were not measured twice"
         yield f"{b} holds {a}'s times: {copied}."

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,14 +15,15 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from stratbench.analysis.figures.panels import (
     INK,
+    MOST_COLUMNS,
     add_legend_and_note,
     counts_axis,
-    figure_with_panels,
-    first_of_each_row,
-    line_handle,
+    draw_panels,
+    line,
+    line_handles,
 )
 from stratbench.analysis.figures.plots import save_figure
-from stratbench.analysis.figures.style import GREY, RC, Style, styles_by_strategy
+from stratbench.analysis.figures.style import GREY, RC, Style, styles_of
 from stratbench.sets.comparing.comparison import ComparedCell, Comparison
 from stratbench.statistics.unpaired import geometric_mean
 
@@ -31,20 +33,10 @@ LINE_IN, AROUND_IN = 0.17, 1.1
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 5, 10, 20, 50, 100)
 
 
-def looks_of(found: Comparison) -> dict[str, Style]:
-    """The style of every strategy in both sets, the same as in the figures of a study."""
-    pairs = {
-        (str(name), base if isinstance(base, str) else None)
-        for one in (found.first, found.other)
-        for name, base in one.cells.groupby("strategy")["strategy_base"].first().items()
-    }
-    return styles_by_strategy(pairs)
-
-
 def draw_all(found: Comparison, out_dir: Path) -> dict[str, list[Path]]:
     """Draw the figures of every experiment with a ratio; returns their SVGs, by experiment."""
     drawn: dict[str, list[Path]] = {}
-    looks = looks_of(found)
+    looks = styles_of(pd.concat([found.first.cells, found.other.cells]))
     with plt.rc_context(RC):
         for experiment in dict.fromkeys(cell.group.experiment for cell in found.with_ratio):
             cells = [cell for cell in found.with_ratio if cell.group.experiment == experiment]
@@ -62,22 +54,20 @@ def ratio_figure(
     models = list(dict.fromkeys(cell.group.model for cell in cells))
     strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))
     drawn = {(cell.group.strategy, cell.group.gpus) for cell in cells}
-    lines = sorted(drawn, key=lambda line: (strategies.index(line[0]), line[1]))
-    figure, axes = figure_with_panels(models)
-    rows = -(-len(models) // 3)
-    figure.set_figheight(max(2.0, LINE_IN * len(lines) + AROUND_IN) * rows)
-    place = {line: -n for n, line in enumerate(lines)}
+    lines = sorted(drawn, key=lambda drawn: (strategies.index(drawn[0]), drawn[1]))
+    place = {what: -n for n, what in enumerate(lines)}
     ends = [end for cell in cells for end in cell.time if end is not None]
     # The limits cover all values and at least a tenth around 1, and are the same for all models.
     limits = 0.95 * min(0.95, *ends), 1.05 * max(1.05, *ends)
-    for axis, model in zip(axes, models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         axis.axvline(1, color=GREY, linewidth=1, zorder=1)
         for cell in (cell for cell in cells if cell.group.model == model):
             at = place[(cell.group.strategy, cell.group.gpus)]
             look, time = looks[cell.group.strategy], cell.time
             if time.low is not None:
                 axis.hlines(at, time.low, time.high, color=look.colour, linewidth=1.6, zorder=2)
-            axis.plot(time.value, at, marker=look.marker, color=look.colour, **_edge(), zorder=3)
+            line(axis, time.value, at, look, linestyle="-", zorder=3)
         axis.set_xscale("log")
         axis.set_xlim(*limits)
         axis.set_yticks([-n for n in range(len(lines))], [f"{s}, {n}" for s, n in lines])
@@ -86,6 +76,10 @@ def ratio_figure(
         axis.grid(visible=False, axis="y")
         ratio_ticks(axis)
         axis.set_xlabel(f"Time in {found.other.name} / time in {found.first.name}")
+
+    figure = draw_panels({model: model for model in models}, panel)
+    rows = -(-len(models) // MOST_COLUMNS)
+    figure.set_figheight(max(2.0, LINE_IN * len(lines) + AROUND_IN) * rows)
     note = (
         f"Training time in {found.other.name}, divided by that in {found.first.name}: left of the line "
         f"{found.other.name} is faster. Bars: 95 % intervals by Welch's t, unpaired; without: one repeat. "
@@ -120,27 +114,26 @@ def times_figure(
     models = list(dict.fromkeys(cell.group.model for cell in cells))
     counts = sorted({cell.group.gpus for cell in cells})
     strategies = list(dict.fromkeys(cell.group.strategy for cell in cells))
-    figure, axes = figure_with_panels(models)
-    for axis, model in zip(axes, models, strict=True):
+
+    def panel(axis: Axes, model: str) -> None:
         for strategy in strategies:
-            line = sorted(
+            shown = sorted(
                 (c for c in cells if (c.group.model, c.group.strategy) == (model, strategy)),
                 key=lambda c: c.group.gpus,
             )
-            at, look = [c.group.gpus for c in line], looks[strategy]
-            same = {"color": look.colour, "marker": look.marker}
-            axis.plot(at, [geometric_mean(c.first_times) for c in line], "-", **same, **_edge())
-            axis.plot(
-                at,
-                [geometric_mean(c.other_times) for c in line],
-                "--",
-                **same,
-                markerfacecolor="white",
+            at, look = [c.group.gpus for c in shown], looks[strategy]
+            hollow = {"markerfacecolor": "white", "markeredgecolor": look.colour}
+            first, other = (
+                [geometric_mean(times) for times in side]
+                for side in ([c.first.times for c in shown], [c.other.times for c in shown])
             )
+            line(axis, at, first, look, linestyle="-")
+            line(axis, at, other, look, linestyle="--", markeredgewidth=1, **hollow)
         counts_axis(axis, counts, is_ratio=False)
         axis.set_xlabel("workers")
-    first_of_each_row(axes, "Training time (s)")
-    handles = [line_handle(name, looks[name]) for name in strategies]
+
+    figure = draw_panels({model: model for model in models}, panel, "Training time (s)")
+    handles = line_handles({name: looks[name] for name in strategies})
     handles += [
         Line2D([], [], color=INK, linestyle="-", label=found.first.name),
         Line2D([], [], color=INK, linestyle="--", label=found.other.name),
@@ -148,7 +141,3 @@ def times_figure(
     note = f"Geometric means of the repeats. Solid: {found.first.name}; dashed: {found.other.name}."
     add_legend_and_note(figure, handles, note)
     return figure
-
-
-def _edge() -> dict[str, object]:
-    return {"markeredgecolor": INK, "markeredgewidth": 0.4}

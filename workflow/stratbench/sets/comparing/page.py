@@ -12,7 +12,7 @@ from stratbench.analysis.decision.decide import Decision
 from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
 from stratbench.analysis.report.report import data_uri, width_pt
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import MIB
+from stratbench.cell.text.words import MIB, shortened
 from stratbench.sets.check import describe_audit, machines
 from stratbench.sets.comparing.comparison import (
     ComparedCell,
@@ -21,7 +21,7 @@ from stratbench.sets.comparing.comparison import (
     headline_of,
 )
 from stratbench.sets.comparing.regression import Watched
-from stratbench.sets.comparing.tables import change_text, ratio_text, seconds_text, shortened
+from stratbench.sets.comparing.tables import change_text, ratio_text, times_text
 from stratbench.sets.reading import ResultSet
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -91,9 +91,9 @@ def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str,
         "changes": list(change_sentences(found)),
         "outcomes": [
             {
-                "place": place_of(cell),
-                "first": cell.first_outcome or "finished",
-                "other": cell.other_outcome or "finished",
+                "place": cell.in_words,
+                "first": cell.first.outcome or "finished",
+                "other": cell.other.outcome or "finished",
             }
             for cell in changed_outcomes(found.cells)
         ],
@@ -136,12 +136,6 @@ def unit_of(cells: Sequence[ComparedCell]) -> str:
     return units.pop() if len(units) == 1 else ""
 
 
-def place_of(cell: ComparedCell) -> str:
-    """A cell's coordinates in words."""
-    g = cell.group
-    return f"{g.strategy} on {g.gpus}, {g.model} ({g.experiment})"
-
-
 def cell_line(cell: ComparedCell) -> dict[str, Any]:
     """The line in the table for a cell with a ratio."""
     return {
@@ -149,8 +143,8 @@ def cell_line(cell: ComparedCell) -> dict[str, Any]:
         "model": cell.group.model,
         "strategy": cell.group.strategy,
         "gpus": cell.group.gpus,
-        "first": seconds_text(cell.first_times),
-        "other": seconds_text(cell.other_times),
+        "first": times_text(cell.first.times),
+        "other": times_text(cell.other.times),
         "ratio": ratio_text(cell.time),
         "value": cell.time.value,
         "memory": "" if cell.memory is None else f"{cell.memory:.3f}",
@@ -164,9 +158,9 @@ def cell_line(cell: ComparedCell) -> dict[str, Any]:
 def without_line(cell: ComparedCell) -> dict[str, Any]:
     """The line in the list for a cell without a ratio: both times, beside the reason."""
     return {
-        "place": place_of(cell),
-        "first": seconds_text(cell.first_times),
-        "other": seconds_text(cell.other_times),
+        "place": cell.in_words,
+        "first": times_text(cell.first.times),
+        "other": times_text(cell.other.times),
         "why": cell.why_not,
     }
 
@@ -175,15 +169,15 @@ def change_sentences(found: Comparison) -> Iterator[str]:
     """Sentences on unusual changes of memory and score, one each."""
     for cell in found.with_ratio:
         if cell.memory is not None and abs(cell.memory - 1) > MEMORY_CHANGE:
-            before, after = (m / MIB for m in (cell.first_memory, cell.other_memory))
-            yield f"{place_of(cell)}: peak memory {cell.memory - 1:+.0%} ({before:.0f} to {after:.0f} MiB)."
+            before, after = (m / MIB for m in (cell.first.memory, cell.other.memory))
+            yield f"{cell.in_words}: peak memory {cell.memory - 1:+.0%} ({before:.0f} to {after:.0f} MiB)."
         change = cell.score_change
         if change is None or abs(change.value) <= cell.score.tolerance:
             continue
         sure = change.low is not None and change.low * change.high > 0
         chance = "" if sure else "; it may be chance"
         yield (
-            f"{place_of(cell)}: {cell.score.name} {change_text(change, cell)} "
+            f"{cell.in_words}: {cell.score.name} {change_text(change, cell)} "
             f"{cell.score.difference(0).partition(' ')[2]}{chance}."
         )
 

@@ -73,10 +73,10 @@ def watch(found: Sequence[Comparison], allowed: float) -> list[Watched]:
     """
     strategies = [(c.other.name, *entry) for c in found for entry in by_strategy(c.with_ratio)]
     cells = [
-        (c.other.name, describe(cell), [cell])
+        (c.other.name, cell.in_words, [cell])
         for c in found
         for cell in c.with_ratio
-        if len(cell.first_times) > 1 and len(cell.other_times) > 1
+        if len(cell.first.times) > 1 and len(cell.other.times) > 1
     ]
     watched = [
         watched_one(*entry, whole, ALPHA / 2 / len(family), allowed)
@@ -92,9 +92,9 @@ def not_judged(found: Comparison) -> Iterator[Watched]:
     """For each strategy, the kinds of cells with times in the first set that nothing here is held against."""
     places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
     for cell in found.cells:
-        if cell.other_work and cell.first_times:
+        if cell.other_work and cell.first.times:
             places[OTHER_WORK, cell.group.strategy, "other work"].append(cell.group)
-        elif cell.first_times and not cell.other_times and not is_lost(cell):
+        elif cell.first.times and not cell.other.times and not is_lost(cell):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
     # Published tables have no records that could be gone.
     for group in () if found.other.is_published else found.gone:
@@ -114,12 +114,12 @@ def is_lost(cell: ComparedCell) -> bool:
 
     A repeat without a record has not ended: it does not count either way.
     """
-    return bool(cell.first_times) and not cell.other_finished and not cell.other_work
+    return bool(cell.first.times) and not cell.other.finished and not cell.other_work
 
 
 def lost_one(set_name: str, cell: ComparedCell) -> Watched:
     """The outcome on a cell that no longer finishes."""
-    what = f"{describe(cell)}, {cell.other_outcome}"
+    what = f"{cell.in_words}, {cell.other.outcome}"
     return Watched(set_name, what, False, 1, LostSpeed(None, None, None), LOST)
 
 
@@ -129,7 +129,7 @@ def by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[Compa
     for cell in cells:
         groups[cell.group.strategy].append(cell)
     for strategy, found in groups.items():
-        repeated = [c for c in found if min(len(c.first_times), len(c.other_times)) > 1]
+        repeated = [c for c in found if min(len(c.first.times), len(c.other.times)) > 1]
         yield strategy, repeated or found
 
 
@@ -142,7 +142,7 @@ def watched_one(
     allowed: float,
 ) -> Watched:
     """The outcome on some cells together."""
-    slowdown = slowdown_over_cells([(c.other_times, c.first_times) for c in cells], alpha)
+    slowdown = slowdown_over_cells([(c.other.times, c.first.times) for c in cells], alpha)
     outcome = UNKNOWN
     if slowdown.at_least is not None and slowdown.at_least > allowed:
         outcome = SLOWER
@@ -150,12 +150,6 @@ def watched_one(
         outcome = WITHIN
     doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubts))
     return Watched(set_name, what, whole, len(cells), slowdown, outcome, doubts)
-
-
-def describe(cell: ComparedCell) -> str:
-    """A cell in words."""
-    g = cell.group
-    return f"{g.strategy} on {g.gpus}, {g.model} ({g.experiment})"
 
 
 def is_slower(watched: Sequence[Watched]) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.measures import NO_CELL
-from stratbench.analysis.tables.tables import latex, markdown
+from stratbench.analysis.tables.tables import latex, markdown, table_by_count
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import counted, printable
+from stratbench.cell.text.words import shortened
 from stratbench.sets.comparing.comparison import ComparedCell, Comparison, StrategyMean
-from stratbench.statistics.unpaired import Estimate, geometric_mean
+from stratbench.statistics.intervals import Estimate
+from stratbench.statistics.unpaired import geometric_mean
 
 #: First characters that make other programs read a text in a CSV file as a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -22,34 +23,30 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 def ratio_text(found: Estimate | None) -> str:
     """A ratio as tables print it, with its interval if there is one."""
-    if found is None:
-        return NO_CELL
-    text = f"{found.value:.3f}"
-    return text if found.low is None else f"{text} [{found.low:.3f}, {found.high:.3f}]"
+    return NO_CELL if found is None else found.text("{:.3f}".format)
 
 
-def change_text(found: Estimate | None, cell: ComparedCell) -> str:
+def change_text(found: Estimate, cell: ComparedCell) -> str:
     """A change of a score as tables print it."""
-    if found is None:
-        return NO_CELL
-    digits = cell.score.decimals
-    text = f"{found.value:+.{digits}f}"
-    if found.low is not None:
-        text += f" [{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
-    return text
+    return found.text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
-def seconds_text(times: tuple[float, ...]) -> str:
+def times_text(times: tuple[float, ...]) -> str:
     """The geometric mean of times, with their number."""
     if not times:
         return NO_CELL
     return f"{geometric_mean(times):.4g} s" + (f" (n = {len(times)})" if len(times) > 1 else "")
 
 
+def columns_of(name: str, found: Estimate | None) -> dict[str, float | None]:
+    """The columns of a value and of the ends of its interval."""
+    ends = (name, f"{name}_low", f"{name}_high")
+    return dict(zip(ends, found or (None, None, None), strict=True))
+
+
 def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
     """A row for every shared kind of cell, with all its numbers."""
     for cell in found.cells:
-        time, score = cell.time, cell.score_change
         yield {
             "experiment": cell.match.first.experiment,
             "experiment_other": cell.match.other.experiment,
@@ -57,20 +54,16 @@ def cell_rows(found: Comparison) -> Iterator[dict[str, Any]]:
             "model": cell.group.model,
             "dataset": cell.match.dataset,
             "workers": cell.group.gpus,
-            "repeats_first": len(cell.first_times),
-            "repeats_other": len(cell.other_times),
-            "time_first_s": geometric_mean(cell.first_times) if cell.first_times else None,
-            "time_other_s": geometric_mean(cell.other_times) if cell.other_times else None,
-            "time_ratio": time and time.value,
-            "time_ratio_low": time and time.low,
-            "time_ratio_high": time and time.high,
+            "repeats_first": len(cell.first.times),
+            "repeats_other": len(cell.other.times),
+            "time_first_s": geometric_mean(cell.first.times) if cell.first.times else None,
+            "time_other_s": geometric_mean(cell.other.times) if cell.other.times else None,
+            **columns_of("time_ratio", cell.time),
             "memory_ratio": cell.memory,
             "score_name": cell.score.name,
-            "score_change": score and score.value,
-            "score_change_low": score and score.low,
-            "score_change_high": score and score.high,
-            "outcome_first": cell.first_outcome or "ok",
-            "outcome_other": cell.other_outcome or "ok",
+            **columns_of("score_change", cell.score_change),
+            "outcome_first": cell.first.outcome or "ok",
+            "outcome_other": cell.other.outcome or "ok",
             "no_ratio_because": cell.why_not,
             "doubted_by": "; ".join(cell.doubts),
             "not_known_to_be_equal": cell.caution,
@@ -87,10 +80,7 @@ def wide_table(found: Comparison, experiment: str) -> pd.DataFrame:
         texts.setdefault((cell.group.model, cell.group.strategy), {})[cell.group.gpus] = text
     models = list(dict.fromkeys(model for model, _ in texts))
     lines = sorted(texts.items(), key=lambda line: models.index(line[0][0]))
-    return pd.DataFrame(
-        [[*key, *(by_count.get(n, NO_CELL) for n in counts)] for key, by_count in lines],
-        columns=["model", "strategy", *(counted(n, "worker") for n in counts)],
-    )
+    return table_by_count(counts, [(*key, by_count) for key, by_count in lines], "worker")
 
 
 def strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
@@ -121,12 +111,6 @@ def difference_table(found: Comparison) -> pd.DataFrame:
         ],
         columns=["kind", "field", found.first.name, found.other.name, "cells", "effect"],
     )
-
-
-def shortened(text: str) -> str:
-    """A text from others, short enough for a table, without what would turn its order round."""
-    text = printable(text)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def write_all(found: Comparison, out_dir: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from stratbench.analysis.audit.rule import Affects, Evidence, Found, Rule, Severity
 from stratbench.analysis.records.derived import value_at
 from stratbench.cell.record import Record
+from stratbench.cell.text.words import shortened
 
 #: Fields of a worker's provenance that depend on the moment or the rank, not on the machine.
 OWN = (
@@ -305,11 +306,6 @@ def describe_values(path: str, said: Sequence[tuple[Record, set[str]]]) -> str:
         named = ", ".join(dict.fromkeys(f"{c['strategy']} on {c['gpus']}" for c in cells))
         parts.append(f"{shortened(value)} ({shortened(named)})")
     return ", ".join(parts)
-
-
-def shortened(text: str) -> str:
-    """A text short enough for a table."""
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def rule_of_row(entry: int) -> Rule:
