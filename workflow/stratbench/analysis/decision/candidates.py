@@ -62,6 +62,7 @@ def measured_candidate(groups: Repeats, group: Group, constraints: Constraints) 
 
     score = score_of(frame)
     error = most("score_error")
+    on_cpu = bool((ok["device_kind"] == "cpu").any())
     return Candidate(
         strategy=group.strategy,
         gpus=int(group.gpus),
