@@ -180,7 +180,10 @@ class DDP(base.Collective):
     def synchronising(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.module.no_sync()
 
-    def grown(self) -> list[Tensor]:
+    def kept(self) -> dict[str, list[Tensor]]:
+        return super().kept() | {"communication": self.late_tensors()}
+
+    def late_tensors(self) -> list[Tensor]:
         return [] if self.compressor is None else self.compressor.kept()
 
     def reset(self) -> None:
@@ -226,7 +229,7 @@ class DDP(base.Collective):
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         report["details"]["bucket_bytes"] = [int(n) for n in str(sizes).split(",") if n.strip()]
         if self.compressor is not None:
-            kept = self.grown()
+            kept = self.late_tensors()
             report["details"]["feedback_bytes"] = sum(t.numel() * t.element_size() for t in kept)
         report["evaluated_on"] = "the replicas' weights with rank 0's BatchNorm statistics"
         return report

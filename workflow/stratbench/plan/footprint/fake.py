@@ -30,8 +30,7 @@ from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
 from stratbench.strategies import base, strategy_class
-from stratbench.strategies.compression import PowerSGD, SixteenBits
-from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
+from stratbench.strategies.compression import PowerSGD
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.data.device_data import example_batch
@@ -64,7 +63,7 @@ def traced_steps(
             on_cpu=not request.on_cuda,
             on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
         )
-        strategy.setup(model, worker)
+        set_up(strategy, model, worker)
         if worker.mesh.tensor > 1:
             # What DTensor asks of its rules it asks once for each shape, of tensors that nobody keeps.
             with CudaAutocast() if request.autocasts_like_cuda else nullcontext():
@@ -119,6 +118,15 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         mesh=strategy.mesh(request.world_size),
     )
     return model, strategy, worker
+
+
+def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
+    """`setup`, and what a training's first steps make beside it."""
+    strategy.setup(model, worker)
+    if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
+        compressor.skip_start()
+        for replica in replicas_of(strategy):
+            replica.reduce_all()
 
 
 def _step(
@@ -181,6 +189,8 @@ def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module)
 def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
     for part, tensors in strategy.kept().items():
         trace.tag(part, tensors)
+    for replica in replicas_of(strategy):
+        trace.tag("gradients" if replica.as_view else "buckets", replica.buckets)
 
 
 # --- the surroundings ----------------------------------------------------------------------------
@@ -202,6 +212,7 @@ def torch_on_fakes(request: Request) -> Iterator[None]:
     """Until the block ends, torch does what it refuses on fake tensors or without the device."""
     from torch.distributed import device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param
+    from torch.nn import parallel
 
     make_mesh, sgd = device_mesh.init_device_mesh, torch.optim.SGD
 
@@ -224,6 +235,8 @@ def torch_on_fakes(request: Request) -> Iterator[None]:
         stack.enter_context(replaced(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
         stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
+        for module in (parallel, parallel.distributed):
+            stack.enter_context(replaced(module, "DistributedDataParallel", Replica))
         if not request.on_cuda:
             for name in SCATTERS:
                 if (scatter := getattr(dist, name, None)) is not None:
@@ -387,9 +400,13 @@ def _cross_entropy(
 
 
 def strategy_on_fakes(request: Request) -> base.Strategy:
-    """The request's strategy, but for what fake tensors cannot do or no other process is there for."""
+    """The request's strategy, but for what no other process is there for.
+
+    A fake overrides what reaches out of the process and nothing else: whatever else a strategy does, the
+    plan does.
+    """
     cls = strategy_class(request.strategy)
-    for real, fake in ((DDP, FakeDDP), (ParameterServer, FakeParameterServer)):
+    for real, fake in ((ParameterServer, FakeParameterServer),):
         if issubclass(cls, real):
             cls = type(cls.__name__, (fake, cls), {})
     return cls(cls.Options(**dict(request.options)))
@@ -419,55 +436,38 @@ def _unmapped(layout: Layout, shared: bool) -> FlatTensors:
     return FlatTensors(weights, torch.zeros_like(weights), buffers)
 
 
-class FakeDDP(DDP):
-    """The ddp strategy with an emulation of DistributedDataParallel, whose C++ part refuses fakes."""
-
-    _sample_every = SAMPLE_EVERY
-
-    def kept(self) -> dict[str, list[Tensor]]:
-        in_place = self.options.gradient_as_bucket_view
-        found = {"gradients" if in_place else "buckets": self.module.buckets}
-        return found | {"communication": self.grown()}
-
-    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
-        self.compressor = self.make_compressor(worker)
-        return Replica(
-            model,
-            self.options.bucket_cap_mb << 20,
-            self.options.gradient_as_bucket_view,
-            self.compressor,
-        )
-
-    def reset(self) -> None:
-        super().reset()
-        if isinstance(self.compressor, PowerSGD):  # what it keeps comes with its first steps
-            self.compressor.skip_start()
-            self.module.compress_all()
+def replicas_of(strategy: base.Strategy) -> list[Replica]:
+    """What stands for DistributedDataParallel in what the strategy has wrapped."""
+    module = getattr(strategy, "module", None)
+    return [] if module is None else [m for m in module.modules() if isinstance(m, Replica)]
 
 
 class Replica(nn.Module):
-    """What DistributedDataParallel allocates and sends, in its steady state.
+    """What DistributedDataParallel, whose C++ part refuses fakes, allocates and sends in its steady state.
 
-    Gradients are copied into flat buckets in the order in which backward makes them final, and a full
-    bucket is all-reduced. With `as_view` they then live there; else both exist. Buffers are
-    broadcast before each forward, coalesced, but for one after a backward in `no_sync`.
+    It is called as that is. Gradients are copied into flat buckets in the order in which backward makes
+    them final, and a full bucket is all-reduced, or given to the hook. With `gradient_as_bucket_view` they
+    then live there; else both exist. Buffers are broadcast before each forward, coalesced, but for one
+    after a backward in `no_sync`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        cap_bytes: int,
-        as_view: bool,
-        compressor: SixteenBits | PowerSGD | None = None,
+        device_ids: list[Any] | None = None,
+        *,
+        bucket_cap_mb: int = 25,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         super().__init__()
-        self.module, self._compressor = module, compressor
+        self.module, self.as_view = module, gradient_as_bucket_view
+        self._hook: Callable[[GradBucket], Any] | None = None
         self._under_way: list[tuple[torch.futures.Future, Tensor]] = []
         self.synchronises, self._sends_buffers = True, True
         # Backward makes gradients final in about the reverse order of the forward.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self._hooked: list[GradBucket] = []
-        groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
+        groups, _ = dist._compute_bucket_assignment_by_size(parameters, [bucket_cap_mb << 20])
         self.buckets = [
             parameters[group[0]].new_empty(sum(parameters[i].numel() for i in group))
             for group in groups
@@ -481,8 +481,20 @@ class Replica(nn.Module):
             index = len(self._hooked)
             self._hooked.append(GradBucket(index, bucket, views, index == len(groups) - 1))
             for i, view in zip(group, views, strict=True):
-                taken = partial(self._into_bucket, index, view, waiting, as_view)
+                taken = partial(self._into_bucket, index, view, waiting)
                 parameters[i].register_post_accumulate_grad_hook(taken)
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
+        """Have the hook take the all-reduce's place.
+
+        Only of one that says so (`holds_backward`) it is known that it leaves a bucket under way. Another
+        may wait for it, and here nobody else would end it.
+        """
+        self._hook = partial(hook, state)
+        self._waits = getattr(getattr(hook, "__self__", None), "holds_backward", True)
+
+    def _set_ddp_runtime_logging_sample_rate(self, every: int) -> None:
+        """Nothing is timed."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What DDP has timed: nothing."""
@@ -506,14 +518,12 @@ class Replica(nn.Module):
         self._sends_buffers = self.synchronises
         return self.module(x)
 
-    def _into_bucket(
-        self, index: int, view: Tensor, waiting: list[int], as_view: bool, parameter: Tensor
-    ) -> None:
+    def _into_bucket(self, index: int, view: Tensor, waiting: list[int], parameter: Tensor) -> None:
         if not self.synchronises:
             return
         fresh = parameter.grad  # backward holds it until this hook, and what it begins, returns
         view.copy_(fresh)
-        if as_view:
+        if self.as_view:
             parameter.grad = view
         waiting[0] -= 1
         if waiting[0] == 0:
@@ -521,13 +531,13 @@ class Replica(nn.Module):
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
-        if self._compressor is None:
+        if self._hook is None:
             dist.all_reduce(self.buckets[index])
             return
         self._arrive()
-        under_way = None if self._compressor.holds_backward else self._under_way
+        under_way = None if self._waits else self._under_way
         with replaced(dist, "all_reduce", partial(_reduced_by_hook, under_way)):
-            self._compressor.hook(None, self._hooked[index])
+            self._hook(self._hooked[index])
         if self._hooked[index].comes_last:
             self._arrive()
 
@@ -537,8 +547,8 @@ class Replica(nn.Module):
             future.set_result([tensor])
         self._under_way.clear()
 
-    def compress_all(self) -> None:
-        """Call the hook for every bucket, as a step does."""
+    def reduce_all(self) -> None:
+        """Reduce every bucket, as a step does."""
         for index in range(len(self.buckets)):
             self._reduce(index)
 

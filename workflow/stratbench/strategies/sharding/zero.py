@@ -244,8 +244,6 @@ class TorchZeRO1(DDP):
         "As ddp, but each worker holds the velocity of some tensors of W and updates those alone; "
         "then it broadcasts them"
     )
-    alike_on_any_count = False
-    first_choice = None
     breakdown_note: ClassVar[str] = (
         DDP.breakdown_note + "; the broadcast of parameters is inside the optimizer's phase"
     )
