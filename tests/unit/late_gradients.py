@@ -22,7 +22,11 @@ class Late(DDP):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         module = super().wrap(model, worker)
         self.late = [torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
+        self.scratch = torch.zeros(1 << 10, dtype=torch.uint8)
         return module
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        return super().kept() | {"communication": [self.scratch]}
 
     def extra_state(self) -> list[Tensor]:
         return self.late
