@@ -325,7 +325,7 @@ def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
 
 def test_torch_is_as_it_was_after_a_footprint():
     before = torch.optim.SGD
-    with contextlib.suppress(ValueError), fake.torch_on_fakes(request_for("fsdp", on_cuda=True)):
+    with contextlib.suppress(ValueError), fake.torch_on_fakes(on_cuda=True, fused=True):
         assert torch.optim.SGD is not before
         raise ValueError("a model that cannot be planned")
     assert torch.optim.SGD is before
