@@ -517,8 +517,8 @@ class Collective(Strategy):
         from stratbench.telemetry.memory import optimizer_state
 
         kept = optimizer_state(self.optimizer).items()
-        found = {str(v.dtype) for t, entry in kept for v in entry.values() if v.shape == t.shape}
-        return ", ".join(sorted(name.removeprefix("torch.") for name in found)) or None
+        dtypes = {str(v.dtype) for t, entry in kept for v in entry.values() if v.shape == t.shape}
+        return ", ".join(sorted(name.removeprefix("torch.") for name in dtypes)) or None
 
     def report(self) -> dict[str, Any]:
         skipped = self.scaler.skipped_steps() if self.scaler is not None else 0
@@ -603,10 +603,10 @@ def effective_dtypes(worker: Worker) -> dict[str, str]:
     precision = worker.settings.precision
     weights = "float64" if precision == "fp64" else "float32"
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
-    found = compute.get(precision, weights)
+    used = compute.get(precision, weights)
     if precision == "tf32" and (lacking := _lacks_tf32(worker.device)):
-        found = f"float32 (no TensorFloat-32 on {lacking})"
-    return {"weights_dtype": weights, "compute_dtype": found}
+        used = f"float32 (no TensorFloat-32 on {lacking})"
+    return {"weights_dtype": weights, "compute_dtype": used}
 
 
 def _lacks_tf32(device: torch.device) -> str | None:

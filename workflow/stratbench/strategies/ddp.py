@@ -145,11 +145,11 @@ class DDP(base.Collective):
         except RuntimeError as e:
             if (missing := _UNREDUCED.search(str(e))) is None:
                 raise
-            names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-            found = [names[int(i)] for i in missing[1].split()]
+            trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            names = [trained[int(i)] for i in missing[1].split()]
             s = self.worker.settings
             raise ModelError(
-                f"model {s.model!r}: {s.strategy} cannot train it: {no_gradient(found)}"
+                f"model {s.model!r}: {s.strategy} cannot train it: {no_gradient(names)}"
             ) from e
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:

@@ -189,16 +189,16 @@ class BlockRun:
             raise Failure(f"{self.at}: {ending.reason}", exits.processes)
         if lost := [w for s in job.folder.read_servers(job.n_servers) for w in s.get("lost", ())]:
             raise Failure(f"{self.at}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}")
-        found = assemble.make_record(job, ending)
+        made = assemble.make_record(job, ending)
         steps = timed_steps(job, discarded, timed) if ending.status == "ok" else None
-        told = [
+        provenances = [
             w["provenance"]
             for w in job.folder.read_workers(job.world_size).values()
             if "provenance" in w
         ]  # a worker that told nothing has none
-        hosts = sorted({p["host"]["name"] for p in told})
-        self._gpu_names.update(p["gpu"]["name"] for p in told if "gpu" in p)
-        found["block"] = {
+        hosts = sorted({p["host"]["name"] for p in provenances})
+        self._gpu_names.update(p["gpu"]["name"] for p in provenances if "gpu" in p)
+        made["block"] = {
             "id": plan.path,
             "host": ", ".join(hosts),
             "pass": in_pass,
@@ -206,9 +206,9 @@ class BlockRun:
             "preceding": self._preceding,
         }
         if steps is not None:
-            found["steps"] = steps
+            made["steps"] = steps
         path = Path("segments", name, "record.json")
-        record.write(args.out / path, found)
+        record.write(args.out / path, made)
         self._hosts.update(hosts)
         self._preceding = strategy
         self.at = "between its segments"
@@ -223,7 +223,7 @@ class BlockRun:
             mean_s,
             steps and pstdev(steps["each_ms"]) / fmean(steps["each_ms"]),
             str(path),
-            wall_s - (found["time"]["train_time_s"] or 0.0),
+            wall_s - (made["time"]["train_time_s"] or 0.0),
             wall_s,
         )
 

@@ -104,7 +104,7 @@ def run_to_end(
             work(held)
             return 0
         except agent.Stopped as stopped:
-            print(f"{named(of)}: stopped by {stopped}; all its processes were ended", flush=True)
+            print(f"{title_of(of)}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
         except Failure as e:
             return fail(logs(), of, str(e), e.processes)
@@ -115,7 +115,7 @@ def run_to_end(
             return fail(logs(), of, f"{type(e).__name__}: {e}", [], trace)
 
 
-def named(of: Cell | BlockPlan) -> str:
+def title_of(of: Cell | BlockPlan) -> str:
     """A cell or a block, in the first words of a line about it."""
     return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
 
@@ -198,9 +198,11 @@ def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
     """
     wanted = {"format": prepared.FORMAT, "name": s.dataset, "spec": s.data_spec}
     if other := [key for key, value in wanted.items() if meta.get(key) != value]:
-        told = "; ".join(f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other)
+        differences = "; ".join(
+            f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other
+        )
         raise DataError(
-            f"{folder} holds other data than the cell is to be trained on: {told}. Start the run "
+            f"{folder} holds other data than the cell is to be trained on: {differences}. Start the run "
             "again, which prepares it; two configs that share `results` must name such data sets "
             "differently"
         )
@@ -330,21 +332,21 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
                 process.kill()  # SLURM ends the rest with the job
                 process.wait()
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
-    told = standings_of(job)
+    standings = standings_of(job)
     processes = [
-        agent.ProcessExit(worker_name(r), _exit_code(job, r, told.get(r)))
+        agent.ProcessExit(worker_name(r), _exit_code(job, r, standings.get(r)))
         for r in range(job.world_size)
     ]
     ended = process.returncode != 0
-    hung = ended and why_hung(told) is not None
+    hung = ended and why_hung(standings) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
 
 
-def _exit_code(job: Job, rank: int, told: Standing | None) -> int | None:
+def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
     """What the worker's own file says, or else its agent: srun does not pass on the exit codes of each."""
     result = job.folder.read_worker(rank)
     if result is None:
-        return None if told is None else told.exit_code
+        return None if standing is None else standing.exit_code
     return int(result["status"] not in ("ok", "diverged"))
 
 
@@ -376,7 +378,7 @@ def fail(
     except OSError as e:
         kept = f"not kept: {e}"
     with contextlib.suppress(OSError):  # this log may be on the same full disk
-        print(f"\n{named(cell)} FAILED: {reason}")
+        print(f"\n{title_of(cell)} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
         for name, place in places.items():
