@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -19,8 +18,8 @@ from launching import WORKFLOW, LaunchedCell
 from stratbench.analysis import audit
 from stratbench.analysis.records import collect
 from stratbench.cell import record
-from stratbench.cell.claims import is_whole
 from stratbench.cell.coordinates import Cell
+from stratbench.cell.options import is_whole
 from stratbench.cell.record import Record
 from stratbench.plan import against_records as against
 from stratbench.plan.device_rates import CPU_PROCESS_BYTES
@@ -31,6 +30,7 @@ from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
+from stratbench.train import forkserver
 from stratbench.workload.data.prepare import prepare
 
 #: Two steps of the global batch below.
@@ -72,7 +72,7 @@ def study_of(name: str, results: Path) -> tuple[dict[str, Any], Study]:
     for workload in WORKLOADS:
         experiment = workload | {
             "strategies": list(dict.fromkeys([name, RIVAL])), "epochs": 1, "global_batch": 16,
-            "lr": LR[workload["optimizer"]],
+            "device": "cpu", "lr": LR[workload["optimizer"]],
         }  # fmt: skip
         raw = {
             "study": "each", "results": str(results), "datasets": DATASETS,
@@ -117,9 +117,9 @@ def train(
 
     def trained(name: str, workflow: Path = WORKFLOW) -> Trained:
         config, study = study_of(name, tmp_path)
-        env = (
-            warm if workflow == WORKFLOW else dict(os.environ)
-        )  # the shared server has the code from there
+        env = dict(warm)
+        if workflow != WORKFLOW:  # the shared server has its code from there
+            del env[forkserver.FOLDER_VARIABLE]
         for cell in study.cells:
             s = study.settings(cell)
             folder = cell.record_path(tmp_path).parent
@@ -132,7 +132,7 @@ def train(
             launched = start_cell(
                 s, cell=cell, data_dir=tmp_path / "data", env=env, workflow=workflow
             )
-            code, output = launched.finish()
+            code, output = launched.finish(timeout_s=400)  # however busy the machine is
             assert code == 0, output
             if cell.strategy == RIVAL:
                 rivals[s.as_json()] = {p.name: p.read_text() for p in folder.iterdir()}
@@ -186,7 +186,7 @@ def check(trained: Trained) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_two_steps_go_as_planned_and_the_audit_finds_nothing(name, train):
     skip_what_is_not_installed(name)
@@ -211,7 +211,7 @@ def late(monkeypatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_so_do_those_of_a_strategy_made_from_another_one(late, train):
     trained = train("late", late)
     check(trained)

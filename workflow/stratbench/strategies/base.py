@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.claims import disown
-from stratbench.cell.options import Options
+from stratbench.cell.options import Options, disown
 from stratbench.strategies.mesh import Mesh
 from stratbench.workload.tasks import Classification, Task
 from stratbench.workload.users_code import listed

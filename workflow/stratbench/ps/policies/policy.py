@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.claims import disown
+from stratbench.cell.options import disown
 from stratbench.ps.policies.options import PolicyOptions
 
 if TYPE_CHECKING:
