@@ -251,7 +251,7 @@ def _footprint_of(request: Request, stage: int) -> Footprint:
         touched_bytes=Affine.through((touched[0], touched[1]), parts),
         flat_bytes=_flat_bytes(strategy) if request.served else {},
         host_bytes=trace.host_bytes(edges[0]),
-        grown_bytes=sum(t.numel() * t.element_size() for t in strategy.grown()),
+        grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
         frozen_bytes=_frozen_bytes(strategy),
     )
 
