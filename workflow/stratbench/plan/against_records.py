@@ -18,6 +18,7 @@ from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB
+from stratbench.plan.check import check_study
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.needs import Subject, mean_wire_bytes, sent_bytes
 from stratbench.plan.schedule import Plan, Planned, make_plan, records_by_cell
@@ -34,7 +35,7 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     that of the rank that used most (`measured_peak_bytes`). The predicted time is the one from the
     device alone, without records.
     """
-    s, footprint, predicted = c.subject, c.footprint, c.peak
+    s, footprint, predicted = c.subject, c.footprint, c.fit.peak
     base_bytes = bytes_before_steps(footprint, predicted)
     span = c.fit.by_device
     usable = not software_gpu.trained(record)  # else its bytes are right, and its times are not
@@ -164,7 +165,8 @@ def main() -> None:
     args = parser.parse_args()
     config, study = configuration.load_config(json.loads(args.config))
     records = records_by_cell(study, config["results"])
-    rows = prediction_rows(make_plan(config, study), records)
+    plan = make_plan(config, check_study(config, study), records)
+    rows = prediction_rows(plan, records)
     write_prediction_csv(rows, args.out)
     print(f"{len(rows)} of {len(records)} records compared with their prediction")
 

@@ -29,13 +29,14 @@ from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
-from stratbench.strategies import base, strategy_class
+from stratbench.strategies import acceptance, base, strategy_class
 from stratbench.strategies.compression import PowerSGD, SixteenBits
 from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
 from stratbench.strategies.ps import ParameterServer
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
+from stratbench.workload.network.trial import Trial
 from stratbench.workload.tasks import task_of
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
@@ -47,18 +48,22 @@ HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
 def traced_steps(
-    request: Request, batches: Iterable[int], number: int = 0
+    request: Request, batches: Iterable[int], number: int = 0, trial: Trial | None = None
 ) -> tuple[OperatorTrace, base.Strategy]:
     """The trace of rank 0, and its strategy after the steps.
 
     A training step for each of `batches` (samples), then an evaluation. The trace's phases are
     `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. No step warms up:
     the first is like any later one, since momentum and buckets exist from the start. `number`: of the
-    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`).
+    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`). `trial`: of
+    the network, by which the strategy may refuse it; None: it is not asked.
     """
     with ExitStack() as stack:
         stack.enter_context(surroundings(request))
         model, strategy, worker = built(request)
+        if trial is not None:
+            worker.trial = trial
+            acceptance.check_model(strategy, request.network, model, worker)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
             on_cpu=not request.on_cuda,

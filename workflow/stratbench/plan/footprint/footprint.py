@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stratbench.plan.footprint.trace import OperatorTrace, Phase
     from stratbench.strategies.base import Strategy
     from stratbench.strategies.ps import ParameterServer
+    from stratbench.workload.network.trial import Trial
 
 #: Samples of the two steps, in each of the parts in which they are computed.
 BATCHES = (16, 32)
@@ -183,13 +184,16 @@ class Footprint:
         )
 
 
-def make_footprint(request: Request) -> Footprint:
-    """The footprint of a request: runs it on fake tensors, which takes seconds."""
+def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
+    """The footprint of a request: runs it on fake tensors, which takes seconds.
+
+    `trial`: of its network. With it, Refused is raised where the strategy refuses the network.
+    """
     from stratbench.plan.footprint import fake
 
     parts = request.accumulate
     batches = [parts * batch for batch in BATCHES]
-    trace, strategy = fake.traced_steps(request, batches)
+    trace, strategy = fake.traced_steps(request, batches, trial=trial)
     steps, edges = _two_steps(trace, parts)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
@@ -206,7 +210,7 @@ def make_footprint(request: Request) -> Footprint:
         collectives.append(call)
     moments = _moments(trace, steps, edges, parts)
     for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
-        other, _ = fake.traced_steps(request, batches, number)
+        other, _ = fake.traced_steps(request, batches, number, trial)
         moments += _moments(other, *_two_steps(other, parts), parts)
     counted, divided = _counted_flops(request), strategy.worker.mesh.members > 1
     touched = [float(sum(phase.touched_bytes for phase in step)) for step in steps]

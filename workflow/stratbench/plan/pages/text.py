@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from stratbench.cell.text.words import bytes_text, counted, unit_for
+from stratbench.cell.text.words import bytes_text, counted, hours_text, seconds_text, unit_for
 from stratbench.plan.pages.answers import answered_questions
 from stratbench.plan.pages.check_text import lines_by_reason
 from stratbench.plan.quantities import (
     Totals,
     cells_by_experiment,
-    hours_text,
     in_unit,
-    seconds_text,
     span_text,
     totals,
 )
@@ -57,14 +55,14 @@ def _experiment(name: str, cells: list[Planned]) -> Iterator[str]:
     workers = sorted({c.cell.gpus for c in cells})
     header = ", ".join(map(str, workers))
     known = [c for c in cells if c.footprint]
-    unit, n_bytes = unit_for(max((c.needed_bytes for c in known), default=0))
+    unit, n_bytes = unit_for(max((c.fit.needed_bytes for c in known), default=0))
     yield f"   {unit} a worker that a cell needs, at {header} workers (! does not fit)"
     yield from _matrix(cells, workers, lambda c: _needed(c, n_bytes))
     yield f"   training time, at {header} workers (! cut off by the time limit, ? perhaps)"
     yield from _matrix(cells, workers, _time)
-    unit, sent_bytes = unit_for(max((c.wire_bytes for c in known), default=0))
+    unit, sent_bytes = unit_for(max((c.needs.wire_bytes for c in known), default=0))
     yield f"   {unit} that a worker sends in a step, at {header} workers"
-    yield from _matrix(cells, workers, lambda c: in_unit(c.wire_bytes, sent_bytes))
+    yield from _matrix(cells, workers, lambda c: in_unit(c.needs.wire_bytes, sent_bytes))
     yield ""
 
 
@@ -101,7 +99,7 @@ def _names(strategies: list[str]) -> str:
 
 
 def _needed(c: Planned, unit: int) -> str:
-    return in_unit(c.needed_bytes, unit) + ("" if c.fit.fits else "!")
+    return in_unit(c.fit.needed_bytes, unit) + ("" if c.fit.fits else "!")
 
 
 def _time(c: Planned) -> str:
@@ -128,18 +126,20 @@ def _verdicts(plan: Plan) -> Iterator[str]:
     yield from _listed("not predicted", unknown)
     for sentence in plan.unheld:
         yield f"   no node can hold: {sentence}"
-    most = max(plan.cells, key=lambda c: c.snapshot_bytes)
-    if most.snapshot_bytes:
+    served = [c for c in plan.cells if c.needs and c.needs.snapshot_bytes]
+    if served:
+        most = max(served, key=lambda c: c.needs.snapshot_bytes)
         yield (
-            f"   disk: {bytes_text(most.snapshot_bytes)} for the servers' snapshots of {most.cell}, until "
-            "they are evaluated: in the temporary folder of its node, or with the results if it spans several"
+            f"   disk: {bytes_text(most.needs.snapshot_bytes)} for the servers' snapshots of {most.cell}, "
+            "until they are evaluated: in the temporary folder of its node, or with the results if it "
+            "spans several"
         )
     raised = [c for c in plan.cells if c.asked.gpus and c.asked.planned_mib]
     if raised:
-        most = max(raised, key=lambda c: c.host_bytes)
+        most = max(raised, key=lambda c: c.needs.host_bytes)
         yield (
             f"   {len(raised)} cells need more of a node's memory than config.yaml says and will ask for "
-            f"it: {most.cell} for {bytes_text(most.host_bytes)}"
+            f"it: {most.cell} for {bytes_text(most.needs.host_bytes)}"
         )
     yield ""
 
