@@ -19,7 +19,7 @@ from stratbench.plan.check import check_study
 from stratbench.plan.device_rates import named_gpus
 from stratbench.plan.pages import table
 from stratbench.plan.pages.check_text import check_text
-from stratbench.plan.pages.text import plan_text
+from stratbench.plan.pages.text import plan_text, write_html
 from stratbench.plan.schedule import make_plan, records_by_cell
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
@@ -49,8 +49,6 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or Path(config["results"]) / study.name
     table.write_csv(plan, out / "plan.csv")
     table.write_json(plan, out / "plan.json")
-    from stratbench.plan.pages.page import write_html
-
     write_html(plan, out / "plan.html")
     print(plan_text(plan))
     print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")

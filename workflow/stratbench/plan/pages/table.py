@@ -97,9 +97,13 @@ def _at(value: Any, path: Iterable[str]) -> Any:
 
 def write_csv(plan: Plan, path: Path) -> None:
     """Write plan.csv."""
-    rows = [row_of(c, plan.others) for c in plan.cells]
+    write_rows([row_of(c, plan.others) for c in plan.cells], path)
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:
+    """Write rows of the same columns as CSV; `header`: the columns where there is no row."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0] if rows else header), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_atomic(path, text.getvalue())
