@@ -146,6 +146,32 @@ def test_a_cell_that_cannot_be_predicted_is_told_and_spoils_nothing(plan_of):
     assert "no such operator" in plan_text(plan)
 
 
+def test_each_column_of_the_table_has_what_its_name_says(plan_of):
+    states = {f"{s}_bytes": GIB for s in ("parameters", "gradients", "optimizer", "buffers")}
+    cluster = {"price_per_gpu_hour": 3, "compare_gpus": ["A100 40GB"]}
+    plan = plan_of(made_up(model_states_bytes=states), cluster=cluster)
+    c = cell(plan, "ps-async-modified", 8)
+    row = table.row_of(c, plan.others)
+    assert [name for name, value in row.items() if value == ""] == ["why"]
+    MIB = 1 << 20
+    for name, n_bytes in (
+        ("needed_mib", c.fit.needed_bytes),
+        ("parameters_mib", GIB),
+        ("snapshots_mib", 2 * 1010),
+        ("host_mem_mib_needed", c.needs.host_bytes),
+    ):
+        assert row[name] == round(n_bytes / MIB, 2), name
+    assert row["slurm_mem_mib"] == c.asked.mem_mib
+    assert float(row["gpu_hours_high"]) == pytest.approx(8 * c.fit.total.high_s / 3600, rel=1e-5)
+    assert float(row["cost_high"]) == pytest.approx(3 * float(row["gpu_hours_high"]), rel=1e-5)
+    assert row["fits A100 SXM 40 GB"] is True
+    unknown = table.row_of(cell(plan_of("no such operator"), "ddp", 2), [])
+    assert {unknown[name] for name in ("needed_mib", "fits", "train_time_s_low", "cost_high")} == {
+        ""
+    }
+    assert unknown["slurm_mem_mib"] > 0
+
+
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
     asked = cell(plan_of(), "ps-async-modified", 8).asked
     assert (asked.nodes, asked.gres, asked.cpus, asked.runtime_min) == (2, "gpu:4", 4 * 8 + 4, 60)

@@ -16,8 +16,8 @@ from stratbench.plan.footprint.traffic import PARTS
 from stratbench.plan.schedule import Plan, Planned, longest_time_s
 from stratbench.study import plan_file
 
-#: The columns of plan.csv after a cell's coordinates, and where in a planned cell they are from. Bytes in a
-#: column `*_mib` are written in MiB, and a range as two columns, `*_low` and `*_high`.
+#: The columns of plan.csv after a cell's coordinates, and where in a planned cell they are from. In a column
+#: with `_mib` in its name bytes are written in MiB, and a range is two columns, `*_low` and `*_high`.
 COLUMNS = {
     "state": "state",
     "why": "why",
@@ -81,7 +81,7 @@ def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
             }
         elif value is None:
             row[name] = ""
-        elif name.endswith("_mib") and path[-1] != "mem_mib":
+        elif "_mib" in name and path[-1] != "mem_mib":
             row[name] = round(value / MIB, 2)
         else:
             row[name] = round(value) if isinstance(value, float) else value
@@ -91,7 +91,9 @@ def row_of(c: Planned, others: Iterable[str]) -> dict[str, Any]:
 def _at(value: Any, path: Iterable[str]) -> Any:
     """What lies at the end of a path of attributes and keys; None where it breaks off."""
     for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        if value is None:
+            return None
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
     return value
 
 

@@ -22,6 +22,7 @@ MANY_ALIKE = 3
 
 def plan_text(plan: Plan) -> str:
     """What `snakemake plan` prints."""
+    states = Counter(c.state for c in plan.cells)
     values = _values(plan) | {
         "workers_of": _workers,
         "unit_of_needed": lambda cells: _unit(cells, lambda c: c.fit.needed_bytes),
@@ -30,7 +31,7 @@ def plan_text(plan: Plan) -> str:
         "needed": _needed,
         "time": _time,
         "sent": lambda c, unit: in_unit(c.needs.wire_bytes, unit),
-        "states": Counter(c.state for c in plan.cells),
+        "states": ", ".join(f"{n} {state}" for state, n in states.items()),
         "reasons": _reasons(plan),
         "snapshots": max(
             (c for c in plan.cells if c.needs and c.needs.snapshot_bytes),
