@@ -25,7 +25,7 @@ SOURCES = (
     "telemetry/shards.py", "strategies/**/*.py", "ps/flat.py", "ps/wire/shm.py", "plan/check.py",
     "plan/footprint/*.py",
 )  # fmt: skip
-#: What a result is kept as, until it is made again: told if its process was killed.
+#: The fault where there is no result.
 KILLED = "its process was killed (out of memory?)"
 
 
