@@ -23,7 +23,7 @@ from stratbench.cell.record import Record
 from stratbench.plan import against_records as against
 from stratbench.plan.device_rates import CPU_PROCESS_BYTES
 from stratbench.plan.footprint.footprint import make_footprint
-from stratbench.plan.needs import data_bytes_of, peak_with_data, subject_of
+from stratbench.plan.needs import data_bytes_of, subject_of
 from stratbench.ps.policies.preview import PreviewPolicy
 from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Traits
@@ -159,7 +159,7 @@ def differences(trained: Trained) -> Iterator[str]:
     if sent_bytes is not None and sent_bytes != pytest.approx(planned_bytes, rel=1e-6):
         yield f"bytes sent: planned {planned_bytes}, counted {sent_bytes}"
     # Resident memory is that of the tensors, and of what a process holds beside.
-    least_bytes = peak_with_data(made.training_peak(s.samples_per_step), s).n_bytes
+    least_bytes = made.training_peak(s.samples_per_step).n_bytes + data_bytes_of(s)
     most_bytes = made.needed_bytes(s.samples_per_step) + data_bytes_of(s) + CPU_PROCESS_BYTES
     if not least_bytes <= memory["peak_bytes"] <= most_bytes:
         yield f"peak: planned {least_bytes} to {most_bytes}, measured {memory['peak_bytes']}"

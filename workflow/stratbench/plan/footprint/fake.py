@@ -31,7 +31,7 @@ from stratbench.plan.footprint.torch_internals import (
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
-from stratbench.strategies import base, mesh_of, strategy_class
+from stratbench.strategies import acceptance, base, mesh_of, strategy_class
 from stratbench.strategies.compression import PowerSGD
 from stratbench.strategies.mesh import Place
 from stratbench.strategies.ps import ParameterServer
@@ -40,6 +40,7 @@ from stratbench.strategies.splitting.stages import Measured
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
+from stratbench.workload.network.trial import Trial
 from stratbench.workload.tasks import task_of
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
@@ -49,7 +50,11 @@ HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
 def traced_steps(
-    request: Request, batches: Iterable[int], number: int = 0, stage: int = 0
+    request: Request,
+    batches: Iterable[int],
+    number: int = 0,
+    stage: int = 0,
+    trial: Trial | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
     """The trace of the first rank of a stage (rank 0, where there is one), and its strategy after the steps.
 
@@ -57,13 +62,17 @@ def traced_steps(
     `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first is like any
     later one, since momentum and buckets exist from the start; where it is not, others come before it.
     Forward and backward alternate as often as the strategy computes parts of a batch. `number`: of the
-    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`).
+    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`). `trial`: of
+    the network, by which the strategy may refuse it; None: it is not asked.
     """
     with ExitStack() as stack:
         # First: what is imported there must not make fake tensors.
         stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request, stage=stage))
         model, strategy, worker = built(request)
+        if trial is not None:
+            worker.trial = trial
+            acceptance.check_model(strategy, request.network, model, worker)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
             on_cpu=not request.on_cuda,
