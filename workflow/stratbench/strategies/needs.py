@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from stratbench.workload.users_code import ModelError
@@ -36,6 +35,10 @@ def faults(strategies: Iterable[tuple[str, type[Strategy]]]) -> Iterator[str]:
     for name, cls in dict.fromkeys(strategies):
         for pin in distributions(cls).items():
             wanted.setdefault(pin, []).append(name)
+    if not wanted:
+        return
+    from importlib import metadata  # here: few studies need it, and every command would wait for it
+
     for (distribution, version), names in wanted.items():
         try:
             found = metadata.version(distribution)
