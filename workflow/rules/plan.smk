@@ -107,4 +107,4 @@ rule links:
         f"measure the links for the study {STUDY.name}"
     shell:
         f"{PROGRAM}"
-        "-m stratbench.train.links.measure {params.arguments} --out {params.folder:q} > {log:q} 2>&1"
+        "-m stratbench.train.links.measure {params.arguments:q} --out {params.folder:q} > {log:q} 2>&1"

@@ -47,7 +47,7 @@ class Jobs:
             if path not in self.skipped
         ]
 
-    def links_arguments(self) -> str:
+    def links_arguments(self) -> list[str]:
         """Of the measurement of links: the study's counts that fit on one node, and what they talk by.
 
         A study of single workers measures two.
@@ -60,7 +60,7 @@ class Jobs:
             arguments.append("--gpus")
         if any(self._study.strategy_kind(c.strategy) == "server" for c in cells):
             arguments += ["--servers", "shm", "tcp"]
-        return " ".join(arguments)
+        return arguments
 
     def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
         """The cell that a training job's wildcards name; ConfigError if the study has no such cell.
