@@ -38,9 +38,8 @@ sys.path[:0] = [str(HERE / "gpu"), str(REPOSITORY / "workflow")]
 from stratbench.cell.files import read_json, write_atomic  # noqa: E402
 from stratbench.cell.text.words import MIB  # noqa: E402
 from stratbench.plan.against_records import measured_peak_bytes  # noqa: E402
+from stratbench.plan.check import rehearsals_of  # noqa: E402
 from stratbench.plan.device_rates import find_gpu  # noqa: E402
-from stratbench.plan.footprint.cache import footprints_of  # noqa: E402
-from stratbench.plan.footprint.footprint import Footprint  # noqa: E402
 from stratbench.plan.footprint.request import Request, data_bytes  # noqa: E402
 from stratbench.strategies import strategy_class  # noqa: E402
 from stratbench.workload.data.datasets import describe  # noqa: E402
@@ -159,9 +158,9 @@ def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     found = measured(case, folder, timeout_s)
     s, data = settings_of(case), describe("data", case.spec)
     request = Request.of(s, data, on_cuda=True, local_world=case.gpus)
-    footprint = footprints_of([request], folder / "plan-cache")[request]
-    if not isinstance(footprint, Footprint):
-        raise RuntimeError(f"{case.name}: {footprint}")
+    _, made = rehearsals_of([request], folder / "plan-cache")
+    if (footprint := made[request].footprint) is None:
+        raise RuntimeError(f"{case.name}: {made[request].fault}")
     gpu = find_gpu(found["gpu"])
     peak = footprint.training_peak(s.per_worker_batch, gpu.resident_threads)
     plan_bytes = peak.n_bytes + data_bytes(data, s.model, s.augment)

@@ -29,6 +29,7 @@ WORKFLOW = Path(__file__).parents[1] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
 from stratbench.plan.against_records import prediction_rows, write_prediction_csv  # noqa: E402
+from stratbench.plan.check import check_study  # noqa: E402
 from stratbench.plan.schedule import make_plan, records_by_cell  # noqa: E402
 from stratbench.study.config import config as configuration  # noqa: E402
 from stratbench.workload.data.prepare import prepare  # noqa: E402
@@ -209,8 +210,8 @@ def main() -> None:
                 study_config(model, args.strategies, args.workers, precision, results)
             )
             train(study, config, allocator, args.timeout_s)
-            plan = make_plan(config, study)
             records = records_by_cell(study, config["results"])
+            plan = make_plan(config, check_study(config, study), records)
             steps |= {record["batch"]["steps_per_epoch"] for record in records.values()}
             compared = prediction_rows(plan, records)
             rows += [{"allocator": allocator} | row for row in compared]

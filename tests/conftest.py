@@ -155,6 +155,7 @@ def start_cell(tmp_path: Path, tiny_data: Path) -> Iterator[Callable[..., Launch
     def start(
         s: Settings,
         *,
+        cell: Cell | None = None,
         time_limit_s: float = 0,
         workflow: Path = WORKFLOW,
         data_dir: Path = tiny_data,
@@ -162,7 +163,7 @@ def start_cell(tmp_path: Path, tiny_data: Path) -> Iterator[Callable[..., Launch
         program: tuple[str, str] = ("-m", "stratbench.train.launch"),
         **popen: Any,
     ) -> LaunchedCell:
-        cell = Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
+        cell = cell or Cell("tests", "tiny", s.strategy, s.model, s.dataset, s.gpus, 0)
         record, logs = cell.record_path(tmp_path), cell.log_dir(tmp_path)
         timeline = record.with_name("timeline.csv")
         command = [

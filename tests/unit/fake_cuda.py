@@ -22,7 +22,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
@@ -197,9 +196,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
     with ExitStack() as stack:
         for patch in patches():
             stack.enter_context(patch)
-        stack.enter_context(fake.torch_on_fakes(request))
-        stack.enter_context(fake.fake_group(workers))
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(fake.surroundings(request))
         dtype = weights_dtype(precision)
         data = data_on_device(shape, precision)
         net = models.for_training(model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.blank)
@@ -213,7 +210,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         if strategy == "single":  # what a factor refers to: of every strategy the bare model's
             slowdown.measure_step_s(s, net, shape, CLASSES, DEVICE)
         measured = dict(seen)
-        made.setup(net, worker)
+        fake.set_up(made, net, worker)
         loop.warm_up(made, data, worker)
         clock = StepClock(DEVICE)
         worker.mark = clock.mark

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,6 +24,7 @@ from launching import LaunchedCell, settings, sharing
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
+from stratbench.plan.footprint import cache
 from stratbench.plan.needs import subject_of
 from stratbench.plan.pages.check_text import check_text, lines_by_reason
 from stratbench.ps.flat import FlatSpace
@@ -158,6 +161,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | 
 
 
 @pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the check leaves to other processes is done in this one."""
+    monkeypatch.setattr(cache, "pool_of", lambda _: ThreadPoolExecutor(1))
+
+
+@pytest.fixture(autouse=True)
 def code(monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path(odd_networks.__file__).parent
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(folder))
@@ -189,12 +198,10 @@ def found_of(name: str, shard: list[str] | None = None, **changes) -> dict[str, 
     """What the check says of a network: strategy -> why it is refused."""
     config, study = study_of({name: shard}, **changes)
     subjects = [subject_of(config, study, cell) for cell in study.cells]
-    requests = list(dict.fromkeys(check.as_checked(s.request) for s in subjects))
-    found = check.find(requests)
-    return {
-        s.cell.strategy: found.error or found.refusals[requests.index(check.as_checked(s.request))]
-        for s in subjects
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        networks, made = check.rehearsals_of([s.request for s in subjects], Path(folder))
+    (network,) = networks.values()
+    return {s.cell.strategy: network.error or made[s.request].refusal for s in subjects}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -251,9 +258,6 @@ def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
 
 
 def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
-    )
     config, study = study_of(
         {"Unused": ["Block"]}, strategies=["local-sgd", "ddp", "fsdp", "ps-sync"]
     )
@@ -265,9 +269,6 @@ def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch)
 
 
 def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
-    )
     names = {"Unused": ["Block"], "Tied": ["Block"], "Counts": None, "Branches": None}
     config, study = study_of(names, strategies=["ddp", "ps-sync"], gpus=[1, 2])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
@@ -376,9 +377,6 @@ def check_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch, **blocks: dict) -
     code = [str(Path(odd_networks.__file__).parent), str(folder)]
     monkeypatch.setenv(users_code.CODE_VARIABLE, os.pathsep.join(code))
     monkeypatch.setattr(sys, "path", [*code, *sys.path])
-    monkeypatch.setattr(
-        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
-    )
     base = {
         "dataset": "digits", "models": ["Plain"], "strategies": ["ddp"], "gpus": [2], "epochs": 1,
         "global_batch": 16, "lr": 0.02, "device": "cpu",
@@ -438,9 +436,6 @@ def test_what_one_experiment_asks_of_a_network_refuses_no_other(tmp_path, monkey
 
 
 def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        check, "_find", lambda wanted, _: {n: check.find(r) for n, r in wanted.items()}
-    )
     config, study = study_of({"Normalises": None}, strategies=["ddp"], gpus=[1, 2], global_batch=2)
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     assert list(checked.refused.values()) == [
@@ -453,14 +448,31 @@ def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monk
 def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys, monkeypatch):
     config, study = study_of({"Plain": None, "Unused": None}, strategies=["ddp"])
     config |= {"results": str(tmp_path)}
-    monkeypatch.setattr(check, "pool_of", lambda _: ThreadPoolExecutor(1))
-    for round_ in (["Plain", "Unused"], ["Unused"]):
+    for networks, cells in ((2, ["Plain", "Unused"]), (0, ["Unused"])):
         checked = check.check_study(config, study)
         told = capsys.readouterr().out
-        assert f"checking {len(round_)} network" in told
-        assert [name for name in ("Plain", "Unused") if f"  {name}: " in told] == round_
+        assert (f"networks to check: {networks}\n" in told) == (networks > 0)
+        assert [n for n in ("Plain", "Unused") if f"  {n} with ddp: " in told] == cells
         assert [cell.model for cell in checked.refused] == ["Unused"]
-    assert checked.found[check.Network.of(checked.subjects[0].request)].parameters == 898
+    assert checked.networks[check.Network.of(checked.subjects[0].request)].parameters == 898
+
+
+def test_it_is_told_how_long_the_rest_will_take(tmp_path, capsys):
+    config, study = study_of({"Plain": None}, strategies=["ddp", "zero1"])
+    check.check_study(config | {"results": str(tmp_path)}, study)
+    first, last = (line for line in capsys.readouterr().out.splitlines() if " of 2" in line)
+    assert re.fullmatch(r"  Plain with (ddp|zero1): 1 of 2, about \d+ (s|min) left", first), first
+    assert last.endswith("2 of 2")
+
+
+def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_path, monkeypatch):
+    """One walk through a network says whether a strategy takes it, and what a step of it takes."""
+    config, study = study_of({"Plain": None}, strategies=["fsdp"])
+    config |= {"results": str(tmp_path)}
+    monkeypatch.setattr(check, "_refusal", lambda *_: pytest.fail("it was walked through twice"))
+    checked = check.check_study(config, study)
+    assert not checked.refused
+    assert checked.rehearsals[checked.subjects[0].request].footprint.collectives
 
 
 def test_every_strategy_that_the_settings_refuse_is_told_at_once():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from process_groups import found_by_groups
+from test_plan_footprint import request_for as footprint_request
 from torch import Tensor, nn
 
 from launching import ADAMW, settings
@@ -29,7 +30,7 @@ from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.plan import check
-from stratbench.plan.footprint import cache, fake, footprint
+from stratbench.plan.footprint import fake, footprint
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.plan.footprint.traffic import wire_bytes
@@ -67,23 +68,8 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 STAGES = (1, 2, 3)
 
 
-def request_for(stage: int, model: str, workers: int, **changes: Any) -> Request:
-    base = Request(
-        strategy="deepspeed",
-        options=tuple(sorted((option_defaults("deepspeed") | {"stage": stage}).items())),
-        model=model,
-        input_shape=(64,) if model == "gpt-compact" else (3, 32, 32),
-        classes=10,
-        world_size=workers,
-        local_world=workers,
-        eval_batch=16,
-        precision="fp32",
-        momentum=True,
-        weight_decay=False,
-        nesterov=False,
-        on_cuda=False,
-    )
-    return replace(base, **changes)
+def request_for(stage: int, model: str, workers: int) -> Request:
+    return footprint_request("deepspeed", model, workers, options={"stage": stage})
 
 
 # ---------------------------------------------------------------- what the processes run
@@ -256,7 +242,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     request = request_for(stage, model, world)
     net = models.for_training(model, 10, request.input_shape, 0, CPU, torch.float32)
     strategy = fake.strategy_on_fakes(request)
-    s = replace(fake.settings_of(request), per_worker_batch=8)
+    s = replace(request.settings, per_worker_batch=8)
     worker = Worker(
         s, rank, world, world, CPU, RunFolder(Path()), models.wrap_groups(model, net),
         task=tasks.task_of(s, request.input_shape, False),
@@ -508,12 +494,12 @@ def test_what_is_missing_is_one_sentence_for_all_cells(installed):
 
 @pytest.mark.slow
 def test_plan_and_check_say_what_is_missing_and_go_on(installed):
-    requests = [request_for(2, "vgg-compact", 2), replace(request_for(2, "vgg-compact", 2), strategy="ddp",
-                options=tuple(sorted(option_defaults("ddp").items())))]  # fmt: skip
+    requests = [request_for(2, "vgg-compact", 2), footprint_request("ddp")]
     for order in (requests, requests[::-1]):
-        found = dict(zip([r.strategy for r in order], check.find(order).refusals, strict=True))
+        network = check.check_network(order[0])
+        found = {r.strategy: check.rehearse(r, network).refusal for r in order}
         assert found == {"deepspeed": sentence("deepspeed", installed), "ddp": None}
-    assert cache.try_footprint(requests[0]) == sentence("deepspeed", installed)
+    assert check.try_footprint(requests[0]) == sentence("deepspeed", installed)
 
 
 @pytest.mark.skipif(not LACKING, reason="DeepSpeed is here")

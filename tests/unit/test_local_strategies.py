@@ -465,5 +465,6 @@ def test_model_states_are_what_a_worker_holds(found):
         )
         stated = run["states"]["optimizer_bytes"]
         counts = 4 * len(list(workload()[0].parameters())) if "optimizer" in RUNS[name][2] else 0
-        assert stated == kept + counts + traits.kept_copies * params
-        assert stated <= run["kept_bytes"] <= stated + 2 * padding  # flat tensors are padded
+        flat_padding = stated - (kept + counts + traits.kept_copies * params)
+        assert 0 <= flat_padding <= traits.kept_copies * padding
+        assert stated <= run["kept_bytes"] <= stated + 2 * padding

@@ -14,7 +14,7 @@ from torch import nn
 
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.settings import Settings
-from stratbench.plan.footprint.cache import try_footprint
+from stratbench.plan.check import try_footprint
 from stratbench.plan.needs import subject_of
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError

@@ -239,7 +239,9 @@ def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
         net = models.build(request.network, 10, (3, 32, 32))
     assert whole == sum(p.nbytes for p in net.parameters())
     padding = 64 * len(list(net.parameters()))
-    assert made.model_states_bytes["optimizer_bytes"] == kept * whole
+    # What an outer step keeps lies in flat tensors.
+    flat_padding = made.model_states_bytes["optimizer_bytes"] - kept * whole
+    assert 0 <= flat_padding <= (kept - 1) * padding
     statistics = sum(b.nbytes for b in net.buffers() if b.is_floating_point())
     times = 2 if (strategy, workers) == ("gossip", 4) else 1
     assert {kind for kind, _ in made.collectives} == {exchanged}
@@ -353,9 +355,7 @@ def test_the_emulated_buckets_are_as_large_as_ddps(join_alone, cap_mb: int):
             module(torch.randn(4, 3, 32, 32)), torch.zeros(4, dtype=torch.int64)
         ).backward()
     logged = module._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    emulated = fake.Replica(
-        models.build("resnet-compact", 10, (3, 32, 32)), cap_mb << 20, as_view=True
-    )
+    emulated = fake.Replica(models.build("resnet-compact", 10, (3, 32, 32)), bucket_cap_mb=cap_mb)
     assert sorted(4 * b.numel() for b in emulated.buckets) == sorted(
         int(n) for n in logged.split(",")
     )
@@ -372,7 +372,7 @@ def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
 
 def test_torch_is_as_it_was_after_a_footprint():
     before = torch.optim.SGD
-    with contextlib.suppress(ValueError), fake.torch_on_fakes(request_for("fsdp", device="cuda")):
+    with contextlib.suppress(ValueError), fake.torch_on_fakes(on_cuda=True, fused=True):
         assert torch.optim.SGD is not before
         raise ValueError("a model that cannot be planned")
     assert torch.optim.SGD is before

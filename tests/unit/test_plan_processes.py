@@ -1,4 +1,4 @@
-"""Pools of the plan: their processes have PyTorch from the start, and all pools share one import of it."""
+"""Processes of the plan: they have PyTorch from the start, share one import of it, and may be killed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from launching import WORKFLOW
+from stratbench.plan.check import CheckResult, Rehearsal
+from stratbench.plan.footprint import cache
 
 #: Two pools; of a process of each: its parent, whether a fresh one has what takes long to import, its GPUs.
 PROGRAM = """
@@ -47,3 +49,13 @@ def test_two_pools_share_one_import_and_see_no_gpu(tmp_path) -> None:
     assert parent == other_parent
     assert imported == other_imported == [True, True]
     assert gpus == "", "on fake tensors, PyTorch would wait for a real GPU here and there"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [CheckResult, Rehearsal])
+def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind, tmp_path, capsys):
+    jobs = {"mine": cache.Job("resnet", (9,), {"some": "request"})}
+    made = cache.results_of("networks to check: {}", kind, os._exit, jobs, tmp_path)
+    assert made["mine"].fault == "its process was killed (out of memory?)"
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == "networks to check: 1\n  resnet: 1 of 1\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,17 @@ from typing import Any
 import pytest
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import bytes_text
+from stratbench.cell.text.words import bytes_text, hours_text
 from stratbench.plan import __main__ as command
-from stratbench.plan import device_rates, duration, quantities, schedule, servers
+from stratbench.plan import check, device_rates, duration, quantities, schedule, servers
+from stratbench.plan.check import Rehearsal
 from stratbench.plan.duration import Span
 from stratbench.plan.footprint import cache, traffic
 from stratbench.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
-from stratbench.plan.pages import rows
+from stratbench.plan.needs import subject_of
+from stratbench.plan.pages import table
 from stratbench.plan.pages.answers import answered_questions
 from stratbench.plan.pages.text import plan_text
-from stratbench.plan.quantities import hours_text
 from stratbench.ps.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.ps.policies.policy import Hyper
 from stratbench.ps.policies.preview import CHUNK
@@ -74,13 +76,20 @@ def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
 def plan_of(tmp_path: Path, monkeypatch):
     """A function that plans with a footprint for every request."""
 
-    def make(footprint: Footprint | str | None = None, **kwargs: Any) -> schedule.Plan:
+    def make(
+        footprint: Footprint | str | None = None,
+        records: schedule.Records | None = None,
+        **kwargs: Any,
+    ) -> schedule.Plan:
         config, study = configuration.load_config(config_of(tmp_path, **kwargs))
         given = footprint or made_up()
+        told = Rehearsal(given) if isinstance(given, Footprint) else Rehearsal(unpredicted=given)
+        nets = defaultdict(check.CheckResult)
         monkeypatch.setattr(
-            schedule, "footprints_of", lambda wanted, folder: dict.fromkeys(wanted, given)
+            check, "rehearsals_of", lambda wanted, _: (nets, dict.fromkeys(wanted, told))
         )
-        return schedule.make_plan(config, study)
+        checked = check.check_study(config, study, resharding=True)
+        return schedule.make_plan(config, checked, records or {})
 
     return make
 
@@ -92,15 +101,15 @@ def cell(plan: schedule.Plan, strategy: str, gpus: int) -> schedule.Planned:
 def test_a_cell_needs_its_peak_the_data_set_and_the_warm_ups_copy(plan_of):
     c = cell(plan_of(), "ddp", 2)
     data_bytes = 60_000 * 3 * 32 * 32 + 8 * (60_000 + 50_000)
-    assert c.peak.n_bytes == 2 * GIB + 32 * (1 << 20) + data_bytes
-    assert c.needed_bytes == c.peak.n_bytes + GIB
-    assert c.peak.parts_bytes["data"] == data_bytes
+    assert c.fit.peak.n_bytes == 2 * GIB + 32 * (1 << 20) + data_bytes
+    assert c.fit.needed_bytes == c.fit.peak.n_bytes + GIB
+    assert c.fit.peak.parts_bytes["data"] == data_bytes
 
 
 def test_a_worker_that_splits_its_batch_computes_on_a_part_of_it(plan_of):
     c = cell(plan_of(), "ps-async-modified", 2)
     assert c.subject.samples_per_step == 8
-    assert c.wire_bytes == 4 * (1000 + 10)
+    assert c.needs.wire_bytes == 4 * (1000 + 10)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,7 @@ def test_what_does_not_fit_with_the_margin_is_infeasible(plan_of, fixed_gib: flo
         assert "GiB" in c.why
 
 
-def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path, monkeypatch):
+def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path):
     plan = plan_of()
     done, oom, failed = (cell(plan, "ddp", n).cell for n in (1, 2, 8))
     found = {
@@ -123,11 +132,10 @@ def test_recorded_and_failed_cells_say_so(plan_of, tmp_path: Path, monkeypatch):
     }
     for record in found.values():
         record |= {"time": {"train_time_s": None}, "cell": done.as_dict()}
-    monkeypatch.setattr(schedule, "records_by_cell", lambda study, results: found)
     evidence = failed.log_dir(tmp_path) / "failure.json"
     evidence.parent.mkdir(parents=True)
     evidence.write_text(json.dumps({"reason": "rank 1 was lost"}))
-    plan = plan_of()
+    plan = plan_of(records=found)
     states = [(cell(plan, "ddp", n).state, cell(plan, "ddp", n).why) for n in (1, 2, 8)]
     assert states == [("done", ""), ("recorded", "oom: no memory"), ("failed", "rank 1 was lost")]
 
@@ -136,6 +144,32 @@ def test_a_cell_that_cannot_be_predicted_is_told_and_spoils_nothing(plan_of):
     plan = plan_of("NotImplementedError: no such operator")
     assert all(c.state == "to do" and "no such operator" in c.why for c in plan.cells)
     assert "no such operator" in plan_text(plan)
+
+
+def test_each_column_of_the_table_has_what_its_name_says(plan_of):
+    states = {f"{s}_bytes": GIB for s in ("parameters", "gradients", "optimizer", "buffers")}
+    cluster = {"price_per_gpu_hour": 3, "compare_gpus": ["A100 40GB"]}
+    plan = plan_of(made_up(model_states_bytes=states), cluster=cluster)
+    c = cell(plan, "ps-async-modified", 8)
+    row = table.row_of(c, plan.others)
+    assert [name for name, value in row.items() if value == ""] == ["why"]
+    MIB = 1 << 20
+    for name, n_bytes in (
+        ("needed_mib", c.fit.needed_bytes),
+        ("parameters_mib", GIB),
+        ("snapshots_mib", 2 * 1010),
+        ("host_mem_mib_needed", c.needs.host_bytes),
+    ):
+        assert row[name] == round(n_bytes / MIB, 2), name
+    assert row["slurm_mem_mib"] == c.asked.mem_mib
+    assert float(row["gpu_hours_high"]) == pytest.approx(8 * c.fit.total.high_s / 3600, rel=1e-5)
+    assert float(row["cost_high"]) == pytest.approx(3 * float(row["gpu_hours_high"]), rel=1e-5)
+    assert row["fits A100 SXM 40 GB"] is True
+    unknown = table.row_of(cell(plan_of("no such operator"), "ddp", 2), [])
+    assert {unknown[name] for name in ("needed_mib", "fits", "train_time_s_low", "cost_high")} == {
+        ""
+    }
+    assert unknown["slurm_mem_mib"] > 0
 
 
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
@@ -150,10 +184,10 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     plan = plan_of(made_up(flat_bytes=flat))
     planned = cell(plan, "ps-async-modified", 2)
     # Two workers' mirrors of weights and gradients; weights, momentum and snapshot of the server.
-    assert planned.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
-    assert planned.asked.mem_mib == -(-planned.host_bytes // (1 << 20))
+    assert planned.needs.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
+    assert planned.asked.mem_mib == -(-planned.needs.host_bytes // (1 << 20))
     assert planned.asked.planned_mib
-    rows.write_json(plan, tmp_path / "plan.json")
+    table.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     assert kept.host_mem_mib(planned.cell) == planned.asked.mem_mib
     assert kept.longest_s(planned.cell) == round(planned.fit.total.high_s)
@@ -165,7 +199,7 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
 def test_the_workers_of_servers_hold_all_epochs_tables(plan_of):
     few, many = plan_of(augment=True), plan_of(augment=True, epochs=92)
     for strategy, more_bytes in (("ddp", 0), ("ps-async-modified", 2 * 90 * 7 * 50_000)):
-        grown = cell(many, strategy, 2).host_bytes - cell(few, strategy, 2).host_bytes
+        grown = cell(many, strategy, 2).needs.host_bytes - cell(few, strategy, 2).needs.host_bytes
         assert grown == more_bytes
 
 
@@ -207,7 +241,7 @@ def test_a_plan_counts_the_jobs_that_cells_share(plan_of, monkeypatch):
 def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_path: Path):
     plan = plan_of(made_up(500))
     planned = cell(plan, "ddp", 8)
-    rows.write_json(plan, tmp_path / "plan.json")
+    table.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     settings = planned.subject.settings.as_json()
     assert plan.gpu is not None
@@ -239,13 +273,12 @@ def test_cost_is_told_where_a_price_is_known(plan_of):
     assert ", cost " in plan_text(plan_of(cluster={"price_per_gpu_hour": 3}))
 
 
-def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of, monkeypatch):
+def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of):
     plan = plan_of(strategies=["ddp"], gpus=[2])
     record = {"status": "oom", "reason": "no memory", "time": {"train_time_s": None}}
     only = cell(plan, "ddp", 2).cell
     found = {only: record | {"cell": only.as_dict()}}
-    monkeypatch.setattr(schedule, "records_by_cell", lambda study, results: found)
-    plan = plan_of(strategies=["ddp"], gpus=[2])
+    plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
     told = plan_text(plan)
     assert "nothing left to do" in told
     assert "0.0 to 0.0" not in told
@@ -373,13 +406,9 @@ def test_records_of_other_experiments_and_failures_do_not_count():
     )
 
 
-def test_a_records_time_replaces_the_devices(plan_of, monkeypatch):
-    monkeypatch.setattr(
-        schedule,
-        "records_by_cell",
-        lambda study, results: {c: record_of("ddp", 2, 777.0) for c in study.cells[:1]},
-    )
-    fit = cell(plan_of(), "ddp", 2).fit
+def test_a_records_time_replaces_the_devices(plan_of):
+    first = plan_of().cells[0].cell
+    fit = cell(plan_of(records={first: record_of("ddp", 2, 777.0)}), "ddp", 2).fit
     assert fit.train.low_s == pytest.approx(0.9 * 777)
     assert fit.by_device.low_s != fit.train.low_s
 
@@ -462,23 +491,26 @@ def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
     }
     assert command.main(["--config", json.dumps(config)]) == 0
     printed = capsys.readouterr().out
-    assert "predicting 1" in printed
+    assert "kinds of cells to follow: 1" in printed
     assert "1 to do" in printed
-    table = list(csv.DictReader((tmp_path / "s" / "plan.csv").open()))
-    assert float(table[0]["peak_mib"]) > 1
-    assert int(table[0]["state_parameters_bytes"]) == int(table[0]["state_optimizer_bytes"])
+    [row] = list(csv.DictReader((tmp_path / "s" / "plan.csv").open()))
+    assert float(row["peak_mib"]) > 1
+    assert int(row["state_parameters_bytes"]) == int(row["state_optimizer_bytes"])
     assert "vgg-compact" in (tmp_path / "s" / "plan.html").read_text()
 
-    def never(requests):
-        raise AssertionError(f"{requests} are on disk")
+    def never(_processes):
+        raise AssertionError("all is on disk")
 
-    monkeypatch.setattr(cache, "_make", lambda missing: never(missing) if missing else iter(()))
+    monkeypatch.setattr(cache, "pool_of", never)
     assert command.main(["--config", json.dumps(config)]) == 0
-    kept = (tmp_path / "plan-cache").iterdir()
-    entry = next(file for file in kept if not file.name.startswith("check-"))
-    entry.write_text(entry.read_text()[:100])
-    with pytest.raises(AssertionError, match="on disk"):
-        command.main(["--config", json.dumps(config)])
+    kept = list((tmp_path / "plan-cache").iterdir())
+    assert len(kept) == 2  # of the network, and of the strategy with it
+    for entry in kept:
+        whole = entry.read_text()
+        entry.write_text(whole[:100])
+        with pytest.raises(AssertionError, match="on disk"):
+            command.main(["--config", json.dumps(config)])
+        entry.write_text(whole)
 
 
 def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
@@ -487,7 +519,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
         config_of(tmp_path, strategies=["fsdp", "ddp", "ps-async"])
     )
     found = {
-        (cell.strategy, cell.gpus): schedule.subject_of(config, study, cell).request.local_world
+        (cell.strategy, cell.gpus): subject_of(config, study, cell).request.local_world
         for cell in study.cells
     }
     assert [found["fsdp", gpus] for gpus in (1, 2, 8)] == [1, 2, 4]
@@ -496,7 +528,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
 
 def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
     config, study = configuration.load_config(config_of(tmp_path))
-    request = schedule.subject_of(config, study, study.cells[0]).request
+    request = subject_of(config, study, study.cells[0]).request.as_dict()
     before = cache.key_of(request)
     monkeypatch.setattr(cache, "source_sha256", lambda: "changed")
     assert cache.key_of(request) != before

@@ -19,7 +19,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 
 
 def scheduled(strategy: str, workers: int = 4, on_cuda: bool = False, **options) -> Schedule:
-    request = request_for(strategy, workers=workers, on_cuda=on_cuda, options=options)
+    device = "cuda" if on_cuda else "cpu"
+    request = request_for(strategy, workers=workers, device=device, options=options)
     return traced_schedule(request, 8, DEVICE)
 
 

@@ -17,10 +17,10 @@ from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.cell.text.words import counted
 from stratbench.plan.check import check_study
 from stratbench.plan.device_rates import named_gpus
-from stratbench.plan.pages import rows
+from stratbench.plan.pages import table
 from stratbench.plan.pages.check_text import check_text
-from stratbench.plan.pages.text import plan_text
-from stratbench.plan.schedule import make_plan
+from stratbench.plan.pages.text import plan_text, write_html
+from stratbench.plan.schedule import make_plan, records_by_cell
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.yaml_traps import check_duplicate_keys
@@ -34,23 +34,22 @@ def main(argv: list[str] | None = None) -> int:
         cluster = config["cluster"]
         named_gpus({**cluster, "gpu": args.gpu or cluster["gpu"]})  # before what takes minutes
         set_job_environment(config, None if INSTALLED else str(PACKAGE.parent))
-        checked = check_study(config, study)
+        checked = check_study(config, study, resharding=not args.check)
         if args.check:
             print(check_text(checked))
             return 1 if checked.refused else 0
         if checked.refused:
             told = f"{len(checked.refused)} of {counted(len(checked.subjects), 'cell')} would be refused"
             print(f"{told}: see below, and `snakemake check`", flush=True)
-        plan = make_plan(config, study, args.gpu, args.partition, checked.refused)
+        records = records_by_cell(study, config["results"])
+        plan = make_plan(config, checked, records, args.gpu, args.partition)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     out = args.out or Path(config["results"]) / study.name
-    table = rows.write_csv(plan, out / "plan.csv")
-    rows.write_json(plan, out / "plan.json")
-    from stratbench.plan.pages.page import write_html
-
-    write_html(plan, table, out / "plan.html")
+    table.write_csv(plan, out / "plan.csv")
+    table.write_json(plan, out / "plan.json")
+    write_html(plan, out / "plan.html")
     print(plan_text(plan))
     print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
     return 0

@@ -6,8 +6,6 @@ python -m stratbench.plan.against_records --config JSON --out prediction.csv
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,10 +15,11 @@ from typing import Any
 
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB
+from stratbench.plan.check import check_study
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.plan.needs import Subject, mean_wire_bytes, sent_bytes
+from stratbench.plan.pages.table import write_rows
 from stratbench.plan.schedule import Plan, Planned, make_plan, records_by_cell
 from stratbench.study.config import config as configuration
 
@@ -35,31 +34,37 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     that of the rank that used most (`measured_peak_bytes`). The predicted time is the one from the
     device alone, without records.
     """
-    s, footprint, predicted = c.subject, c.footprint, c.peak
+    s, footprint, predicted = c.subject, c.footprint, c.fit.peak
     base_bytes = bytes_before_steps(footprint, predicted)
     span = c.fit.by_device
     usable = not software_gpu.trained(record)  # else its bytes are right, and its times are not
     train_s = record["time"]["train_time_s"] if usable else None
+    memory = record["memory"]
     row: dict[str, Any] = s.cell.as_dict() | {
         "status": record["status"] if usable else "unusable",
         "precision": s.settings.precision,
         "per_worker_batch": s.settings.per_worker_batch,
-        "method": record["memory"]["method"],
-        "peak_mib_predicted": _mib(predicted.n_bytes),
-        "peak_mib_measured": _mib(measured_peak_bytes(record["memory"], base_bytes)),
-        "over_base_mib_predicted": _mib(predicted.n_bytes - base_bytes),
-        "over_base_mib_measured": _mib(measured_growth_bytes(record["memory"])),
-        "base_mib_predicted": _mib(base_bytes),
-        "base_mib_measured": _mib(measured_base_bytes(record)),
-        "resident_mib_measured": _mib(record["memory"]["peak_bytes"]),
-        "states_bytes_predicted": max(sum(f.model_states_bytes.values()) for f in footprint.each),
-        "states_bytes_measured": _sum(record["memory"]["model_states"]),
-        "sent_bytes_predicted": sent_bytes_of_record(s, footprint),
-        "sent_bytes_measured": (record.get("communication") or {}).get("sent_bytes_per_step"),
+        "method": memory["method"],
+        "resident_mib_measured": _mib(memory["peak_bytes"]),
     }
-    for what in ("peak_mib", "over_base_mib", "states_bytes", "sent_bytes"):
-        name = f"{what.rpartition('_')[0]}_error_percent"
-        row[name] = _error(row[f"{what}_predicted"], row[f"{what}_measured"])
+    pairs = {
+        "peak_mib": (predicted.n_bytes, measured_peak_bytes(memory, base_bytes)),
+        "over_base_mib": (predicted.n_bytes - base_bytes, measured_growth_bytes(memory)),
+        "base_mib": (base_bytes, measured_base_bytes(record)),
+        "states_bytes": (
+            max(sum(f.model_states_bytes.values()) for f in footprint.each),
+            _sum(memory["model_states"]),
+        ),
+        "sent_bytes": (
+            sent_bytes_of_record(s, footprint),
+            (record.get("communication") or {}).get("sent_bytes_per_step"),
+        ),
+    }
+    for name, pair in pairs.items():
+        what, _, unit = name.rpartition("_")
+        ours, theirs = map(_mib, pair) if unit == "mib" else pair
+        row |= {f"{name}_predicted": ours, f"{name}_measured": theirs}
+        row[f"{what}_error_percent"] = _error(ours, theirs)
     return row | {
         "device": c.fit.device,
         "train_s_predicted_low": span.low_s if span else None,
@@ -138,12 +143,7 @@ _FLAG_BYTES = 4
 
 def write_prediction_csv(rows: list[dict[str, Any]], path: Path) -> None:
     """Write the rows of finished cells as prediction.csv; without rows, only a header."""
-    text = io.StringIO()
-    header = list(rows[0]) if rows else [f.name for f in fields(Cell)]
-    writer = csv.DictWriter(text, header, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomic(path, text.getvalue())
+    write_rows(rows, path, [f.name for f in fields(Cell)])
 
 
 def _mib(n_bytes: float | None) -> float | None:
@@ -170,7 +170,8 @@ def main() -> None:
     args = parser.parse_args()
     config, study = configuration.load_config(json.loads(args.config))
     records = records_by_cell(study, config["results"])
-    rows = prediction_rows(make_plan(config, study), records)
+    plan = make_plan(config, check_study(config, study), records)
+    rows = prediction_rows(plan, records)
     write_prediction_csv(rows, args.out)
     print(f"{len(rows)} of {len(records)} records compared with their prediction")
 

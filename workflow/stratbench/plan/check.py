@@ -1,34 +1,28 @@
-"""Checks every network of a study in seconds: `snakemake check`, and first of all in `snakemake plan`.
+"""Checks every network of a study: `snakemake check`, and first of all in `snakemake plan`.
 
-Each is built once and takes a step of every strategy on fake tensors, in the way that the study's cells
-will: what a strategy would refuse is told before anything is trained.
+Each is built once and takes steps of every strategy on fake tensors, in the way that the study's cells
+will: what a strategy would refuse is told before anything is trained, and what the steps take is planned.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import read_json, write_atomic
-from stratbench.cell.text.words import counted
-from stratbench.plan.footprint.cache import key_parts
-from stratbench.plan.footprint.processes import pool_of
+from stratbench.plan.footprint.cache import Job, results_of
+from stratbench.plan.footprint.footprint import Footprint, make_footprint
 from stratbench.plan.footprint.request import Request
 from stratbench.plan.needs import Subject, subject_of
 from stratbench.strategies import acceptance, strategy_class
 from stratbench.study.config.config import Study
-from stratbench.telemetry.machine.cores import usable_cores
 from stratbench.workload import tasks
 from stratbench.workload.network import models
 from stratbench.workload.users_code import ModelError, error_text
@@ -38,6 +32,8 @@ if TYPE_CHECKING:
 
 #: The most parameters of a network that is tried with real numbers where fake tensors cannot follow it.
 MOST_REAL_PARAMETERS = 50_000_000
+#: Why what was tried so has no footprint.
+NO_PREDICTION = "its forward asks for the values of tensors, and a prediction has none"
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,8 @@ class CheckResult:
 
     `error`: why nothing can train it. `unseen`: why fake tensors could not follow it, if so.
     `skipped`: what may get no gradient in a step. `parameters`, `frozen`, `root`: numbers in all, of
-    those that are not trained, and of what is in no group. `groups`: (label, parameters).
-    `refusals`: for each request, in the order given, why its strategy cannot train it, or None.
+    those that are not trained, and of what is in no group. `groups`: (label, parameters). `trial`: what
+    a step of it showed (`Trial`).
     """
 
     error: str | None = None
@@ -80,111 +76,158 @@ class CheckResult:
     writes_buffers: bool = False
     skipped: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
-    refusals: list[str | None] = field(default_factory=list)
+    trial: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def fault(self) -> str | None:
+        return self.error
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> CheckResult:
+        return cls(**fields)
+
+    @classmethod
+    def failed(cls, why: str) -> CheckResult:
+        return cls(error=why)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What steps of a strategy with a network showed: why it cannot train it (`refusal`), or its footprint.
+
+    `unpredicted`: why there is no footprint although nothing refuses the network.
+    """
+
+    footprint: Footprint | None = None
+    refusal: str | None = None
+    unpredicted: str | None = None
+
+    @property
+    def fault(self) -> str | None:
+        return self.refusal or (self.unpredicted if self.unpredicted != NO_PREDICTION else None)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Rehearsal:
+        made = fields["footprint"]
+        return cls(**fields | {"footprint": made and Footprint.from_dict(made)})
+
+    @classmethod
+    def failed(cls, why: str) -> Rehearsal:
+        return cls(unpredicted=why)
 
 
 @dataclass(frozen=True)
 class Checked:
     """The check of a study. `refused`: why cells cannot be trained."""
 
-    study: str
+    study: Study
     subjects: list[Subject]
-    found: dict[Network, CheckResult]
+    networks: dict[Network, CheckResult]
+    rehearsals: dict[Request, Rehearsal]
     refused: dict[Cell, str]
 
 
-def check_study(config: Mapping[str, Any], study: Study) -> Checked:
-    """Check all networks of a study; prints progress. What had no fault is kept, and not done again."""
+def check_study(config: Mapping[str, Any], study: Study, resharding: bool = False) -> Checked:
+    """Check all networks of a study, and make the footprints of its cells; prints progress.
+
+    What had no fault is kept, and not done again. `resharding`: whether FSDP's cells on most workers are
+    followed with the other choice of `reshard_after_forward`, too.
+    """
     subjects = [subject_of(config, study, cell) for cell in study.cells]
-    wanted: dict[Network, list[Request]] = {}
-    for s in subjects:
-        requests = wanted.setdefault(Network.of(s.request), [])
-        if (request := as_checked(s.request)) not in requests:
-            requests.append(request)
-    found = _find(wanted, Path(config["results"]) / "plan-cache")
-    refused = {}
-    for s in subjects:
-        network = Network.of(s.request)
-        why = _refusal_of_cell(s, found[network], wanted[network])
-        if why is not None:
-            refused[s.cell] = why
-    return Checked(study.name, subjects, found, refused)
+    requests = [s.request for s in subjects]
+    if resharding:
+        requests += [other_resharding(s.request) for s in resharded(study, subjects)]
+    networks, rehearsals = rehearsals_of(requests, Path(config["results"]) / "plan-cache")
+    refused = {
+        s.cell: why
+        for s in subjects
+        if (why := _refusal_of_cell(s, networks[Network.of(s.request)], rehearsals[s.request]))
+    }
+    return Checked(study, subjects, networks, rehearsals, refused)
 
 
-def as_checked(request: Request) -> Request:
-    """The request without what makes no difference here: the samples of an evaluation."""
-    return replace(request, eval_batch=2)
+def resharded(study: Study, subjects: Iterable[Subject]) -> list[Subject]:
+    """Those that may free gathered weights after forward, on the most workers of their experiment."""
+    return [
+        s
+        for s in subjects
+        if s.request.may_reshard
+        and s.cell.gpus == max(study.experiments[s.cell.experiment].matrix["gpus"])
+    ]
 
 
-def _refusal_of_cell(s: Subject, found: CheckResult, requests: list[Request]) -> str | None:
-    if found.error is not None:
-        return found.error
+def other_resharding(request: Request) -> Request:
+    """The same with the other choice of `reshard_after_forward`."""
+    other = {"always": "never", "never": "always"}[request.options["reshard_after_forward"]]
+    return request.with_options(reshard_after_forward=other)
+
+
+def _refusal_of_cell(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
+    if network.error is not None:
+        return network.error
     try:
         acceptance.check_batch(
-            s.request.network, found.batchnorm, s.samples_per_step, s.settings.accumulate
+            s.request.network, network.batchnorm, s.samples_per_step, s.settings.accumulate
         )
     except ModelError as error:
         return str(error)
-    return found.refusals[requests.index(as_checked(s.request))]
+    return rehearsal.refusal
 
 
-def _find(wanted: Mapping[Network, list[Request]], folder: Path) -> dict[Network, CheckResult]:
-    """What is found of each network: kept in `folder` from before, or by processes, one for each core."""
-    found: dict[Network, CheckResult] = {}
-    paths = {
-        network: folder / f"check-{_key(requests)}.json" for network, requests in wanted.items()
+def rehearsals_of(
+    requests: Iterable[Request], folder: Path
+) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
+    """What is found of the networks and then of each request: kept in `folder`, or by processes."""
+    sharing: dict[Network, list[Request]] = {}
+    for request in dict.fromkeys(requests):
+        sharing.setdefault(Network.of(request), []).append(request)
+    # What only some of the cells ask of a network is judged with each of these.
+    firsts = {
+        n: min(each, key=lambda r: r.settings.activation_checkpointing)
+        for n, each in sharing.items()
     }
-    for network, path in paths.items():
-        if (kept := _read(path)) is not None:
-            found[network] = kept
-    missing = {n: requests for n, requests in wanted.items() if n not in found}
-    if not missing:
-        return found
-    kinds = sum(map(len, missing.values()))
-    print(
-        f"checking {counted(len(missing), 'network')}, {counted(kinds, 'kind')} of cells",
-        flush=True,
+    networks = results_of(
+        "networks to check: {}",
+        CheckResult,
+        check_network,
+        {n: Job(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
+        folder,
     )
-    with pool_of(min(len(usable_cores()), len(missing))) as pool:
-        running = {pool.submit(find, requests): n for n, requests in missing.items()}
-        for i, done in enumerate(as_completed(running), 1):
-            network = running[done]
-            try:
-                made = done.result()
-            except BrokenProcessPool:
-                made = CheckResult(error="the process that checks it was killed (out of memory?)")
-            found[network] = made
-            print(f"  {network.model}: {made.seconds:.1f} s ({i} of {len(missing)})", flush=True)
-            if made.error is None and not any(made.refusals):  # a fault may be mended elsewhere
-                text = json.dumps(dataclasses.asdict(made) | {"of": _parts(wanted[network])})
-                write_atomic(paths[network], text + "\n")
-    return {network: found[network] for network in wanted}
-
-
-def _parts(requests: Sequence[Request]) -> list[dict[str, object]]:
-    return [key_parts(request) for request in requests]
-
-
-def _key(requests: Sequence[Request]) -> str:
-    text = json.dumps(_parts(requests), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _read(path: Path) -> CheckResult | None:
-    try:
-        kept = read_json(path)
-        del kept["of"]
-        return CheckResult(**kept)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    jobs = {
+        request: Job(
+            f"{network.model} with {request.strategy}",
+            (request, networks[network]),
+            {"rehearsal": request.as_dict()},
+            # What is sharded takes longer.
+            networks[network].seconds * (2 if request.traits.shards_states else 1),
+        )
+        for network, each in sharing.items()
+        if networks[network].error is None
+        for request in each
+    }
+    rehearsals = results_of(
+        "kinds of cells to follow: {}; what is found is kept for the next time",
+        Rehearsal,
+        rehearse,
+        jobs,
+        folder,
+    )
+    no = Rehearsal()
+    return networks, {r: rehearsals.get(r, no) for each in sharing.values() for r in each}
 
 
 # --- one network ---------------------------------------------------------------------------------
 
 
-def find(requests: Sequence[Request]) -> CheckResult:
-    """What is found of the network that `requests` share. Imports torch, and the user's code."""
+def check_network(request: Request) -> CheckResult:
+    """What is found of the network of `request`. Imports torch, and the user's code."""
     import torch
 
     started = time.perf_counter()
@@ -192,37 +235,32 @@ def find(requests: Sequence[Request]) -> CheckResult:
     try:
         with warnings.catch_warnings():  # what a network warns of here says nothing of the study
             warnings.simplefilter("ignore")
-            found = _found_of(requests)
+            found = _found_of(request)
     except ModelError as error:
         found = CheckResult(error=str(error))
     except Exception as error:  # whatever a model raises
-        found = CheckResult(error=f"{models.in_words(requests[0].network)}: {error_text(error)}")
+        found = CheckResult(error=f"{models.in_words(request.network)}: {error_text(error)}")
     return replace(found, seconds=time.perf_counter() - started)
 
 
-def _found_of(requests: Sequence[Request]) -> CheckResult:
+def _found_of(request: Request) -> CheckResult:
     from stratbench.workload.network.trial import NeedsData
 
-    # What only some of the cells ask of a network is judged with each of these.
-    first = min(requests, key=lambda r: r.settings.activation_checkpointing)
-    tasks.tried_task(first.settings, first.input_shape, first.classes, first.values)
+    tasks.tried_task(request.settings, request.input_shape, request.classes, request.values)
     try:
-        trial, found = _tried(first, on_fakes=True)
-        on_fakes = True
+        return _tried(request, on_fakes=True)
     except NeedsData as error:
-        parameters = _parameters(first)
+        parameters = _parameters(request)
         if parameters > MOST_REAL_PARAMETERS:
             raise ModelError(
                 f"{error}: it cannot be checked without data, and with {parameters:,} parameters it is too "
                 "large to be tried with real numbers here"
             ) from error
-        on_fakes = False
-        trial, found = _tried(first, on_fakes=False)
-        found = replace(found, unseen=f"{error}: it was tried with zeros as its data, on this CPU")
-    return replace(found, refusals=[_refusal(r, trial, on_fakes) for r in requests])
+        unseen = f"{error}: it was tried with zeros as its data, on this CPU"
+        return replace(_tried(request, on_fakes=False), unseen=unseen)
 
 
-def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
+def _tried(request: Request, on_fakes: bool) -> CheckResult:
     from stratbench.plan.footprint import fake
 
     with fake.surroundings(request, on_fakes):
@@ -236,7 +274,7 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
             for _, ms in groups
         ]
         parameters = _numel(model.parameters())
-        return trial, CheckResult(
+        return CheckResult(
             parameters=parameters,
             frozen=_numel(p for p in model.parameters() if not p.requires_grad),
             groups=sizes,
@@ -247,6 +285,7 @@ def _tried(request: Request, on_fakes: bool) -> tuple[Trial, CheckResult]:
             writes_buffers=models.has_batchnorm(model) or bool(trial.written),
             skipped=trial.skipped,
             remarks=list(acceptance.remarks(model, trial)),
+            trial=dataclasses.asdict(trial),
         )
 
 
@@ -262,6 +301,40 @@ def _numel(parameters: Any) -> int:
 def _parameters(request: Request) -> int:
     model = models.build_without_memory(request.network, request.classes, request.input_shape)
     return _numel(model.parameters())
+
+
+# --- one kind of cell ----------------------------------------------------------------------------
+
+
+def rehearse(request: Request, network: CheckResult) -> Rehearsal:
+    """What steps of the request's strategy show, with its network, of which `network` was found."""
+    import torch
+
+    from stratbench.workload.network.trial import Trial
+
+    torch.set_num_threads(1)
+    trial, on_fakes = Trial.from_dict(network.trial), network.unseen is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = try_footprint(request, trial)
+        if isinstance(made, Footprint):
+            return Rehearsal(made)
+        return Rehearsal(refusal=_refusal(request, trial, on_fakes), unpredicted=made)
+
+
+def try_footprint(request: Request, trial: Trial | None = None) -> Footprint | str:
+    """The footprint, or the error in one line: one model that fails must not stop the whole plan."""
+    from stratbench.workload.network.trial import NO_VALUES
+
+    try:
+        return make_footprint(request, trial)
+    except ModelError as error:  # says by itself what is wrong
+        return str(error)
+    except NO_VALUES:
+        return NO_PREDICTION
+    except Exception as error:  # whatever a model or strategy raises
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _refusal(request: Request, trial: Trial, on_fakes: bool) -> str | None:

@@ -78,6 +78,15 @@ def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
 
 
+def devices_of(
+    gpus: list[Datasheet], precision: str, on_cuda: bool, workers: int, cluster: Mapping[str, Any]
+) -> list[Device]:
+    """What a cell of so many workers is judged on: these GPUs of the cluster, or this host's CPU."""
+    if not on_cuda:
+        return [cpu_device(cluster, workers)]
+    return [gpu_device(gpu, precision, cluster) for gpu in gpus]
+
+
 def gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
     """A GPU of the cluster. The speed of its link is the config's, or else the datasheet's."""
     known = precision in ("fp32", "tf32", "fp16", "bf16")
@@ -125,8 +134,3 @@ def cpu_flops_per_s() -> float:
         a @ a
         best_s = min(best_s, time.perf_counter() - begun)
     return 2 * 1024**3 / best_s
-
-
-def fits(needed_bytes: int, device: Device, margin: float) -> bool:
-    """Whether the bytes needed, plus a margin for what cannot be predicted, fit on the device."""
-    return needed_bytes * (1 + margin) <= device.memory_bytes

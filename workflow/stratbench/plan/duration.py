@@ -69,6 +69,31 @@ class Work:
     recomputes: bool = False  # whether nearly all of forward is computed once more in backward
 
 
+@dataclass(frozen=True)
+class Times:
+    """A cell's times on a device, where they are known. `train`: by records, if there are any.
+
+    `link_s`: of a step's communication, at best and at worst.
+    """
+
+    by_device: Span | None
+    train: Span | None
+    total: Span | None
+    link_s: tuple[float, float]
+
+
+def times_on(device: Device, work: Work, measured: Span | None) -> Times:
+    """The times of a cell on `device`; `measured`: of its training, by records."""
+    by_device = span_by_device(work, device)
+    train = measured or by_device
+    return Times(
+        by_device=by_device,
+        train=train,
+        total=None if train is None else train + overhead_span(work, device),
+        link_s=(communication_s(work, device, 0), communication_s(work, device, 1)),
+    )
+
+
 def span_by_device(work: Work, device: Device) -> Span | None:
     """The time of training, from the rates of the device; None if they are not known."""
     if device.flops_per_s is None:

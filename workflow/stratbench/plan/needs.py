@@ -12,7 +12,7 @@ from stratbench.cell.settings import Settings
 from stratbench.plan import servers
 from stratbench.plan.device_rates import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
 from stratbench.plan.duration import Work
-from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
+from stratbench.plan.footprint.footprint import Footprint
 from stratbench.plan.footprint.request import Request, buffer_bytes, data_bytes
 from stratbench.plan.footprint.traffic import wire_bytes
 from stratbench.strategies import strategy_class
@@ -89,11 +89,7 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
 def sent_bytes(s: Subject, footprint: Footprint) -> float:
     """Bytes that a rank sends for each global batch, as a mean over the training."""
     if s.served:
-        over_tcp = s.settings.options["transport"] == "tcp"
-        sent, _ = servers.worker_traffic_bytes(
-            s.settings.strategy, s.settings.options, footprint.flat_bytes, over_tcp
-        )
-        return sent
+        return servers.server_side(s.settings, footprint.flat_bytes, 1).sent_bytes
     on_gloo = not s.request.on_cuda
     return fmean(mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each)
 
@@ -110,12 +106,6 @@ def mean_wire_bytes(
     return (first * wire_bytes(whole, s.cell.gpus, on_gloo) + (s.steps - first) * each) / s.steps
 
 
-def peak_with_data(peak: MemoryPeak, s: Subject) -> MemoryPeak:
-    """The peak with what lies on the device of the data set."""
-    n_bytes = data_bytes_of(s)
-    return MemoryPeak(peak.n_bytes + n_bytes, peak.phase, peak.parts_bytes | {"data": n_bytes})
-
-
 def data_bytes_of(s: Subject) -> int:
     """Bytes on the device: of the whole data set, or of the batches that wait there.
 
@@ -126,63 +116,63 @@ def data_bytes_of(s: Subject) -> int:
     return data_bytes(s.data, models.model_of(s.settings), s.settings.augment)
 
 
-def work_of(s: Subject, footprint: Footprint, wire: float, nodes: int) -> Work:
+@dataclass(frozen=True)
+class Needs:
+    """What a cell takes wherever it runs. What only cells with servers have is None for others."""
+
+    data_bytes: int  # of a worker's device
+    wire_bytes: float  # sent by a rank in a step
+    collectives: int  # in a step
+    link_bytes: float | None  # a global batch, over the busiest link between nodes
+    server_bytes: int | None  # memory of a server process
+    snapshot_bytes: (
+        int | None
+    )  # disk: the servers' snapshots, one an epoch, until they are evaluated
+    host_bytes: int  # memory of a node's processes, as far as known
+    work: Work
+
+
+def needs_of(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
+    """The needs of a cell on so many nodes, by its footprint."""
+    data_bytes, wire = data_bytes_of(s), sent_bytes(s, footprint)
+    side = servers.server_side(s.settings, footprint.flat_bytes, n_nodes) if s.served else None
     through_server = 0.0
-    if s.served:
-        options = s.settings.options
-        sent, received = servers.worker_traffic_bytes(
-            s.settings.strategy, options, footprint.flat_bytes, options["transport"] == "tcp"
-        )
-        through_server = s.cell.gpus * (sent + received) / options["servers"]
-    return Work(
-        footprint=footprint.slowest,
-        batch=s.samples_per_step,
-        pushes=s.steps_per_batch,
-        # The nodes' link carries what all workers and servers on it send.
-        wire_bytes=max(wire, link_bytes_of(s, footprint, nodes)),
-        server_bytes=through_server,
-        steps=s.steps,
-        test_samples=s.data.test_samples,
-        evaluations=s.settings.epochs or 0,
-        replicas=s.strategy.mesh(s.cell.gpus).replicas,
-        nodes=nodes,
-        recomputes=s.settings.activation_checkpointing,
-        bubble_share=s.strategy.bubble_share(s.cell.gpus) or 0.0,
-        slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
+    if side is not None:
+        moved_bytes = s.cell.gpus * (side.sent_bytes + side.received_bytes)
+        through_server = moved_bytes / s.settings.options["servers"]
+    return Needs(
+        data_bytes=data_bytes,
+        wire_bytes=wire,
+        collectives=len(footprint.collectives),
+        link_bytes=side and side.link_bytes,
+        server_bytes=side and side.process_bytes,
+        snapshot_bytes=side and (s.settings.epochs or 0) * sum(footprint.flat_bytes.values()),
+        host_bytes=_host_bytes(s, footprint, data_bytes, side, n_nodes),
+        work=Work(
+            footprint=footprint.slowest,
+            batch=s.samples_per_step,
+            pushes=s.steps_per_batch,
+            # The nodes' link carries what all workers and servers on it send.
+            wire_bytes=max(wire, side.link_bytes if side else 0.0),
+            server_bytes=through_server,
+            steps=s.steps,
+            test_samples=s.data.test_samples,
+            evaluations=s.settings.epochs or 0,
+            replicas=s.strategy.mesh(s.cell.gpus).replicas,
+            nodes=n_nodes,
+            recomputes=s.settings.activation_checkpointing,
+            bubble_share=s.strategy.bubble_share(s.cell.gpus) or 0.0,
+            slowdown=float((s.settings.slowdown or {}).get("factor", 1.0)),
+        ),
     )
 
 
-def link_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> float:
-    """Bytes a global batch over the busiest link between nodes of a cell with servers; else 0."""
-    return servers.busiest_link_bytes(s.settings, footprint.flat_bytes, nodes) if s.served else 0.0
-
-
-def server_bytes_of(s: Subject, footprint: Footprint, nodes: int) -> int:
-    if not s.served:
-        return 0
-    return servers.server_needs(
-        s.settings.strategy,
-        s.settings.options,
-        s.cell.gpus,
-        footprint.flat_bytes,
-        moments=2 if s.settings.optimizer == "adamw" else int(s.settings.momentum > 0),
-        shared_memory=s.settings.options["transport"] != "tcp" and nodes == 1,
-        scaled=s.settings.precision == "fp16",
-    ).total_bytes
-
-
-def snapshot_bytes_of(s: Subject, footprint: Footprint) -> int:
-    """Bytes on disk of the servers' snapshots, one an epoch, until they are evaluated."""
-    return (s.settings.epochs or 0) * sum(footprint.flat_bytes.values()) if s.served else 0
-
-
-def host_bytes_of(
-    s: Subject, footprint: Footprint, needed_bytes: int, server_bytes: int, nodes: int
+def _host_bytes(
+    s: Subject, footprint: Footprint, data_bytes: int, side: servers.ServerSide | None, n_nodes: int
 ) -> int:
     """Bytes of host memory that the cell's processes take on the fullest node."""
     # In the warm-up the optimizer's state waits there, to be restored.
     saved_bytes = footprint.between_steps_bytes.get("optimizer", 0)
-    worker_bytes = CPU_PROCESS_BYTES + needed_bytes + saved_bytes
     if s.request.on_cuda:
         flat = footprint.flat_bytes
         mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
@@ -192,11 +182,14 @@ def host_bytes_of(
         kept_bytes -= 2 * footprint.frozen_bytes if kept else 0
         worker_bytes = GPU_HOST_PROCESS_BYTES + mirror_bytes + saved_bytes + kept_bytes
         if s.settings.placement == "host":  # pinned; mapped files are the kernel's to keep or drop
-            worker_bytes += data_bytes_of(s)
+            worker_bytes += data_bytes
+    else:
+        needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes
+        worker_bytes = CPU_PROCESS_BYTES + needed_bytes + saved_bytes
     servers_bytes = 0
-    if s.served:
+    if side is not None:
         passes = s.settings.passes(s.data.train_samples)
         worker_bytes += passes * packed_bytes(s.data, s.settings.augment)
-        on_this_node = -(-s.settings.options["servers"] // nodes)
-        servers_bytes = on_this_node * (CPU_PROCESS_BYTES + server_bytes)
-    return -(-s.cell.gpus // nodes) * worker_bytes + servers_bytes
+        on_this_node = -(-s.settings.options["servers"] // n_nodes)
+        servers_bytes = on_this_node * (CPU_PROCESS_BYTES + side.process_bytes)
+    return -(-s.cell.gpus // n_nodes) * worker_bytes + servers_bytes

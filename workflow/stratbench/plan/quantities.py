@@ -75,20 +75,6 @@ def in_unit(n_bytes: float, unit: int) -> str:
     return f"{n_bytes / unit:.3g}" if n_bytes < 1000 * unit else f"{n_bytes / unit:.0f}"
 
 
-def hours_text(hours: float) -> str:
-    """Hours as text: two digits, and from 10 on whole ones."""
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
-
-
-def seconds_text(seconds: float) -> str:
-    """The most seconds that something takes as text, in s, min or h."""
-    if seconds < 1:
-        return "1 s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
 def span_text(span: Span) -> str:
     """A range as text: `12-45 min`."""
     if span.high_s < 1:

@@ -5,77 +5,66 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stratbench.cell import record, software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import GIB, MIB
-from stratbench.plan import duration
-from stratbench.plan.device_rates import Device, cpu_device, fits, gpu_device, named_gpus
-from stratbench.plan.duration import Span, Work
-from stratbench.plan.footprint.cache import footprints_of
+from stratbench.plan.check import Checked, other_resharding, resharded
+from stratbench.plan.device_rates import Device, devices_of, named_gpus
+from stratbench.plan.duration import Span, span_by_records, times_on
 from stratbench.plan.footprint.footprint import Footprint, MemoryPeak
-from stratbench.plan.footprint.request import Request
-from stratbench.plan.needs import (
-    Subject,
-    data_bytes_of,
-    host_bytes_of,
-    link_bytes_of,
-    peak_with_data,
-    sent_bytes,
-    server_bytes_of,
-    snapshot_bytes_of,
-    subject_of,
-    work_of,
-)
+from stratbench.plan.footprint.traffic import PARTS
+from stratbench.plan.needs import Needs, Subject, needs_of
 from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.slurm import nodes, sharing
-from stratbench.telemetry.machine.hardware import Datasheet
+
+Records = Mapping[Cell, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """How a cell would run on one device. `cut_off` by the time limit: `no`, `possible` or `certain`."""
+    """How a cell would run on one device. `cut_off` by the time limit: `no`, `possible` or `certain`.
+
+    The times, and what follows from them, are None where the device's rates are not known; the cost also
+    where no price is.
+    """
 
     device: str
+    peak: MemoryPeak  # of training, data set included
+    needed_bytes: int  # with warm-up and evaluation
     fits: bool
     largest_batch: int
     by_device: Span | None  # the training by what the device can do
     train: Span | None  # the same, or by records where there are any
     total: Span | None
+    gpu_hours: tuple[float, float] | None
+    cost: tuple[float, float] | None
     cut_off: str
     link_s: tuple[float, float]  # of a step's communication, at best and at worst
 
 
-class Refusal(str):
-    """Why a cell is not planned: it cannot be trained."""
-
-
 @dataclass(frozen=True)
 class Planned:
-    """One cell's part of the plan. `footprint` is None if it could not be predicted; `why` says why."""
+    """One cell's part of the plan. Without a footprint nothing is known of it; `why` says why."""
 
     subject: Subject
     state: str  # done, recorded, failed, refused, infeasible, to do
     why: str
     footprint: Footprint | None
-    peak: MemoryPeak | None  # of training, data set included
-    needed_bytes: int  # with warm-up and evaluation
-    wire_bytes: float  # sent by a rank in a step
-    collectives: int
-    link_bytes: float  # a global batch, over the busiest link between nodes of servers and workers
-    server_bytes: int  # memory of a server process
-    host_bytes: int  # memory of a node's processes, as far as known
-    snapshot_bytes: int  # disk, until they are evaluated
-    fit: DeviceFit | None  # on the plan's device, or the CPU for a cell that trains there
-    fits_on: dict[str, DeviceFit]  # by device
+    needs: Needs | None
+    fits_on: dict[str, DeviceFit]  # by device, the plan's own first; of a cell on CPUs only the CPU
     asked: resources.JobRequest
 
     @property
     def cell(self) -> Cell:
         return self.subject.cell
+
+    @property
+    def fit(self) -> DeviceFit | None:
+        """On the plan's device, or the CPU for a cell that trains there."""
+        return next(iter(self.fits_on.values()), None)
 
 
 @dataclass(frozen=True)
@@ -107,72 +96,47 @@ class Plan:
 
 def make_plan(
     config: Mapping[str, Any],
-    study: Study,
+    checked: Checked,
+    records: Records,
     gpu: str | None = None,
     partition: str | None = "*",
-    refused: Mapping[Cell, str] | None = None,
 ) -> Plan:
-    """The plan of a study. Missing footprints are made first, which takes minutes.
+    """The plan of a study that was checked and has these records.
 
     `gpu` replaces `cluster.gpu`. `partition`: of SLURM, where cells will run (several: `a,b`; None:
-    the default one; `*`: any). `refused`: cells that cannot be trained, and why; they are not planned.
+    the default one; `*`: any).
     """
-    refused = refused or {}
     cluster = config["cluster"]
     named = gpu or cluster["gpu"]
     gpus = named_gpus({**cluster, "gpu": named})
-    primary = gpus[0] if named else gpus[-1]
-    subjects = [subject_of(config, study, cell) for cell in study.cells]
-    twins = {
-        s.cell: _other_resharding(s.request)
-        for s in subjects
-        if s.request.may_reshard
-        and s.cell.gpus == max(study.experiments[s.cell.experiment].matrix["gpus"])
-    }
-    for cell in refused:
-        twins.pop(cell, None)
-    wanted = [*(s.request for s in subjects if s.cell not in refused), *twins.values()]
-    made = footprints_of(wanted, Path(config["results"]) / "plan-cache")
-    records = records_by_cell(study, config["results"])
-    planned = [
-        _plan_cell(
-            s,
-            Refusal(refused[s.cell]) if s.cell in refused else made[s.request],
-            records,
-            gpus,
-            primary,
-            cluster,
-            config["results"],
-        )
-        for s in subjects
-    ]
-    on_gpu = any(s.request.on_cuda for s in subjects)
+    if not named:
+        gpus = gpus[-1:] + gpus[:-1]
     offered = nodes.cluster_nodes()
+    timed = [r for r in records.values() if not software_gpu.trained(r)]
+    cells = []
+    for s in checked.subjects:
+        on_cuda, precision = s.request.on_cuda, s.settings.precision
+        devices = devices_of(gpus, precision, on_cuda, s.cell.gpus, cluster)
+        span = span_by_records(s.cell, timed)
+        record = records.get(s.cell)
+        cells.append(_planned(s, checked, record, devices, span, cluster, config["results"]))
+    on_gpu = any(s.request.on_cuda for s in checked.subjects)
+    on_cpu = any(not s.request.on_cuda for s in checked.subjects)
+    device, *_ = devices_of(gpus, "fp32", on_gpu, 1, cluster)
+    skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
+    asked = {c.cell: c.asked for c in cells if c.cell not in records and c.state not in skipped}
     return Plan(
-        study=study.name,
+        study=checked.study.name,
         cluster=cluster,
-        device=primary.name if on_gpu else "CPU",
-        resident_threads=primary.resident_threads,
+        device=device.name,
+        resident_threads=gpus[0].resident_threads,
         gpu=named,
-        others=_others(subjects, gpus, primary),
-        cells=planned,
-        room_bytes=(
-            gpu_device(primary, "fp32", cluster) if on_gpu else cpu_device(cluster, 1)
-        ).memory_bytes
-        / (1 + cluster["memory_margin"]),
-        jobs=sharing.count_jobs(
-            {
-                c.cell: c.asked
-                for c in planned
-                if c.cell not in records
-                and not (cluster["skip_infeasible"] and c.state == "infeasible")
-            },
-            cluster["cells_per_job"],
-            offered,
-            partition,
-        ),
-        unheld=_unheld(planned, nodes.nodes_of_partition(offered, partition)),
-        resharding=_resharding(subjects, twins, made),
+        others=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
+        cells=cells,
+        room_bytes=device.memory_bytes / (1 + cluster["memory_margin"]),
+        jobs=sharing.count_jobs(asked, cluster["cells_per_job"], offered, partition),
+        unheld=_unheld(cells, nodes.nodes_of_partition(offered, partition)),
+        resharding=_resharding(checked),
     )
 
 
@@ -185,14 +149,6 @@ def _unheld(planned: list[Planned], offered: list[nodes.Node]) -> list[str]:
         and (refusal := nodes.refusal(c.cell, c.subject.settings, c.asked, offered))
     }
     return nodes.lines_of_refusals(refusals)
-
-
-def _others(subjects: list[Subject], gpus: list[Datasheet], primary: Datasheet) -> list[str]:
-    """The devices beside the plan's that some cell is judged on."""
-    if not any(s.request.on_cuda for s in subjects):
-        return []
-    on_cpu = any(not s.request.on_cuda for s in subjects)
-    return [g.name for g in gpus if g is not primary] + ["CPU"] * on_cpu
 
 
 def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
@@ -208,61 +164,41 @@ def records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
     return found
 
 
-def _plan_cell(
+def _planned(
     s: Subject,
-    made: Footprint | str,
-    records: Mapping[Cell, Mapping[str, Any]],
-    gpus: list[Datasheet],
-    primary: Datasheet,
+    checked: Checked,
+    record: Mapping[str, Any] | None,
+    devices: list[Device],
+    measured: Span | None,
     cluster: Mapping[str, Any],
     results: str,
 ) -> Planned:
-    footprint = made if isinstance(made, Footprint) else None
-    peak, needed_bytes, wire, server_bytes = None, 0, 0.0, 0
-    host_bytes, n_nodes = 0, resources.node_count(s.cell, cluster)
-    fits_on: dict[str, DeviceFit] = {}
+    footprint = None if s.cell in checked.refused else checked.rehearsals[s.request].footprint
+    needs, fits_on = None, {}
     if footprint is not None:
-        threads = primary.resident_threads
-        footprint = footprint.fullest(s.samples_per_step, threads)
-        peak = peak_with_data(footprint.training_peak(s.samples_per_step, threads), s)
-        needed_bytes = footprint.needed_bytes(s.samples_per_step, threads) + data_bytes_of(s)
-        wire = sent_bytes(s, footprint)
-        server_bytes = server_bytes_of(s, footprint, n_nodes)
-        host_bytes = host_bytes_of(s, footprint, needed_bytes, server_bytes, n_nodes)
-        work = work_of(s, footprint, wire, n_nodes)
-        devices = (
-            {g.name: gpu_device(g, s.settings.precision, cluster) for g in gpus}
-            if s.request.on_cuda
-            else {"CPU": cpu_device(cluster, s.cell.gpus)}
-        )
-        timed = [r for r in records.values() if not software_gpu.trained(r)]
-        span = duration.span_by_records(s.cell, timed)
-        for name, device in devices.items():
-            measured = span if name in (primary.name, "CPU") else None
-            fits_on[name] = _fit(s, footprint, work, device, measured, cluster)
-    fit = fits_on.get(primary.name if s.request.on_cuda else "CPU")
-    state, why = _state(s, made, records.get(s.cell), fit, needed_bytes, results)
+        footprint = footprint.fullest(s.samples_per_step, devices[0].resident_threads)
+        needs = needs_of(s, footprint, resources.node_count(s.cell, cluster))
+        # Records are of the plan's own device.
+        spans = [measured] + [None] * len(devices)
+        fits_on = {
+            device.name: _fit(s, footprint, needs, device, span, cluster)
+            for device, span in zip(devices, spans, strict=False)
+        }
+    fit = next(iter(fits_on.values()), None)
+    state, why = _state(s, checked, record, needs, fit, results)
     return Planned(
         subject=s,
         state=state,
         why=why,
         footprint=footprint,
-        peak=peak,
-        needed_bytes=needed_bytes,
-        wire_bytes=wire,
-        collectives=len(footprint.collectives) if footprint else 0,
-        link_bytes=link_bytes_of(s, footprint, n_nodes) if footprint is not None else 0.0,
-        server_bytes=server_bytes,
-        host_bytes=host_bytes,
-        snapshot_bytes=snapshot_bytes_of(s, footprint) if footprint is not None else 0,
-        fit=fit,
+        needs=needs,
         fits_on=fits_on,
         asked=resources.job_request(
             s.cell,
             s.settings,
             cluster,
             s.time_limit_s,
-            -(-host_bytes // MIB),
+            -(-needs.host_bytes // MIB) if needs else 0,
             longest_time_s(fit),
         ),
     )
@@ -271,44 +207,54 @@ def _plan_cell(
 def _fit(
     s: Subject,
     footprint: Footprint,
-    work: Work,
+    needs: Needs,
     device: Device,
     measured: Span | None,
     cluster: Mapping[str, Any],
 ) -> DeviceFit:
-    margin = cluster["memory_margin"]
-    fullest = footprint.fullest(s.samples_per_step, device.resident_threads)
-    needed_bytes = fullest.needed_bytes(s.samples_per_step, device.resident_threads)
-    needed_bytes += data_bytes_of(s)
-    available_bytes = device.memory_bytes / (1 + margin) - data_bytes_of(s)
-    by_device = duration.span_by_device(work, device)
-    train = measured or by_device
-    total = None if train is None else train + duration.overhead_span(work, device)
-    cut_off = "no"
-    if total is not None and s.time_limit_s is not None and total.high_s > s.time_limit_s:
-        cut_off = "certain" if total.low_s > s.time_limit_s else "possible"
+    threads, data_bytes = device.resident_threads, needs.data_bytes
+    fullest = footprint.fullest(s.samples_per_step, threads)
+    peak = fullest.training_peak(s.samples_per_step, threads)
+    needed_bytes = fullest.needed_bytes(s.samples_per_step, threads) + data_bytes
+    # A margin is kept for what cannot be predicted.
+    available_bytes = device.memory_bytes / (1 + cluster["memory_margin"])
+    times = times_on(device, needs.work, measured)
+    cut_off, gpu_hours, cost = "no", None, None
+    if times.total is not None:
+        low_s, high_s = times.total.low_s, times.total.high_s
+        if s.time_limit_s is not None and high_s > s.time_limit_s:
+            cut_off = "certain" if low_s > s.time_limit_s else "possible"
+        gpu_hours = (low_s * s.cell.gpus / 3600, high_s * s.cell.gpus / 3600)
+        price = cluster["price_per_gpu_hour"]
+        if price is not None and device.is_gpu:
+            cost = (gpu_hours[0] * price, gpu_hours[1] * price)
     return DeviceFit(
         device=device.name,
-        fits=fits(needed_bytes, device, margin),
-        largest_batch=s.steps_per_batch
-        * footprint.largest_batch(available_bytes, device.resident_threads),
-        by_device=by_device,
-        train=train,
-        total=total,
-        cut_off=cut_off,
-        link_s=(
-            duration.communication_s(work, device, 0),
-            duration.communication_s(work, device, 1),
+        peak=MemoryPeak(
+            peak.n_bytes + data_bytes,
+            peak.phase,
+            dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data_bytes},
         ),
+        needed_bytes=needed_bytes,
+        fits=needed_bytes <= available_bytes,
+        largest_batch=s.steps_per_batch
+        * footprint.largest_batch(available_bytes - data_bytes, threads),
+        by_device=times.by_device,
+        train=times.train,
+        total=times.total,
+        gpu_hours=gpu_hours,
+        cost=cost,
+        cut_off=cut_off,
+        link_s=times.link_s,
     )
 
 
 def _state(
     s: Subject,
-    made: Footprint | str,
+    checked: Checked,
     found: Mapping[str, Any] | None,
+    needs: Needs | None,
     fit: DeviceFit | None,
-    needed_bytes: int,
     results: str,
 ) -> tuple[str, str]:
     """The state of a cell and why it is so."""
@@ -320,22 +266,26 @@ def _state(
         if found["status"] == "refused":
             return "refused", found["reason"]
         return "recorded", f"{found['status']}: {found['reason']}"
-    if isinstance(made, Refusal):
-        return "refused", str(made)
+    if s.cell in checked.refused:
+        return "refused", checked.refused[s.cell]
     failed = record.failure_reason(s.cell.log_dir(results))
     if failed is not None:
         return "failed", failed
-    if isinstance(made, str):
-        return "to do", f"could not be predicted: {made}"
-    if fit is not None and not fit.fits:
-        return "infeasible", f"needs {needed_bytes / GIB:.1f} GiB{_share_of_data(s, needed_bytes)}"
+    if fit is None:
+        why = checked.rehearsals[s.request].unpredicted
+        return "to do", f"could not be predicted: {why}"
+    if not fit.fits:
+        return (
+            "infeasible",
+            f"needs {fit.needed_bytes / GIB:.1f} GiB{_share_of_data(s, needs, fit)}",
+        )
     return "to do", ""
 
 
-def _share_of_data(s: Subject, needed_bytes: int) -> str:
+def _share_of_data(s: Subject, needs: Needs, fit: DeviceFit) -> str:
     """What keeps the data off the device, where they are a tenth or more of what a cell needs there."""
-    n_bytes = data_bytes_of(s)
-    if s.settings.placement == "host" or not s.request.on_cuda or n_bytes < needed_bytes / 10:
+    n_bytes = needs.data_bytes
+    if s.settings.placement == "host" or not s.request.on_cuda or n_bytes < fit.needed_bytes / 10:
         return ""
     return f", {n_bytes / GIB:.1f} of it for the data (placement: host keeps them in host memory)"
 
@@ -345,24 +295,12 @@ def longest_time_s(fit: DeviceFit | None) -> int | None:
     return None if fit is None or fit.total is None else round(fit.total.high_s)
 
 
-def _other_resharding(request: Request) -> Request:
-    """The same with the other choice of `reshard_after_forward`."""
-    other = {"always": "never", "never": "always"}[request.options["reshard_after_forward"]]
-    return request.with_options(reshard_after_forward=other)
-
-
-def _resharding(
-    subjects: list[Subject],
-    twins: Mapping[Cell, Request],
-    made: Mapping[Request, Footprint | str],
-) -> dict[tuple[str, str, int], dict[str, Footprint]]:
+def _resharding(checked: Checked) -> dict[tuple[str, str, int], dict[str, Footprint]]:
     found: dict[tuple[str, str, int], dict[str, Footprint]] = {}
-    for s in subjects:
-        if s.cell not in twins:
-            continue
-        for request in (s.request, twins[s.cell]):
-            footprint = made[request]
-            if isinstance(footprint, Footprint):
+    for s in resharded(checked.study, checked.subjects):
+        for request in (s.request, other_resharding(s.request)):
+            footprint = checked.rehearsals[request].footprint
+            if s.cell not in checked.refused and footprint is not None:
                 key = (s.cell.experiment, s.cell.model, s.cell.gpus)
                 choice = dict(request.options)["reshard_after_forward"]
                 found.setdefault(key, {})[choice] = footprint

@@ -15,6 +15,35 @@ _STREAM_SHARDS = 3
 
 
 @dataclass(frozen=True)
+class ServerSide:
+    """What the servers of a cell take and move. `sent_bytes`, `received_bytes`: by a worker for each batch.
+
+    `process_bytes`: memory of the largest server process. `link_bytes`: `busiest_link_bytes`.
+    """
+
+    process_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    link_bytes: float
+
+
+def server_side(s: Settings, flat_bytes: dict[str, int], n_nodes: int) -> ServerSide:
+    """The servers of a cell with settings `s`, whose workers have `flat_bytes`."""
+    over_tcp = s.options["transport"] == "tcp"
+    needs = server_needs(
+        s.strategy,
+        s.options,
+        s.gpus,
+        flat_bytes,
+        moments=2 if s.optimizer == "adamw" else int(s.momentum > 0),
+        shared_memory=not over_tcp and n_nodes == 1,
+        scaled=s.precision == "fp16",
+    )
+    sent, received = worker_traffic_bytes(s.strategy, s.options, flat_bytes, over_tcp)
+    return ServerSide(needs.total_bytes, sent, received, busiest_link_bytes(s, flat_bytes, n_nodes))
+
+
+@dataclass(frozen=True)
 class ServerNeeds:
     """Bytes of host memory of the largest server process of a cell, by what they are for."""
 

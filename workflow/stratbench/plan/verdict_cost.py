@@ -14,7 +14,7 @@ from stratbench.cell.block_rules import (
     segment_s,
     segment_steps,
 )
-from stratbench.plan.quantities import hours_text
+from stratbench.cell.text.words import hours_text
 from stratbench.plan.schedule import Plan, Planned
 
 #: The share of the matrix that a verdict should cost at most.

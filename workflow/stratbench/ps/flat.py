@@ -30,7 +30,7 @@ def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype
     return dtypes.pop() if dtypes else torch.float32
 
 
-def places(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
+def offsets_of(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     """Where each tensor starts in the flat one, and the flat one's length, in elements."""
     starts, end = [], 0
     for tensor in tensors:
@@ -65,8 +65,8 @@ class FlatSpace:
             raise ValueError("the model has no trainable parameters")
         self.parameters = [p for _, p in named]
         buffers = [b for _, b in named_buffers]
-        self.starts, numel = places(self.parameters)
-        buffer_starts, buffer_numel = places(buffers)
+        self.starts, numel = offsets_of(self.parameters)
+        buffer_starts, buffer_numel = offsets_of(buffers)
         described = [
             (name, list(t.shape), list(t.stride()), start)
             for (name, t), start in zip(
@@ -84,10 +84,10 @@ class FlatSpace:
         self.host: FlatTensors = allocate(self.layout, shared)
         self._place_on_device()
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            parameter.data = moved(parameter.data, self.weights, start)
+            parameter.data = copied_into(parameter.data, self.weights, start)
             parameter.grad = strided(parameter, self.grads, start)
         for buffer, start in zip(buffers, buffer_starts, strict=True):
-            buffer.data = moved(buffer.data, self.buffers, start)
+            buffer.data = copied_into(buffer.data, self.buffers, start)
         self._grads = [p.grad for p in self.parameters]
 
     def _place_on_device(self) -> None:
@@ -137,7 +137,7 @@ def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     return torch.as_strided(flat, like.shape, like.stride(), start)
 
 
-def moved(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+def copied_into(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     """`data` copied to `flat` at `start`, as a view with its shape and strides."""
     view = strided(data, flat, start)
     view.copy_(data)

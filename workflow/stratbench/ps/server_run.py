@@ -275,7 +275,7 @@ class ServerRun:
         if member.pulled:
             raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
         if frame.kind is Kind.PUSH:
-            answered = self._store.brought(member, frame)
+            answered = self._store.shards_of(member, frame)
             for k in answered:
                 member.lane.receive(k)
         else:

@@ -103,27 +103,27 @@ class Store:
             k: Shard(k, make(self._initial.pop(k)), release, lr_share) for k in self.mine
         }
 
-    def brought(self, member: Member, frame: Frame) -> list[int]:
+    def shards_of(self, member: Member, frame: Frame) -> list[int]:
         """The shards that a PUSH brings, or BUFFERS. Raises ProtocolError if the frame is impossible."""
         if frame.shard == BUFFERS:
             if self.buffers is None:
                 raise ProtocolError("malformed frame: PUSH of buffers that this server has not")
-            brought = [BUFFERS]
+            numbers = [BUFFERS]
         else:
             first, last = frame.shard, frame.shard + frame.count - 1
             if not self.mine.start <= first <= last < self.mine.stop:
                 raise ProtocolError(f"malformed frame: PUSH of shards {first}..{last}")
-            brought = list(range(first, last + 1))
-        moved_bytes = sum(member.lane.moved_bytes(k) for k in brought)
+            numbers = list(range(first, last + 1))
+        moved_bytes = sum(member.lane.moved_bytes(k) for k in numbers)
         check_length(frame, member.lane.payload_bytes(moved_bytes))
-        return brought
+        return numbers
 
     def push(self, member: Member, frame: Frame) -> None:
         """Take the shards, or the buffers, that a PUSH brings for the member's ticket.
 
         Those of a scaled worker are held, until `apply` or `skip` says what becomes of them all.
         """
-        for k in self.brought(member, frame):
+        for k in self.shards_of(member, frame):
             if k != BUFFERS and k not in member.todo:
                 raise ProtocolError(f"malformed frame: shard {k} was pushed already")
             member.lane.receive(k)

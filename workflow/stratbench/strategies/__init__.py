@@ -38,8 +38,8 @@ REGISTRY: dict[str, str] = {
 def strategy_class(name: str) -> type[Strategy]:
     """The class registered as `name`; KeyError when there is none."""
     module, _, attribute = REGISTRY[name].partition(":")
-    found = getattr(import_module(module), attribute)
-    return found if isinstance(found, type) else found(name)
+    registered = getattr(import_module(module), attribute)
+    return registered if isinstance(registered, type) else registered(name)
 
 
 @cache

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.options import Options
+from stratbench.cell.options import Options, disown
 from stratbench.strategies.mesh import Mesh
 from stratbench.workload.tasks import Classification, Task
 from stratbench.workload.users_code import listed
@@ -67,8 +67,10 @@ class Traits:
     #: step by ring collectives; where states are divided, all but one are of all parameters, which are
     #: gathered. None: it uses none, or unknown.
     ring_copies: float | None = None
-    #: Copies of the parameters that are kept beside them and the optimizer's moments, divided as these are.
-    kept_copies: float = 0.0
+    #: Copies of the trainable parameters beside them and the optimizer's moments, such as those that
+    #: `Strategy.extra_state` names, divided as the optimizer's state is: they count as part of it. None: no
+    #: such number, or unknown.
+    kept_copies: float | None = 0.0
 
 
 @dataclass
@@ -122,8 +124,15 @@ class Worker:
         return self.mesh.replicas
 
 
+#: What a strategy states itself: one that is made from another does not inherit it.
+CLAIMS = ("rule", "alike_on_any_count", "first_choice", "traits")
+
+
 class Strategy:
-    """One way to train with N workers. Subclass, set the class attributes, register in `__init__`."""
+    """One way to train with N workers. Subclass, set the class attributes, register in `__init__`.
+
+    With a `summary` of its own a subclass is a strategy of its own, and makes its own `CLAIMS`.
+    """
 
     #: `collective`: all workers step together; `server`: workers talk to parameter servers.
     kind: ClassVar[Literal["collective", "server"]] = "collective"
@@ -175,6 +184,10 @@ class Strategy:
     model: nn.Module
     #: What updates the weights on this worker, from `setup` on; None: something else does.
     optimizer: torch.optim.Optimizer | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        disown(cls, CLAIMS)
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -278,7 +291,8 @@ class Strategy:
     def extra_state(self) -> list[Tensor | Stateful]:
         """What it keeps beyond weights, buffers and the optimizer's state, and brings back after a warm-up.
 
-        Tensors, or objects with `state_dict` and `load_state_dict`; always as many, in one order.
+        Tensors, or objects with `state_dict` and `load_state_dict`; always as many, in one order. Tensors
+        count as the optimizer's state, in the record and in the plan; `Traits.kept_copies` says how much.
         """
         return []
 
@@ -286,11 +300,12 @@ class Strategy:
         """What it keeps between steps beyond parameters, buffers and the optimizer's state.
 
         By what it is for (`gradients`, `buckets`, `communication`, `received`): the plan says so of their
-        memory. Nothing in them needs to be brought back.
+        memory. Nothing in them needs to be brought back. They are no model states, and in no figure of the
+        record but the peak.
         """
         return {}
 
-    def grown(self) -> list[Tensor]:
+    def late_tensors(self) -> list[Tensor]:
         """Of what is kept, that which a training begins without: some later step makes it."""
         return []
 
@@ -329,10 +344,17 @@ class Strategy:
             self.model.train()
 
     def model_states(self) -> dict[str, int]:
-        """Bytes of parameters, gradients, optimizer state and buffers that this rank holds."""
+        """Bytes of parameters, gradients, optimizer state and buffers that this rank holds.
+
+        The tensors of `extra_state` are in the optimizer's.
+        """
+        import torch
+
         from stratbench.telemetry.memory import model_states
 
-        return model_states(self.model, self.optimizer)
+        states = model_states(self.model, self.optimizer)
+        kept = filter(torch.is_tensor, self.extra_state())
+        return states | {"optimizer_bytes": states["optimizer_bytes"] + sum(t.nbytes for t in kept)}
 
     def report(self) -> dict[str, Any]:
         """What else belongs in the record: `details`, `evaluated_on`, `updates_applied`."""
@@ -535,8 +557,8 @@ class Collective(Strategy):
         from stratbench.telemetry.memory import optimizer_state
 
         kept = optimizer_state(self.optimizer).items()
-        found = {str(v.dtype) for t, entry in kept for v in entry.values() if v.shape == t.shape}
-        return ", ".join(sorted(name.removeprefix("torch.") for name in found)) or None
+        dtypes = {str(v.dtype) for t, entry in kept for v in entry.values() if v.shape == t.shape}
+        return ", ".join(sorted(name.removeprefix("torch.") for name in dtypes)) or None
 
     def report(self) -> dict[str, Any]:
         skipped = self.scaler.skipped_steps() if self.scaler is not None else 0
@@ -621,10 +643,10 @@ def effective_dtypes(worker: Worker) -> dict[str, str]:
     precision = worker.settings.precision
     weights = "float64" if precision == "fp64" else "float32"
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
-    found = compute.get(precision, weights)
+    used = compute.get(precision, weights)
     if precision == "tf32" and (lacking := _lacks_tf32(worker.device)):
-        found = f"float32 (no TensorFloat-32 on {lacking})"
-    return {"weights_dtype": weights, "compute_dtype": found}
+        used = f"float32 (no TensorFloat-32 on {lacking})"
+    return {"weights_dtype": weights, "compute_dtype": used}
 
 
 def _lacks_tf32(device: torch.device) -> str | None:

@@ -145,11 +145,11 @@ class DDP(base.Collective):
         except RuntimeError as e:
             if (missing := _UNREDUCED.search(str(e))) is None:
                 raise
-            names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-            found = [names[int(i)] for i in missing[1].split()]
+            trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+            names = [trained[int(i)] for i in missing[1].split()]
             s = self.worker.settings
             raise ModelError(
-                f"model {s.model!r}: {s.strategy} cannot train it: {no_gradient(found)}"
+                f"model {s.model!r}: {s.strategy} cannot train it: {no_gradient(names)}"
             ) from e
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
@@ -180,7 +180,10 @@ class DDP(base.Collective):
     def synchronising(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.module.no_sync()
 
-    def grown(self) -> list[Tensor]:
+    def kept(self) -> dict[str, list[Tensor]]:
+        return super().kept() | {"communication": self.late_tensors()}
+
+    def late_tensors(self) -> list[Tensor]:
         return [] if self.compressor is None else self.compressor.kept()
 
     def reset(self) -> None:
@@ -226,7 +229,7 @@ class DDP(base.Collective):
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         report["details"]["bucket_bytes"] = [int(n) for n in str(sizes).split(",") if n.strip()]
         if self.compressor is not None:
-            kept = self.grown()
+            kept = self.late_tensors()
             report["details"]["feedback_bytes"] = sum(t.numel() * t.element_size() for t in kept)
         report["evaluated_on"] = "the replicas' weights with rank 0's BatchNorm statistics"
         return report

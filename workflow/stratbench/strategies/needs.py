@@ -37,7 +37,7 @@ def faults(strategies: Iterable[tuple[str, type[Strategy]]]) -> Iterator[str]:
             wanted.setdefault(pin, []).append(name)
     if not wanted:
         return
-    from importlib import metadata  # takes as long as all other imports of this file
+    from importlib import metadata  # here: few studies need it, and every command would wait for it
 
     for (distribution, version), names in wanted.items():
         try:

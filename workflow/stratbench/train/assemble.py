@@ -15,6 +15,7 @@ from stratbench.cell import software_gpu
 from stratbench.cell.installation import INSTALLED, ROOT, built_from
 from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.cell.run_folder import rank_of
+from stratbench.cell.settings import Settings
 from stratbench.strategies import mesh_of, option_defaults, strategy_class, traits_of
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import git_state
@@ -40,103 +41,142 @@ def make_record(job: Job, ending: Ending) -> Record:
     meta = prepared.verified_meta(job.data_dir)
     if meta != job.data:
         raise DataError(f"{job.data_dir} was prepared anew while the cell trained; start it again")
-    finished = ending.status in ("ok", "diverged") and whole
-    cls = strategy_class(s.strategy)
-    samples_per_step = cls.samples_per_step(s)
-    mesh = mesh_of(s.strategy, s.options, s.gpus)
-    run = {}
-    if finished:
-        run = (
-            served_run(whole, servers, samples_per_step) if servers else collective_run(whole, mesh)
-        )
-    train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
-    per_epoch = run.get("per_epoch") or job.folder.read_epochs()
-    task = task_entry(job, first, meta)
-    scores = [e["score"] for e in per_epoch]
-    known = [score for score in scores if score is not None]
-    reported = first.get("strategy", {})
-    by_zeros = bool(reported.get("details", {}).get("moved_by_zeros"))
-    traits = traits_of(s.strategy, s.options, s.gpus, by_zeros)
+    run = run_of(job, ending, whole, servers)
     communication = efficiency.communication_figures(job, whole, servers, run)
+    task = task_entry(job, first, meta)
     return {
         "schema_version": SCHEMA_VERSION,
         "cell": job.cell.as_dict(),
         "status": ending.status,
         "reason": ending.reason,
         "settings": asdict(s),
-        "strategy": {
-            "name": s.strategy,
-            "kind": cls.kind,
-            "options": option_defaults(s.strategy) | s.options,
-            "traits": asdict(traits),
-            "mesh": asdict(mesh),
-            "wrap_groups": first.get("wrap_groups", []),
-            "details": reported.get("details", {}),
-        },
+        "strategy": strategy_entry(s, first),
         "model": model_entry(job, first.get("model") or unbuilt_model(job, meta["classes"])),
         "task": task,
-        "data": {
-            "name": job.cell.dataset,
-            "sha256": meta["sha256"],
-            "train_samples": meta["train_samples"],
-            "test_samples": meta["test_samples"],
-            "synthetic": meta["generated"],
-            **({"buffered_batches": BUFFERED_BATCHES} if s.placement == "host" else {}),
-            **own_data_entry(job),
-        },
-        "batch": {
-            "global_batch": s.global_batch,
-            "per_worker_batch": s.per_worker_batch,
-            "samples_per_step": samples_per_step,
-            "steps_per_epoch": meta["train_samples"] // s.global_batch,
-            "samples_seen": run.get("samples_seen"),
-            "samples_applied": applied,
-            "updates_applied": run.get("updates_applied"),
-        },
-        "time": {
-            "train_time_s": train_time_s,
-            "epoch_times_s": run.get("epoch_times_s", []),
-            "start_skew_ms": start_skew_ms(whole),
-            "step_ms": step_distribution([t for w in whole for t in w["step_ms"]]),
+        "data": data_entry(job, meta),
+        "batch": batch_entry(s, meta, run),
+        "time": time_figures(job, whole, first, run)
+        | {
             "breakdown_ms": efficiency.mean_phases_ms(whole, communication),
             **efficiency.bubble_figures(whole),
-            "breakdown_note": cls.breakdown_note,
-            "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-            "setup_s": setup_s(first),
-            "data_s": longest_phase_s(whole, "data_s"),
-            "warmup_s": longest_phase_s(whole, "warmup_s"),
-            **compile_figures(whole),
-            "eval_s": None if s.steps else longest_phase_s(whole, "eval_s"),
             "total_s": total_s,
-            "time_limit_s": job.time_limit_s,
         },
         "compute": efficiency.compute_figures(job, whole, run),
         "communication": communication,
         "energy": efficiency.energy_figures(job, whole, run),
-        "memory": worst_memory(whole) | memory_of_stages(whole, mesh),
-        "score": {
-            "final": scores[-1] if scores and ending.status == "ok" else None,
-            "best": (max if task["better"] == "higher" else min)(known, default=None),
-            "per_epoch": per_epoch,
-            "evaluated_on": reported.get("evaluated_on"),
-        },
+        "memory": worst_memory(whole)
+        | memory_of_stages(whole, mesh_of(s.strategy, s.options, s.gpus)),
+        "score": score_entry(job, ending, first, run, task["better"]),
         "server": {"servers": servers_entry(job, servers)} if servers else None,
-        "workers": [
-            {
-                "rank": w["rank"],
-                "steps": w["steps"],
-                "samples": w["samples"],
-                "train_time_s": w["train_time_s"],
-                "epoch_starts_s": w["epoch_starts_s"],
-                "memory": w["memory"],
-                "provenance": w["provenance"],
-                **({"class_samples": seen} if (seen := w.get("class_samples")) else {}),
-            }
-            for w in whole
-        ],
+        "workers": [worker_entry(w) for w in whole],
         "profile": efficiency.profile_entry(job),
         "provenance": launcher_provenance(job, finished_at),
     }
+
+
+def run_of(
+    job: Job, ending: Ending, workers: list[dict[str, Any]], servers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Time, samples and epochs of the whole cell; empty where it did not train to an end."""
+    s = job.settings
+    if ending.status not in ("ok", "diverged") or not workers:
+        return {}
+    if servers:
+        return served_run(workers, servers, samples_per_step(s))
+    return collective_run(workers, mesh_of(s.strategy, s.options, s.gpus))
+
+
+def samples_per_step(s: Settings) -> int:
+    """Samples that a worker computes on in a step."""
+    return strategy_class(s.strategy).samples_per_step(s)
+
+
+def strategy_entry(s: Settings, worker: dict[str, Any]) -> dict[str, Any]:
+    """The record's `strategy`; `worker`: what one says of it."""
+    details = worker.get("strategy", {}).get("details", {})
+    traits = traits_of(s.strategy, s.options, s.gpus, bool(details.get("moved_by_zeros")))
+    return {
+        "name": s.strategy,
+        "kind": strategy_class(s.strategy).kind,
+        "options": option_defaults(s.strategy) | s.options,
+        "traits": asdict(traits),
+        "mesh": asdict(mesh_of(s.strategy, s.options, s.gpus)),
+        "wrap_groups": worker.get("wrap_groups", []),
+        "details": details,
+    }
+
+
+def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
+    """The record's `data`."""
+    buffered = job.settings.placement == "host"
+    return {
+        "name": job.cell.dataset,
+        "sha256": meta["sha256"],
+        "train_samples": meta["train_samples"],
+        "test_samples": meta["test_samples"],
+        "synthetic": meta["generated"],
+        **({"buffered_batches": BUFFERED_BATCHES} if buffered else {}),
+        **own_data_entry(job),
+    }
+
+
+def batch_entry(s: Settings, meta: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """The record's `batch`."""
+    return {
+        "global_batch": s.global_batch,
+        "per_worker_batch": s.per_worker_batch,
+        "samples_per_step": samples_per_step(s),
+        "steps_per_epoch": meta["train_samples"] // s.global_batch,
+        "samples_seen": run.get("samples_seen"),
+        "samples_applied": run.get("samples_applied"),
+        "updates_applied": run.get("updates_applied"),
+    }
+
+
+def time_figures(
+    job: Job, workers: list[dict[str, Any]], first: dict[str, Any], run: dict[str, Any]
+) -> dict[str, Any]:
+    """The record's `time`, but for the breakdown of a step and the whole; `first`: whose set-up counts."""
+    s = job.settings
+    train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
+    return {
+        "train_time_s": train_time_s,
+        "epoch_times_s": run.get("epoch_times_s", []),
+        "start_skew_ms": start_skew_ms(workers),
+        "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
+        "breakdown_note": strategy_class(s.strategy).breakdown_note,
+        "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
+        "setup_s": setup_s(first),
+        "data_s": longest_phase_s(workers, "data_s"),
+        "warmup_s": longest_phase_s(workers, "warmup_s"),
+        **compile_figures(workers),
+        "eval_s": None if s.steps else longest_phase_s(workers, "eval_s"),
+        "time_limit_s": job.time_limit_s,
+    }
+
+
+def score_entry(
+    job: Job, ending: Ending, worker: dict[str, Any], run: dict[str, Any], better: str
+) -> dict[str, Any]:
+    """The record's `score`; `worker`: which evaluated. `better`: `higher` or `lower` scores."""
+    per_epoch = run.get("per_epoch") or job.folder.read_epochs()
+    scores = [e["score"] for e in per_epoch]
+    known = [score for score in scores if score is not None]
+    return {
+        "final": scores[-1] if scores and ending.status == "ok" else None,
+        "best": (max if better == "higher" else min)(known, default=None),
+        "per_epoch": per_epoch,
+        "evaluated_on": worker.get("strategy", {}).get("evaluated_on"),
+    }
+
+
+def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
+    """What the record says of one worker."""
+    keys = ("rank", "steps", "samples", "train_time_s", "epoch_starts_s", "memory", "provenance")
+    entry = {key: w[key] for key in keys}
+    if seen := w.get("class_samples"):
+        entry["class_samples"] = seen
+    return entry
 
 
 def collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
@@ -204,15 +244,15 @@ def servers_entry(job: Job, servers: list[dict[str, Any]]) -> list[dict[str, Any
     Without the time of every step, of which there may be any number.
     """
     workers = job.folder.read_workers(job.world_size)
-    found = []
+    entries = []
     for server in servers:
         lost = [
             entry | {"own_reason": own_reason(workers.get(entry["worker"]))}
             for entry in server["lost"]
         ]
         kept = {key: value for key, value in server.items() if key != "step_ends_s"}
-        found.append(kept | {"lost": lost})
-    return found
+        entries.append(kept | {"lost": lost})
+    return entries
 
 
 def applied_pushes(servers: list[dict[str, Any]]) -> float:
@@ -299,9 +339,9 @@ def setup_s(worker: dict[str, Any]) -> float | None:
 
 def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
     """The largest of the workers' compile times and of their counts; nothing where none compiled."""
-    found = [w["compile"] for w in workers if w.get("compile")]
+    figures = [w["compile"] for w in workers if w.get("compile")]
     keys = ("compile_s", "compilations", "recompilations")
-    return {key: max(f[key] for f in found) for key in keys} if found else {}
+    return {key: max(f[key] for f in figures) for key in keys} if figures else {}
 
 
 def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:

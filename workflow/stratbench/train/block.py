@@ -16,7 +16,6 @@ import os
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -26,7 +25,6 @@ from statistics import fmean, pstdev
 from stratbench.cell import block_rules, blocks, record, software_gpu
 from stratbench.cell.blocks import BlockPlan, Segment
 from stratbench.cell.files import write_atomic
-from stratbench.cell.parent import end_with
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import strategy_class
@@ -42,76 +40,42 @@ from stratbench.train.block_segments import (
 )
 from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
 from stratbench.train.launch import (
-    add_job_arguments,
+    Failure,
     begin_log,
     check_inputs,
-    fail,
     hold_devices,
     job_of,
     launch,
+    launchers_parser,
+    run_to_end,
 )
 from stratbench.train.locks import hold_cell
-from stratbench.workload.data.sources import DataError
-from stratbench.workload.users_code import ModelError
-
-
-class SegmentError(RuntimeError):
-    """A segment failed, and with it the block."""
-
-    def __init__(self, reason: str, processes: list[str]) -> None:
-        super().__init__(reason)
-        self.processes = processes
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the block; returns the exit code."""
     args = parse_arguments(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
     plan = BlockPlan.from_dict(json.loads(args.block))
     settings = {name: Settings(**s) for name, s in json.loads(args.settings).items()}
     begun = f"block {plan}: {', '.join(plan.order)}"
-    print(begun, flush=True)
     run = BlockRun(args, plan, settings)
-    with ExitStack() as held:
-        try:
-            agent.on_signals(agent.raise_stopped)
-            if args.parent is not None:
-                end_with(args.parent)
-            held.enter_context(hold_cell(args.logs))
-            for log in args.logs.glob("*/workers.lock"):  # of a launcher that was killed
-                with hold_cell(log.parent):
-                    pass
-            begin_log(args.logs, begun)
-            run.run()
-            return 0
-        except agent.Stopped as stopped:
-            print(f"block {plan}: stopped by {stopped}; all its processes were ended", flush=True)
-            return 128 + stopped.signum
-        except SegmentError as e:
-            return fail(run.logs, plan, f"{run.at}: {e}", e.processes)
-        except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
-            return fail(run.logs, plan, str(e), [])
-        except Exception as e:
-            trace = "".join(traceback.format_exception(e)).splitlines()
-            return fail(run.logs, plan, f"{type(e).__name__}: {e}", [], trace)
+
+    def train(held: ExitStack) -> None:
+        held.enter_context(hold_cell(args.logs))
+        for log in args.logs.glob("*/workers.lock"):  # of a launcher that was killed
+            with hold_cell(log.parent):
+                pass
+        begin_log(args.logs, begun)
+        run.run()
+
+    return run_to_end(plan, begun, args.parent, train, lambda: run.logs)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The block's command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = launchers_parser(__doc__)
     parser.add_argument("--block", required=True, help="the block's plan, as JSON")
-    parser.add_argument(
-        "--settings", required=True, help="its cells' settings, as JSON by strategy"
-    )
-    parser.add_argument("--data", required=True, type=Path, help="folder of the prepared data set")
     parser.add_argument("--out", required=True, type=Path, help="folder of block.json and segments")
-    parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
-    parser.add_argument(
-        "--time-limit-s", type=float, default=0, help="limit of each segment; 0: none"
-    )
-    add_job_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -206,7 +170,7 @@ class BlockRun:
             self._discard = block_rules.discarded_steps(self._steps)
 
     def _run_segment(self, in_pass: str, strategy: str) -> Segment:
-        """Run one segment and write its record. Raises SegmentError if it failed."""
+        """Run one segment and write its record. Raises Failure if it failed."""
         args, plan = self._args, self._plan
         cell, slot = plan.cell(strategy), self._slot
         name = f"{slot:02d}-{strategy}"
@@ -225,19 +189,19 @@ class BlockRun:
             exits, ending = launch(job, args.cpus_per_node)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":
-            raise SegmentError(ending.reason, [str(p) for p in exits.processes])
+            raise Failure(f"{self.at}: {ending.reason}", exits.processes)
         if lost := [w for s in job.folder.read_servers(job.n_servers) for w in s.get("lost", ())]:
-            raise SegmentError(f"worker {lost[0]['worker']} was lost: {lost[0]['reason']}", [])
-        found = assemble.make_record(job, ending)
+            raise Failure(f"{self.at}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}")
+        made = assemble.make_record(job, ending)
         steps = timed_steps(job, discarded, timed) if ending.status == "ok" else None
-        told = [
+        provenances = [
             w["provenance"]
             for w in job.folder.read_workers(job.world_size).values()
             if "provenance" in w
         ]  # a worker that told nothing has none
-        hosts = sorted({p["host"]["name"] for p in told})
-        self._gpu_names.update(p["gpu"]["name"] for p in told if "gpu" in p)
-        found["block"] = {
+        hosts = sorted({p["host"]["name"] for p in provenances})
+        self._gpu_names.update(p["gpu"]["name"] for p in provenances if "gpu" in p)
+        made["block"] = {
             "id": plan.path,
             "host": ", ".join(hosts),
             "pass": in_pass,
@@ -245,9 +209,9 @@ class BlockRun:
             "preceding": self._preceding,
         }
         if steps is not None:
-            found["steps"] = steps
+            made["steps"] = steps
         path = Path("segments", name, "record.json")
-        record.write(args.out / path, found)
+        record.write(args.out / path, made)
         self._hosts.update(hosts)
         self._preceding = strategy
         self.at = "between its segments"
@@ -262,7 +226,7 @@ class BlockRun:
             mean_s,
             steps and pstdev(steps["each_ms"]) / fmean(steps["each_ms"]),
             str(path),
-            wall_s - (found["time"]["train_time_s"] or 0.0),
+            wall_s - (made["time"]["train_time_s"] or 0.0),
             wall_s,
         )
 

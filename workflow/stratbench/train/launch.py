@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,31 +60,66 @@ SRUN_END_S = 30.0
 def main(argv: list[str] | None = None) -> int:
     """Run the cell; returns the exit code. The cell is held until its result or its evidence is kept."""
     args = parse_arguments(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
-    print(f"cell {cell}", flush=True)
+
+    def train(held: ExitStack) -> None:
+        waited = held.enter_context(hold_cell(args.logs))
+        # Snakemake deletes a record before it has the cell trained again.
+        foreign = waited or args.parent is not None
+        if foreign and record.is_of(args.record, args.cell, args.settings):
+            print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
+            return
+        begin_log(args.logs, f"cell {cell}")
+        train_held(args, cell, settings)
+
+    return run_to_end(cell, f"cell {cell}", args.parent, train, lambda: args.logs)
+
+
+class Failure(RuntimeError):
+    """Training failed, and how each of its processes exited."""
+
+    def __init__(self, reason: str, processes: Sequence[agent.ProcessExit] = ()) -> None:
+        super().__init__(reason)
+        self.processes = [str(p) for p in processes]
+
+
+def run_to_end(
+    of: Cell | BlockPlan,
+    begun: str,
+    parent: int | None,
+    work: Callable[[ExitStack], None],
+    logs: Callable[[], Path],
+) -> int:
+    """Do the work of a cell's or a block's launcher; returns the exit code.
+
+    What the work holds is held until the evidence of a failure is kept, in the folder that `logs` names
+    then. `begun`: what is printed first. `parent`: the process with which this one ends.
+    """
+    sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold what the locale cannot write
+    print(begun, flush=True)
     with ExitStack() as held:
         try:
             agent.on_signals(agent.raise_stopped)
-            if args.parent is not None:
-                end_with(args.parent)
-            waited = held.enter_context(hold_cell(args.logs))
-            # Snakemake deletes a record before it has the cell trained again.
-            foreign = waited or args.parent is not None
-            if foreign and record.is_of(args.record, args.cell, args.settings):
-                print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
-                return 0
-            begin_log(args.logs, f"cell {cell}")
-            return train_held(args, cell, settings)
+            if parent is not None:
+                end_with(parent)
+            work(held)
+            return 0
         except agent.Stopped as stopped:
-            print(f"cell {cell}: stopped by {stopped}; all its processes were ended", flush=True)
+            print(f"{title_of(of)}: stopped by {stopped}; all its processes were ended", flush=True)
             return 128 + stopped.signum
+        except Failure as e:
+            return fail(logs(), of, str(e), e.processes)
         except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
-            return fail(args.logs, cell, str(e), [])
+            return fail(logs(), of, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
-            return fail(args.logs, cell, f"{type(e).__name__}: {e}", [], trace)
+            return fail(logs(), of, f"{type(e).__name__}: {e}", [], trace)
+
+
+def title_of(of: Cell | BlockPlan) -> str:
+    """A cell or a block, in the first words of a line about it."""
+    return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
 
 
 def begin_log(logs: Path, first_line: str) -> None:
@@ -100,8 +135,8 @@ def begin_log(logs: Path, first_line: str) -> None:
             print(first_line, flush=True)
 
 
-def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
-    """Train a cell that is held; returns the exit code."""
+def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None:
+    """Train a cell that is held, and write its record. Failure where that has no result."""
     if not record.can_validate():
         print(
             "fastjsonschema is not installed: the record will not be validated here, but where it is read",
@@ -117,10 +152,10 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
         job_of(cell, settings, use_cuda, args) as job,
     ):
         if settings.compile and (reason := missing_compiler(job.use_cuda)):
-            return fail(args.logs, cell, reason, [])
+            raise Failure(reason)
         exits, ending = launch(job, args.cpus_per_node)
     if ending.status == "error":
-        return fail(args.logs, cell, ending.reason, [str(p) for p in exits.processes])
+        raise Failure(ending.reason, exits.processes)
     agent.on_signals(lambda _: None)  # what is as good as finished is not given up
     assemble.write_timeline(job, args.timeline)
     finished = assemble.make_record(job, ending)
@@ -128,7 +163,6 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> int:
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
-    return 0
 
 
 def check_inputs(data: Path, s: Settings) -> None:
@@ -166,9 +200,11 @@ def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
     """
     wanted = {"format": prepared.FORMAT, "name": s.dataset, "spec": s.data_spec}
     if other := [key for key, value in wanted.items() if meta.get(key) != value]:
-        told = "; ".join(f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other)
+        differences = "; ".join(
+            f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other
+        )
         raise DataError(
-            f"{folder} holds other data than the cell is to be trained on: {told}. Start the run "
+            f"{folder} holds other data than the cell is to be trained on: {differences}. Start the run "
             "again, which prepares it; two configs that share `results` must name such data sets "
             "differently"
         )
@@ -176,23 +212,27 @@ def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The launcher's command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = launchers_parser(__doc__)
     parser.add_argument("--cell", required=True, help="the cell's seven coordinates, as JSON")
-    parser.add_argument("--settings", required=True, help="its resolved settings, as JSON")
-    parser.add_argument("--data", required=True, type=Path, help="folder of the prepared data set")
     parser.add_argument("--record", required=True, type=Path, help="where the record goes")
     parser.add_argument("--timeline", required=True, type=Path, help="where the timeline goes")
-    parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
-    parser.add_argument("--time-limit-s", type=float, default=0, help="the cell's limit; 0: none")
     parser.add_argument("--repeats", type=int, help="repeats of the cell that the config asks for")
-    add_job_arguments(parser)
     return parser.parse_args(argv)
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a scheduler has given: of cells' and of blocks' command lines."""
+def launchers_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of what a cell's and a block's launcher are both told: what to train, and on what."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--settings", required=True, help="resolved settings, as JSON; a block's by strategy"
+    )
+    parser.add_argument("--data", required=True, type=Path, help="folder of the prepared data set")
+    parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=0, help="of the cell or of each segment; 0: none"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="nodes that it spans")
     parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
     parser.add_argument(
@@ -201,6 +241,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server-cpus", type=int, default=0, help="how many of these are for parameter servers"
     )
+    return parser
 
 
 @contextmanager
@@ -293,21 +334,21 @@ def launch_with_srun(job: Job, cpus_per_node: int) -> agent.Exits:
                 process.kill()  # SLURM ends the rest with the job
                 process.wait()
     late = job.deadline_s is not None and time.monotonic() >= job.deadline_s
-    told = standings_of(job)
+    standings = standings_of(job)
     processes = [
-        agent.ProcessExit(worker_name(r), _exit_code(job, r, told.get(r)))
+        agent.ProcessExit(worker_name(r), _exit_code(job, r, standings.get(r)))
         for r in range(job.world_size)
     ]
     ended = process.returncode != 0
-    hung = ended and why_hung(told) is not None
+    hung = ended and why_hung(standings) is not None
     return agent.Exits(processes, timed_out=late and ended, hung=hung and not late)
 
 
-def _exit_code(job: Job, rank: int, told: Standing | None) -> int | None:
+def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
     """What the worker's own file says, or else its agent: srun does not pass on the exit codes of each."""
     result = job.folder.read_worker(rank)
     if result is None:
-        return None if told is None else told.exit_code
+        return None if standing is None else standing.exit_code
     return int(result["status"] not in ("ok", "diverged"))
 
 
@@ -339,7 +380,7 @@ def fail(
     except OSError as e:
         kept = f"not kept: {e}"
     with contextlib.suppress(OSError):  # this log may be on the same full disk
-        print(f"\n{'cell' if isinstance(cell, Cell) else 'block'} {cell} FAILED: {reason}")
+        print(f"\n{title_of(cell)} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
         for name, place in places.items():

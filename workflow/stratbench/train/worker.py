@@ -17,10 +17,11 @@ import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stratbench.cell.run_folder import RunFolder, server_name, worker_name
 from stratbench.cell.settings import Settings
@@ -49,6 +50,9 @@ from stratbench.workload.network import models
 from stratbench.workload.network.precision import batch_format, weights_dtype
 from stratbench.workload.users_code import Refused
 
+if TYPE_CHECKING:
+    from stratbench.workload.network.trial import Trial
+
 models.import_torchvision()
 import torchvision.models  # noqa: E402, F401
 
@@ -71,10 +75,10 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         traceback.print_exc()
         refused = isinstance(e, Refused)
         status = "oom" if is_out_of_memory(e) else "refused" if refused else "error"
-        told = {"status": status, "reason": str(e) if refused else first_line(e)}
+        outcome = {"status": status, "reason": str(e) if refused else first_line(e)}
         if status == "oom" and job.use_cuda and not of_the_host(e):
-            told["others"] = others_on_gpu(job, rank)
-        job.folder.write_worker(rank, told)
+            outcome["others"] = others_on_gpu(job, rank)
+        job.folder.write_worker(rank, outcome)
         leave(EXIT_OOM if status == "oom" else EXIT_ERROR)
     job.folder.write_worker(rank, result)
     leave(0)
@@ -117,6 +121,24 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+class Built(NamedTuple):
+    """What a worker trains, before its strategy has it."""
+
+    network: str | models.Model
+    model: nn.Module
+    #: Of a sample, as the network takes it.
+    shape: tuple[int, ...]
+    task: tasks.Task
+    #: The sharding groups in forward order: (label, modules).
+    groups: list[tuple[str, list[nn.Module]]]
+    #: A step of a user's network.
+    trial: Trial | None
+    #: The record's `model`.
+    facts: dict[str, Any]
+    #: The record's `wrap_groups`: strategies change the parameters that they count.
+    group_sizes: list[dict[str, Any]]
+
+
 def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     """Train the cell as worker `rank`; returns the worker's part of the record."""
     s = job.settings
@@ -129,62 +151,15 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     started_s = job.elapsed_s
     cls = strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
-    watch = None
-    if s.compile:
-        if job.folder.local is not None:  # of this cell alone, so that every cell compiles
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.local / "compiled")
-        watch = CompileWatch()
+    watch = watch_compiling(job) if s.compile else None
     with phases("rendezvous"):
         if strategy.needs_group:
             join_group(job, rank, device)
     with phases("data"):
-        network = models.model_of(s)
-        shape = models.input_shape(network, job.data_shape)
-        data = DeviceData.load(
-            job.data_dir,
-            device,
-            shape,
-            dtype=weights_dtype(s.precision),
-            memory_format=batch_format(s.precision, device.type),
-            placement=s.placement,
-        )
-        if data.meta != job.data:
-            raise DataError(f"{job.data_dir} was prepared anew as the cell started; start it again")
+        data = load_data(job, device)
     with phases("build"):
-        model = models.for_training(
-            network,
-            data.meta["classes"],
-            shape,
-            seed=s.seed,
-            device=device,
-            dtype=weights_dtype(s.precision),
-            checkpointing=s.activation_checkpointing,
-        )
-        initial = sha256_of_state(model.state_dict())
-        values = data.meta.get("values", False)
-        task = tasks.tried_task(s, shape, data.meta["classes"], values)
-        facts = {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "initial_weights_sha256": initial,
-            "input_shape": list(shape),
-            "classes": data.meta["classes"],
-            "batchnorm": models.has_batchnorm(model),
-            "dropout": models.has_dropout(model),
-        }
-        if s.own_model:
-            facts["own"] = models.facts_of_own(network, facts["classes"], shape)
-        groups = models.wrap_groups(network, model)
-        group_sizes = [
-            {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}
-            for label, ms in groups
-        ]
-        trial = None
-        if s.own_model:
-            samples = strategy.samples_per_step(s)
-            acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
-            trial = models.trial_of(network, model, facts["classes"], shape, groups, task)
-        slowdown = Slowdown.of(s, rank, model, shape, data.meta["classes"], device)
+        built = build(s, strategy, data, device)
+        slowdown = Slowdown.of(s, rank, built.model, built.shape, data.meta["classes"], device)
         worker = Worker(
             s,
             rank,
@@ -192,19 +167,19 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             job.workers_beside(rank),
             device,
             job.folder,
-            groups,
+            built.groups,
             slowdown.wait,
-            task=task,
+            task=built.task,
             total_steps=s.total_steps(job.train_samples),
             watch=watch,
             pulse=pulse,
             mesh=strategy.mesh(job.world_size),
-            input_shape=shape,
-            trial=trial,
+            input_shape=built.shape,
+            trial=built.trial,
         )
-        if trial is not None:
-            acceptance.check_model(strategy, network, model, worker)
-        strategy.setup(model, worker)
+        if built.trial is not None:
+            acceptance.check_model(strategy, built.network, built.model, worker)
+        strategy.setup(built.model, worker)
         # From here on only what is random per copy (dropout) draws from the global generator.
         torch.manual_seed(s.seed + 1 + worker.draws)
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates
@@ -221,26 +196,103 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
             trace = job.folder.profile_trace if chosen else None
             loop.record_profile(strategy, data, worker, trace)
     if chosen:
-        build = partial(models.build_without_memory, network, data.meta["classes"], shape)
-        try:
-            measured |= counted_flops(build, shape)
-        except Exception:
-            if s.own_model is None:
-                raise
-            traceback.print_exc()  # a user's network that needs real numbers; its figure is left out
-    measured["model"] = facts
-    measured["task"] = tasks.facts_of_task(
-        task, tasks.name_of_task(s, shape), facts["classes"], shape, data.meta.get("least_loss")
-    )
-    measured["wrap_groups"] = group_sizes if strategy.uses_wrap_groups else []
+        measured |= flops_of(s, built)
+    measured |= description_of(s, built, strategy, data)
     measured["started_s"] = started_s
     measured["provenance"] = worker_provenance(device)
     if slowdown.factors:
         measured["strategy"]["details"]["slowdown"] = slowdown.summary()
-    if trial is not None and acceptance.moves_by_zeros(strategy, trial, s):
-        measured["strategy"]["details"]["moved_by_zeros"] = list(trial.skipped)
+    if built.trial is not None and acceptance.moves_by_zeros(strategy, built.trial, s):
+        measured["strategy"]["details"]["moved_by_zeros"] = list(built.trial.skipped)
     strategy.close()
     return measured
+
+
+def watch_compiling(job: Job) -> CompileWatch:
+    """What counts compilations from now on; the compiled code is of this cell alone."""
+    if job.folder.local is not None:  # so that every cell compiles
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.local / "compiled")
+    return CompileWatch()
+
+
+def load_data(job: Job, device: torch.device) -> DeviceData:
+    """The cell's data set, as its network takes it. DataError where it is no longer the launcher's."""
+    s = job.settings
+    data = DeviceData.load(
+        job.data_dir,
+        device,
+        models.input_shape(models.model_of(s), job.data_shape),
+        dtype=weights_dtype(s.precision),
+        memory_format=batch_format(s.precision, device.type),
+        placement=s.placement,
+    )
+    if data.meta != job.data:
+        raise DataError(f"{job.data_dir} was prepared anew as the cell started; start it again")
+    return data
+
+
+def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.device) -> Built:
+    """The network with its initial weights, its task, and what the record says of both."""
+    network, classes = models.model_of(s), data.meta["classes"]
+    shape = models.input_shape(network, tuple(data.meta["shape"]))
+    model = models.for_training(
+        network,
+        classes,
+        shape,
+        seed=s.seed,
+        device=device,
+        dtype=weights_dtype(s.precision),
+        checkpointing=s.activation_checkpointing,
+    )
+    facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "initial_weights_sha256": sha256_of_state(model.state_dict()),
+        "input_shape": list(shape),
+        "classes": classes,
+        "batchnorm": models.has_batchnorm(model),
+        "dropout": models.has_dropout(model),
+    }
+    task = tasks.tried_task(s, shape, classes, data.meta.get("values", False))
+    groups = models.wrap_groups(network, model)
+    group_sizes = [
+        {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}
+        for label, ms in groups
+    ]
+    trial = None
+    if s.own_model:
+        facts["own"] = models.facts_of_own(network, classes, shape)
+        samples = strategy.samples_per_step(s)
+        acceptance.check_batch(network, facts["batchnorm"], samples, s.accumulate)
+        trial = models.trial_of(network, model, classes, shape, groups, task)
+    return Built(network, model, shape, task, groups, trial, facts, group_sizes)
+
+
+def flops_of(s: Settings, built: Built) -> dict[str, int]:
+    """The operations of a sample; nothing of a user's network that needs real numbers to be counted."""
+    classes, shape = built.facts["classes"], built.shape
+    try:
+        return counted_flops(
+            partial(models.build_without_memory, built.network, classes, shape), shape
+        )
+    except Exception:
+        if s.own_model is None:
+            raise
+        traceback.print_exc()
+        return {}
+
+
+def description_of(
+    s: Settings, built: Built, strategy: Strategy, data: DeviceData
+) -> dict[str, Any]:
+    """What the record says of the network, the task and how the strategy divides them."""
+    name, classes = tasks.name_of_task(s, built.shape), built.facts["classes"]
+    least = data.meta.get("least_loss")
+    return {
+        "model": built.facts,
+        "task": tasks.facts_of_task(built.task, name, classes, built.shape, least),
+        "wrap_groups": built.group_sizes if strategy.uses_wrap_groups else [],
+    }
 
 
 def configure_torch(s: Settings, device: torch.device, threads: int) -> None:

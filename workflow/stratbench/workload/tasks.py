@@ -1,6 +1,6 @@
 """Tasks: what a model learns. A task is a loss, a score, and what counts as one of the score's answers.
 
-A user's own is a class with the same attributes and methods, named as `package.module:Task`. torch is
+A user's own is a class with the same attributes and methods, callable_of as `package.module:Task`. torch is
 imported where a loss is computed, not before: the Snakefile reads this file.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratbench.workload.users_code import ModelError, error_text, fault_of_call, named
+from stratbench.workload.users_code import ModelError, callable_of, error_text, fault_of_call
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -204,7 +204,7 @@ def tried_task(s: Settings, shape: Sequence[int], classes: int, values: bool) ->
 def own_task(call: str) -> Task:
     """The task that a user's class makes; ModelError for what lacks something of the protocol."""
     what = OwnTask(call)
-    cls = named(what)
+    cls = callable_of(what)
     try:
         task = cls()
     except Exception as e:

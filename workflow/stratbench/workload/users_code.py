@@ -132,7 +132,7 @@ def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
         )
 
 
-def named(own: Called) -> Callable[..., Any]:
+def callable_of(own: Called) -> Callable[..., Any]:
     """What the call names. ModelError, in one sentence, where it cannot be imported."""
     sys.dont_write_bytecode = True  # nothing is left in the user's folders
     for folder in reversed(code_folders()):

@@ -193,8 +193,15 @@ def faults_of_states(facts: Facts) -> Iterator[str]:
     if adamw or facts("settings.momentum") is not None:
         # A moment is as large as the parameters: SGD with momentum has one, AdamW two, a served worker none.
         moments = 2 if adamw else bool(facts("settings.momentum"))
-        kept = facts("strategy.traits.kept_copies") or 0
-        expected["optimizer"] = 0 if is_served else (moments + kept) * trained
+        kept = 0 if is_served else facts("strategy.traits.kept_copies")
+        held, least = states.get("optimizer_bytes"), 0 if is_served else moments * trained
+        if kept is None:
+            parts = parts_of_states(facts, "optimizer") or facts.gpus
+            yield from unless_at_least(
+                "memory.model_states.optimizer_bytes", held, "its moments", least / parts, 1e-3
+            )
+        else:
+            expected["optimizer"] = least + kept * trained
     for name, whole in expected.items():
         # AdamW keeps a step count of four bytes for each tensor.
         counts_bytes = STEP_COUNTS_BYTES if adamw and name == "optimizer" and not is_served else 0

@@ -20,7 +20,7 @@ from stratbench.statistics.moderated import ROUGH
 MOST_OF_A_REASON = 120
 
 
-def named(c: Candidate, noun: str) -> str:
+def name_of(c: Candidate, noun: str) -> str:
     """A candidate's name: `ddp on 4 GPUs`."""
     return f"{c.strategy} on {counted(c.gpus, noun)}"
 
@@ -50,7 +50,7 @@ def unanswered(
 def answer_of(ranking: Ranking, noun: str, given: Constraints) -> str:
     """The chosen candidate, and whether it won."""
     first = ranking.first
-    name = named(first, noun)
+    name = name_of(first, noun)
     if first.extrapolated:
         return f"{with_ties(ranking, noun)} (extrapolated, not measured)"
     if not ranking.compared:
@@ -67,7 +67,7 @@ def answer_of(ranking: Ranking, noun: str, given: Constraints) -> str:
 
 def with_ties(ranking: Ranking, noun: str) -> str:
     """The chosen candidate with those that nothing tells apart from it."""
-    name, ties = named(ranking.first, noun), [named(c, noun) for c in ranking.tied]
+    name, ties = name_of(ranking.first, noun), [name_of(c, noun) for c in ranking.tied]
     if not ties:
         return name
     more = [f"{len(ties) - 3} more"] if len(ties) > 4 else ties[3:]
@@ -82,7 +82,7 @@ def score_clause(first: Candidate, noun: str, given: Constraints) -> str:
     if first.may_lose is None or first.may_lose <= tolerance:
         return ""
     return (
-        f"; the {score.name} of {named(first, noun)} may be up to "
+        f"; the {score.name} of {name_of(first, noun)} may be up to "
         f"{score.difference(first.may_lose, score.decimals - 1)} worse than that of {first.best_score} "
         f"({tolerance:g} allowed)"
     )
@@ -132,7 +132,7 @@ def figures_of(first: Candidate) -> str:
 
 def describe_rival(found: AgainstRival, noun: str, given: Constraints) -> str:
     """A rival's time (cost) against the choice's."""
-    name, paid = named(found.rival, noun), describe_amount(found.rival)
+    name, paid = name_of(found.rival, noun), describe_amount(found.rival)
     by_cost = found.rival.price_per_gpu_hour is not None
     if found.ratio == 1:
         return f"{name} {'costs exactly as much' if by_cost else 'takes exactly as long'} ({paid})."

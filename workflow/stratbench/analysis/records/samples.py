@@ -108,8 +108,8 @@ class Series:
             train_s=math.fsum(gap for gap, in_training in gaps if in_training),
             overall=_by_column(place, samples),
             training=_by_column(place, trained),
-            first=_told(place, samples[0]),
-            last=_told(place, samples[-1]),
+            first=_values_of(place, samples[0]),
+            last=_values_of(place, samples[-1]),
             first_phase=samples[0].phase,
             slowed=sum(any(name in sample.reasons for name in SLOWED) for sample in samples),
             working_clock=Values.of(clocks),
@@ -117,7 +117,7 @@ class Series:
         )
 
 
-def _told(place: dict[str, int], sample: Sample) -> dict[str, float]:
+def _values_of(place: dict[str, int], sample: Sample) -> dict[str, float]:
     return {name: v for name, i in place.items() if (v := sample.values[i]) is not None}
 
 

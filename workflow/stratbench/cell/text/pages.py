@@ -1,4 +1,4 @@
-"""Fills in the templates of HTML pages: every value is escaped, and a missing one is an error.
+"""Fills in the templates of pages: in HTML every value is escaped, and a missing one is an error.
 
 Of a text no character is shown that is none: a bundle's could turn round what stands beside it.
 """
@@ -18,12 +18,15 @@ def render(
     values: dict[str, Any],
     filters: dict[str, Callable[..., Any]] | None = None,
 ) -> str:
-    """The page that `template`, a file in one of the folders, gives with these values."""
+    """The page that `template`, a file in one of the folders, gives with these values.
+
+    Of a template `*.txt.j2` a text for a terminal, in which nothing is escaped.
+    """
     import jinja2  # not where workers train
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),
-        autoescape=True,
+        autoescape=not template.endswith(".txt.j2"),
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,  # not of Markup
         trim_blocks=True,

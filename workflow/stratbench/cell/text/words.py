@@ -22,6 +22,20 @@ def bytes_text(n_bytes: float) -> str:
     return f"{n_bytes / unit:.{2 if unit == GIB else 0}f} {name}" if n_bytes else "0"
 
 
+def hours_text(hours: float) -> str:
+    """Hours as text: two digits, and from 10 on whole ones."""
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """The most seconds that something takes as text, in s, min or h."""
+    if seconds < 1:
+        return "1 s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def counted(count: int, noun: str) -> str:
     """The count with its noun, which ends in a plural unless the count is one: `4 CPU processes`."""
     return f"{count} {noun if count == 1 else plural(noun)}"

@@ -1,23 +1,23 @@
-"""Keeps footprints on disk, and makes the missing ones in parallel."""
+"""Keeps on disk what is found of networks and kinds of cells, and has processes find what is missing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, as_completed
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import PACKAGE
-from stratbench.plan.footprint.footprint import BATCHES, Footprint, make_footprint
+from stratbench.cell.text.words import seconds_text
 from stratbench.plan.footprint.processes import pool_of
-from stratbench.plan.footprint.request import Request
 from stratbench.telemetry.machine.cores import usable_cores
-from stratbench.workload.users_code import ModelError
 
 #: The package's files that decide what a training process allocates and sends.
 SOURCES = (
@@ -25,44 +25,93 @@ SOURCES = (
     "telemetry/shards.py", "strategies/**/*.py", "ps/flat.py", "ps/wire/shm.py", "plan/check.py",
     "plan/footprint/*.py",
 )  # fmt: skip
+#: The fault where there is no result.
+KILLED = "its process was killed (out of memory?)"
 
 
-def footprints_of(requests: Iterable[Request], folder: Path) -> dict[Request, Footprint | str]:
-    """The footprint of each request; where it could not be made, the reason in one line.
+class Result(Protocol):
+    """What a process finds. It is kept if it has no `fault`, which may be mended elsewhere."""
 
-    Footprints in `folder` are read. The others are made, with up to one process for each core, and
-    written there.
+    @property
+    def fault(self) -> str | None: ...
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self: ...
+
+    @classmethod
+    def failed(cls, why: str) -> Self: ...
+
+
+class Job(NamedTuple):
+    """Work for a process: the arguments, and all that the result depends on beside code, JSON-able.
+
+    `weight`: how long it takes beside the others, about.
     """
-    found: dict[Request, Footprint | str] = {}
-    missing = []
-    for request in dict.fromkeys(requests):
-        kept = _read(folder / f"{key_of(request)}.json")
-        if kept is None:
-            missing.append(request)
-        else:
-            found[request] = kept
-    for request, made in _make(missing):
-        found[request] = made
-        if isinstance(made, Footprint):
-            entry = {"of": key_parts(request), "footprint": made.as_dict()}
-            write_atomic(folder / f"{key_of(request)}.json", json.dumps(entry) + "\n")
-    return found
+
+    name: str
+    arguments: tuple[Any, ...]
+    asked: Any
+    weight: float = 1.0
 
 
-def key_parts(request: Request) -> dict[str, object]:
-    """Everything that a footprint depends on."""
+Key = TypeVar("Key", bound=Hashable)
+Kept = TypeVar("Kept", bound=Result)
+
+
+def results_of(
+    doing: str,
+    kind: type[Kept],
+    work: Callable[..., Kept],
+    jobs: Mapping[Key, Job],
+    folder: Path,
+) -> dict[Key, Kept]:
+    """The result of each job: read from `folder`, or made by `work` in a process, and written there.
+
+    Prints what is missing (`doing`, with its number in place of `{}`) and how long it will take.
+    """
+    paths = {key: folder / f"{key_of(job.asked)}.json" for key, job in jobs.items()}
+    results = {key: kept for key, path in paths.items() if (kept := _read(path, kind))}
+    # The longest first, so that none is left running alone at the end.
+    missing = sorted(jobs.keys() - results.keys(), key=lambda key: (-jobs[key].weight, paths[key]))
+    if not missing:
+        return results
+    print(doing.format(len(missing)), flush=True)
+    begun, done, whole = time.monotonic(), 0.0, sum(jobs[key].weight for key in missing)
+    with pool_of(min(len(usable_cores()), len(missing))) as pool:
+        running = {pool.submit(work, *jobs[key].arguments): key for key in missing}
+        for i, future in enumerate(as_completed(running), 1):
+            key = running[future]
+            job = jobs[key]
+            try:
+                result = results[key] = future.result()
+            except BrokenProcessPool:
+                result = results[key] = kind.failed(KILLED)
+            if result.fault is None:
+                entry = {"of": key_parts(job.asked), "result": result.as_dict()}
+                write_atomic(paths[key], json.dumps(entry) + "\n")
+            done += job.weight
+            if i % -(-len(missing) // 10) == 0 or i == len(missing):
+                left_s = (time.monotonic() - begun) * (whole / done - 1)
+                left = f", about {seconds_text(left_s)} left" if i < len(missing) else ""
+                print(f"  {job.name}: {i} of {len(missing)}{left}", flush=True)
+    return results
+
+
+def key_parts(asked: Any) -> dict[str, Any]:
+    """Everything that a result depends on."""
     return {
-        "request": request.as_dict(),
-        "batches": BATCHES,
+        "asked": asked,
         "torch": version("torch"),
         "torchvision": version("torchvision"),
         "source_sha256": source_sha256(),
     }
 
 
-def key_of(request: Request) -> str:
-    """The name of the file that holds a footprint: a hash of `key_parts`."""
-    text = json.dumps(key_parts(request), sort_keys=True)
+def key_of(asked: Any) -> str:
+    """The name of the file that holds a result: a hash of `key_parts`."""
+    text = json.dumps(key_parts(asked), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -76,51 +125,8 @@ def source_sha256() -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> Footprint | None:
+def _read(path: Path, kind: type[Kept]) -> Kept | None:
     try:
-        return Footprint.from_dict(read_json(path)["footprint"])
+        return kind.from_dict(read_json(path)["result"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none, or one that was cut off or edited: it will be made again
-
-
-def _make(requests: list[Request]) -> Iterator[tuple[Request, Footprint | str]]:
-    if not requests:
-        return
-    # The slowest first (many modules, sharded), so that none is left running alone at the end.
-    requests = sorted(
-        requests, key=lambda r: (r.traits.shards_states, r.settings.model), reverse=True
-    )
-    with pool_of(min(len(usable_cores()), len(requests))) as pool:
-        running = {pool.submit(try_footprint, request): request for request in requests}
-        print(
-            f"predicting {len(running)} kinds of cells; they are kept for the next time", flush=True
-        )
-        for i, done in enumerate(as_completed(running), 1):
-            if i % 10 == 0 or i == len(running):
-                print(f"  {i} of {len(running)}", flush=True)
-            yield running[done], _result(done)
-
-
-def _result(done: Future[Footprint | str]) -> Footprint | str:
-    try:
-        return done.result()
-    except BrokenProcessPool:
-        return "the process that predicts it was killed (out of memory?)"
-
-
-def try_footprint(request: Request) -> Footprint | str:
-    """The footprint, or the error in one line: one model that fails must not stop the whole plan."""
-    import torch
-
-    from stratbench.workload.network.trial import NO_VALUES
-
-    torch.set_num_threads(1)
-    try:
-        return make_footprint(request)
-    except ModelError as error:  # says by itself what is wrong
-        return str(error)
-    except NO_VALUES:
-        return "its forward asks for the values of tensors, and a prediction has none"
-    except Exception as error:  # whatever a model or strategy raises
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0] if lines else ''}"

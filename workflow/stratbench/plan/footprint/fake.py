@@ -9,27 +9,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_impls import register_op_impl
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.nn import parallel
 
 from stratbench.cell.run_folder import RunFolder
+from stratbench.plan.footprint.replica import Replica
 from stratbench.plan.footprint.request import Request
+from stratbench.plan.footprint.torch_internals import (
+    CudaAutocast,
+    FakeTensorMode,
+    fake_group,
+    replaced,
+    torch_on_fakes,
+    unset_fake_temporarily,
+)
 from stratbench.plan.footprint.trace import OperatorTrace
 from stratbench.ps.flat import FlatSpace
 from stratbench.ps.wire.shm import DTYPES, FlatTensors, Layout
-from stratbench.strategies import base, mesh_of, strategy_class
-from stratbench.strategies.compression import PowerSGD, SixteenBits
-from stratbench.strategies.ddp import DDP, SAMPLE_EVERY
+from stratbench.strategies import acceptance, base, mesh_of, strategy_class
+from stratbench.strategies.compression import PowerSGD
 from stratbench.strategies.mesh import Place
 from stratbench.strategies.ps import ParameterServer
 from stratbench.strategies.splitting.pipeline import Pipeline
@@ -37,18 +40,21 @@ from stratbench.strategies.splitting.stages import Measured
 from stratbench.telemetry.memory import optimizer_state
 from stratbench.workload.data.device_data import example_batch
 from stratbench.workload.network import models
+from stratbench.workload.network.trial import Trial
 from stratbench.workload.tasks import task_of
 
 #: The CUDA caching allocator hands out multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
-#: A reduce-scatter's names, from PyTorch 2.13 on and before.
-SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 #: What a strategy that keeps its states on the host holds there beside a GPU.
 HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
 def traced_steps(
-    request: Request, batches: Iterable[int], number: int = 0, stage: int = 0
+    request: Request,
+    batches: Iterable[int],
+    number: int = 0,
+    stage: int = 0,
+    trial: Trial | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
     """The trace of the first rank of a stage (rank 0, where there is one), and its strategy after the steps.
 
@@ -56,19 +62,23 @@ def traced_steps(
     `setup`, then `forward`, `backward` and `optimizer` of each step, and `evaluate`. The first is like any
     later one, since momentum and buckets exist from the start; where it is not, others come before it.
     Forward and backward alternate as often as the strategy computes parts of a batch. `number`: of the
-    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`).
+    steps before each, for one of a kind that comes late in a training (`Strategy.first_steps`). `trial`: of
+    the network, by which the strategy may refuse it; None: it is not asked.
     """
     with ExitStack() as stack:
         # First: what is imported there must not make fake tensors.
         stack.enter_context(strategy_class(request.strategy).on_fakes())
         stack.enter_context(surroundings(request, stage=stage))
         model, strategy, worker = built(request)
+        if trial is not None:
+            worker.trial = trial
+            acceptance.check_model(strategy, request.network, model, worker)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
             on_cpu=not request.on_cuda,
             on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
         )
-        strategy.setup(model, worker)
+        set_up(strategy, model, worker)
         if worker.mesh.tensor > 1 or strategy.warms_up:
             # What DTensor asks of its rules it asks once for each shape, of tensors that nobody keeps.
             with CudaAutocast() if request.autocasts_like_cuda else nullcontext():
@@ -95,7 +105,12 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         stack.enter_context(fake_group(request.world_size, mesh.rank(Place(0, stage, 0))))
         if on_fakes:
             stack.enter_context(FakeTensorMode())
-        stack.enter_context(torch_on_fakes(request))
+        # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer that is not
+        # fused would look at what the loss scaler found, which a fake tensor does not have.
+        fused = request.on_cuda or request.settings.precision == "fp16"
+        stack.enter_context(torch_on_fakes(request.on_cuda, fused))
+        for module in (parallel, parallel.distributed):
+            stack.enter_context(replaced(module, "DistributedDataParallel", Replica))
         yield
 
 
@@ -125,6 +140,15 @@ def built(request: Request, on_fakes: bool = True) -> tuple[nn.Module, base.Stra
         input_shape=request.input_shape,
     )
     return model, strategy, worker
+
+
+def set_up(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
+    """`setup`, and what a training's first steps make beside it."""
+    strategy.setup(model, worker)
+    if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
+        compressor.skip_start()
+        for replica in replicas_of(strategy):
+            replica.reduce_all()
 
 
 def _step(
@@ -187,93 +211,8 @@ def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module)
 def _tag_kept(trace: OperatorTrace, strategy: base.Strategy) -> None:
     for part, tensors in strategy.kept().items():
         trace.tag(part, tensors)
-
-
-# --- the surroundings ----------------------------------------------------------------------------
-
-
-@contextmanager
-def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    if dist.is_initialized():
-        raise RuntimeError("a footprint cannot be made inside a process group")
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def torch_on_fakes(request: Request) -> Iterator[None]:
-    """Until the block ends, torch does what it refuses on fake tensors or without the device."""
-    from torch.distributed import device_mesh
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    make_mesh, sgd = device_mesh.init_device_mesh, torch.optim.SGD
-
-    def real_mesh(*args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
-        with unset_fake_temporarily():  # the mesh reads the ranks out of a tensor
-            return make_mesh(*args, **kwargs)
-
-    def fused_sgd(*args: Any, **kwargs: Any) -> torch.optim.SGD:
-        return sgd(*args, **(kwargs | {"fused": True}))
-
-    joined = device_mesh.DeviceMesh._concatenate
-
-    def real_joined(*args: Any) -> device_mesh.DeviceMesh:
-        with unset_fake_temporarily():
-            return joined(*args)
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced(device_mesh, "init_device_mesh", real_mesh))
-        of_meshes = staticmethod(real_joined)
-        stack.enter_context(replaced(device_mesh.DeviceMesh, "_concatenate", of_meshes))
-        # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
-        stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
-        if not request.on_cuda:
-            for name in SCATTERS:
-                if (scatter := getattr(dist, name, None)) is not None:
-                    stack.enter_context(replaced(dist, name, partial(_scattered_by_gloo, scatter)))
-        if request.on_cuda or request.settings.precision == "fp16":
-            # On CUDA the optimizer is fused and needs no temporary tensors; elsewhere an optimizer
-            # that is not fused would look at what the loss scaler found, which a fake tensor does not
-            # have.
-            stack.enter_context(replaced(torch.optim, "SGD", fused_sgd))
-        yield
-
-
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """`module.name` is `value` until the block ends: for torch's own, which cannot be told otherwise."""
-    kept = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, kept)
-
-
-def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
-    """Rank 0's share, which is the largest; no other is looked at."""
-    return [t.narrow(dim, 0, -(-t.size(dim) // chunks))]
-
-
-def _scattered_by_gloo(
-    scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """What a reduce-scatter beside computation returns: with it lives the copy that gloo reduces."""
-    work = scatter(output, input, *args, **kwargs)
-    return Reduction(work, input.clone()) if kwargs.get("async_op") else work
-
-
-class Reduction(NamedTuple):
-    """A collective under way, and what it works on until nobody asks for it any longer."""
-
-    work: dist.Work
-    copy: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
+    for replica in replicas_of(strategy):
+        trace.tag("gradients" if replica.as_view else "buckets", replica.buckets)
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -288,84 +227,17 @@ def blank(model: str | models.Model, classes: int, shape: tuple[int, ...]) -> nn
     return made
 
 
-@register_op_impl(torch.ops.aten._fused_sgd_.default)
-def _fused_sgd(
-    _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
-) -> None:
-    """What torch lacks: SGD's fused kernel on fake tensors."""
-    _fused(options, params, grads, momenta)
-
-
-@register_op_impl(torch.ops.aten._fused_adamw_.default)
-def _fused_adamw(
-    _mode: FakeTensorMode,
-    _op: Any,
-    params: Any,
-    grads: Any,
-    means: Any,
-    squares: Any,
-    _largest: Any,
-    _steps: Any,
-    **options: Any,
-) -> None:
-    """The same for AdamW's, without `amsgrad`."""
-    _fused(options, params, grads, means, squares)
-
-
-def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
-    """A fused kernel on fake tensors, which refuses what the one on CUDA does; `kept`: the moments.
-
-    It works in place and allocates nothing. The conditions: check_fast_path_restrictions in
-    aten/src/ATen/native/ForeachUtils.h; RuntimeError where they do not hold.
-    """
-    for lists in zip(params, grads, *filter(None, kept), strict=True):
-        described = [
-            (t.device, t.dtype, [(n, k) for n, k in zip(t.shape, t.stride(), strict=True) if n > 1])
-            for t in lists
-        ]
-        if any(d != described[0] for d in described[1:]):
-            raise RuntimeError(
-                "the fused kernel takes parameters, gradients and moments of one device, dtype, "
-                f"shape and stride, not {described}"
-            )
-    for flag in (options.get("grad_scale"), options.get("found_inf")):
-        if flag is not None and flag.device != params[0].device:
-            raise RuntimeError(f"the loss scaler's tensors are on {flag.device}")
-
-
-class CudaAutocast(TorchFunctionMode):
-    """Makes autocast on a CPU choose the number formats that it chooses on CUDA.
-
-    The lists differ in two operations of our models: CUDA normalises layers in float32, and of
-    cross-entropy it makes the logarithms in the scores' own format and only the rest in float32.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.layer_norm and torch.is_autocast_enabled("cpu"):
-            args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
-        if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and not args[2:]:
-            return _cross_entropy(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _cross_entropy(
-    scores: Tensor, targets: Tensor, label_smoothing: float = 0.0, **kwargs: Any
-) -> Tensor:
-    if label_smoothing or targets.is_floating_point():
-        return F.cross_entropy(scores, targets, label_smoothing=label_smoothing, **kwargs)
-    with torch.autocast("cpu", enabled=False):
-        return F.nll_loss(F.log_softmax(scores, dim=1).float(), targets, **kwargs)
-
-
 # --- the strategies ------------------------------------------------------------------------------
 
 
 def strategy_on_fakes(request: Request) -> base.Strategy:
-    """The request's strategy, but for what fake tensors cannot do or no other process is there for."""
+    """The request's strategy, but for what no other process is there for.
+
+    A fake overrides what reaches out of the process and nothing else: whatever else a strategy does, the
+    plan does.
+    """
     cls = strategy_class(request.strategy)
-    fakes = ((DDP, FakeDDP), (ParameterServer, FakeParameterServer), (Pipeline, FakePipeline))
-    for real, fake in fakes:
+    for real, fake in ((ParameterServer, FakeParameterServer), (Pipeline, FakePipeline)):
         if issubclass(cls, real):
             cls = type(cls.__name__, (fake, cls), {})
     return cls(cls.Options(**dict(request.options)))
@@ -407,175 +279,7 @@ class FakePipeline(Pipeline):
         self._schedule, self._stages, self._batch = None, [], 0
 
 
-class FakeDDP(DDP):
-    """The ddp strategy with an emulation of DistributedDataParallel, whose C++ part refuses fakes."""
-
-    _sample_every = SAMPLE_EVERY
-
-    def kept(self) -> dict[str, list[Tensor]]:
-        in_place = self.options.gradient_as_bucket_view
-        found = {"gradients" if in_place else "buckets": self.module.buckets}
-        return found | {"communication": self.grown()}
-
-    def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
-        self.compressor = self.make_compressor(worker)
-        return Replica(
-            model,
-            self.options.bucket_cap_mb << 20,
-            self.options.gradient_as_bucket_view,
-            self.compressor,
-        )
-
-    def reset(self) -> None:
-        super().reset()
-        if isinstance(self.compressor, PowerSGD):  # what it keeps comes with its first steps
-            self.compressor.skip_start()
-            self.module.compress_all()
-
-
-class Replica(nn.Module):
-    """What DistributedDataParallel allocates and sends, in its steady state.
-
-    Gradients are copied into flat buckets in the order in which backward makes them final, and a full
-    bucket is all-reduced. With `as_view` they then live there; else both exist. Buffers are
-    broadcast before each forward, coalesced, but for one after a backward in `no_sync`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        cap_bytes: int,
-        as_view: bool,
-        compressor: SixteenBits | PowerSGD | None = None,
-    ) -> None:
-        super().__init__()
-        self.module, self._compressor = module, compressor
-        self._under_way: list[tuple[torch.futures.Future, Tensor]] = []
-        self.synchronises, self._sends_buffers = True, True
-        # Backward makes gradients final in about the reverse order of the forward.
-        parameters = [p for p in module.parameters() if p.requires_grad][::-1]
-        self._hooked: list[GradBucket] = []
-        groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
-        self.buckets = [
-            parameters[group[0]].new_empty(sum(parameters[i].numel() for i in group))
-            for group in groups
-        ]
-        for bucket, group in zip(self.buckets, groups, strict=True):
-            waiting = [len(group), len(group)]
-            sizes = [parameters[i].numel() for i in group]
-            views = [
-                v.view(parameters[i].shape) for i, v in zip(group, bucket.split(sizes), strict=True)
-            ]
-            index = len(self._hooked)
-            self._hooked.append(GradBucket(index, bucket, views, index == len(groups) - 1))
-            for i, view in zip(group, views, strict=True):
-                taken = partial(self._into_bucket, index, view, waiting, as_view)
-                parameters[i].register_post_accumulate_grad_hook(taken)
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What DDP has timed: nothing."""
-        return {}
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients stay in this replica until the block ends."""
-        self.synchronises = False
-        try:
-            yield
-        finally:
-            self.synchronises = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.module.buffers() if self._sends_buffers else ():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer.flatten())
-        for buffers in by_dtype.values():
-            dist.broadcast(torch.cat(buffers), src=0)
-        self._sends_buffers = self.synchronises
-        return self.module(x)
-
-    def _into_bucket(
-        self, index: int, view: Tensor, waiting: list[int], as_view: bool, parameter: Tensor
-    ) -> None:
-        if not self.synchronises:
-            return
-        fresh = parameter.grad  # backward holds it until this hook, and what it begins, returns
-        view.copy_(fresh)
-        if as_view:
-            parameter.grad = view
-        waiting[0] -= 1
-        if waiting[0] == 0:
-            waiting[0] = waiting[1]
-            self._reduce(index)
-
-    def _reduce(self, index: int) -> None:
-        if self._compressor is None:
-            dist.all_reduce(self.buckets[index])
-            return
-        self._arrive()
-        under_way = None if self._compressor.holds_backward else self._under_way
-        with replaced(dist, "all_reduce", partial(_reduced_by_hook, under_way)):
-            self._compressor.hook(None, self._hooked[index])
-        if self._hooked[index].comes_last:
-            self._arrive()
-
-    def _arrive(self) -> None:
-        """End what is under way: one bucket at a time is, while backward fills the next."""
-        for future, tensor in self._under_way:
-            future.set_result([tensor])
-        self._under_way.clear()
-
-    def compress_all(self) -> None:
-        """Call the hook for every bucket, as a step does."""
-        for index in range(len(self.buckets)):
-            self._reduce(index)
-
-
-all_reduce = dist.all_reduce
-
-
-class _Reduced:
-    """What an all-reduce of a real group returns; a fake one's future has no value."""
-
-    def __init__(self, future: torch.futures.Future) -> None:
-        self._future = future
-
-    def get_future(self) -> torch.futures.Future:
-        return self._future
-
-
-def _reduced_by_hook(
-    under_way: list[tuple[torch.futures.Future, Tensor]] | None,
-    tensor: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> _Reduced:
-    """An all-reduce that is done at once, or goes to those under way."""
-    all_reduce(tensor, group=kwargs.get("group"))
-    future = torch.futures.Future()
-    if under_way is None:
-        future.set_result([tensor])
-    else:
-        under_way.append((future, tensor))
-    return _Reduced(future)
-
-
-class GradBucket(NamedTuple):
-    """What a hook asks of DistributedDataParallel's own bucket."""
-
-    number: int
-    flat: Tensor
-    views: list[Tensor]
-    comes_last: bool
-
-    def index(self) -> int:
-        return self.number
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> list[Tensor]:
-        return self.views
-
-    def is_last(self) -> bool:
-        return self.comes_last
+def replicas_of(strategy: base.Strategy) -> list[Replica]:
+    """What stands for DistributedDataParallel in what the strategy has wrapped."""
+    module = getattr(strategy, "module", None)
+    return [] if module is None else [m for m in module.modules() if isinstance(m, Replica)]

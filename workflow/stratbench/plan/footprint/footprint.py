@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stratbench.plan.footprint.trace import OperatorTrace, Phase
     from stratbench.strategies.base import Strategy
     from stratbench.strategies.ps import ParameterServer
+    from stratbench.workload.network.trial import Trial
 
 #: Samples of the two steps, in each of the parts in which they are computed.
 BATCHES = (16, 32)
@@ -202,19 +203,22 @@ class Footprint:
         )
 
 
-def make_footprint(request: Request) -> Footprint:
-    """The footprint of a request: runs it on fake tensors, which takes seconds for each stage."""
+def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
+    """The footprint of a request: runs it on fake tensors, which takes seconds for each stage.
+
+    `trial`: of its network. With it, Refused is raised where the strategy refuses the network.
+    """
     mesh = mesh_of(request.strategy, dict(request.options), request.world_size)
-    found = [_footprint_of(request, stage) for stage in range(mesh.stages)]
+    found = [_footprint_of(request, stage, trial) for stage in range(mesh.stages)]
     return found[0] if len(found) == 1 else replace(found[0], stages=found)
 
 
-def _footprint_of(request: Request, stage: int) -> Footprint:
+def _footprint_of(request: Request, stage: int, trial: Trial | None) -> Footprint:
     from stratbench.plan.footprint import fake
 
     parts = request.parts
     batches = [parts * batch for batch in BATCHES]
-    trace, strategy = fake.traced_steps(request, batches, stage=stage)
+    trace, strategy = fake.traced_steps(request, batches, stage=stage, trial=trial)
     steps, edges = _two_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
@@ -231,7 +235,7 @@ def _footprint_of(request: Request, stage: int) -> Footprint:
         collectives.append(call)
     moments = _moments(trace, steps, edges, parts)
     for number in strategy.first_steps[1:]:  # steps of other kinds: the peak is that of the worst
-        other, _ = fake.traced_steps(request, batches, number, stage)
+        other, _ = fake.traced_steps(request, batches, number, stage, trial)
         moments += _moments(other, *_two_steps(other), parts)
     counted, divided = _counted_flops(request), strategy.worker.mesh.members > 1
     forward_flops = sum(phase.flops for phase in steps[1] if phase.name == "forward")
@@ -251,7 +255,7 @@ def _footprint_of(request: Request, stage: int) -> Footprint:
         touched_bytes=Affine.through((touched[0], touched[1]), parts),
         flat_bytes=_flat_bytes(strategy) if request.served else {},
         host_bytes=trace.host_bytes(edges[0]),
-        grown_bytes=sum(t.numel() * t.element_size() for t in strategy.grown()),
+        grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
         frozen_bytes=_frozen_bytes(strategy),
     )
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from stratbench.plan.footprint.reductions import Reduction
+from stratbench.plan.footprint.torch_internals import TorchDispatchMode, number_of
 from stratbench.plan.footprint.traffic import PARTS, staging_bytes
 from stratbench.telemetry.collective_count import collective_of, tensors_in
 from stratbench.telemetry.collectives import CollectiveCall
@@ -87,7 +87,7 @@ class OperatorTrace(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
             result = original(storage, n_bytes)
-            if (entry := self._known.get(storage._cdata)) is not None:
+            if (entry := self._known.get(number_of(storage))) is not None:
                 self._change(entry, storage.size())
                 self.tags.setdefault(entry[0], "gathered")
             return result
@@ -164,7 +164,7 @@ class OperatorTrace(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage, whose size is logged if it has changed."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = number_of(storage)
         entry = self._known.get(key)
         if entry is None:
             self._count += 1

@@ -85,7 +85,7 @@ def _workers(plan: Plan) -> Iterator[str]:
             if len(each) < 2:
                 continue
             first, last = each[0], each[-1]
-            factor = first.peak.n_bytes / last.peak.n_bytes
+            factor = first.fit.peak.n_bytes / last.fit.peak.n_bytes
             rows.append((strategy, first.cell.gpus, last.cell.gpus, factor))
         if rows:
             best = max(rows, key=lambda r: r[3])
@@ -114,7 +114,7 @@ def _resharding(plan: Plan) -> Iterator[str]:
         peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
         more_bytes = peaks[1] - peaks[0]
         gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]
-        room_bytes = plan.room_bytes - planned.peak.parts_bytes["data"]
+        room_bytes = plan.room_bytes - planned.fit.peak.parts_bytes["data"]
         largest = never.largest_batch(room_bytes, threads)
         verdict = (
             "it fits" if largest >= batch else f"it does not fit (at most {largest:,} samples)"
@@ -132,9 +132,9 @@ def _dominant(plan: Plan) -> Iterator[str]:
         # Strategies that do the same on a worker, as all parameter servers do, are listed once.
         distinct = {c.subject.request: c for c in reversed(cells) if c.cell.gpus == workers}
         for c in reversed(distinct.values()):
-            parts = sorted(c.peak.parts_bytes.items(), key=lambda p: -p[1])[:2]
+            parts = sorted(c.fit.peak.parts_bytes.items(), key=lambda p: -p[1])[:2]
             told = " and ".join(
-                f"{PART_NAMES[name]} ({100 * n_bytes / c.peak.n_bytes:.0f} %)"
+                f"{PART_NAMES[name]} ({100 * n_bytes / c.fit.peak.n_bytes:.0f} %)"
                 for name, n_bytes in parts
             )
             yield f"{experiment}, {model}, {c.cell.strategy} on {workers}: {told}."

@@ -29,8 +29,8 @@ def check_text(checked: Checked) -> str:
 
 
 def _lines(checked: Checked) -> Iterator[str]:
-    yield f"Study {checked.study}: {counted(len(checked.found), 'network')}"
-    for network, found in checked.found.items():
+    yield f"Study {checked.study.name}: {counted(len(checked.networks), 'network')}"
+    for network, found in checked.networks.items():
         cells = [s for s in checked.subjects if Network.of(s.request) == network]
         yield ""
         yield from _network(network, found, cells, checked.refused)

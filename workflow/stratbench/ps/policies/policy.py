@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from stratbench.cell.options import disown
 from stratbench.ps.policies.options import PolicyOptions
 
 if TYPE_CHECKING:
@@ -149,6 +150,10 @@ class Policy(ABC):
     first_choice: ClassVar[Literal["equal workers", "unequal workers"] | None] = None
     #: What it can be told, and what follows from that; the defaults hold where nothing is given.
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        disown(cls, ("first_choice",))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         """`weights`: the shard's flat parameters, shape [n], updated in place.

@@ -41,9 +41,9 @@ class Local(base.Collective):
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().refusals_of_model(model, worker)
-        if found := [name for name, p in model.named_parameters() if p.is_complex()]:
+        if names := [name for name, p in model.named_parameters() if p.is_complex()]:
             yield (
-                f"how far workers are apart is summed in real numbers, and {listed(found)} is complex; keep "
+                f"how far workers are apart is summed in real numbers, and {listed(names)} is complex; keep "
                 "its real and imaginary part as two parameters"
             )
 
@@ -123,8 +123,10 @@ class Local(base.Collective):
 
     def report(self) -> dict[str, Any]:
         report = super().report()
-        found = [float(d) for d in self.distances]
-        report["details"]["consensus_distance"] = [d if d < float("inf") else None for d in found]
+        distances = [float(d) for d in self.distances]
+        report["details"]["consensus_distance"] = [
+            d if d < float("inf") else None for d in distances
+        ]
         return report | {"evaluated_on": "the workers' mean weights and BatchNorm statistics"}
 
 
@@ -132,20 +134,20 @@ def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A flat tensor for each number format, of which `tensors` become views, as they lie in memory."""
     import torch
 
-    from stratbench.ps.flat import moved, places
+    from stratbench.ps.flat import copied_into, offsets_of
 
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
         by_dtype.setdefault(t.dtype, []).append(t)
-    found = []
+    flats = []
     with torch.no_grad():
         for dtype, group in by_dtype.items():
-            starts, numel = places(group)
+            starts, numel = offsets_of(group)
             flat = torch.zeros(numel, dtype=dtype, device=group[0].device)
             for t, start in zip(group, starts, strict=True):
-                t.data = moved(t.data, flat, start)
-            found.append(flat)
-    return found
+                t.data = copied_into(t.data, flat, start)
+            flats.append(flat)
+    return flats
 
 
 def periods(steps: int, period: int) -> int:

@@ -44,6 +44,7 @@ class DiLoCo(Local):
             equals_ddp=plain and gpus == 1,
             updates_per_step=1,
             ring_copies=2 / self.options.inner_steps,
+            optimizer_padded=True,
             kept_copies=2 if self.options.outer_momentum else 1,
         )
 
@@ -78,9 +79,3 @@ class DiLoCo(Local):
                 moved.add_(momentum, alpha=mu)
             outer.sub_(moved, alpha=lr)
             flat.copy_(outer)
-
-    def model_states(self) -> dict[str, int]:
-        states = super().model_states()
-        whole_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
-        copies = 2 if self.momenta else 1
-        return states | {"optimizer_bytes": states["optimizer_bytes"] + copies * whole_bytes}

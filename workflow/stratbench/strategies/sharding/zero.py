@@ -27,9 +27,9 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
         import torch
 
-        from stratbench.ps.flat import ALIGN_BYTES, moved, places, strided
+        from stratbench.ps.flat import ALIGN_BYTES, copied_into, offsets_of, strided
 
-        starts, numel = places(parameters)
+        starts, numel = offsets_of(parameters)
         unit = workers * max(1, ALIGN_BYTES // parameters[0].element_size())
         numel = -(-numel // unit) * unit
         self.weights = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -41,7 +41,7 @@ class Bucket:
             p: strided(p, self.grads, start) for p, start in zip(parameters, starts, strict=True)
         }
         for p, start in zip(parameters, starts, strict=True):
-            p.data = moved(p.data, self.weights, start)
+            p.data = copied_into(p.data, self.weights, start)
         #: Parameters whose gradient of this step is not in `grads` yet, or not all of it.
         self.missing = set(parameters)
 
@@ -244,8 +244,6 @@ class TorchZeRO1(DDP):
         "As ddp, but each worker holds the velocity of some tensors of W and updates those alone; "
         "then it broadcasts them"
     )
-    alike_on_any_count = False
-    first_choice = None
     breakdown_note: ClassVar[str] = (
         DDP.breakdown_note + "; the broadcast of parameters is inside the optimizer's phase"
     )

@@ -129,7 +129,7 @@ def measure_here(sweep: Sweep, on_gpus: bool) -> tuple[list[Time], float]:
 
 def _member(sweep: Sweep, rank: int, world: int, folder: str, on_gpus: bool) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    store = dist.FileStore(f"{folder}/meeting", world)
+    store = dist.FileStore(f"{folder}/group", world)
     found = _in_group(sweep, on_gpus, rank, store=store, rank=rank, world_size=world)
     if rank == 0:
         times, kappa = found

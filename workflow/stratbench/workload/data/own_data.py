@@ -79,7 +79,7 @@ class OwnData:
 
     def _called(self) -> Any:
         try:
-            function = users_code.named(self)
+            function = users_code.callable_of(self)
         except users_code.ModelError as error:
             raise DataError(str(error)) from error
         kwargs = self.values["kwargs"]

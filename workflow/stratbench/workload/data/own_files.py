@@ -31,7 +31,7 @@ _READERS = 8
 # ---------------------------------------------------------------- listed and hashed
 
 
-def listed(places: Sequence[Path]) -> list[tuple[str, Path]]:
+def files_of(places: Sequence[Path]) -> list[tuple[str, Path]]:
     """The files of each place, a file or an image folder: (name below the place, path), sorted.
 
     DataError for a place that is missing, or a folder without an image.
@@ -64,7 +64,7 @@ def content_sha256(places: Sequence[Path], known: Path | None = None) -> str:
     `known` is a small file that keeps it: while every file has the name, size and time of change that
     it had, nothing is read again. DataError where a file cannot be read.
     """
-    files = listed(places)
+    files = files_of(places)
     seen = hashlib.sha256()
     for name, path in files:
         try:

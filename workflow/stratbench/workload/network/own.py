@@ -14,7 +14,7 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratbench.workload.users_code import ModelError, error_text, named, top_of
+from stratbench.workload.users_code import ModelError, callable_of, error_text, top_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +93,7 @@ def arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, An
     A callable that only passes keywords on (torchvision's, timm's) is given `num_classes`; timm's
     `in_chans`, too.
     """
-    function = named(own)
+    function = callable_of(own)
     facts = facts_of_data(classes, shape)
     given = with_facts(own.kwargs, facts)
     try:
@@ -146,7 +146,7 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     given: dict[str, Any] = {}
     try:
         given = arguments(own, classes, shape)
-        made = named(own)(**given)
+        made = callable_of(own)(**given)
     except (MemoryError, ModelError):
         raise
     except Exception as e:

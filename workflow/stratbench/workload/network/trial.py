@@ -72,6 +72,12 @@ class Trial:
         """What is known to get no gradient in some steps: parameters, and modules that may not be called."""
         return self.unused + self.by_chance
 
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
+        """The inverse of `dataclasses.asdict`, also after JSON."""
+        each = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return cls(**each | {"in_backward": {int(i): v for i, v in each["in_backward"].items()}})
+
 
 def take_trial(
     who: object,

@@ -1,0 +1,175 @@
+"""What stands for torch's DistributedDataParallel while a strategy runs on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stratbench.plan.footprint.torch_internals import bucketed, replaced
+
+
+class Replica(nn.Module):
+    """What DistributedDataParallel, whose C++ part refuses fakes, allocates and sends in its steady state.
+
+    It is called as that is. Gradients are copied into flat buckets in the order in which backward makes
+    them final, and a full bucket is all-reduced, or given to the hook. With `gradient_as_bucket_view` they
+    then live there; else both exist. Buffers are broadcast before each forward, coalesced, but for one
+    after a backward in `no_sync`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[Any] | None = None,
+        *,
+        bucket_cap_mb: int = 25,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module, self.as_view = module, gradient_as_bucket_view
+        self._hook: Callable[[GradBucket], Any] | None = None
+        self._under_way: list[tuple[torch.futures.Future, Tensor]] = []
+        self.synchronises, self._sends_buffers = True, True
+        # Backward makes gradients final in about the reverse order of the forward.
+        parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        self._hooked: list[GradBucket] = []
+        groups = bucketed(parameters, bucket_cap_mb << 20)
+        self.buckets = [
+            parameters[group[0]].new_empty(sum(parameters[i].numel() for i in group))
+            for group in groups
+        ]
+        for bucket, group in zip(self.buckets, groups, strict=True):
+            waiting = [len(group), len(group)]
+            sizes = [parameters[i].numel() for i in group]
+            views = [
+                v.view(parameters[i].shape) for i, v in zip(group, bucket.split(sizes), strict=True)
+            ]
+            index = len(self._hooked)
+            self._hooked.append(GradBucket(index, bucket, views, index == len(groups) - 1))
+            for i, view in zip(group, views, strict=True):
+                taken = partial(self._into_bucket, index, view, waiting)
+                parameters[i].register_post_accumulate_grad_hook(taken)
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
+        """Have the hook take the all-reduce's place.
+
+        Only of one that says so (`holds_backward`) it is known that it leaves a bucket under way. Another
+        may wait for it, and here nobody else would end it.
+        """
+        self._hook = partial(hook, state)
+        self._waits = getattr(getattr(hook, "__self__", None), "holds_backward", True)
+
+    def _set_ddp_runtime_logging_sample_rate(self, every: int) -> None:
+        """Nothing is timed."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What DDP has timed: nothing."""
+        return {}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients stay in this replica until the block ends."""
+        self.synchronises = False
+        try:
+            yield
+        finally:
+            self.synchronises = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers() if self._sends_buffers else ():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer.flatten())
+        for buffers in by_dtype.values():
+            dist.broadcast(torch.cat(buffers), src=0)
+        self._sends_buffers = self.synchronises
+        return self.module(x)
+
+    def _into_bucket(self, index: int, view: Tensor, waiting: list[int], parameter: Tensor) -> None:
+        if not self.synchronises:
+            return
+        fresh = parameter.grad  # backward holds it until this hook, and what it begins, returns
+        view.copy_(fresh)
+        if self.as_view:
+            parameter.grad = view
+        waiting[0] -= 1
+        if waiting[0] == 0:
+            waiting[0] = waiting[1]
+            self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        if self._hook is None:
+            dist.all_reduce(self.buckets[index])
+            return
+        self._arrive()
+        under_way = None if self._waits else self._under_way
+        with replaced(dist, "all_reduce", partial(_reduced_by_hook, under_way)):
+            self._hook(self._hooked[index])
+        if self._hooked[index].comes_last:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """End what is under way: one bucket at a time is, while backward fills the next."""
+        for future, tensor in self._under_way:
+            future.set_result([tensor])
+        self._under_way.clear()
+
+    def reduce_all(self) -> None:
+        """Reduce every bucket, as a step does."""
+        for index in range(len(self.buckets)):
+            self._reduce(index)
+
+
+all_reduce = dist.all_reduce
+
+
+class _Reduced:
+    """What an all-reduce of a real group returns; a fake one's future has no value."""
+
+    def __init__(self, future: torch.futures.Future) -> None:
+        self._future = future
+
+    def get_future(self) -> torch.futures.Future:
+        return self._future
+
+
+def _reduced_by_hook(
+    under_way: list[tuple[torch.futures.Future, Tensor]] | None,
+    tensor: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> _Reduced:
+    """An all-reduce that is done at once, or goes to those under way."""
+    all_reduce(tensor, group=kwargs.get("group"))
+    future = torch.futures.Future()
+    if under_way is None:
+        future.set_result([tensor])
+    else:
+        under_way.append((future, tensor))
+    return _Reduced(future)
+
+
+class GradBucket(NamedTuple):
+    """What a hook asks of DistributedDataParallel's own bucket."""
+
+    number: int
+    flat: Tensor
+    views: list[Tensor]
+    comes_last: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return self.views
+
+    def is_last(self) -> bool:
+        return self.comes_last

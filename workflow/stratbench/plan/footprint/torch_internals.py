@@ -1,0 +1,204 @@
+"""What the plan asks of PyTorch that it gives no promise of: an upgrade of it opens this file first.
+
+Names with an underscore, modules that are not documented, and what is put in the place of torch's own
+functions while a strategy runs on fake tensors. Strategies and the emulation of DDP keep to names that are
+documented, but for DDP's buckets, which both make by torch's own function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_impls import register_op_impl
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "CudaAutocast",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "bucketed",
+    "fake_group",
+    "number_of",
+    "replaced",
+    "torch_on_fakes",
+    "unset_fake_temporarily",
+]
+
+#: A reduce-scatter's names, from PyTorch 2.13 on and before.
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def bucketed(parameters: Sequence[Tensor], cap_bytes: int) -> list[list[int]]:
+    """The parameters, by their numbers, in buckets of at most so many bytes, as DDP forms them."""
+    groups, _ = dist._compute_bucket_assignment_by_size(parameters, [cap_bytes])
+    return groups
+
+
+def number_of(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that exist; on a fake one, which has no address."""
+    return storage._cdata
+
+
+@contextmanager
+def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of which this is one rank, and the others are not there; until the block ends."""
+    if dist.is_initialized():
+        raise RuntimeError("a footprint cannot be made inside a process group")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def torch_on_fakes(on_cuda: bool, fused: bool) -> Iterator[None]:
+    """Until the block ends, torch does what it refuses on fake tensors or without the device.
+
+    `on_cuda`: it is to do what it does there; else what gloo does. `fused`: whether SGD is, as on CUDA.
+    """
+    from torch.distributed import device_mesh
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    make_mesh, sgd = device_mesh.init_device_mesh, torch.optim.SGD
+
+    def real_mesh(*args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
+        with unset_fake_temporarily():  # the mesh reads the ranks out of a tensor
+            return make_mesh(*args, **kwargs)
+
+    def fused_sgd(*args: Any, **kwargs: Any) -> torch.optim.SGD:
+        return sgd(*args, **(kwargs | {"fused": True}))
+
+    joined = device_mesh.DeviceMesh._concatenate
+
+    def real_joined(*args: Any) -> device_mesh.DeviceMesh:
+        with unset_fake_temporarily():
+            return joined(*args)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(device_mesh, "init_device_mesh", real_mesh))
+        of_meshes = staticmethod(real_joined)
+        stack.enter_context(replaced(device_mesh.DeviceMesh, "_concatenate", of_meshes))
+        # Every rank's share of every parameter would be cut, which takes minutes for a thousand.
+        stack.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _first_chunk))
+        if not on_cuda:
+            for name in SCATTERS:
+                if (scatter := getattr(dist, name, None)) is not None:
+                    stack.enter_context(replaced(dist, name, partial(_scattered_by_gloo, scatter)))
+        if fused:
+            stack.enter_context(replaced(torch.optim, "SGD", fused_sgd))
+        yield
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """`module.name` is `value` until the block ends: for torch's own, which cannot be told otherwise."""
+    kept = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, kept)
+
+
+def _first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
+    """Rank 0's share, which is the largest; no other is looked at."""
+    return [t.narrow(dim, 0, -(-t.size(dim) // chunks))]
+
+
+def _scattered_by_gloo(
+    scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """What a reduce-scatter beside computation returns: with it lives the copy that gloo reduces."""
+    work = scatter(output, input, *args, **kwargs)
+    return Reduction(work, input.clone()) if kwargs.get("async_op") else work
+
+
+class Reduction(NamedTuple):
+    """A collective under way, and what it works on until nobody asks for it any longer."""
+
+    work: dist.Work
+    copy: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+@register_op_impl(torch.ops.aten._fused_sgd_.default)
+def _fused_sgd(
+    _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
+) -> None:
+    """What torch lacks: SGD's fused kernel on fake tensors."""
+    _fused(options, params, grads, momenta)
+
+
+@register_op_impl(torch.ops.aten._fused_adamw_.default)
+def _fused_adamw(
+    _mode: FakeTensorMode,
+    _op: Any,
+    params: Any,
+    grads: Any,
+    means: Any,
+    squares: Any,
+    _largest: Any,
+    _steps: Any,
+    **options: Any,
+) -> None:
+    """The same for AdamW's, without `amsgrad`."""
+    _fused(options, params, grads, means, squares)
+
+
+def _fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
+    """A fused kernel on fake tensors, which refuses what the one on CUDA does; `kept`: the moments.
+
+    It works in place and allocates nothing. The conditions: check_fast_path_restrictions in
+    aten/src/ATen/native/ForeachUtils.h; RuntimeError where they do not hold.
+    """
+    for lists in zip(params, grads, *filter(None, kept), strict=True):
+        described = [
+            (t.device, t.dtype, [(n, k) for n, k in zip(t.shape, t.stride(), strict=True) if n > 1])
+            for t in lists
+        ]
+        if any(d != described[0] for d in described[1:]):
+            raise RuntimeError(
+                "the fused kernel takes parameters, gradients and moments of one device, dtype, "
+                f"shape and stride, not {described}"
+            )
+    for flag in (options.get("grad_scale"), options.get("found_inf")):
+        if flag is not None and flag.device != params[0].device:
+            raise RuntimeError(f"the loss scaler's tensors are on {flag.device}")
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Makes autocast on a CPU choose the number formats that it chooses on CUDA.
+
+    The lists differ in two operations of our models: CUDA normalises layers in float32, and of
+    cross-entropy it makes the logarithms in the scores' own format and only the rest in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.layer_norm and torch.is_autocast_enabled("cpu"):
+            args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
+        if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and not args[2:]:
+            return _cross_entropy(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _cross_entropy(
+    scores: Tensor, targets: Tensor, label_smoothing: float = 0.0, **kwargs: Any
+) -> Tensor:
+    if label_smoothing or targets.is_floating_point():
+        return F.cross_entropy(scores, targets, label_smoothing=label_smoothing, **kwargs)
+    with torch.autocast("cpu", enabled=False):
+        return F.nll_loss(F.log_softmax(scores, dim=1).float(), targets, **kwargs)
