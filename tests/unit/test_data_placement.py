@@ -21,6 +21,7 @@ from stratbench.strategies import REGISTRY, strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.needs import faults
 from stratbench.strategies.ps import ParameterServer
+from stratbench.strategies.splitting.pipeline import Pipeline
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
@@ -34,7 +35,12 @@ from stratbench.workload.data.prepare import prepare
 pytestmark = pytest.mark.timeout(300)
 
 CPU = torch.device("cpu")
-COLLECTIVES = [name for name in REGISTRY if strategy_class(name).kind == "collective"]
+#: Of those that take any network.
+COLLECTIVES = [
+    name
+    for name in REGISTRY
+    if (cls := strategy_class(name)).kind == "collective" and not issubclass(cls, Pipeline)
+]
 TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 16, "sequence": 8,
         "vocabulary": 300}  # fmt: skip
 

@@ -99,7 +99,7 @@ def test_a_wheel_has_every_file_of_the_workflow(installed):
 @pytest.mark.slow
 def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed, tmp_path):
     code = (
-        "from stratbench.cell import places; from stratbench.cell import record;"
+        "from stratbench.cell import installation as places; from stratbench.cell import record;"
         "from stratbench.study.config.schema import schema; from stratbench.analysis.paper import paper;"
         "assert record.schema() and schema() and len(paper.published_tables());"
         "print(places.INSTALLED, places.built_from(), places.package_folder(places.Path('copies')))"
@@ -143,7 +143,7 @@ def test_a_study_that_init_lays_down_runs(installed, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     decided = installed.run("decide", bundle, cwd=elsewhere)
-    assert "vgg-compact (first, digits): single on 1 CPU process" in decided.stdout
+    assert "vgg-compact (first): single × 1, " in decided.stdout
     planned = installed.run("plan", bundle, "--config", "cluster={gpu: A100 40GB}", cwd=elsewhere)
     assert planned.returncode == 0, planned.stdout
     [row] = csv.DictReader((elsewhere / "mine.plan/plan.csv").open())
@@ -251,7 +251,7 @@ for command in (
         capture_output=True,
         check=True,
     )
-    assert "vgg16 (ddp-fsdp, cifar10): Fastest in its one run: ddp on 4 GPUs" in done.stdout
+    assert "vgg16 (ddp-fsdp): ddp × 4, " in done.stdout
     assert re.findall(r"exit code (\d)", done.stdout) == ["0", "1", "0", "2"]
     assert done.stderr.splitlines()[-1] == (
         "stratbench plan: needs the package torch: pip install torch torchvision"

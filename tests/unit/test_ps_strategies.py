@@ -415,8 +415,8 @@ def scratch(monkeypatch):
         yield Path(folder)
 
 
-#: It sleeps in its first step, until it is killed.
-ASLEEP = {"slowdown": {"workers": [1], "factor": 1e6}, "warmup_steps": 0}
+#: A step of it, and of its warm-up, takes seconds: it is killed in one of the first.
+ASLEEP = {"slowdown": {"workers": [1], "factor": 3e3}, "warmup_steps": 1}
 
 
 def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, warm, scratch):

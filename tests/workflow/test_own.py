@@ -116,7 +116,7 @@ def test_a_network_is_trained_reported_and_decided_on(trained):
     assert "mine" in (work.folder / "results/tiny/report.html").read_text()
     answer = work.run("decide")
     assert answer.returncode == 0, answer.stdout
-    assert "mine (first, tiny-images)" in answer.stdout
+    assert "mine (first): " in answer.stdout
     # The answer is what one sees.
     assert "Job stats" not in answer.stdout
 

@@ -450,7 +450,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     explored = args.folder / "explore.html"
     cells, findings = read_cells(args.folder / "cells.csv"), read_audit(args.folder / "audit.csv")
     findings = findings.to_dict("records")
-    explore.write_page(explored, cells, findings, args.study_dir, values["notices"])
+    notices = [f"Measured on {values['measured']}", *values["notices"]]
+    explore.write_page(explored, cells, findings, args.study_dir, notices)
     for page in (out, explored):
         print(f"{page} ({page.stat().st_size / MIB:.1f} MiB)")
     return 0
