@@ -345,11 +345,11 @@ def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
     seen = found[world]["held"][schedule]
     for stage, footprint in enumerate(planned):
         assert sum(footprint.model_states_bytes.values()) == seen["states"][stage]
-        # What is sent lives until it has gone, which the plan takes for at once.
+        # What is sent lives until it has gone, which the plan takes for at once; what is received may be late.
         calls = [CollectiveCall(*c) for c in footprint.collectives if c[0] == "send"]
         under_way = sum(c.wire_bytes(world, BATCH) for c in calls)
         planned_bytes, peak = footprint.training_peak(BATCH).n_bytes, seen["peaks"][stage]
-        assert 0.99 * planned_bytes <= peak <= 1.01 * planned_bytes + under_way
+        assert 0.98 * planned_bytes <= peak <= 1.01 * planned_bytes + under_way
 
 
 def test_1f1b_holds_fewer_activations_than_gpipe():
@@ -364,12 +364,11 @@ def test_1f1b_holds_fewer_activations_than_gpipe():
 
 def request(options: dict[str, Any], world: int) -> Request:
     """The planned cell of `held`."""
-    return Request(
-        strategy="pipeline", options=tuple(sorted((option_defaults("pipeline") | options).items())),
-        model="gpt-compact", input_shape=(POSITIONS,), classes=VOCABULARY, world_size=world,
-        local_world=world, eval_batch=4, precision="fp64", momentum=True, weight_decay=True,
-        nesterov=True, on_cuda=False,
+    planned = settings(
+        "pipeline", model="gpt-compact", gpus=world, precision="fp64", momentum=0.9, weight_decay=1e-4,
+        nesterov=True, global_batch=world, per_worker_batch=1, options=option_defaults("pipeline") | options,
     )  # fmt: skip
+    return Request(planned, (POSITIONS,), VOCABULARY, local_world=world, eval_batch=4)
 
 
 @pytest.mark.parametrize("world", WORLDS)
