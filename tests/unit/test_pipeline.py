@@ -345,7 +345,8 @@ def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
     seen = found[world]["held"][schedule]
     for stage, footprint in enumerate(planned):
         assert sum(footprint.model_states_bytes.values()) == seen["states"][stage]
-        # What is sent lives until it has gone, which the plan takes for at once; what is received may be late.
+        # What is sent lives until it has gone, which the plan takes for at once; what is received may come
+        # late.
         calls = [CollectiveCall(*c) for c in footprint.collectives if c[0] == "send"]
         under_way = sum(c.wire_bytes(world, BATCH) for c in calls)
         planned_bytes, peak = footprint.training_peak(BATCH).n_bytes, seen["peaks"][stage]
