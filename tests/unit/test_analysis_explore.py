@@ -169,7 +169,7 @@ def page(browser, study):
     """The study's page, opened anew."""
     folder, cells = study
     path = folder / "explore.html"
-    notices = list(report.notices_above(cells, partial=False))
+    notices = [report.measured_on(cells), *report.notices_above(cells, partial=False)]
     explore.write_page(path, cells, [FINDING], folder, notices)
     browser.complaints.clear()
     open_page(browser, path)

@@ -100,8 +100,8 @@ def test_a_wheel_has_every_file_of_the_workflow(installed):
 def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed, tmp_path):
     code = (
         "from stratbench.cell import installation as places; from stratbench.cell import record;"
-        "from stratbench.study.config.schema import schema; from stratbench.analysis.paper import paper;"
-        "assert record.schema() and schema() and len(paper.published_tables());"
+        "from stratbench.study.config.schema import schema; from stratbench.analysis.paper import published;"
+        "assert record.schema() and schema() and len(published.published_tables());"
         "print(places.INSTALLED, places.built_from(), places.package_folder(places.Path('copies')))"
     )
     done = subprocess.run(

@@ -296,10 +296,12 @@ def longest_time_s(fit: DeviceFit | None) -> int | None:
 
 
 def _resharding(checked: Checked) -> dict[tuple[str, str, int], dict[str, Footprint]]:
+    """Footprints by choice, of what was followed: records beside their prediction need one choice alone."""
     found: dict[tuple[str, str, int], dict[str, Footprint]] = {}
     for s in resharded(checked.study, checked.subjects):
         for request in (s.request, other_resharding(s.request)):
-            footprint = checked.rehearsals[request].footprint
+            rehearsal = checked.rehearsals.get(request)
+            footprint = rehearsal and rehearsal.footprint
             if s.cell not in checked.refused and footprint is not None:
                 key = (s.cell.experiment, s.cell.model, s.cell.gpus)
                 choice = dict(request.options)["reshard_after_forward"]
