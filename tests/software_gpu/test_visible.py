@@ -137,8 +137,8 @@ def test_cells_of_a_job_that_has_gpus_share_a_fork_server_and_leave_nothing_on_t
 def test_all_names_of_a_gpu_are_one_lock(machine: Machine) -> None:
     names = [name_of(machine, name) for name in ("2", "uuid 2", "half 2")]
     program = (
-        "import sys; from stratbench.train import devices\n"
-        "print(*devices.lock_names(sys.argv[1:]).values())"
+        "import sys; from stratbench.train import gpu_locks\n"
+        "print(*gpu_locks.lock_names(sys.argv[1:]).values())"
     )
     printed = subprocess.check_output(
         [sys.executable, "-c", program, *names],
