@@ -84,7 +84,7 @@ def trained(
     return train
 
 
-#: Strategies but those that need a plan of how layers are divided, which networks of one's own have not.
+#: Strategies but those that need a plan of how layers are divided, which this network does not state.
 ABLE = [name for name in REGISTRY if strategy_class(name).family != "splits"]
 
 

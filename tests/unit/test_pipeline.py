@@ -470,7 +470,9 @@ def refused(**values: Any) -> list[str]:
         "global_batch": 32, "slowdown": None,
     }  # fmt: skip
     options = option_defaults("pipeline") | values.pop("options", {})
-    return list(Pipeline.refusals(options, block | values))
+    block |= values
+    block["networks"] = {name: name for name in block["models"]}
+    return list(Pipeline.refusals(options, block))
 
 
 def test_what_cannot_be_cut_is_refused_before_any_job():
@@ -482,9 +484,9 @@ def test_what_cannot_be_cut_is_refused_before_any_job():
     (said,) = refused(models=["resnet-compact"])
     assert "BatchNorm would normalise over micro-batches" in said
     (said,) = refused(gpus=[8])
-    assert "gpt-compact can be cut into 6 stages, not into 8" in said
+    assert "gpt-compact: it can be cut into 6 stages, not into 8" in said
     (said,) = refused(options={"schedule": "interleaved"})
-    assert "gpt-compact can be cut into 6 stages, not into 8" in said
+    assert "gpt-compact: it can be cut into 6 stages, not into 8" in said
     assert refused(options={"schedule": "interleaved", "pipeline_workers": 2}) == []
     (said,) = refused(compile=True)
     assert ".compile" in said

@@ -275,7 +275,9 @@ def refused(**values: Any) -> list[str]:
     options = {"tensor_workers": "all", "data": "fsdp", "sequence": False} | values.pop(
         "options", {}
     )
-    return list(TensorParallel.refusals(options, block | values))
+    block |= values
+    block["networks"] = {name: name for name in block["models"]}
+    return list(TensorParallel.refusals(options, block))
 
 
 def test_what_cannot_be_divided_is_refused_before_any_job():
@@ -284,7 +286,7 @@ def test_what_cannot_be_divided_is_refused_before_any_job():
     assert "'vgg-compact': it states no plan" in said
     assert "gpt-compact" in said
     (said,) = refused(gpus=[8])
-    assert "8 workers cannot divide the 4 heads of gpt-compact" in said
+    assert "gpt-compact: 8 workers cannot divide its 4 heads" in said
     assert refused(gpus=[8], options={"tensor_workers": 4}) == []
     assert refused(gpus=[3], options={"tensor_workers": 2}) == []  # `mesh` says why
     (said,) = refused(compile=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from stratbench.workload.network import models
 from stratbench.workload.users_code import Refused, listed
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from stratbench.cell.settings import Settings
     from stratbench.strategies.base import Strategy, Worker
@@ -26,6 +27,43 @@ def check_model(
     for why in strategy.refusals_of_model(model, worker):
         name = worker.settings.strategy
         raise Refused(f"{models.in_words(network)}: {name} cannot train it: {why}")
+
+
+#: How far the scores of a divided network may be from the whole one's, relative to the largest of them.
+SCORES, ROUNDED_SCORES = 1e-3, 5e-2
+
+
+@contextmanager
+def same_scores(
+    strategy: Strategy, network: str | models.Model, model: nn.Module, worker: Worker, x: Tensor
+) -> Iterator[None]:
+    """Refused where what is set up within gives other scores for `x` than the user's network before.
+
+    Asked of strategies that divide a network by what its user states. All workers call it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not (strategy.divides_network and worker.settings.own_model):
+        yield
+        return
+    with torch.no_grad():
+        expected = model.eval()(x).float()
+    model.train()
+    yield
+    with strategy.evaluating() as divided, torch.no_grad():
+        found = divided(x).float()
+    bound = SCORES if worker.settings.precision in ("fp32", "fp64") else ROUNDED_SCORES
+    error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+    if not worker.mesh.speaks(worker.rank):
+        error.zero_()
+    if worker.world_size > 1:
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+    if not error.item() <= bound:
+        raise Refused(
+            f"{models.in_words(network)}: divided as its user states, it gives other scores than the whole "
+            f"network (by {error.item():.2g} of the largest); correct {strategy.stated_by}"
+        )
 
 
 def check_batch(network: str | models.Model, batchnorm: bool, samples: int, parts: int) -> None:

@@ -179,7 +179,9 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         )
         if built.trial is not None:
             acceptance.check_model(strategy, built.network, built.model, worker)
-        strategy.setup(built.model, worker)
+        two = data.test_batch(0, 2)[0]
+        with acceptance.same_scores(strategy, built.network, built.model, worker, two):
+            strategy.setup(built.model, worker)
         # From here on only what is random per copy (dropout) draws from the global generator.
         torch.manual_seed(s.seed + 1 + worker.draws)
     keeps = rank == 0 or strategy.kind == "server"  # of a server's workers, whoever evaluates

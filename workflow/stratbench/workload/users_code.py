@@ -134,14 +134,20 @@ def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
 
 def callable_of(own: Called) -> Callable[..., Any]:
     """What the call names. ModelError, in one sentence, where it cannot be imported."""
+    found = named(own, own.call)
+    if not callable(found):
+        raise ModelError(f"{own}: is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def named(own: Called, path: str) -> Any:
+    """What `module:NAME` or `module.NAME` names in the user's code. ModelError where it is not there."""
     sys.dont_write_bytecode = True  # nothing is left in the user's folders
     for folder in reversed(code_folders()):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    module, colon, path = own.call.partition(":")
-    known, names = (
-        (module, path.split(".")) if colon else (top_of(own.call), own.call.split(".")[1:])
-    )
+    module, colon, name = path.partition(":")
+    known, names = (module, name.split(".")) if colon else (top_of(path), path.split(".")[1:])
     found: Any = _imported_module(own, known)
     for name in names:
         if not hasattr(found, name) and isinstance(found, ModuleType):
@@ -152,8 +158,6 @@ def callable_of(own: Called) -> Callable[..., Any]:
         if not hasattr(found, name):
             raise ModelError(f"{own}: {getattr(found, '__name__', known)} has no {name!r}")
         found = getattr(found, name)
-    if not callable(found):
-        raise ModelError(f"{own}: is a {type(found).__name__}, which cannot be called")
     return found
 
 

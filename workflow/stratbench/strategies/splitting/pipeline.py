@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, Place
-from stratbench.strategies.splitting.counted import CountedTraffic
+from stratbench.strategies.splitting.split import Split, these_do
 from stratbench.workload.network import models
 
 if TYPE_CHECKING:
@@ -21,13 +21,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from stratbench.strategies.splitting.stages import Measured, Part, Stage
+    from stratbench.workload.network.models import Model
     from stratbench.workload.network.pieces import Piece
 
+#: Why a network with BatchNorm is not cut.
+BATCHNORM = (
+    "BatchNorm would normalise over micro-batches, which is another training than over the batch"
+)
 #: Stages that each worker has by a schedule: every so many-th one.
 STAGES_A_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
-class Pipeline(CountedTraffic):
+class Pipeline(Split):
     """torch.distributed.pipelining: a network is cut into stages, and a batch into micro-batches.
 
     `gpipe`: all forwards, then all backwards (Huang et al., GPipe, 2019). `1f1b`: a backward as soon as
@@ -39,7 +44,8 @@ class Pipeline(CountedTraffic):
     whose gradients are averaged as DDP does, a parameter's as soon as its last backward has made it.
     """
 
-    family = "splits"
+    parts_are = "stages"
+    stated_by = "pieces"
     summary: ClassVar[str] = "layers one after the other on workers (pipeline parallelism)"
     rule: ClassVar[str] = (
         "As single, but each worker computes its own layers; a batch goes through them in micro-batches, "
@@ -50,7 +56,6 @@ class Pipeline(CountedTraffic):
         "of replicas and for those of weights that two stages share; forward and backward are the sums over "
         "a step's micro-batches, of the workers' stages alone"
     )
-    uses_wrap_groups = True
 
     @dataclass(frozen=True)
     class Options(base.Options):
@@ -111,38 +116,29 @@ class Pipeline(CountedTraffic):
             )
 
     @classmethod
+    def why_not(cls, network: str | Model) -> str | None:
+        if models.normalises_over_batch(network):
+            return BATCHNORM
+        if not models.has_pieces(network):
+            able = these_do(models.has_pieces)
+            return f"it does not state its forward as pieces that can be cut into stages; {able}"
+        return None
+
+    def too_many(self, network: str | Model, gpus: int) -> str | None:
+        stages, most = self.n_stages(gpus), models.most_stages(network)
+        if most is not None and stages > most:
+            return f"it can be cut into {most} stages, not into {stages}; set pipeline_workers"
+        return None
+
+    @classmethod
     def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        if values["compile"]:
-            yield ".compile = true: compiled code is not tried with stages; set it to false"
+        yield from super().refusals(options, values)
         if values.get("slowdown"):
             yield (
                 ".slowdown: how long a step takes is known of the whole network, and a worker has a part "
                 "of it; remove the key"
             )
         strategy = cls(cls.Options(**options))
-        for name in values["models"]:
-            model = models.MODELS.get(name)
-            if model is not None and model.batchnorm:
-                yield (
-                    f".models = {name!r}: BatchNorm would normalise over micro-batches, which is another "
-                    "training than over the batch"
-                )
-                continue
-            if model is None or not models.has_pieces(model):
-                able = filter(models.has_pieces, models.MODELS)
-                yield (
-                    f".models = {name!r}: it does not state its forward as pieces that can be cut into "
-                    f"stages; these do: {', '.join(able)}"
-                )
-                continue
-            for gpus in values["gpus"]:
-                with suppress(ValueError):  # groups that do not come out even are told by `mesh`
-                    stages = strategy.n_stages(gpus)
-                    if stages > model.most_stages:
-                        yield (
-                            f".gpus = {values['gpus']}: {name} can be cut into {model.most_stages} stages, "
-                            f"not into {stages}; set pipeline_workers"
-                        )
         for n in values["gpus"]:
             with suppress(ValueError):
                 replicas = strategy.mesh(n).replicas
@@ -155,24 +151,33 @@ class Pipeline(CountedTraffic):
                     )
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        if not models.has_pieces(models.model_of(worker.settings)):
-            yield "it does not state its forward as pieces that can be cut into stages"
+        from stratbench.workload.network import pieces
+
+        network = models.model_of(worker.settings)
+        if why := self.why_not(network):
+            yield why
+            return
+        if worker.settings.own_model is None:
+            return
+        yield from super().refusals_of_model(model, worker)
+        if models.has_batchnorm(model):
+            yield BATCHNORM
+        try:
+            chain = models.pieces_of(network, model)
+        except ValueError as e:
+            yield str(e)
+            return
+        yield from pieces.faults_of(model, chain)
+        most, stages = (
+            len(pieces.units_of(model, chain, worker.wrap_groups)),
+            self.n_stages(worker.world_size),
+        )
+        if stages > most:
+            yield f"it can be cut into {most} stages, not into {stages}; set pipeline_workers"
 
     def n_stages(self, gpus: int) -> int:
         """Stages of a pipeline on `gpus` workers."""
         return self.mesh(gpus).stages * STAGES_A_WORKER[self.options.schedule]
-
-    def traits(self, gpus: int) -> base.Traits:
-        divides = self.mesh(gpus).stages > 1
-        parts = None if divides else 1
-        return base.Traits(
-            synchronous_alone=True,
-            equals_ddp=True,
-            shards_states=divides,
-            weight_parts=parts,
-            optimizer_parts=parts,
-            updates_per_step=1,
-        )
 
     # --- the stages of this worker -----------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,7 +13,7 @@ from stratbench.cell.options import option
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.sharding.sharded import Sharded
-from stratbench.strategies.splitting.counted import CountedTraffic
+from stratbench.strategies.splitting.split import Split, these_do
 from stratbench.workload.network import models
 from stratbench.workload.users_code import Refused
 
@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from stratbench.workload.network.models import Model
 
-class TensorParallel(CountedTraffic, Sharded):
+#: How a plan says that a module is divided; `styles` says what each word does.
+WORDS = ("embedding", "first", "norm", "input", "columns", "columns of it", "rows", "scores")
+
+
+class TensorParallel(Split, Sharded):
     """torch.distributed.tensor.parallel.parallelize_module, by the plan that a network states.
 
     Each of `tensor_workers` holds some heads of every attention, some columns of the first matrix of
@@ -37,7 +42,8 @@ class TensorParallel(CountedTraffic, Sharded):
     transformer models, 2022).
     """
 
-    family = "splits"
+    parts_are = "divided layers"
+    stated_by = "tensor_plan"
     summary: ClassVar[str] = "layers divided among workers (tensor parallelism)"
     rule: ClassVar[str] = (
         "As single, but each worker computes a part of every layer; the parts are added up, or gathered, "
@@ -48,7 +54,6 @@ class TensorParallel(CountedTraffic, Sharded):
         "exchange is; how much of it computation does not hide cannot be separated (`profile: true` "
         "shows it)"
     )
-    uses_wrap_groups = True
 
     @dataclass(frozen=True)
     class Options(base.Options):
@@ -75,44 +80,36 @@ class TensorParallel(CountedTraffic, Sharded):
         return Mesh(gpus // workers, tensor=workers)
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        if values["compile"]:
-            yield ".compile = true: compiled code is not tried with divided layers; set it to false"
-        strategy = cls(cls.Options(**options))
-        for name in values["models"]:
-            model = models.MODELS.get(name)
-            if model is None or not models.has_tensor_plan(model):
-                able = filter(models.has_tensor_plan, models.MODELS)
-                yield (
-                    f".models = {name!r}: it states no plan by which its layers can be divided; these do: "
-                    f"{', '.join(able)}"
-                )
-                continue
-            for gpus in values["gpus"]:
-                with suppress(ValueError):  # groups that do not come out even are told by `mesh`
-                    workers = strategy.mesh(gpus).tensor
-                    if model.heads % workers:
-                        yield (
-                            f".gpus = {values['gpus']}: {workers} workers cannot divide the {model.heads} "
-                            f"heads of {name} evenly; set tensor_workers to a divisor of {model.heads}"
-                        )
+    def why_not(cls, network: str | Model) -> str | None:
+        if not models.has_tensor_plan(network):
+            return f"it states no plan by which its layers can be divided; {these_do(models.has_tensor_plan)}"
+        return None
+
+    def too_many(self, network: str | Model, gpus: int) -> str | None:
+        workers, heads = self.mesh(gpus).tensor, models.heads_of(network)
+        if heads % workers:
+            return (
+                f"{workers} workers cannot divide its {heads} heads evenly; set tensor_workers to a divisor "
+                f"of {heads}"
+            )
+        return None
 
     def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        if not models.has_tensor_plan(models.model_of(worker.settings)):
-            yield "it states no plan by which its layers can be divided among workers"
+        network = models.model_of(worker.settings)
+        if why := self.why_not(network):
+            yield why
+        elif worker.settings.own_model is not None:
+            yield from super().refusals_of_model(model, worker)
+            yield from faults_of_plan(model, models.tensor_plan(network))
+            if self.options.sequence:
+                yield (
+                    "sequence: true is tried with the built-in networks alone, which say of each norm that "
+                    "it sees a part of the positions; set it to false"
+                )
 
-    def traits(self, gpus: int) -> base.Traits:
-        mesh = self.mesh(gpus)
-        divides = mesh.tensor > 1 or (self.options.data == "fsdp" and mesh.replicas > 1)
-        # What a plan does not divide, norms above all, each worker of a group holds whole.
-        parts = None if divides else 1
-        return base.Traits(
-            synchronous_alone=True,
-            equals_ddp=True,
-            shards_states=divides,
-            weight_parts=parts,
-            optimizer_parts=parts,
-            updates_per_step=1,
+    def divides(self, gpus: int) -> bool:
+        return super().divides(gpus) or (
+            self.options.data == "fsdp" and self.mesh(gpus).replicas > 1
         )
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
@@ -241,6 +238,21 @@ def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]
         raise Refused(
             f"{workers} workers cannot divide texts of {positions} tokens evenly (sequence: true); set "
             "sequence: false, or choose another length of the texts"
+        )
+
+
+def faults_of_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with a plan, of paths of modules (`*`: any name) and words, for this network."""
+    names = [name for name, _ in model.named_modules()]
+    for path, word in plan.items():
+        if word not in WORDS:
+            yield f"its tensor_plan says {word!r} of {path!r}; the words are {', '.join(WORDS)}"
+        if not any(fnmatchcase(name, path) for name in names):
+            yield f"its tensor_plan names {path!r}, and the network has no module of that path"
+    if "scores" not in plan.values():
+        yield (
+            "its tensor_plan says of no module that it makes the `scores`, which stay divided for the loss; "
+            "name the last layer"
         )
 
 

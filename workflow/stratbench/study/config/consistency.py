@@ -119,7 +119,10 @@ def check_experiment(
         _task_faults(block, dataset),
         _optimizer_faults(block),
         _batch_faults(block, study, dataset),
-        _all_at_once(where, _strategy_faults(block, study, config["cluster"]["gpus_per_node"])),
+        _all_at_once(
+            where,
+            _strategy_faults(block, study, config["models"], config["cluster"]["gpus_per_node"]),
+        ),
         _model_faults(block, dataset, config["models"]),
         _slowdown_faults(block),
     )
@@ -278,8 +281,12 @@ def _batch_faults(
 
 
 def _strategy_faults(
-    block: Mapping[str, Any], study: Mapping[str, Any], gpus_per_node: int
+    block: Mapping[str, Any],
+    study: Mapping[str, Any],
+    given: Mapping[str, Any],
+    gpus_per_node: int,
 ) -> Iterator[str]:
+    networks = {m: models.named_model(m, models.spec_of(m, given)) for m in block["models"]}
     for name, base, options in _strategies(block, study):
         strategy = strategy_class(base)
         most = strategy.max_workers
@@ -298,7 +305,7 @@ def _strategy_faults(
                     strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
-        for why in strategy.refusals(options, block):
+        for why in strategy.refusals(options, {**block, "networks": networks}):
             yield f"{why}; remove {name} from strategies, or give it an experiment of its own"
 
 

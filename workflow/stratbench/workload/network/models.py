@@ -6,7 +6,7 @@ The Snakefile imports this, so torch is imported inside functions only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -189,10 +189,11 @@ def model_of(s: Settings) -> str | Model:
 
 
 def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """The same for a name, with `spec` (call, kwargs, shard) where the model is a user's own."""
+    """The same for a name, with `spec` (the fields of OwnModel) where the model is a user's own."""
     if spec is None:
         return name
-    said = OwnModel(name, spec["call"], spec["kwargs"], spec["shard"])
+    keys = {f.name for f in fields(OwnModel)}
+    said = OwnModel(name, **{key: value for key, value in spec.items() if key in keys})
     torchvisions = said.torchvision_name
     if torchvisions is None:
         return Model("own", None, own=said)
@@ -402,26 +403,58 @@ def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
-def has_tensor_plan(name: str | Model) -> bool:
+def _stated(network: str | Model, key: str) -> Any:
+    """What a network states by `key`; None: nothing. A user may name, as `module:NAME`, what says it."""
+    model = _known(network)
+    if model.own is None:
+        path = getattr(FAMILIES[model.family], key)
+        return path and _named(path)
+    said = getattr(model.own, key)
+    return users_code.named(model.own, said) if isinstance(said, str) else said
+
+
+def _states(network: str | Model, key: str) -> bool:
+    """Whether it states anything; nothing is imported."""
+    model = _known(network)
+    return getattr(model.own or FAMILIES[model.family], key) is not None
+
+
+def has_tensor_plan(network: str | Model) -> bool:
     """Whether the network states how workers divide its layers."""
-    return FAMILIES[_known(name).family].tensor_plan is not None
+    return _states(network, "tensor_plan")
 
 
-def tensor_plan(name: str | Model) -> dict[str, str]:
+def tensor_plan(network: str | Model) -> dict[str, str]:
     """How workers divide the network's layers: of modules, by their paths (`*`: any name), which way."""
-    return _named(FAMILIES[_known(name).family].tensor_plan)
+    return _stated(network, "tensor_plan")
 
 
-def has_pieces(name: str | Model) -> bool:
+def heads_of(network: str | Model) -> int:
+    """The heads of its attention; 0, which any number divides, where it has none."""
+    model = _known(network)
+    return (model.own.heads if model.own else model.heads) or 0
+
+
+def has_pieces(network: str | Model) -> bool:
     """Whether the network states its forward as a chain that can be cut into stages."""
-    return FAMILIES[_known(name).family].pieces is not None
+    return _states(network, "pieces")
 
 
-def pieces_of(name: str | Model, model: nn.Module) -> list[Piece]:
-    """The network's forward as a chain of pieces."""
+def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
+    """The network's forward as a chain of pieces. ValueError where one is not in it."""
     from stratbench.workload.network import pieces
 
-    return pieces.pieces_of(model, _named(FAMILIES[_known(name).family].pieces))
+    return pieces.pieces_of(model, _stated(network, "pieces"))
+
+
+def most_stages(network: str | Model) -> int | None:
+    """Into how many stages it can be cut; None where that is not known before it is built."""
+    return _known(network).most_stages
+
+
+def normalises_over_batch(network: str | Model) -> bool | None:
+    """Whether it has BatchNorm; None where that is not known before it is built."""
+    return _known(network).batchnorm
 
 
 def sharding_rule(name: str | Model) -> str:

@@ -33,12 +33,19 @@ _DOUBTFUL = "channels"
 
 @dataclass(frozen=True)
 class OwnModel:
-    """What a user says of a model; `shard` are class names, None where the rule by size is taken."""
+    """What a user says of a model; `shard` are class names, None where the rule by size is taken.
+
+    `tensor_plan`, `heads` and `pieces` say how it can be divided, as a built-in family does
+    (`workload/network/models.py`), or name in the user's code, as `module:NAME`, what says it.
+    """
 
     name: str
     call: str
     kwargs: dict[str, Any]
     shard: list[str] | None
+    tensor_plan: dict[str, str] | str | None = None
+    heads: int | None = None
+    pieces: list[str] | str | None = None
 
     def __str__(self) -> str:
         return f"model {self.name!r} ({self.call})"

@@ -16,6 +16,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from stratbench.workload import users_code
+
 #: A plan's pieces: the path of a module, or a function with the paths that it reads.
 Plan = tuple[str | tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]], ...]
 
@@ -41,7 +43,10 @@ class Piece:
 
 
 def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
-    """The pieces of `model` by a plan, in the order in which forward computes them."""
+    """The pieces of `model` by a plan, in the order in which forward computes them.
+
+    ValueError where it has no module of a path.
+    """
     found = []
     for entry in plan:
         if isinstance(entry, tuple):
@@ -49,10 +54,26 @@ def pieces_of(model: nn.Module, plan: Plan) -> list[Piece]:
             found.append(Piece(call.__name__, call, paths))
             continue
         depth = entry.count(".")
-        for name, _ in model.named_modules():
-            if name.count(".") == depth and fnmatchcase(name, entry):
-                found.append(Piece(name, _calling(name), (name,)))
+        names = [
+            name
+            for name, _ in model.named_modules()
+            if name.count(".") == depth and fnmatchcase(name, entry)
+        ]
+        if not names:
+            raise ValueError(
+                f"its pieces name {entry!r}, and the network has no module of that path"
+            )
+        found += [Piece(name, _calling(name), (name,)) for name in names]
     return found
+
+
+def faults_of(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
+    """What is wrong with pieces that a user states: the parameters that none of them reads."""
+    read = {p for piece in pieces for p in piece.parameters(model)}
+    if left := [name for name, p in model.named_parameters() if p not in read]:
+        yield (
+            f"its pieces read no {users_code.listed(left)}; name the modules that do, in the order of forward"
+        )
 
 
 def _calling(path: str) -> Callable[[nn.Module, Tensor], Tensor]:

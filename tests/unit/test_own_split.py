@@ -1,0 +1,211 @@
+"""A user's network that states how it is divided: `tensor` and `pipeline` train it, or say what is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from launching import LaunchedCell, settings, sharing
+from stratbench.analysis import audit
+from stratbench.analysis.records.columns import COLUMNS
+from stratbench.cell import record
+from stratbench.cell.settings import Settings
+from stratbench.plan import check
+from stratbench.plan.footprint import footprint
+from stratbench.plan.footprint.request import Request
+from stratbench.strategies import mesh_of, option_defaults
+from stratbench.strategies.splitting import tensor
+from stratbench.workload import users_code
+from stratbench.workload.data import prepared
+from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.prepare import prepare
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NETWORK = """
+from torch import nn
+from torch.nn import functional as F
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads, by_number):
+        super().__init__()
+        self.each = (heads, -1) if by_number else (-1, width // heads)
+        self.norm, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, self.each).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(self.up(self.norm_2(x)).relu())
+
+
+class Texts(nn.Module):
+    def __init__(self, vocab_size, width=16, heads=4, depth=3, by_number=False):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.layers = nn.Sequential(*(Layer(width, heads, by_number) for _ in range(depth)))
+        self.last = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.last(self.layers(self.embed(tokens))))
+
+
+def begun(model, tokens):
+    return model.embed(tokens)
+
+
+PIECES = ((begun, ("embed",)), "layers.*", "last", "head")
+"""
+CALL = "own_texts.Texts"
+PLAN = {
+    "embed": "embedding", "layers.*.q": "columns", "layers.*.k": "columns", "layers.*.v": "columns",
+    "layers.*.out": "rows", "layers.*.up": "columns", "layers.*.down": "rows", "head": "scores",
+}  # fmt: skip
+CHAIN = ["embed", "layers.*", "last", "head"]
+STATED = {"tensor_plan": PLAN, "heads": 4, "pieces": CHAIN}
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the user's network, from which jobs and this process import it."""
+    folder = tmp_path_factory.mktemp("code")
+    (folder / "own_texts.py").write_text(NETWORK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(users_code.CODE_VARIABLE, str(folder))
+        patch.setattr(sys, "path", [*sys.path])
+        with sharing():
+            yield folder
+    sys.modules.pop("own_texts", None)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts") / "text"
+    spec = {"source": "markov-text", "train_samples": 128, "test_samples": 24, "vocabulary": 8,
+            "sequence": 16}  # fmt: skip
+    prepare("text", folder, spec=spec)
+    return folder
+
+
+@pytest.fixture
+def cell(code: Path, texts: Path) -> Callable[..., Settings]:
+    """A function that makes a cell's settings; `stated` replaces what the network states of itself."""
+
+    def make(strategy: str, gpus: int, stated: dict[str, Any] | None = None, **options: Any):
+        spec = {"call": CALL, "kwargs": {}, "shard": ["Layer"]} | STATED | (stated or {})
+        options = option_defaults(strategy) | options
+        replicas = mesh_of(strategy, options, gpus).replicas
+        return settings(
+            strategy, options=options, model="texts", dataset="text", gpus=gpus, epochs=1,
+            global_batch=16, per_worker_batch=16 // replicas, lr=0.1, momentum=0.0, precision="fp64",
+            own_model=spec | users_code.fingerprint(CALL, [code]),
+            data_spec=prepared.read_meta(texts)["spec"],
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def trained(
+    start_cell: Callable[..., LaunchedCell], texts: Path
+) -> Callable[[Settings], record.Record]:
+    def train(s: Settings) -> record.Record:
+        launched = start_cell(s, data_dir=texts, env=os.environ.copy())
+        exit_code, output = launched.finish(200)
+        assert exit_code == 0, output
+        return record.read(launched.record)
+
+    return train
+
+
+def losses(found: record.Record) -> list[float]:
+    assert found["status"] == "ok", found["reason"]
+    return [point["train_loss"] for point in found["score"]["per_epoch"]]
+
+
+def faults(found: record.Record) -> list[str]:
+    """What the audit says of a record that makes it unusable, but for times: a step takes 1 ms here."""
+    listed = audit.audit(pd.DataFrame(columns=list(COLUMNS)), [found])
+    told = [f"{f['rule']}: {f['figures']}" for f in listed if f["severity"] == "unusable"]
+    return [t for t in told if not t.startswith("contradictory-time") and "_ms is " not in t]
+
+
+def test_divided_as_its_user_states_it_trains_as_one_process_does(cell, trained):
+    """By data in the config, and by what names them in the user's code."""
+    expected = losses(trained(cell("single", 1)))
+    for s in (
+        cell("tensor", 2),
+        cell("tensor", 4, tensor_workers=2),
+        cell("pipeline", 2, microbatches=4),
+        cell("pipeline", 2, {"pieces": "own_texts:PIECES"}, microbatches=4),
+    ):
+        found = trained(s)
+        assert losses(found) == pytest.approx(expected, abs=1e-10)
+        assert faults(found) == []
+        fitted = footprint.make_footprint(
+            Request.of(s, describe("text", s.data_spec), False, s.gpus)
+        )
+        assert fitted.model_states_bytes["parameters_bytes"] > 0
+
+
+WRONG = {
+    "rows that are columns": ("tensor", {"tensor_plan": PLAN | {"layers.*.down": "columns"}},
+                              "tensor cannot train it: its step raised"),
+    "an order that is not forward's": ("pipeline", {"pieces": ["embed", "layers.*", "head", "last"]},
+                                       "pipeline cannot train it: its step raised"),
+    "a norm left out": ("pipeline", {"pieces": ["embed", "layers.*", "head"]},
+                        "its pieces read no last.weight, last.bias"),
+    "a piece that is not there": ("pipeline", {"pieces": ["embed", "layer.*", "last", "head"]},
+                                  "its pieces name 'layer.*', and the network has no module"),
+    "a word that is none": ("tensor", {"tensor_plan": PLAN | {"head": "last"}},
+                            "its tensor_plan says 'last' of 'head'; the words are embedding"),
+    "a path that is none": ("tensor", {"tensor_plan": PLAN | {"layers.*.gate": "columns"}},
+                            "its tensor_plan names 'layers.*.gate', and the network has no module"),
+    "scores that nobody makes": ("tensor", {"tensor_plan": {"layers.*.up": "columns",
+                                                            "layers.*.down": "rows"}},
+                                 "says of no module that it makes the `scores`"),
+    "positions": ("tensor", {"sequence": True}, "is tried with the built-in networks alone"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "stated", "said"), WRONG.values(), ids=WRONG)
+def test_what_is_stated_wrongly_is_refused_before_any_job(cell, strategy, stated, said):
+    options = {key: stated[key] for key in stated if key == "sequence"}
+    s = cell(strategy, 2, stated, **options)
+    request = Request.of(s, describe("text", s.data_spec), False, 2)
+    assert said in check.rehearse(request, check.check_network(request)).refusal
+
+
+#: What no shape betrays: a norm in another place, and heads that become narrower instead of fewer.
+SILENT = {
+    "pipeline": {"pieces": ["embed", "last", "layers.*", "head"]},
+    "tensor": {"kwargs": {"by_number": True}},
+}
+
+
+@pytest.mark.parametrize(("strategy", "stated"), SILENT.items(), ids=SILENT)
+def test_a_job_that_would_train_something_else_is_refused(cell, trained, strategy, stated):
+    found = trained(cell(strategy, 2, stated))
+    assert found["status"] == "refused"
+    assert "gives other scores than the whole network" in found["reason"]
+
+
+def test_every_word_of_a_plan_is_a_way_to_divide():
+    from torch import nn
+
+    model = nn.ModuleDict({word: nn.Linear(2, 2) for word in tensor.WORDS})
+    for sequence in (False, True):
+        made = tensor.styles(model, {word: word for word in tensor.WORDS}, sequence)
+        assert set(made) >= set(tensor.WORDS) - {"first", "norm"}
+    assert set(made) == set(tensor.WORDS)
