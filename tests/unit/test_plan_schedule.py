@@ -309,7 +309,9 @@ def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     assert "ddp and 2 alike" in told
     assert "     alike: ddp, zero1, fsdp" in told
     assert "All 50,000 of the data set would fit." in told
-    assert "The most that fit: " in plan_text(plan_of())  # with a MiB for each sample
+    assert "The most that fit: " in plan_text(
+        plan_of(strategies=["single"], gpus=[1])
+    )  # with a MiB for each sample
 
 
 def test_amounts_have_units_in_which_they_are_at_least_one():
@@ -322,12 +324,13 @@ def test_amounts_have_units_in_which_they_are_at_least_one():
     assert quantities.span_text(Span(0.01, 0.4, "")) == "under 1 s"
 
 
-def test_the_five_questions_are_answered(plan_of):
+def test_the_questions_are_answered(plan_of):
     plan = plan_of(models=["resnet50", "vgg16"])
-    found = answered_questions(plan)
-    assert len(found) == 5
-    assert all(sentences for _, sentences in found)
-    assert "it fits" in " ".join(found[2][1])
+    found = dict(answered_questions(plan))
+    assert all(found.values())
+    assert "it fits" in " ".join(
+        found["May FSDP keep its gathered weights between forward and backward?"]
+    )
 
 
 def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(plan_of):
@@ -546,3 +549,25 @@ def test_a_config_mistake_ends_in_one_line(tmp_path: Path, capsys):
     config = config_of(tmp_path, cluster={"gpu": "Z9000"})
     assert command.main(["--config", json.dumps(config)]) == 1
     assert capsys.readouterr().err.startswith("error: config: cluster.gpu = 'Z9000'")
+
+
+def test_of_what_fits_the_quickest_at_both_ends_of_its_range_is_named(plan_of):
+    plan = plan_of(strategies=["ddp", "zero1", "fsdp"], gpus=[4])
+    spans = {"ddp": (1, 9), "zero1": (2, 8), "fsdp": (1, 8)}
+
+    def told(**changes: tuple[float, float] | None) -> str:
+        cells = []
+        for c in plan.cells:
+            span = (spans | changes)[c.cell.strategy]
+            fit = replace(c.fit, by_device=span and Span(*span, ""), fits=span is not None)
+            cells.append(replace(c, fits_on={"A": fit}))
+        (answer,) = dict(answered_questions(replace(plan, cells=cells)))[
+            "What fits, and what is quickest?"
+        ]
+        return answer
+
+    assert "all fit; " in told()
+    assert told().endswith("quickest by what the device can do: fsdp (1-8 s).")
+    assert told(fsdp=None).endswith("ddp, zero1 (1-9 s or 2-8 s).")
+    assert "2 of 3 fit" in told(fsdp=None)
+    assert "none fits; " in told(ddp=None, zero1=None, fsdp=None)

@@ -91,7 +91,7 @@ def test_the_plan_says_the_same_and_plans_the_others(trained):
         states = {(r["strategy"], r["model"]): r["state"] for r in csv.DictReader(file)}
     assert states["ddp", "spared"] == "refused"
     assert states["fsdp", "spared"] == states["ddp", "mine"] == "to do"
-    assert "first, mine, 2 workers on CPU: the study uses 16 samples a worker" in trained.plan
+    assert "first, mine, 2 workers on CPU: the study's global batch is 32" in trained.plan
     for name in DATASETS:
         assert f"== {name}: {name}, fp32" in trained.plan
 

@@ -1,4 +1,4 @@
-"""Answers the five questions that people ask before they submit a study."""
+"""Answers the questions that people ask before they submit a study."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from stratbench.cell.text.words import bytes_text, counted
-from stratbench.plan.schedule import Plan, Planned
+from stratbench.plan.quantities import span_text
+from stratbench.plan.schedule import DeviceFit, Plan, Planned
 from stratbench.plan.verdict_cost import sentences_on_a_verdict
+from stratbench.workload.users_code import listed
 
 #: What a part of the memory is called in a sentence.
 PART_NAMES = {
@@ -26,10 +28,14 @@ PART_NAMES = {
     "temporaries": "temporary results of backward and optimizer",
 }
 
+#: By how much two predicted times may differ, relatively, and still count as alike.
+ALIKE = 0.03
+
 
 def answered_questions(plan: Plan) -> list[tuple[str, list[str]]]:
     """Pairs of a question and the sentences that answer it."""
     return [
+        ("What fits, and what is quickest?", list(_quickest(plan))),
         ("How large a batch fits?", list(_batches(plan))),
         ("How does the number of workers change the peak?", list(_workers(plan))),
         (
@@ -55,21 +61,58 @@ def _by_model(cells: list[Planned]) -> Iterator[tuple[str, str, list[Planned]]]:
         yield experiment, model, list(found)
 
 
-def _batches(plan: Plan) -> Iterator[str]:
+def _on_most_workers(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
+    """Of each experiment and model, in words, the cells on the largest number of workers."""
     for experiment, model, cells in _by_model(_known(plan)):
         workers = max(c.cell.gpus for c in cells)
         there = [c for c in cells if c.cell.gpus == workers]
-        used = there[0].subject.settings.per_worker_batch
-        most = {c.cell.strategy: c.fit.largest_batch for c in there}
+        yield f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].fit.device}", there
+
+
+def _batches(plan: Plan) -> Iterator[str]:
+    for where, there in _on_most_workers(plan):
+        settings, samples = there[0].subject.settings, there[0].subject.data.train_samples
+        most = {
+            c.cell.strategy: c.fit.largest_batch
+            * (c.subject.settings.global_batch // c.subject.settings.per_worker_batch)
+            for c in there
+        }
         low, high = min(most, key=most.get), max(most, key=most.get)
         several = f"; {high}: {most[high]:,}" if most[high] != most[low] else ""
         fit = f"The most that fit: {low}: {most[low]:,}{several}."
-        if most[low] >= there[0].subject.data.train_samples:
-            fit = f"All {there[0].subject.data.train_samples:,} of the data set would fit."
-        yield (
-            f"{experiment}, {model}, {counted(workers, 'worker')} on {there[0].fit.device}: the "
-            f"study uses {used:,} samples a worker. {fit}"
-        )
+        if most[low] >= samples:
+            fit = f"All {samples:,} of the data set would fit."
+        yield f"{where}: the study's global batch is {settings.global_batch:,}. {fit}"
+
+
+def _quickest(plan: Plan) -> Iterator[str]:
+    """Both ends of a range are by the same rates for all: who is no slower at either end is quicker."""
+    for where, there in _on_most_workers(plan):
+        least = min(there, key=lambda c: c.fit.needed_bytes)
+        able = [c for c in there if c.fit.fits]
+        if len(there) == 1:
+            continue
+        if not able:
+            needs = bytes_text(least.fit.needed_bytes)
+            yield f"{where}: none fits; {least.cell.strategy} needs least, {needs}."
+            continue
+        count = "all" if len(able) == len(there) else f"{len(able)} of {len(there)}"
+        told = f"{where}: {count} fit; {least.cell.strategy} needs least memory"
+        timed = [c for c in able if c.fit.by_device is not None]
+        best = [c for c in timed if not any(_is_quicker(o.fit, c.fit) for o in timed)]
+        if best:
+            ranges = {span_text(c.fit.by_device) for c in best}
+            told += (
+                f"; quickest by what the device can do: {listed([c.cell.strategy for c in best])}"
+            )
+            told += f" ({' or '.join(sorted(ranges))})" if len(ranges) < 3 else ""
+        yield f"{told}."
+
+
+def _is_quicker(a: DeviceFit, b: DeviceFit) -> bool:
+    """Whether a is quicker than b at one end of its range by more than ALIKE, and no slower at the other."""
+    ends = [(a.by_device.low_s, b.by_device.low_s), (a.by_device.high_s, b.by_device.high_s)]
+    return all(x <= y for x, y in ends) and any(x * (1 + ALIKE) < y for x, y in ends)
 
 
 def _workers(plan: Plan) -> Iterator[str]:
