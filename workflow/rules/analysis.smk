@@ -1,6 +1,5 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
 from stratbench.analysis.report import brief
-from stratbench.analysis.figures.figure_list import PLOTS
 
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"
@@ -29,13 +28,14 @@ STAGES = {
     "tables": "-m stratbench.analysis.tables.tables --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
     " --out-dir {params.out:q}/tables",
-    "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
-    " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
-    " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
     "decide": "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
     " --verdict={params.verdict:q}"
     " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
+    "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
+    " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
+    " --answers {params.out:q}/answers.json"
+    " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
     "against": "-m stratbench.analysis.paper.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
     " --claims-out {params.out:q}/against_claims.csv"
@@ -124,14 +124,15 @@ rule make_plots:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         epochs=f"{RESULTS}/{{study}}/epochs.csv",
         summary=f"{RESULTS}/{{study}}/summary.csv",
+        answers=f"{RESULTS}/{{study}}/answers.json",
     output:
         # A folder: which figures there are depends on what the records have.
         plots=report(
             directory(FIGURES),
-            patterns=["{experiment}/{plot}.svg"],
+            patterns=["{experiment}/{model}/{plot}.svg"],
             caption="../report/figure.rst",
             category="Experiment {experiment}",
-            labels={"figure": "{plot}"},
+            labels={"model": "{model}", "figure": "{plot}"},
         ),
     log:
         f"{RESULTS}/{{study}}/logs/make_plots.log",
@@ -143,7 +144,6 @@ rule make_plots:
     params:
         study=study_dir,
         out=study_dir,
-        captions={name: plot.caption for name, plot in PLOTS.items()},
     message:
         "draw the figures of {wildcards.study}"
     shell:

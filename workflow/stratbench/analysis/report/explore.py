@@ -19,7 +19,9 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import SEVERITIES
-from stratbench.analysis.figures.style import FURTHER_COLOURS, MARKERS, styles_by_strategy
+from stratbench.analysis.figures.marks import marks_by_strategy
+FURTHER_COLOURS, MARKERS = [], []
+styles_by_strategy = marks_by_strategy
 from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
 from stratbench.analysis.records.groups import GROUP
 from stratbench.analysis.records.measures import FACTORS
@@ -199,7 +201,7 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
         "columns": list(columns_of(cells)),
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
         "first": FIRST,
-        "styles": {name: [style.colour, style.marker] for name, style in styles.items()},
+        "styles": {name: [style.variable, style.shape, style.fill] for name, style in styles.items()},
         "colours": FURTHER_COLOURS,
         "markers": MARKERS,
         "audit": audit_of(cells, findings),

@@ -9,8 +9,6 @@ from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import Decision
-from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
-from stratbench.analysis.report.report import data_uri, width_pt
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import MIB, shortened
 from stratbench.sets.check import describe_audit, machines
@@ -47,7 +45,7 @@ def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
         }
 
 
-def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str, Any]:
+def pair_section(found: Comparison, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The section of the page on one set against the first."""
     ranks = sorted(
         found.rank_changes, key=lambda r: (not r.is_clear, r.after.value / r.before.value)
@@ -97,10 +95,7 @@ def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str,
             }
             for cell in changed_outcomes(found.cells)
         ],
-        "figures": [
-            (experiment, [figure_values(path) for path in paths])
-            for experiment, paths in figures.items()
-        ],
+        "figures": list(figures),
     }
 
 
@@ -182,13 +177,6 @@ def change_sentences(found: Comparison) -> Iterator[str]:
         )
 
 
-def figure_values(path: Path) -> dict[str, Any]:
-    """The values of a figure that is embedded in the page."""
-    svg = path.read_text(encoding="utf-8")
-    titles = {"time_ratio": "Ratios of training times", "times": "Training times in both sets"}
-    return {"title": titles[path.stem], "uri": data_uri(svg, path), "width_pt": width_pt(svg)}
-
-
 def page_values(
     sets: Sequence[ResultSet],
     pairs: Sequence[dict[str, Any]],
@@ -214,5 +202,5 @@ def page_values(
 
 def render(values: dict[str, Any]) -> str:
     """The page as HTML; all values in it are escaped."""
-    page = pages.render("compare.html.j2", TEMPLATES, REPORT_TEMPLATES, values=values)
+    page = pages.render("compare.html.j2", TEMPLATES, values=values)
     return re.sub(r"\n{3,}", "\n\n", page)
