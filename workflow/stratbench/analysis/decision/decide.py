@@ -252,6 +252,7 @@ def answers_as_json(
         "common": common_sentences(found),
         "constraints": list(given.sentences()),
         "equivalence_margin": given.equivalence_margin,
+        "by_cost": given.price_per_gpu_hour is not None,
         "across": list(notes),
         "lead": lead_of([(d.model, d.confidence, d.short) for d in found]),
         "answers": [answer_of(decision) for decision in found],

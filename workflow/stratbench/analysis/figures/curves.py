@@ -82,8 +82,8 @@ class Curves:
 
 def draw_curves(shown: Curves) -> tuple[Figure, int]:
     """The figure, and how many of its strategies have no room for their name."""
-    names = [c.strategy + c.suffix for c in shown.curves]
-    column = min(MOST_NAMES, 22 + max((text_width(name) for name in names), default=0))
+    names = [text_width(c.strategy + c.suffix, c.chosen) for c in shown.curves]
+    column = min(MOST_NAMES, 22 + max(names, default=0))
     right = WIDTH - column
     height = min(MOST_HEIGHT, max(LEAST_HEIGHT, APART * (len(names) + 1)))
     notes = noted(shown.notes)
@@ -158,7 +158,7 @@ def frame(axes: Axes, x: Scale, y: Scale, labels: Iterable[tuple[float, str]], n
 def draw_ideal(axes: Axes, shown: Curves, x: Scale, y: Scale) -> None:
     """Draw the line on which a speed-up is the number of workers, and end it where the data end."""
     last = min(x.high, max((v for c in shown.curves for v in c.y if v == v), default=x.low))
-    if last > x.low:
+    if x.at(last) - x.at(x.low) > 30:
         ends = [x.low, last]
         stroke(axes, [x.at(v) for v in ends], [y.at(v) for v in ends], RULE, zorder=1.4)
         write(axes, x.at(last) + 4, y.at(last), "ideal", MUTED)
@@ -199,7 +199,7 @@ def put_names(axes: Axes, shown: Curves, x: Scale, y: Scale, column: float) -> i
         if abs(place - down) > 3 or left - across > 14:
             stroke(axes, [across + 6, left - 8, left - 3], [down, place, place], LINE, zorder=1.3)
         colour = colour_of(shown.marks[curve.strategy], True) if curve.chosen else INK
-        name = shortened(curve.strategy + curve.suffix, WIDTH - left)
+        name = shortened(curve.strategy + curve.suffix, WIDTH - left, curve.chosen)
         write(axes, left, place, name, colour, bold=curve.chosen)
     return len(ends) - len(kept)
 

@@ -61,8 +61,6 @@ class Row:
     words: str = ""
     told: str = ""
     chosen: bool = False
-    #: The name that is printed; empty: the strategy's.
-    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,8 @@ class Rows:
 
 def draw_rows(shown: Rows) -> Figure:
     """The figure; rows are drawn in the order given."""
-    left = name_column(row.name or row.strategy for row in shown.rows)
-    right = WIDTH - max([VALUES, *(text_width(row.told) + 8 for row in shown.rows)])
+    left = name_column((row.strategy, row.chosen) for row in shown.rows)
+    right = WIDTH - max([VALUES, *(text_width(row.told, row.chosen) + 8 for row in shown.rows)])
     scale = scale_of(shown, left, right)
     lanes = [list(lanes_of(row, scale)) for row in shown.rows]
     heights = [height_of(row, of) for row, of in zip(shown.rows, lanes, strict=True)]
@@ -98,9 +96,9 @@ def draw_rows(shown: Rows) -> Figure:
     return axes.figure
 
 
-def name_column(names: Iterator[str]) -> float:
-    """The width of the column of marks and names."""
-    return min(MOST_NAME, 26 + max((text_width(name) for name in names), default=0))
+def name_column(names: Iterator[tuple[str, bool]]) -> float:
+    """The width of the column of marks and names; with each name, whether it is the chosen one's."""
+    return min(MOST_NAME, 26 + max((text_width(*name) for name in names), default=0))
 
 
 def scale_of(shown: Rows, left: float, right: float) -> Scale:
@@ -163,7 +161,7 @@ def draw_row(
     """Draw one strategy."""
     mark, middle = shown.marks[row.strategy], top + ROW / 2
     put_mark(axes, 7, middle, mark, row.chosen, 8.5)
-    name = shortened(row.name or row.strategy, scale.start - 26)
+    name = shortened(row.strategy, scale.start - 26, row.chosen)
     write(axes, 18, middle, name, bold=row.chosen)
     stroke(axes, [scale.start, scale.end], [middle, middle], LINE, zorder=1)
     for point, lane in zip(row.points, lanes, strict=True):

@@ -29,8 +29,8 @@ WIDTH = 372
 PX = 72 / 96
 #: Height of text, and of a line of it.
 TEXT, LINE_HEIGHT = 12, 15
-#: The widest letter that a name is reckoned with, in pixels.
-LETTER = 6.8
+#: How wide a letter is reckoned, in pixels.
+LETTER, BOLD_LETTER = 6.8, 7.7
 
 #: The colours of texts and lines: by name, on light and on dark paper.
 THEME = {
@@ -123,14 +123,14 @@ def box(
     axes.add_patch(Rectangle((left, top), width, height, **(given | style)))
 
 
-def text_width(text: str) -> float:
+def text_width(text: str, bold: bool = False) -> float:
     """The width of a text in pixels, roughly: the reader's font is not known."""
-    return LETTER * len(text)
+    return (BOLD_LETTER if bold else LETTER) * len(text)
 
 
-def shortened(name: str, width: float) -> str:
+def shortened(name: str, width: float, bold: bool = False) -> str:
     """`name`, cut in its middle to what has room in `width` pixels."""
-    room = max(5, int(width / LETTER))
+    room = max(5, int(width / (BOLD_LETTER if bold else LETTER)))
     if len(name) <= room:
         return name
     head = (room - 1) // 2
@@ -183,7 +183,7 @@ def save_figure(figure: Figure, stem: Path) -> None:
     for suffix, metadata in FORMATS.items():
         with replacing(stem.with_suffix(suffix)) as unfinished:
             if suffix == ".svg":
-                Path(unfinished).write_text(svg_of(figure), "utf-8")
+                Path(unfinished).write_text(svg_of(figure), encoding="utf-8")
             else:
                 figure.savefig(unfinished, metadata=metadata, facecolor=PAPER, format=suffix[1:])
     plt.close(figure)

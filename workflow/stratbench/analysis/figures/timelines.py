@@ -62,7 +62,7 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     lines = [[] if t is None else list(worker_lines(t, what)) for t in found]
     times = [t.max() for of in lines for _, t, _ in of]
     values = [v.max() for of in lines for _, _, v in of]
-    left, right = name_column(iter(data.strategies)), WIDTH - 44
+    left, right = name_column((name, data.is_chosen(name)) for name in data.strategies), WIDTH - 44
     x = Scale(0, max([*times, 1e-3]), left, right)
     bottom = 8 + len(cells) * (PANEL + BETWEEN)
     axes = new_sheet(bottom + AXIS)
@@ -107,7 +107,7 @@ def draw_panel(axes: Axes, data: FigureData, cell: pd.Series, x: Scale, y: Scale
     strategy, middle = str(cell["strategy"]), (y.start + y.end) / 2
     chosen = data.is_chosen(strategy)
     put_mark(axes, 7, middle, data.marks[strategy], chosen, 8.5)
-    write(axes, 18, middle, shortened(strategy, x.start - 26), bold=chosen)
+    write(axes, 18, middle, shortened(strategy, x.start - 26, chosen), bold=chosen)
     stroke(axes, [x.start, x.end], [y.start, y.start], RULE, zorder=1.5)
     stroke(axes, [x.start, x.end], [y.end, y.end], LINE, zorder=1)
 

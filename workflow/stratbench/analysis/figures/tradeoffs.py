@@ -73,13 +73,13 @@ def breakdown_figure(data: FigureData) -> Drawn:
         y = LINE_HEIGHT * (line + 0.5)
         part_box(axes, left, y - 5, 10, 10, colour, filled)
         write(axes, left + 14, y, text, MUTED)
-    start = name_column(iter(map(str, order)))
+    start = name_column((str(name), data.is_chosen(str(name))) for name in order)
     scale = padded(steps.sum(axis=1), start, WIDTH - 66, 0, False)
     for i, name in enumerate(order):
         middle, chosen = top + ROW * (i + 0.5), data.is_chosen(str(name))
         mark = data.marks[str(name)]
         put_mark(axes, 7, middle, mark, chosen, 8.5)
-        write(axes, 18, middle, shortened(str(name), start - 26), bold=chosen)
+        write(axes, 18, middle, shortened(str(name), start - 26, chosen), bold=chosen)
         done = 0.0
         for part, colour, filled in drawn:
             width = float(parts.loc[name, part])
@@ -194,7 +194,9 @@ def tradeoff_figure(data: FigureData) -> Drawn:
             named.append((*at, f"{strategy} × {gpus}{doubt}", strategy, chosen))
     places = spread([across[1] for across in named], TOP, TOP + SCATTER - 4)
     for (across, _, text, strategy, chosen), place in zip(named, places, strict=True):
-        left = across + 10 + text_width(text) < WIDTH
+        room = max(across, WIDTH - across) - 12
+        text = shortened(text, room, chosen)
+        left = across + 10 + text_width(text, chosen) < WIDTH
         colour = colour_of(data.marks[strategy], True) if chosen else INK
         side = {"ha": "left" if left else "right", "bold": chosen, "zorder": 6}
         write(axes, across + (10 if left else -10), place, text, colour, **side)

@@ -65,9 +65,7 @@ def where_text(found: Sequence[Mapping[str, Any]]) -> str:
     return f"{listed}{more}, {len(found)} places" if names else f"{len(found)} places"
 
 
-def touched(
-    found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[str]:
     """The choices that these findings touch, and those whose nearest rival they touch."""
     chosen, rivals = [], []
     for answer in answers:

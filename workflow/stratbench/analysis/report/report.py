@@ -12,18 +12,16 @@ from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
-from markupsafe import Markup
 
 from stratbench.analysis.audit import SEVERITIES
 from stratbench.analysis.audit.across_cells.confounding import confounded_host
 from stratbench.analysis.decision.raced import read_verdict
-from stratbench.analysis.figures.marks import FAMILIES, css_variables, mark_of, outline
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore
-from stratbench.analysis.report.answer_rows import answer_rows, ticks
+from stratbench.analysis.report.answer_rows import first_screen, named_bases
 from stratbench.analysis.report.audit_section import (
     audit_lead,
     audit_rules,
@@ -261,33 +259,6 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
         }
 
 
-def first_screen(cells: pd.DataFrame, decided: dict[str, Any]) -> dict[str, Any]:
-    """What the page's first screen prints: a row for each answer, and the marks' colours and shapes."""
-    bases = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
-    names = list(zip(bases["strategy"], bases["strategy_base"], strict=True))
-    rows = list(answer_rows(decided["answers"], names, decided["equivalence_margin"]))
-    shown = {family for row in rows for family in row["families"]}
-    by_cost = any("ranked by cost" in sentence for sentence in decided["constraints"])
-    return {
-        "answers": rows,
-        "any_open": any(row["short"]["score_open"] for row in rows),
-        "ticks": ticks(),
-        "value_name": "Cost" if by_cost else "Training time",
-        "others_name": f"{'Cost' if by_cost else 'Time'} of the others, as a multiple",
-        "families": [
-            {
-                "name": name,
-                "variable": mark_of(name, 0).variable,
-                "path": outline(hue.shape, 7, 7, 4.5),
-                "shown": name in shown,
-            }
-            for name, hue in FAMILIES.items()
-        ],
-        "light_marks": Markup(css_variables(dark=False)),
-        "dark_marks": Markup(css_variables(dark=True)),
-    }
-
-
 def experiment_sections(
     folder: Path, cells: pd.DataFrame, decided: dict[str, Any]
 ) -> Iterator[dict]:
@@ -337,10 +308,9 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
         "study": str(cells["study"].iloc[0]),
         "notices": list(notices_above(cells, partial, findings.to_dict("records"))),
         "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
-        "decided": decided,
         "verdict": verdict,
         "measured": measured_on(cells),
-        **first_screen(cells, decided),
+        **first_screen(named_bases(cells), decided),
         "strategies": list(strategy_lines(cells)),
         "experiments": list(experiment_sections(folder, cells, decided)),
         "numbered": list(read_paper_tables(folder / "tables" / "paper")),

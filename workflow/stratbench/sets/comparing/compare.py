@@ -51,9 +51,11 @@ def compare_sets(
     found = [compare(sets[0], other) for other in sets[1:]]
     decisions = decisions_over(sets, prices, given)
     watched = None if allowed is None else regression.watch(found, allowed)
-    sections = [write_pair(one, folder) for one in found]
+    sections = [write_pair(one, folder, given.equivalence_margin) for one in found]
+    by_cost = bool(prices) or given.price_per_gpu_hour is not None
+    constraints = list(sentences_on(given, prices))
     values = page.page_values(
-        sets, sections, watched, allowed, decisions, list(sentences_on(given, prices)), given
+        sets, sections, watched, allowed, decisions, constraints, given, by_cost
     )
     write_atomic(folder / INDEX, page.render(values))
     write_explore(sets, folder / EXPLORE)
@@ -94,7 +96,7 @@ def read_noisily(source: str, name: str) -> ResultSet:
     return read_set(source, name)
 
 
-def write_pair(found: Comparison, folder: Path) -> dict:
+def write_pair(found: Comparison, folder: Path, margin: float) -> dict:
     """Write the tables and figures of one comparison; returns its part of the page."""
     tables.write_all(found, folder)
-    return page.pair_section(found, figures.draw_all(found, folder))
+    return page.pair_section(found, figures.draw_all(found, folder, margin))

@@ -48,9 +48,7 @@ def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin:
     several = len({c.group.gpus for c in cells}) > 1
     rows = []
     for strategy in dict.fromkeys(c.group.strategy for c in cells):
-        own = sorted(
-            (c for c in cells if c.group.strategy == strategy), key=lambda c: c.group.gpus
-        )
+        own = sorted((c for c in cells if c.group.strategy == strategy), key=lambda c: c.group.gpus)
         points = [
             Point(
                 c.time.value,
@@ -61,7 +59,8 @@ def ratio_rows(cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin:
             )
             for c in own
         ]
-        rows.append(Row(strategy, points, told=f"{own[-1].time.value:.2f}×", chosen=any(map(differs, own))))  # fmt: skip
+        told = f"{own[-1].time.value:.2f}×"
+        rows.append(Row(strategy, points, told=told, chosen=any(map(differs, own))))
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
     return Rows(rows, marks, log=True, unit="×", band=(1 / (1 + margin), 1 + margin), head=head)
 

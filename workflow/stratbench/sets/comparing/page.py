@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import Decision
+from stratbench.analysis.decision.decide import Decision, answers_as_json
+from stratbench.analysis.report.answer_rows import first_screen, named_bases
+from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import MIB, shortened
 from stratbench.sets.check import describe_audit, machines
@@ -185,8 +187,13 @@ def page_values(
     decisions: Sequence[Decision],
     constraints: Sequence[str],
     given: Constraints,
+    by_cost: bool = False,
 ) -> dict[str, Any]:
     """All values that the template prints."""
+    decided = answers_as_json(decisions, [], given) | {
+        "constraints": list(constraints),
+        "by_cost": by_cost,
+    }
     return {
         "names": [one.name for one in sets],
         "first": sets[0].name,
@@ -194,13 +201,20 @@ def page_values(
         "pairs": list(pairs),
         "watched": watched,
         "allowed": allowed,
-        "decisions": list(decisions),
-        "constraints": list(constraints),
-        "margin": given.equivalence_margin,
+        **first_screen(bases_of(sets, decisions), decided),
     }
+
+
+def bases_of(
+    sets: Sequence[ResultSet], decisions: Sequence[Decision]
+) -> list[tuple[str, str | None]]:
+    """Pairs of the strategies that decisions over sets name, `ddp (a100)`, and their base strategies."""
+    known = {name: base for one in sets for name, base in named_bases(one.cells)}
+    listed = {row["strategy"] for decision in decisions for row in decision.matrix}
+    return [(name, known.get(name.partition(" (")[0])) for name in sorted(listed)]
 
 
 def render(values: dict[str, Any]) -> str:
     """The page as HTML; all values in it are escaped."""
-    page = pages.render("compare.html.j2", TEMPLATES, values=values)
+    page = pages.render("compare.html.j2", TEMPLATES, REPORT_TEMPLATES, values=values)
     return re.sub(r"\n{3,}", "\n\n", page)
