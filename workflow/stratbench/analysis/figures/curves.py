@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.scales import Scale, padded, within_reach
+from stratbench.analysis.figures.scales import Scale, padded, tick_text, within_reach
 from stratbench.analysis.figures.sheet import (
     BAD,
     INK,
@@ -147,7 +147,7 @@ def frame(axes: Axes, x: Scale, y: Scale, labels: Iterable[tuple[float, str]], n
     for tick in y.ticks():
         at = y.at(tick)
         stroke(axes, [LEFT, x.end], [at, at], LINE, zorder=1)
-        write(axes, LEFT - 5, at, f"{tick:.4g}", MUTED, ha="right")
+        write(axes, LEFT - 5, at, tick_text(tick), MUTED, ha="right")
     stroke(axes, [LEFT, x.end], [y.start, y.start], RULE, zorder=1.2)
     for at, text in labels:
         stroke(axes, [at, at], [y.start, y.start + 4], RULE, zorder=1.2)

@@ -43,10 +43,12 @@ def told(sentences: Iterable[str]) -> str:
 def rows_figure(data: FigureData, measure: Measure) -> Drawn:
     """A row for each strategy with its value on each number of workers; times on a logarithmic scale."""
     rows = data.rows(measure.name)
+    if measure.name == "utilisation":  # nearly the same on any count
+        rows = rows[rows["gpus"] == data.shown_count]
     unit, factor = unit_of(data, measure, rows["value"])
     of_time = measure.name == "training_time"
     reference = chosen_value(data, rows)
-    several = len(data.counts) > 1
+    several = rows["gpus"].nunique() > 1
     points = {
         str(name): list(points_of(data, found, factor, several))
         for name, found in rows.groupby("strategy", sort=False)
@@ -207,10 +209,10 @@ def rows_caption(
     if measure.name == "memory":
         of = "Of the worker that used most"
         yield f"{of}, above the process's base." if data.on_cpu else f"{of}."
-    if len(data.counts) > 1:
+    if rows["gpus"].nunique() > 1:
         yield f"The number in a mark is the number of {noun}."
-    elif lines:
-        yield f"On {data.workers(data.counts[0])}."
+    elif len(rows):
+        yield f"On {data.workers(int(rows['gpus'].iloc[0]))}."
     if measure.name == "training_time":
         yield "Logarithmic."
     if banded and data.choice:

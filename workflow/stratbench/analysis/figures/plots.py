@@ -80,8 +80,8 @@ def has_data(name: str, data: FigureData) -> bool:
     """Whether any record has data for the figure."""
     if data.cells[PLOTS[name].needs].isna().all():
         return False
-    if name in OTHERS:
-        return bool(FURTHER.get(name, lambda _: True)(data))
+    if name in FURTHER:
+        return bool(FURTHER[name](data))
     rows = data.rows(name)
     if CHARTS.get(PLOTS[name].chart) is scaling_figure:
         several = rows if MEASURES[name].baseline is None else rows[rows["gpus"] > 1]
@@ -105,6 +105,7 @@ FURTHER: dict[str, Callable[[FigureData], bool]] = {
     "tradeoff": lambda data: len(both_known(data)) > 1,
     "utilisation_timelines": has_timelines,
     "memory_timelines": has_timelines,
+    "utilisation": on_shown_count("utilisation_pct"),
 }
 
 

@@ -106,7 +106,7 @@ def scale_of(shown: Rows, left: float, right: float) -> Scale:
     points = [p for row in shown.rows for p in row.points]
     values = [v for p in points for v in (p.value, p.part) if v is not None]
     values = within_reach(values, [v for p in points for v in (p.low, p.high) if v is not None])
-    values += [shown.limit[0]] if shown.limit else []
+    values += [*(shown.band or ()), *([shown.limit[0]] if shown.limit else [])]
     return padded(values, left, right, DISC / 2 + 3, shown.log)
 
 

@@ -60,7 +60,7 @@ class Scale:
 
     def labelled(self, ticks: Iterable[float], unit: str = "") -> list[tuple[float, str]]:
         """Pixels and texts of the ticks that have room beside each other; the last one has the unit."""
-        texts = [(self.at(tick), f"{tick:.4g}") for tick in ticks]
+        texts = [(self.at(tick), tick_text(tick)) for tick in ticks]
         if unit and texts:
             texts[-1] = texts[-1][0], f"{texts[-1][1]} {unit}"
         kept: list[tuple[float, str]] = []
@@ -69,6 +69,11 @@ class Scale:
             if not kept or abs(kept[-1][0] - at) >= apart:
                 kept.append((at, text))
         return kept[::-1]
+
+
+def tick_text(value: float) -> str:
+    """A round number as text; thousands from ten thousand on with a k."""
+    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def within_reach(values: list[float], ends: Iterable[float]) -> list[float]:

@@ -62,7 +62,7 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
     lines = [[] if t is None else list(worker_lines(t, what)) for t in found]
     times = [t.max() for of in lines for _, t, _ in of]
     values = [v.max() for of in lines for _, _, v in of]
-    left, right = name_column((name, data.is_chosen(name)) for name in data.strategies), WIDTH - 44
+    left, right = name_column((name, data.is_chosen(name)) for name in data.strategies), WIDTH - 56
     x = Scale(0, max([*times, 1e-3]), left, right)
     bottom = 8 + len(cells) * (PANEL + BETWEEN)
     axes = new_sheet(bottom + AXIS)
@@ -81,7 +81,8 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
             colour = colour_of(data.marks[str(cell["strategy"])], chosen)
             places = [x.at(s) for s in t], [y.at(value) for value in v]
             stroke(axes, *places, colour, dash=dash, zorder=3, width=1.25)
-        write(axes, right + 4, top + 4, f"{y.high:.3g} {unit}" if i == 0 else "", MUTED)
+        if i == 0:
+            write(axes, right + 4, top + 4, highest_text(y.high, unit), MUTED)
     for at, text in x.labelled(x.ticks(), "s"):
         write(axes, at, bottom + 6, text, MUTED, ha="center")
     write(axes, (left + right) / 2, bottom + 22, "since the start of the cell", MUTED, ha="center")
@@ -94,6 +95,13 @@ def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: 
         caption += ["The device's memory in use."] * ("gpu" in kinds)
         caption += ["The process's resident set."] * ("process" in kinds)
     return Drawn(axes.figure, told(caption))
+
+
+def highest_text(value: float, unit: str) -> str:
+    """The end of the vertical axes with its unit."""
+    if unit == "MiB" and value >= 1024:
+        return f"{value / 1024:.3g} GiB"
+    return f"{value:.3g} {unit}"
 
 
 def cell_of(data: FigureData, strategy: str) -> pd.Series:
