@@ -482,7 +482,10 @@ def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():
     ]
     found = decided(rows)
     assert found.choice.strategy == "ps-async"
-    assert "no score was measured, equal ones are assumed" in found.headline
+    assert (found.short.score, found.short.score_note) == (
+        "not measured",
+        "equal scores are assumed",
+    )
     assert "No score was measured (steps): equal scores are assumed." in found.confidence_why
     assert found.confidence != "high"
 
