@@ -16,6 +16,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.paper import published
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
+from stratbench.cell.text.words import folded
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.study.config.messages import ConfigError
 
@@ -667,3 +668,20 @@ def test_what_holds_for_every_decision_is_said_once():
     said = decide.describe_decisions(found, [], Constraints())
     assert said.count("says nothing of GPUs") == 1
     assert "Of all of them: It holds for CPU processes on this machine" in said
+    # The answers stand last, and every line has room on a screen.
+    last = said.rpartition("\n\n")[2]
+    assert last.startswith(
+        "Two questions, no sure answer yet. Two hold with a condition.\nvgg16 (e): ddp × 4"
+    )
+    assert "\nresnet50 (e): ddp × 4, 10.0 s." in last
+    assert max(map(len, said.split("\n"))) <= 100
+
+
+def test_broken_lines_go_on_further_in_and_no_name_is_broken():
+    name = "a-path/" * 20
+    text = folded(["  " + "word " * 40, name, ""])
+    first, second, *_ = text.split("\n")
+    assert first.startswith("  word")
+    assert second.startswith("    word")
+    assert name in text
+    assert text.endswith("\n")

@@ -1,5 +1,6 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
 from stratbench.analysis.report import brief
+from stratbench.cell.text.words import folded
 
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"
@@ -12,7 +13,7 @@ onsuccess:
     if any(
         job.rule.name == rules.write_report.rule.name for job in workflow.dag.jobs
     ):
-        print(*brief.answer_lines(Path(RESULTS, STUDY.name)), sep="\n", flush=True)
+        print(folded(brief.answer_lines(Path(RESULTS, STUDY.name))), flush=True)
     end_round()
 
 
@@ -298,6 +299,7 @@ rule decide:
     shell:
         f"set -o pipefail; {FIND_PACKAGE}("
         f"mkdir -p {{params.out:q}}"
-        f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
-        f" && {RUN}--hold {{params.out:q}} {STAGES['audit']} {STAGES['decide']}"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial {STAGES['audit']}"
+        " > {params.out:q}/records.txt"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['decide']}"
         ") 2>&1 | tee {log:q}"

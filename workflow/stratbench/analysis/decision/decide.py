@@ -44,7 +44,7 @@ from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import MIB, worker_noun
+from stratbench.cell.text.words import MIB, folded, worker_noun
 from stratbench.study.config.consistency import check_model
 from stratbench.study.config.messages import ConfigError
 
@@ -242,19 +242,38 @@ def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
 
 
-def describe_decisions(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> str:
-    """The decisions as text for a terminal."""
-    lead = lead_of([(d.model, d.short) for d in found])
-    lines = [lead, f"Constraints: {'; '.join(given.sentences())}.", *notes, ""]
+def describe_decisions(
+    found: Sequence[Decision],
+    notes: Sequence[str],
+    given: Constraints,
+    constraints: Sequence[str] = (),
+) -> str:
+    """The decisions as text for a terminal; of several the answers stand last, a line each.
+
+    `constraints`: told for those of `given`.
+    """
+    lead, several = lead_of([(d.model, d.short) for d in found]), len(found) > 1
+    lines = [] if several else [lead]
+    lines += [f"Constraints: {'; '.join(constraints or given.sentences())}.", *notes, ""]
     common = common_sentences(found)
     for d in found:
-        lines += [answer_line(answer_of(d)), f"  {d.reason}"]
+        lines.append(place_of(d) if several else answer_line(answer_of(d)))
+        lines.append(f"  {d.reason}")
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
         lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
         lines += [f"  What would change it: {change}" for change in d.changes]
         lines += [f"  Excluded: {name}: {why}" for name, why in d.excluded]
         lines.append("")
-    return "\n".join([*lines, *(f"Of all of them: {sentence}" for sentence in common)])
+    lines += [f"Of all of them: {sentence}" for sentence in common]
+    if several:
+        lines += [""] * bool(common) + [lead, *(answer_line(answer_of(d)) for d in found)]
+    return folded(lines)
+
+
+def place_of(decision: Decision) -> str:
+    """What a decision is on, and its choice."""
+    where = f"{decision.model} ({decision.experiment})" if decision.experiment else decision.model
+    return f"{where}: {decision.headline}"
 
 
 def common_sentences(found: Sequence[Decision]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import describe_decisions
 from stratbench.cell.files import claim_folder, write_atomic
-from stratbench.cell.text.words import printable
+from stratbench.cell.text.words import folded, printable
 from stratbench.sets.archive import NAME, SetError, shown_name
 from stratbench.sets.comparing import figures, page, regression, tables
 from stratbench.sets.comparing.comparison import Comparison, compare, headline_of
@@ -60,15 +60,15 @@ def compare_sets(
     write_atomic(folder / INDEX, page.render(values))
     write_explore(sets, folder / EXPLORE)
     for one in found:
-        print(printable(f"{one.other.name} against {one.first.name}: {headline_of(one)}"))
+        told = f"{one.other.name} against {one.first.name}: {headline_of(one)}"
+        print(printable(folded([told])))
         for mean in one.strategies:
             if mean.gpus is None:
                 print(f"  {mean.strategy}: {tables.ratio_text(mean.time)} times the training time")
     if decisions:
-        told = describe_decisions(decisions, [], given).partition("\n")[2]
-        print(printable(f"Constraints: {'; '.join(sentences_on(given, prices))}.\n{told}"))
+        print(printable(describe_decisions(decisions, [], given, constraints)))
     if watched is not None:
-        print(printable("\n".join(regression.describe_watch(watched, allowed))))
+        print(printable(folded(regression.describe_watch(watched, allowed))))
     print(folder / INDEX)
     return 1 if watched and regression.is_slower(watched) else 0
 
