@@ -6,8 +6,10 @@ from dataclasses import asdict
 from stratbench.analysis.decision.short import Short
 from stratbench.analysis.report import brief
 
-FIRST = Short("ddp", 4, "Fastest, in one run each.", "214 s", why="one run each: may be chance")
-SECOND = Short("ddp", None, "By theory.")
+FIRST = Short(
+    "ddp", 4, "Fastest, in one run each.", "one run", "214 s", why="one run each: may be chance"
+)
+SECOND = Short("ddp", None, "By theory.", "theory")
 ANSWERS = [
     {"model": "vgg16", "experiment": "main", "short": asdict(FIRST), "confidence": "low"},
     {"model": "gpt", "experiment": "", "short": asdict(SECOND), "confidence": "none"},

@@ -16,6 +16,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.paper import published
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
+from stratbench.cell.text.words import folded
 from stratbench.strategies import option_defaults, strategy_class, traits_of
 from stratbench.study.config.messages import ConfigError
 
@@ -88,7 +89,7 @@ def test_what_the_plan_calls_infeasible_does_not_fit():
 def test_the_fastest_is_chosen_by_how_much_and_how_sure():
     rows = repeats("ddp", [10.0, 10.2, 10.1]) + repeats("fsdp", [15.0, 15.3, 15.15])
     found = decided(rows)
-    assert found.headline == "ddp on 4 GPUs."
+    assert found.headline == "ddp × 4. Fastest: the next takes 50 % longer."
     assert "takes 1.50 [1.50, 1.50] times the time (15.1 s)" in found.reason
     assert found.confidence == "high"
     assert "Over 3 repeats it is told apart from its only rival" in found.confidence_why
@@ -97,7 +98,7 @@ def test_the_fastest_is_chosen_by_how_much_and_how_sure():
 
 def test_repeats_that_do_not_tell_two_apart_leave_a_tie():
     found = decided(repeats("ddp", [10.0, 12.0, 11.0]) + repeats("fsdp", [12.0, 10.5, 11.2]))
-    assert found.headline == "No clear winner: ddp on 4 GPUs, or fsdp on 4 GPUs."
+    assert found.headline == "ddp × 4. Not told apart from fsdp × 4."
     assert found.confidence == "low"
     assert "is not told apart from 1 rival" in found.confidence_why
     assert standings(found)[("fsdp", 4)] == "tied"
@@ -106,7 +107,7 @@ def test_repeats_that_do_not_tell_two_apart_leave_a_tie():
 def test_of_equals_the_one_that_needs_less_memory_is_named_first():
     rows = [cell("ddp", 10.0), cell("fsdp", 10.0, peak_memory_bytes=400 * MIB)]
     found = decided(rows)
-    assert found.headline == "Fastest in its one run: fsdp on 4 GPUs."
+    assert found.headline == "fsdp × 4. Fastest, in one run each."
     assert "ddp on 4 GPUs takes exactly as long (10.0 s)." in found.reason
 
 
@@ -118,12 +119,12 @@ def test_near_ties_are_ties_and_fewer_gpus_come_first(gpus, memory, first):
         "fsdp", [1.01 * t for t in times], gpus=gpus, peak_memory_bytes=memory * MIB
     )
     found = decided(rows)
-    assert found.headline.startswith("No clear winner: ")
+    assert found.short.claim.startswith("As fast as ")
     assert (found.choice.gpus, standings(found)["ddp", 4]) != (2, "recommended")
     assert found.choice.gpus == first
     assert found.choice.strategy == ("ddp" if gpus == 8 else "fsdp")
     assert found.confidence == "medium"
-    assert decided(rows, equivalence_margin=0.0).headline == "ddp on 4 GPUs."
+    assert decided(rows, equivalence_margin=0.0).short.claim.startswith("Fastest: ")
 
 
 def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
@@ -131,10 +132,10 @@ def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
     rows = repeats("ddp", [10.0, 10.1, 10.2]) + repeats("fsdp", [12.0, 12.1, 12.2])
     assert decided(rows).confidence == "high"
     found = decided([*rows, *repeats("ps-sync", [9.0, 16.0, 13.5])])
-    assert found.headline == "No clear winner: ddp on 4 GPUs, or ps-sync on 4 GPUs."
+    assert found.headline == "ddp × 4. Not told apart from ps-sync × 4."
     assert found.confidence == "low"
     counts = decided([*rows, *repeats("ddp", [9.5, 16.0, 13.0], gpus=2)])
-    assert counts.headline == "No clear winner: ddp on 4 GPUs, or ddp on 2 GPUs."
+    assert counts.headline == "ddp × 4. Not told apart from ddp × 2."
     assert standings(counts) == {
         ("ddp", 4): "recommended", ("fsdp", 4): "possible", ("ddp", 2): "tied"
     }  # fmt: skip
@@ -168,12 +169,12 @@ def test_a_tie_is_never_of_high_confidence_and_says_how_far_it_may_be_off():
         for row in repeats(name, 10 * np.exp(rng.normal(0, 0.02, 10)))
     ]
     found = decided(rows)
-    assert found.headline.startswith("No clear winner")
+    assert found.short.claim.startswith("As fast as ")
     assert found.confidence == "medium"
     assert "something may be up to" in found.confidence_why
 
 
-WORSE = "; the accuracy of ps-async on 4 GPUs may be up to {} points worse than that of ddp on 4 (1 allowed)."
+WORSE = "The accuracy of ps-async on 4 GPUs may be up to {} points worse than that of ddp on 4 (1 allowed)."
 
 
 @pytest.mark.parametrize(
@@ -204,8 +205,8 @@ def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(
     ]
     found = decided(rows)
     assert standings(found)["ps-async", 4] == standing
-    assert (said or "") in found.headline
-    assert (said is not None) == ("may be up to" in found.headline)
+    assert (said or "") in found.reason
+    assert (said is not None) == ("may be up to" in found.reason) == found.short.score_open
     if said:
         assert found.confidence != "high"
         assert any(
@@ -234,7 +235,7 @@ def test_strategies_of_equal_arithmetic_share_their_accuracy():
 def test_one_repeat_gives_no_interval_and_little_confidence():
     found = decided([cell("ddp", 10.0), cell("fsdp", 30.0)])
     assert found.confidence == "low"
-    assert found.headline == "Fastest in its one run: ddp on 4 GPUs."
+    assert found.headline == "ddp × 4. Fastest, in one run each."
     assert "no interval tells" in found.confidence_why
     assert any(change.startswith("More repeats") for change in found.changes)
 
@@ -365,10 +366,10 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
     assert pytest.approx(10 * 1.4) == 13 * 4 / (3 + 1 / 1.4)
     unequal = decided(rows, homogeneous=False)
     # It was asked: it comes first, and what turns the order round is part of the reason.
-    assert unequal.headline.startswith(
+    assert unequal.short.claim.startswith(
         "Nothing is known of unequal workers: only equally fast ones"
     )
-    assert unequal.headline.endswith("Of what was measured: Fastest in its one run: ddp on 4 GPUs.")
+    assert unequal.headline.endswith("Of what was measured: Fastest, in one run each.")
     assert change in unequal.reason
     assert change not in unequal.changes
     assert unequal.confidence == "low"
@@ -387,7 +388,7 @@ def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
     assert found.choice.time_s == pytest.approx(6.0)
     assert found.confidence == "low"
     assert "Extrapolated from 1, 2, 4 workers by 1 s + 40 s / N" in found.confidence_why
-    assert found.headline == "ddp on 8 GPUs (extrapolated, not measured)."
+    assert found.short.claim.endswith("as extrapolated: nothing was measured on 8 workers.")
     assert found.changes[0].startswith("Cells on 8 workers: train them")
     assert not any("repeats" in change for change in found.changes)
     assert decided(rows, gpus=2).choice.gpus == 2
@@ -395,13 +396,13 @@ def test_counts_that_were_not_measured_are_extrapolated_and_said_to_be():
     # Two counts fit any line: nothing is made up from them, nor for CPU processes.
     two = decided([row for row in rows if row["gpus"] > 1], gpus=8)
     assert two.choice.gpus == 4
-    assert two.headline == (
+    assert two.short.claim == (
         "Nothing is known of 8 GPUs: 2 numbers of workers can be used, and an extrapolation takes three. "
-        "Of what was measured: Fastest in its one run: ddp on 4 GPUs."
+        "Of what was measured: Fastest, in one run each."
     )
     cpu = decided([row | {"device_kind": "cpu"} for row in rows], gpus=8)
     assert cpu.choice.gpus == 4
-    assert cpu.headline.startswith(
+    assert cpu.short.claim.startswith(
         "Nothing is known of 8 CPU processes: CPU processes are not extrapolated"
     )
 
@@ -412,13 +413,13 @@ def test_extrapolation_ends_at_twice_the_largest_count_and_where_more_workers_di
     for far in (9, 16):
         found = decided(rows, gpus=far)
         assert found.choice.gpus == 4
-        assert found.headline.startswith(
+        assert found.short.claim.startswith(
             f"Nothing is known of {far} GPUs: it is more than 2 times the most that were measured, 4. "
         )
     # 20 s on 2 and 22 s on 4: a fit would promise an improvement on 8.
     worse = decided([*rows[:1], cell("ddp", 20.0, gpus=2), cell("ddp", 22.0, gpus=4)], gpus=8)
     assert worse.choice.gpus == 2
-    assert "of 8 GPUs: 4 workers were no faster than fewer." in worse.headline
+    assert "of 8 GPUs: 4 workers were no faster than fewer." in worse.short.claim
     assert ("ddp", 8) not in standings(worse)
     # Nor is a smaller count than any that was measured made up: its memory would be more.
     assert ("ddp", 1) not in standings(decided([c | {"gpus": 2 * c["gpus"]} for c in rows], gpus=1))
@@ -450,16 +451,16 @@ def test_without_records_theory_answers_and_says_so():
     rows = [failed(name, "missing") for name in ("ddp", "fsdp")]
     found = decided(rows)
     assert found.source == "theory"
-    assert found.headline == "ddp, by theory: nothing was measured."
+    assert found.headline == "ddp. By theory: nothing was measured."
     assert found.confidence == "none"
     other = decided([cell("ddp", 1.0)], model="resnet50")
     assert other.source == "theory"
-    assert other.headline == "ddp, by theory: it is not a model of the study, which has vgg16."
+    assert other.headline == "ddp. By theory: it is not a model of the study, which has vgg16."
 
 
 def test_where_all_reached_their_limit_a_longer_one_is_told_as_the_way_on():
     found = decided([failed("ddp", "timeout")])
-    assert found.reason == "Every strategy is excluded; see why below."
+    assert found.reason.startswith("Every strategy is excluded: ddp: too slow (")
     assert found.changes == (
         "A longer time_limit_s, which ddp reached: train again with --forcerun (docs/configuration.md).",
     )
@@ -497,7 +498,7 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
     for (experiment, _), decision in found.items():
         assert decision.confidence in ("low", "none")
         if experiment == "ddp-fsdp":
-            assert decision.headline == "Fastest in its one run: ddp on 4 GPUs."
+            assert decision.headline == "ddp × 4. Fastest, in one run each."
             assert "Doubts on fsdp on 4: sharding-slow-alone" in decision.confidence_why
             assert "its accuracy was not recorded" in decision.confidence_why
     # Only VGG16 under sync on one GPU trains as it should; the rest of the server's cells do not.
@@ -526,23 +527,19 @@ def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
     assert len(matrix) == len(cells)
     assert set(matrix.loc[matrix["gpus"] == 4, "standing"]) >= {"needs more workers"}
     told = json.loads((tmp_path / "answers.json").read_text())
-    assert all(answer["headline"] in said for answer in told["answers"])
+    assert all(answer["short"]["claim"] in said for answer in told["answers"])
 
 
-def test_where_nothing_can_be_recommended_the_headline_says_why():
-    """It is all that a run's last lines show."""
+def test_where_nothing_can_be_recommended_it_is_said_why():
     rows = [*repeats("ddp", [9.0]), *repeats("fsdp", [8.0]), failed("ps-sync", "oom")]
     doubts = [
         finding("learns-nothing", strategy=name, model="vgg16", affects="all")
         for name in ("ddp", "fsdp")
     ]
     found = decided(rows, doubts)
-    assert found.headline.startswith(
-        "No strategy can be recommended from these records: ddp, fsdp: unusable record "
-    )
-    assert (
-        "(the audit: learns-nothing (f)); ps-sync: does not fit (out of memory)." in found.headline
-    )
+    assert found.headline == "Nothing can be recommended. Every candidate is excluded."
+    assert found.reason.startswith("Every strategy is excluded: ddp, fsdp: unusable record ")
+    assert "(the audit: learns-nothing (f)); ps-sync: does not fit (out of memory)." in found.reason
 
 
 def test_a_misspelt_model_is_refused_with_those_there_are(tmp_path, capsys):
@@ -600,7 +597,7 @@ def test_costs_have_the_unit_of_their_price_and_equal_ones_are_not_1_times():
 
 def test_what_alone_is_left_says_what_was_excluded_and_why():
     found = decided([cell("ddp", 10.0), failed("fsdp", "oom"), failed("ps-sync", "diverged")])
-    assert found.headline == "ddp on 4 GPUs, the only one left."
+    assert found.headline == "ddp × 4. The only one left."
     assert found.reason.endswith(
         "Nothing else is left: fsdp: does not fit (out of memory); "
         "ps-sync: worse score (training diverged)."
@@ -609,9 +606,9 @@ def test_what_alone_is_left_says_what_was_excluded_and_why():
 
 def test_one_run_is_called_one_whether_it_was_the_fastest_or_near_it():
     near = decided([cell("ddp", 10.0), cell("fsdp", 10.1)])
-    assert near.headline == "Fastest in its one run: ddp on 4 GPUs."
+    assert near.headline == "ddp × 4. Fastest, in one run each."
     fewer = decided([cell("ddp", 10.0), cell("fsdp", 10.1, gpus=2)])
-    assert fewer.headline == "Within 3% of the best in one run each: fsdp on 2 GPUs."
+    assert fewer.headline == "fsdp × 2. Within 3 % of the best, in one run each."
 
 
 def test_amounts_that_print_alike_get_a_digit_more():
@@ -671,3 +668,20 @@ def test_what_holds_for_every_decision_is_said_once():
     said = decide.describe_decisions(found, [], Constraints())
     assert said.count("says nothing of GPUs") == 1
     assert "Of all of them: It holds for CPU processes on this machine" in said
+    # The answers stand last, and every line has room on a screen.
+    last = said.rpartition("\n\n")[2]
+    assert last.startswith(
+        "Two questions, no sure answer yet. Two hold with a condition.\nvgg16 (e): ddp × 4"
+    )
+    assert "\nresnet50 (e): ddp × 4, 10.0 s." in last
+    assert max(map(len, said.split("\n"))) <= 100
+
+
+def test_broken_lines_go_on_further_in_and_no_name_is_broken():
+    name = "a-path/" * 20
+    text = folded(["  " + "word " * 40, name, ""])
+    first, second, *_ = text.split("\n")
+    assert first.startswith("  word")
+    assert second.startswith("    word")
+    assert name in text
+    assert text.endswith("\n")

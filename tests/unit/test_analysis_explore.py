@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stratbench.analysis.figures.style import known_styles
+from stratbench.analysis.figures.marks import FAMILIES
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.report import explore, report
@@ -104,8 +104,8 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     everywhere = dict.fromkeys(FINDING) | {"experiment": "main", "severity": "doubtful"}
     marked = explore.page_data(cells, [everywhere])["audit"]["cells"]
     assert list(marked) == list(np.flatnonzero(cells["status"] != "missing"))
-    ddp = known_styles()["ddp"]
-    assert data["styles"]["ddp"] == [ddp.colour, ddp.marker]
+    hue = FAMILIES["replicas"]
+    assert data["styles"]["ddp"] == [[hue.light[0], hue.dark[0]], f"{hue.shape} full"]
     assert set(cells["strategy"]) == set(data["styles"])
 
 
@@ -290,22 +290,19 @@ def test_the_table_sorts_and_axes_change(browser, page, study):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_mark_of_a_pale_colour_is_seen_on_white(browser, study):
-    """By the darkest dot of its mark in the legend."""
-    folder, cells = study
-    palest = max(known_styles(), key=lambda name: int(known_styles()[name].colour[3:5], 16))
-    assert int(known_styles()[palest].colour[3:5], 16) > 200
-    path = folder / "pale.html"
-    explore.write_page(path, cells.replace("ps-async", palest), [FINDING], folder, [])
-    open_page(browser, path)
-    darkest = browser.run(
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_marks_have_the_colours_of_the_theme(browser, page, theme):
+    """By the dots of a mark in the legend."""
+    browser.shown_as(theme)
+    open_page(browser, page)
+    wanted = [int(getattr(FAMILIES["replicas"], theme)[0][at : at + 2], 16) for at in (1, 3, 5)]
+    found = browser.run(
         "(() => { const all = [...document.querySelectorAll('#legend button')];"
-        f" const canvas = all.find((b) => b.textContent === '{palest}').querySelector('canvas');"
-        " const dots = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
-        " let least = 255; for (let i = 0; i < dots.length; i += 4)"
-        " if (dots[i + 3] > 200) least = Math.min(least, dots[i + 1]); return String(least); })()"
+        " const canvas = all.find((b) => b.textContent === 'ddp').querySelector('canvas');"
+        " const middle = canvas.width / 2;"
+        " return [...canvas.getContext('2d').getImageData(middle, middle, 1, 1).data].join(); })()"
     )
-    assert int(darkest) < 170
+    assert [int(part) for part in found.split(",")][:3] == wanted
 
 
 @pytest.mark.slow

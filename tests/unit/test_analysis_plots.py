@@ -1,357 +1,392 @@
-"""Figures: everything has its mark, a strategy looks the same everywhere, files are stable."""
+"""Figures: every cell is drawn or told in words, the choice stands out, nothing leaves the sheet."""
 
 from __future__ import annotations
 
-from itertools import combinations
+import json
+import re
+from itertools import pairwise
+from types import SimpleNamespace
 
 import fixture_records as fixture
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import rgb_to_hsv, to_rgb
 from PIL import Image
+from test_marks import EYES, THEMES, contrast, linear, oklab
 
 from stratbench.analysis import audit
-from stratbench.analysis.figures import plots, style
-from stratbench.analysis.figures.figure_list import PLOTS
-from stratbench.analysis.figures.timelines import COLOURS
-from stratbench.analysis.figures.tradeoffs import OTHER_PHASE_LOOKS, PHASE_LOOKS
+from stratbench.analysis.decision import decide
+from stratbench.analysis.figures import curves, marks, plots, rows, sheet
+from stratbench.analysis.figures.figure_list import INDEX, PLOTS
+from stratbench.analysis.figures.scales import Scale, padded
+from stratbench.analysis.figures.tradeoffs import PARTS, REST
 from stratbench.analysis.records import collect
-from stratbench.analysis.records.columns import COLUMNS, read_cells
+from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.tables.summary import read_summary, summarise
-from stratbench.strategies import REGISTRY, strategy_class
-
-pytestmark = pytest.mark.slow
+from stratbench.analysis.tables.summary import summarise
+from stratbench.cell.text.words import MIB
 
 
-def analysed(root, cells, statuses=None, device="cuda"):
-    """The experiment `main` of constructed records, ready to draw, and the study's folder."""
-    study_dir = fixture.write_study(root, cells, statuses, device)
+def analysed(root, cells, statuses=None, device="cuda", change=None):
+    """The figures' data of constructed records of one model, and the study's folder."""
+    study_dir = fixture.write_study(root, cells, statuses, device, change)
     collect.collect(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
-    read = read_cells(study_dir / "cells.csv")
-    audit.main(["--cells", str(study_dir / "cells.csv"), "--out", str(study_dir / "audit.csv")])
+    given = ["--cells", str(study_dir / "cells.csv")]
+    audit.main([*given, "--out", str(study_dir / "audit.csv")])
+    audited = [*given, "--audit", str(study_dir / "audit.csv"), "--out", str(study_dir / "d.csv")]
+    decide.main([*audited, "--answers-out", str(study_dir / "answers.json")])
     findings = read_audit(study_dir / "audit.csv")
-    summarise(read, findings).to_csv(study_dir / "summary.csv", index=False)
-    found = plots.figure_data_by_experiment(
-        read,
-        pd.read_csv(study_dir / "epochs.csv"),
-        read_summary(study_dir / "summary.csv"),
-    )
-    return found["main"], study_dir
+    summary = summarise(read_cells(study_dir / "cells.csv"), findings)
+    summary.to_csv(study_dir / "summary.csv", index=False)
+    tables = (study_dir / f"{name}.csv" for name in ("cells", "epochs", "summary"))
+    return plots.read_figure_data(*tables, study_dir / "answers.json", None)[0], study_dir
 
 
 @pytest.fixture
 def draw():
     figures = []
 
-    def of(experiment, name):
-        with plt.rc_context(style.RC):
-            figures.append(plots.draw_figure(name, experiment))
-        return figures[-1]
+    def of(data, name, count=None):
+        with plt.rc_context(sheet.RC):
+            drawn = plots.draw_figure(name, data, count)
+        figures.append(drawn.figure)
+        return SimpleNamespace(
+            axes=drawn.figure.axes[0],
+            figure=drawn.figure,
+            caption=drawn.caption,
+            texts=[t.get_text() for t in drawn.figure.axes[0].texts],
+        )
 
     yield of
     for figure in figures:
         plt.close(figure)
 
 
-def texts(figure):
-    return [text.get_text() for axis in figure.axes for text in axis.texts]
+def all_figures(data):
+    return list(plots.figures_of(data))
 
 
 @pytest.mark.parametrize("name", ["training_time", "memory"])
-def test_every_cell_is_a_bar_or_a_labelled_mark(tmp_path, draw, name):
-    cells = fixture.expand(models=("vgg16", "convnext_large"))
-    experiment, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
-    figure = draw(experiment, name)
-    bars = sum(len(axis.patches) for axis in figure.axes)
-    labels = [text for text in texts(figure) if text != "×"]
-    assert sorted(labels) == ["OOM", "OOM", "div.", "error", "missing"]
-    assert texts(figure).count("×") == len(labels)
-    assert bars + len(labels) == len(cells)
+def test_every_cell_is_a_point_or_told_in_words(tmp_path, draw, name):
+    cells = fixture.expand(models=("vgg16",))
+    data, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
+    found = draw(data, name)
+    points = sum(t.get_zorder() == 6 for t in found.axes.texts)  # the numbers in marks
+    measured = data.rows(name)["value"].notna().sum()
+    assert points == measured < len(cells)
+    words = "; ".join(t for t in found.texts if " on " in t)
+    told = sum(len(part.rpartition(" on ")[2].split(", ")) for part in words.split("; "))
+    assert told == len(data.rows(name)) - measured
 
 
-@pytest.mark.parametrize(("device", "lines"), [("cuda", 3), ("cpu", 0)])
-def test_model_states_are_marked_only_where_the_peak_holds_them(tmp_path, draw, device, lines):
-    cells = fixture.expand(strategies=("ddp",), models=("vgg16",))
-    experiment, _ = analysed(tmp_path, cells, device=device)
-    figure = draw(experiment, "memory")
-    assert len(figure.axes[0].collections) == lines
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert ("model states (part of the peak)" in legend) == bool(lines)
-
-
-def test_points_without_a_result_are_crossed_and_named(tmp_path, draw):
+def test_a_card_that_nothing_fits_is_told_in_words_in_every_row(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
-    experiment, _ = analysed(tmp_path, cells, {("ddp", "vgg16", 1): "oom"})
-    found = texts(draw(experiment, "speedup"))
-    assert "ddp, 1: OOM" in found
-    assert "ddp, 2, 4: n/a (1 worker: OOM)" in found
-    assert (
-        found.count("×") == 3 + 2
-    )  # one on the axis for each point, one for each line of the list
-    assert "ddp, 1: OOM" in texts(draw(experiment, "throughput"))
-    assert "× ddp: OOM" in texts(draw(experiment, "score"))
+    statuses = {(s, "vgg16", n): "oom" for s in ("ddp", "fsdp") for n in (1, 2, 4)}
+    data, _ = analysed(tmp_path, cells, statuses)
+    assert data.choice is None
+    assert draw(data, "training_time").texts.count("OOM on 1, 2, 4") == 2
 
 
-def test_a_list_of_many_cells_without_a_score_leaves_room_for_the_lines():
-    figure, axis = plt.subplots()
-    plots.score_notes(axis, [f"× s{i}: missing" for i in range(26)])
-    plots.score_notes(axis, ["× ddp: OOM"])
-    many, one = (text.split("\n") for text in texts(figure))
-    plt.close(figure)
-    assert one == ["× ddp: OOM"]
-    assert len(many) == 7
-    assert many[-2:] == ["× s5: missing", "and 20 more strategies: see the table"]
+@pytest.mark.parametrize(("device", "told"), [("cuda", True), ("cpu", False)])
+def test_model_states_are_marked_only_where_the_peak_holds_them(tmp_path, draw, device, told):
+    cells = fixture.expand(strategies=("ddp",), models=("vgg16",))
+    data, _ = analysed(tmp_path, cells, device=device)
+    assert ("model states" in draw(data, "memory").caption) == told
 
 
-def test_repeats_give_error_bars_and_one_repeat_none(tmp_path, draw):
-    for repeats, bars in ((1, 0), (3, 3)):
+def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+    chosen = data.choice[0]
+    families = {s: marks.FAMILIES[data.marks[s].family].light for s in data.strategies}
+    for name in ("training_time", "speedup"):
+        found = draw(data, name)
+        bold = {t.get_text() for t in found.axes.texts if t.get_fontweight() == "bold"}
+        assert {chosen} == bold & set(data.strategies), name
+        drawn = {line.get_color() for line in found.axes.lines}
+        assert families[chosen][0] in drawn
+        rivals = [s for s in data.strategies if families[s] != families[chosen]]
+        assert not drawn & {families[s][0] for s in rivals}
+    lines = draw(data, "speedup").axes.lines
+    widths = {line.get_color(): line.get_linewidth() for line in lines if len(line.get_xdata()) > 2}
+    thick = widths.pop(families[chosen][0])
+    assert thick >= 2 * max(w for c, w in widths.items() if c in {q for _, q in families.values()})
+
+
+def test_a_repeat_gives_no_line_and_several_do(tmp_path, draw):
+    for repeats in (1, 3):
         cells = fixture.expand(strategies=("ddp",), models=("vgg16",), repeats=repeats)
-        experiment, _ = analysed(tmp_path / str(repeats), cells)
-        axis = draw(experiment, "training_time").axes[0]
-        containers = [c for c in axis.containers if hasattr(c, "has_yerr")]
-        assert len(containers) == bars
+        data, _ = analysed(tmp_path / str(repeats), cells)
+        assert ("Lines: from the lowest" in draw(data, "training_time").caption) == (repeats > 1)
 
 
-def test_speedups_have_the_ideal_line(tmp_path, draw):
-    experiment, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     for name in ("speedup", "speedup_vs_single"):
-        first = draw(experiment, name).axes[0].lines[0]
-        assert list(first.get_xdata()) == list(first.get_ydata()) == [1, 4]
+        found = draw(data, name)
+        best = data.rows(name)["value"].max()
+        ideal = [
+            n for n in found.axes.lines if n.get_color() == sheet.RULE and len(n.get_xdata()) == 2
+        ]
+        top = min(min(n.get_ydata()) for n in found.axes.lines if n.get_color() != sheet.RULE)
+        assert min(min(n.get_ydata()) for n in ideal) >= top - 1 or best > data.counts[-1]
+        assert f"The most is {best:.2f}" in found.caption
 
 
-def test_every_figure_says_what_a_worker_is(tmp_path, draw):
-    cells = fixture.expand(strategies=("single", "ddp"), models=("vgg16",))
-    experiment, _ = analysed(tmp_path, cells, device="cpu")
-    drawn = [name for name in PLOTS if plots.has_data(name, experiment)]
-    assert len(drawn) > 6
-    for name in drawn:
-        figure = draw(experiment, name)
-        note = figure.get_supxlabel().replace("\n", " ")
-        assert "CPU process; the processes of a cell share 2 cores" in note
+def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):
+    cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
+    data, _ = analysed(tmp_path, cells, {("ddp", "vgg16", 1): "oom"})
+    assert "ddp: OOM on 1; 1 worker: OOM on 2, 4" in draw(data, "speedup").texts
+    assert "ddp: OOM on 1" in draw(data, "throughput").texts
+    assert "ddp: OOM" in draw(data, "score", 1).texts
+
+
+def test_a_list_of_many_cells_without_a_score_is_cut():
+    assert curves.noted(["a"]) == ["a"]
+    many = curves.noted([f"s{i}: missing" for i in range(26)])
+    assert len(many) == curves.MOST_NOTES
+    assert many[-1] == "and 21 more: see the table"
+
+
+@pytest.mark.slow
+def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
+    """Whatever names are; no title, legend or hatch; no text below 12 pixels."""
+    cells = fixture.expand(models=("vgg16",), repeats=2)
+    data, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
+    long = {"ddp": "a-variant-of-ddp-with-quite-a-long-name-of-its-own"}
+    renamed = {
+        name: getattr(data, name).replace({"strategy": long})
+        for name in ("cells", "epochs", "summary")
+    }
+    variant = data.marks | {long["ddp"]: data.marks["ddp"]}
+    data = plots.FigureData(**renamed, marks=variant, choice=(long["ddp"], 2))
+    for name, count in all_figures(data):
+        found = draw(data, name, count)
+        assert found.figure.get_figwidth() * 96 == sheet.WIDTH
+        assert not found.figure.legends
+        assert found.axes.get_title() == ""
+        found.figure.draw_without_rendering()
+        pixels = found.figure.bbox
+        for text in found.axes.texts:
+            if not text.get_text():
+                continue
+            assert text.get_fontsize() >= 12 * sheet.PX, name
+            box = text.get_window_extent()
+            assert box.x0 >= -2, (name, text.get_text())
+            assert box.x1 <= pixels.x1 + 2, (name, text.get_text())
+            assert box.y0 >= -2, (name, text.get_text())
+            assert box.y1 <= pixels.y1 + 2, (name, text.get_text())
+        assert not any(patch.get_hatch() for patch in found.axes.patches)
+
+
+def test_names_beside_lines_keep_their_distance():
+    wanted = [100.0, 101.0, 102.0, 20.0, 158.0, 160.0]
+    places = curves.spread(wanted, 8, 160)
+    assert all(b - a >= curves.APART - 1e-9 for a, b in pairwise(sorted(places)))
+    assert min(places) >= 8
+    assert max(places) <= 160
+    assert sorted(wanted, key=lambda w: places[wanted.index(w)]) == sorted(wanted)
+
+
+def test_of_many_strategies_the_choice_is_named():
+    lines = [
+        curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], chosen=i == 5) for i in range(60)
+    ]
+    shown = curves.Curves(lines, {c.strategy: marks.mark_of("other", 0) for c in lines}, "workers")
+    with plt.rc_context(sheet.RC):
+        figure, unnamed = curves.draw_curves(shown)
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    plt.close(figure)
+    assert "s5" in texts
+    assert 30 < unnamed < 50
+    assert sum(t.startswith("s") for t in texts) == 60 - unnamed
+
+
+def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
+    row = rows.Row("a", [rows.Point(v, number="1") for v in (1.0, 1.01, 1.02, 5.0)])
+    lanes = list(rows.lanes_of(row, Scale(1, 6, 100, 300)))
+    assert lanes == [0, 1, 2, 0]
+    assert rows.height_of(row, lanes) == rows.ROW + 2 * rows.LANE
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log"), [(0.8, 14, True), (211, 372, True), (0.97, 1.04, True), (0, 0.031, False)]
+)  # fmt: skip
+def test_ticks_are_few_round_and_apart(low, high, log):
+    scale = padded([low, high], 100, 300, 10, log)
+    ticks = scale.labelled(scale.ticks(), "s")
+    assert 2 <= len(ticks) <= 7
+    for (a, one), (b, other) in pairwise(ticks):
+        assert b - a >= (sheet.text_width(one) + sheet.text_width(other)) / 2
+    assert ticks[-1][1].endswith(" s")
+    assert all(100 <= at <= 300 for at, _ in ticks)
+
+
+def test_names_from_records_are_no_formulas(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",), (1, 2)))
+    name = r"a $\frac{$"
+    changed = {
+        n: getattr(data, n).replace({"strategy": {"ddp": name}}) for n in ("cells", "summary")
+    }
+    data = plots.FigureData(epochs=data.epochs, marks={name: data.marks["ddp"]}, **changed)
+    figure = draw(data, "training_time").figure
+    with plt.rc_context(sheet.RC):
+        assert r"\frac{$" in sheet.svg_of(figure)
 
 
 #: Figures of constructed records of `ddp` alone: none of servers, of `single` or of samplers.
 OF_DDP = {
-    *("training_time", "throughput", "speedup", "memory", "score", "breakdown"),
-    *("score_over_time", "tradeoff"),
+    *("training_time", "throughput", "speedup", "memory", "breakdown", "score_over_time"),
+    *("tradeoff", "score_on_1", "score_on_2", "score_on_4"),
 }
 
 
-def test_names_from_records_are_no_formulas(tmp_path, draw):
-    experiment, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",), (1, 2)))
-    experiment.cells["device_name"] = r"GPU $\frac{$"
-    figure = draw(experiment, "training_time")
-    figure.savefig(tmp_path / "figure.svg")
-    assert r"$\frac{$" in figure.get_supxlabel()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("statuses", "without"),
-    [({}, set()), ({("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}, {"speedup", "breakdown"})],
+    ("statuses", "left"),
+    [({}, OF_DDP), ({("ddp", "vgg16", n): "oom" for n in (1, 2, 4)}, {"training_time"})],
 )
-def test_figures_with_data_are_written_and_are_the_same_each_time(
-    tmp_path, monkeypatch, statuses, without
-):
-    """Also where no cell of an experiment has a result; one of an earlier run does not stay.
-
-    Those of a bar chart and of lines are drawn again.
-    """
+def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, statuses, left):
+    """Also where no cell of an experiment has a result; one of an earlier run does not stay."""
     cells = fixture.expand(strategies=("ddp",), models=("vgg16",))
     _, study_dir = analysed(tmp_path, cells, statuses)
-    inputs = ["--cells", str(study_dir / "cells.csv"), "--epochs", str(study_dir / "epochs.csv")]
-    inputs += ["--summary", str(study_dir / "summary.csv")]
-    stale = tmp_path / "a" / "main" / "staleness.svg"
+    inputs = [f"--{n}={study_dir}/{n}.csv" for n in ("cells", "epochs", "summary")]
+    inputs.append(f"--answers={study_dir}/answers.json")
+    stale = tmp_path / "a" / "main" / "vgg16" / "staleness.svg"
     stale.parent.mkdir(parents=True)
     stale.touch()
     assert plots.main([*inputs, "--out-dir", str(tmp_path / "a")]) == 0
-    drawn = {path.stem for path in (tmp_path / "a" / "main").iterdir()}
-    assert drawn == OF_DDP - without
-    for name in drawn:
-        with Image.open(tmp_path / "a" / "main" / f"{name}.png") as image:
-            assert min(image.size) > 300
-    if without:
-        return
-    again = {name: plots.PLOTS[name] for name in ("training_time", "throughput")}
-    monkeypatch.setattr(plots, "PLOTS", again)
+    drawn = {path.stem for path in stale.parent.iterdir()}
+    assert drawn == left
+    index = json.loads((tmp_path / "a" / INDEX).read_text())
+    assert {figure["file"] for figure in index} == {f"main/vgg16/{name}.svg" for name in left}
+    for figure in index:
+        with Image.open((tmp_path / "a" / figure["file"]).with_suffix(".png")) as image:
+            assert image.size[0] == 2 * sheet.WIDTH
     assert plots.main([*inputs, "--out-dir", str(tmp_path / "b")]) == 0
-    for name in again:
-        for kind in ("svg", "png", "pdf"):
-            one = (tmp_path / "a" / "main" / f"{name}.{kind}").read_bytes()
-            assert one == (tmp_path / "b" / "main" / f"{name}.{kind}").read_bytes()
+    for path in (tmp_path / "a").rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes()
 
 
-def test_lines_start_at_zero_and_leave_room_above(tmp_path, draw):
-    cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(2,))
-    experiment, _ = analysed(tmp_path, cells)
-    axis = draw(experiment, "throughput").axes[0]
-    low, high = axis.get_ylim()
-    highest = axis.lines[0].get_ydata().max()
-    assert low == 0
-    assert 1.04 * highest < high < 1.2 * highest
+def test_one_svg_serves_both_themes(tmp_path, draw):
+    """Every colour in it is a variable, which has a value for light and one for dark paper."""
+    data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
+    for name, count in all_figures(data):
+        with plt.rc_context(sheet.RC):
+            svg = sheet.svg_of(draw(data, name, count).figure)
+        style, body = re.search(r"<style>(.*?)</style>(.*)", svg, re.DOTALL).groups()
+        assert not re.search(r"#[0-9a-f]{6}", body), name
+        light, dark = style.split("@media")
+        used = set(re.findall(r"var\(--([a-z0-9-]+)\)", body))
+        for theme in (light, dark):
+            assert used <= set(re.findall(r"--([a-z0-9-]+):", theme)), name
+        assert f'width="{sheet.WIDTH}"' in svg
+
+
+def test_texts_and_areas_stand_out_from_both_papers():
+    """Texts with 4.5 : 1, areas and outlines with 3 : 1; grid lines and bands carry nothing alone."""
+    parts = {name for _, name, *_ in PARTS} | {REST[1]}
+    for at, paper in enumerate(THEMES.values()):
+        for name, least in {
+            "ink": 4.5,
+            "muted": 4.5,
+            "bad": 4.5,
+            **dict.fromkeys(parts, 3.0),
+        }.items():
+            assert contrast(sheet.THEME[name][at], paper) >= least, (name, at)
+
+
+@pytest.mark.parametrize("eyes", EYES)
+def test_the_filled_phases_of_a_step_are_told_apart_whoever_looks(eyes):
+    filled = [name for _, name, is_filled, _ in PARTS if is_filled]
+    for at in range(len(THEMES)):
+        seen = [oklab(EYES[eyes] @ linear(sheet.THEME[name][at])) for name in filled]
+        for one, other in pairwise(seen):  # of bars beside each other
+            assert np.linalg.norm(one - other) >= 0.08
+
+
+def test_a_light_colour_has_one_dark_counterpart():
+    light = list(sheet.THEME.values())
+    light += [
+        pair for hue in marks.FAMILIES.values() for pair in zip(hue.light, hue.dark, strict=True)
+    ]
+    known = {}
+    for one, dark in light:
+        assert known.setdefault(one, dark) == dark
 
 
 def test_many_worker_counts_are_drawn_on_logarithmic_axes(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp",), models=("vgg16",), gpus=(1, 4, 16, 64))
-    experiment, _ = analysed(tmp_path, cells)
-    axis = draw(experiment, "speedup").axes[0]
-    assert axis.get_xscale() == axis.get_yscale() == "log"
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["1", "4", "16", "64"]
+    data, _ = analysed(tmp_path, cells)
+    found = draw(data, "speedup")
+    centred = [t for t in found.axes.texts if t.get_ha() == "center"]
+    ticks = {t.get_text(): t.get_position()[0] for t in centred}
+    steps = np.diff([ticks[n] for n in ("1", "4", "16", "64")])
+    assert steps == pytest.approx(steps[0])
 
 
-def test_a_doubted_figure_has_a_dagger_and_the_note_says_what_it_means(tmp_path, draw):
+def test_a_doubted_figure_has_a_dagger_and_the_caption_says_what_it_means(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
-    experiment, _ = analysed(tmp_path, cells)
-    names = ("training_time", "throughput", "memory", "score", "tradeoff")
-    for name in names:
-        figure = draw(experiment, name)
-        assert not any("†" in text for text in texts(figure)), name
-        assert "†" not in figure.get_supxlabel()
-    doubted = experiment.summary
-    doubted.loc[(doubted["strategy"] == "fsdp") & (doubted["gpus"] == 2), "flags"] = "some-rule"
-    for name in names:
-        figure = draw(experiment, name)
-        assert sum("†" in text for text in texts(figure)) == 1, name
-        assert "†: doubtful, says the audit" in figure.get_supxlabel().replace("\n", " ")
-    doubted.loc[doubted["flags"] != "", "flags"] = "some-rule; same-value-twice"
-    note = draw(experiment, "training_time").get_supxlabel().replace("\n", " ")
-    assert "†: unusable or doubtful, says the audit" in note
+    data, _ = analysed(tmp_path, cells)
+    names = (("training_time", None), ("throughput", None), ("score", 2))
+    data.summary["flags"] = ""
+    for name, count in names:
+        found = draw(data, name, count)
+        assert not any("†" in text for text in (*found.texts, found.caption)), name
+    at = (data.summary["strategy"] == "fsdp") & data.summary["value"].notna()
+    data.summary.loc[at, "flags"] = "some-rule"
+    for name, count in names:
+        found = draw(data, name, count)
+        assert sum("†" in text for text in found.texts) == 1, name
+        assert "†: doubtful, says the audit." in found.caption
+    data.summary.loc[at, "flags"] = "some-rule; same-value-twice"
+    assert "†: unusable or doubtful, says the audit." in draw(data, "training_time").caption
 
 
-def test_numbers_of_updates_and_epochs_have_whole_ticks(tmp_path, draw):
-    experiment, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
-    for name in ("staleness", "score"):
-        figure = draw(experiment, name)
-        figure.draw_without_rendering()
-        for axis in figure.axes:
-            assert all(float(tick).is_integer() for tick in axis.get_xticks()), name
+def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw):
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
+    peak = data.rows("memory")["value"].max() * MIB
+    for card, drawn in ((1.2 * peak, True), (40 * peak, False)):
+        data.cells["device_memory_bytes"] = card
+        found = draw(data, "memory")
+        assert ("the card" in found.texts) == drawn
+        assert "The card has" in found.caption
 
 
-def test_phases_and_workers_have_none_of_the_strategies_colours():
-    def distance(a, b):
-        return sum((x - y) ** 2 for x, y in zip(to_rgb(a), to_rgb(b), strict=True)) ** 0.5
-
-    of_strategies = {known.colour for known in style.known_styles().values()}
-    others = {*(c for c, _ in (*PHASE_LOOKS.values(), *OTHER_PHASE_LOOKS)), *COLOURS}
-    assert min(distance(a, b) for a in others for b in of_strategies) > 0.15
+def test_numbers_of_updates_and_epochs_have_whole_ticks():
+    assert all(t == int(t) for t in Scale(1, 3, 0, 100, whole=True).ticks())
 
 
-#: What someone without green cones sees of linear RGB: Machado et al., A physiologically-based model
-#: for simulation of color vision deficiency, 2009.
-DEUTERANOPIA = np.array(
-    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
-)
-#: sRGB to XYZ, relative to the white point D65.
-TO_XYZ = np.array(
-    [[0.412456, 0.357576, 0.180437], [0.212673, 0.715152, 0.072175], [0.019334, 0.119192, 0.950304]]
-) / np.array([[0.95047], [1.0], [1.08883]])
+def test_a_new_strategy_needs_nothing_to_be_drawn(tmp_path, draw):
+    """Nobody knows it: it is drawn as another one, with its name."""
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
+    own = {name: getattr(data, name).assign(strategy="mine") for name in ("epochs", "summary")}
+    own["cells"] = data.cells.assign(strategy="mine", strategy_base="mine")
+    (data,) = plots.figure_data_of(**own)
+    assert data.marks["mine"].family == "other"
+    for name, count in all_figures(data):
+        assert any("mine" in text for text in draw(data, name, count).texts), name
 
 
-def difference(one: str, other: str) -> float:
-    """CIE 1976 difference of two colours, the smaller of what people with and without deuteranopia see.
-
-    From about 2 on it is noticed side by side, 10 is seen at a glance.
-    """
-
-    def lab(colour: str, seen: np.ndarray) -> np.ndarray:
-        rgb = np.array(to_rgb(colour))
-        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-        xyz = TO_XYZ @ np.clip(seen @ linear, 0, 1)
-        f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
-        return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-    views = (np.eye(3), DEUTERANOPIA)
-    return min(float(np.linalg.norm(lab(one, v) - lab(other, v))) for v in views)
-
-
-def test_the_difference_of_colours_is_what_it_is_known_to_be():
-    assert difference("#000000", "#ffffff") == pytest.approx(100, abs=0.1)
-    # Red and green of one lightness: far apart for most people, and not for some.
-    assert difference("#c04000", "#5c7200") < 20
-
-
-def test_thirty_strategies_can_be_told_apart_also_without_green_cones():
-    """By colour, or else by marker and hatch at once."""
-    variants = [(f"{base}-{i}", base) for base in ("ddp", "fsdp", "ps-async") for i in range(4)]
-    looks = style.styles_by_strategy([*((name, name) for name in REGISTRY), *variants])
-    assert len(looks) >= 30
-    for (one, a), (other, b) in combinations(looks.items(), 2):
-        apart = a.marker != b.marker and a.hatch != b.hatch
-        assert apart or difference(a.colour, b.colour) > 12, (one, other)
-    hues = [hue for hue, _ in style.FAMILIES.values()]
-    assert min(difference(a, b) for a, b in combinations(hues, 2)) > 12
-
-
-def test_a_family_shares_a_hue_and_no_marks():
-    families: dict[str, list[str]] = {}
-    for name in REGISTRY:
-        families.setdefault(strategy_class(name).family, []).append(name)
-    assert set(families) == set(style.FAMILIES) - {"other"}
-    known = style.known_styles()
-    for family, names in families.items():
-        looks = [known[name] for name in names]
-        assert (
-            len({look.marker for look in looks})
-            == len({look.hatch for look in looks})
-            == len(names)
-        )
-        hue = rgb_to_hsv(to_rgb(style.FAMILIES[family][0]))[0]
-        for look in looks:
-            assert rgb_to_hsv(to_rgb(look.colour))[0] == pytest.approx(hue, abs=0.02)
-
-
-def test_a_known_strategy_looks_the_same_whatever_else_the_study_has():
-    alone = style.styles_by_strategy([("ddp", "ddp")])
-    among = style.styles_by_strategy([("a", "ddp"), ("ddp", "ddp"), ("fsdp", "fsdp"), ("b", None)])
-    assert alone["ddp"] == among["ddp"] == style.known_styles()["ddp"]
-
-
-def test_variants_are_of_their_strategys_family_in_any_order():
-    names = [("b", "fsdp"), ("a", "fsdp"), ("c", None)]
-    found = style.styles_by_strategy(names)
-    assert style.styles_by_strategy(reversed(names)) == found
-    registered = sum(strategy_class(name).family == "shards" for name in REGISTRY)
-    assert found["a"] == style.style_of("shards", registered)
-    assert found["b"] == style.style_of("shards", registered + 1)
-    assert found["c"] == style.style_of("other", 0)
-
-
-def test_a_legend_fits_its_figure():
-    from stratbench.analysis.figures.panels import legend_columns
-
-    names = list(style.known_styles())
-    for width_in in (4.2, 6.6, 9.9):
-        columns = legend_columns(names, width_in)
-        widest = max(0.68 + 0.073 * len(name) for name in names)
-        assert columns == 1 or columns * widest <= width_in * 2
-    assert legend_columns(names, 9.9) > legend_columns(names, 4.2)
-    assert legend_columns(["ddp"], 1.0) == 1
-
-
-def test_a_caption_speaks_of_what_is_drawn_alone():
-    """A report of GPUs without failures and repeats: no cross, no CPU, no loss, no median."""
-    row = dict.fromkeys(COLUMNS) | {
-        "status": "ok", "repeat": 0, "strategy": "ddp", "gpus": 2, "device_kind": "cuda",
-        "score_name": "accuracy", "strategy_kind": "collective",
-    }  # fmt: skip
-    rows = pd.DataFrame([row])
-    captions = {name: plot.caption_of(rows) for name, plot in PLOTS.items()}
-    for name, caption in captions.items():
-        for absent in ("A cross", "CPU", "Dotted", "median", "servers"):
-            if (name, absent) not in {("training_time", "CPU"), ("utilisation", "CPU")}:
-                assert absent not in caption, (name, absent)
-    assert "entropy" not in captions["score"]
-    other = pd.DataFrame([
-        row | {"device_kind": "cpu", "score_name": "loss", "least_loss": 1.0},
-        row | {"status": "oom", "repeat": 1},
-    ])  # fmt: skip
-    assert "Dotted: the least possible loss." in PLOTS["score"].caption_of(other)
-    assert "high-water mark" in PLOTS["memory"].caption_of(other)
-    assert "cross" in PLOTS["training_time"].caption_of(other)
+def test_captions_speak_of_what_is_drawn_alone(tmp_path, draw):
+    """On GPUs, without failures and repeats: no CPU, no loss, no median, no servers."""
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
+    for name, count in all_figures(data):
+        caption = draw(data, name, count).caption
+        for absent in ("cross", "CPU", "Dotted", "median", "server", "Lines", "†"):
+            assert absent not in caption, (name, absent)
+    on_cpu, _ = analysed(tmp_path / "c", fixture.expand(("ddp",), ("vgg16",)), device="cpu")
+    assert "CPU" in draw(on_cpu, "training_time").caption
 
 
 def test_a_figure_over_epochs_is_not_called_by_the_last_one():
-    assert PLOTS["score"].title_of(Score()) == "Test accuracy by epoch (%)"
+    assert PLOTS["score"].title_of(Score()) == "Accuracy by epoch"
+    assert PLOTS["throughput"].title_of(Score()) == "Training throughput (samples/s)"
+
+
+def test_tables_of_no_epochs_draw_no_scores(tmp_path):
+    data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
+    empty = plots.FigureData(data.cells, data.epochs.iloc[:0], data.summary, data.marks)
+    assert not {name for name, _ in all_figures(empty)} & {"score", "score_over_time"}
+    assert isinstance(empty.epochs, pd.DataFrame)

@@ -127,14 +127,14 @@ def test_with_a_price_the_cheapest_is_said():
 
 
 def test_one_line_says_how_many_answers_are_sure():
-    sure, tie = Short("ddp", 8, "Fastest."), Short("zero1", 8, "As fast as ddp × 8.", why="equal")
-    one, none = Short("fsdp", 4, "Fastest.", why="one run each"), Short(None, None, "None.")
+    sure, tie = Short("ddp", 8, "Fastest.", "sure"), Short("zero1", 8, "As fast.", "condition")
+    one, none = Short("fsdp", 4, "Fastest.", "one run"), Short(None, None, "None.", "none")
     lines = [
-        lead_of([("a", "high", sure), ("b", "medium", tie), ("c", "low", one), ("d", "none", none)]),
-        lead_of([("resnet50", "low", one)]),
-        lead_of([("a", "low", Short("ddp", 2, "Not told apart from x."))] * 2),
-        lead_of([("a", "high", sure)]),
-    ]  # fmt: skip
+        lead_of([("a", sure), ("b", tie), ("c", one), ("d", none)]),
+        lead_of([("resnet50", one)]),
+        lead_of([("a", Short("ddp", 2, "Not told apart from x.", "apart"))] * 2),
+        lead_of([("a", sure)]),
+    ]
     assert lines == [
         "One answer is sure: ddp × 8 for a. One holds with a condition, one rests on one run of each "
         "cell and one has no strategy to recommend.",

@@ -84,7 +84,9 @@ def test_no_stage_tears_what_an_earlier_one_left(study: Path, monkeypatch, capsy
     for main, arguments in stages(study, out).values():
         assert main(arguments) == 0
     whole = contents(out)
-    assert {"report.html", "cells.csv", "decision.csv", "plots/main/training_time.svg"} < set(whole)
+    assert {"report.html", "cells.csv", "decision.csv", "plots/main/vgg16/training_time.svg"} < set(
+        whole
+    )
     for name, (main, arguments) in stages(study, out).items():
         with full_disk(), pytest.raises(OSError, match="File too large") as told:
             main(arguments)

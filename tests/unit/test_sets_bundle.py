@@ -248,7 +248,7 @@ def test_check_tells_what_is_in_a_bundle(bundled, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "cells: 8, of which 6 finished, 2 out of memory (OOM)" in out
     assert "audit: " in out
-    assert "data set cifar10; epochs 6; global batch 128; precision fp32" in out
+    assert "data set cifar10; epochs 6; global batch 128;\n  precision fp32" in out
     assert main(["check", str(tmp_path / "none.zip")]) == 2
     assert "is not there" in capsys.readouterr().err
 

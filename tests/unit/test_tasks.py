@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import fixture_records as fixture
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
@@ -17,8 +18,8 @@ from test_own_models import experiment, study_of
 from launching import settings
 from stratbench.analysis import audit
 from stratbench.analysis.audit import RULES
-from stratbench.analysis.figures.figure_data import figure_data_by_experiment
-from stratbench.analysis.figures.plots import draw_figure, has_data
+from stratbench.analysis.figures.figure_data import figure_data_of
+from stratbench.analysis.figures.plots import draw_figure, figures_of
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS, read_cells, read_epochs
 from stratbench.analysis.records.measures import measures_of
@@ -422,13 +423,15 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     assert "The least possible loss is 1.500 nats/token." in text
     assert "accuracy of" not in text.lower()
     assert not (tmp_path / "steps" / "score.md").exists()
-    drawn = figure_data_by_experiment(cells, read_epochs(folder / "epochs.csv"), summary)
-    assert not has_data("score", drawn["steps"])
-    for name in ("score", "score_over_time", "tradeoff"):
-        figure = draw_figure(name, drawn["text"])
-        assert figure.axes[0].get_ylabel() == "Test loss (nats/token)"
-        labels = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
-        assert ("least possible (1.500 nats/token)" in labels) == (name != "tradeoff")
+    data = figure_data_of(cells, read_epochs(folder / "epochs.csv"), summary)
+    drawn = {one.experiment: one for one in data}
+    assert not {name for name, _ in figures_of(drawn["steps"])} & {"score", "score_over_time"}
+    for name, count in (("score", 2), ("score_over_time", None), ("tradeoff", None)):
+        figure = draw_figure(name, drawn["text"], count)
+        assert "nats/token" in figure.caption
+        labels = [t.get_text() for t in figure.figure.axes[0].texts]
+        assert ("least possible: 1.5" in labels) == (name != "tradeoff")
+        plt.close(figure.figure)
     assert report.length_of_training(by["steps"]) == "2340 steps, no score"
     told = {line["experiment"]: line["score"] for line in report.cell_lines(cells, folder, folder)}
     assert told["images"].endswith(" %")
@@ -479,7 +482,10 @@ def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():
     ]
     found = decided(rows)
     assert found.choice.strategy == "ps-async"
-    assert "no score was measured, equal ones are assumed" in found.headline
+    assert (found.short.score, found.short.score_note) == (
+        "not measured",
+        "equal scores are assumed",
+    )
     assert "No score was measured (steps): equal scores are assumed." in found.confidence_why
     assert found.confidence != "high"
 

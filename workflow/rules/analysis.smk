@@ -1,6 +1,6 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
 from stratbench.analysis.report import brief
-from stratbench.analysis.figures.figure_list import PLOTS
+from stratbench.cell.text.words import folded
 
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"
@@ -13,7 +13,7 @@ onsuccess:
     if any(
         job.rule.name == rules.write_report.rule.name for job in workflow.dag.jobs
     ):
-        print(*brief.answer_lines(Path(RESULTS, STUDY.name)), sep="\n", flush=True)
+        print(folded(brief.answer_lines(Path(RESULTS, STUDY.name))), flush=True)
     end_round()
 
 
@@ -29,13 +29,14 @@ STAGES = {
     "tables": "-m stratbench.analysis.tables.tables --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --summary-out {params.out:q}/summary.csv"
     " --out-dir {params.out:q}/tables",
-    "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
-    " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
-    " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
     "decide": "-m stratbench.analysis.decision.decide --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --constraints {params.constraints:q}"
     " --verdict={params.verdict:q}"
     " --out {params.out:q}/decision.csv --answers-out {params.out:q}/answers.json",
+    "plots": "-m stratbench.analysis.figures.plots --cells {params.out:q}/cells.csv"
+    " --epochs {params.out:q}/epochs.csv --summary {params.out:q}/summary.csv"
+    " --answers {params.out:q}/answers.json"
+    " --study-dir {params.study:q} --out-dir {params.out:q}/plots",
     "against": "-m stratbench.analysis.paper.against --cells {params.out:q}/cells.csv"
     " --audit {params.out:q}/audit.csv --cells-out {params.out:q}/against_cells.csv"
     " --claims-out {params.out:q}/against_claims.csv"
@@ -124,14 +125,15 @@ rule make_plots:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         epochs=f"{RESULTS}/{{study}}/epochs.csv",
         summary=f"{RESULTS}/{{study}}/summary.csv",
+        answers=f"{RESULTS}/{{study}}/answers.json",
     output:
         # A folder: which figures there are depends on what the records have.
         plots=report(
             directory(FIGURES),
-            patterns=["{experiment}/{plot}.svg"],
+            patterns=["{experiment}/{model}/{plot}.svg"],
             caption="../report/figure.rst",
             category="Experiment {experiment}",
-            labels={"figure": "{plot}"},
+            labels={"model": "{model}", "figure": "{plot}"},
         ),
     log:
         f"{RESULTS}/{{study}}/logs/make_plots.log",
@@ -143,7 +145,6 @@ rule make_plots:
     params:
         study=study_dir,
         out=study_dir,
-        captions={name: plot.caption for name, plot in PLOTS.items()},
     message:
         "draw the figures of {wildcards.study}"
     shell:
@@ -298,6 +299,7 @@ rule decide:
     shell:
         f"set -o pipefail; {FIND_PACKAGE}("
         f"mkdir -p {{params.out:q}}"
-        f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial > {{params.out:q}}/records.txt"
-        f" && {RUN}--hold {{params.out:q}} {STAGES['audit']} {STAGES['decide']}"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['collect']} --partial {STAGES['audit']}"
+        " > {params.out:q}/records.txt"
+        f" && {RUN}--hold {{params.out:q}} {STAGES['decide']}"
         ") 2>&1 | tee {log:q}"

@@ -13,7 +13,7 @@ import yaml
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import write_decisions
 from stratbench.cell.files import claim_folder
-from stratbench.cell.text.words import printable
+from stratbench.cell.text.words import folded, printable
 from stratbench.command import CommandError
 from stratbench.sets.archive import SetError, extract
 from stratbench.sets.check import INVALID, describe_set, exit_code
@@ -46,7 +46,7 @@ def check(text: str, to_share: bool = False) -> int:
     except SetError as error:
         print(f"stratbench check: {error}")
         return INVALID
-    print(printable("\n".join(describe_set(found))))
+    print(printable(folded(describe_set(found))))
     if not to_share:
         return exit_code(found)
     faults = list(faults_of_bundle(Path(text).expanduser(), found))

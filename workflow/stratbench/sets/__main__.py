@@ -11,7 +11,7 @@ from pathlib import Path
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records import collect
 from stratbench.cell.files import reason_of
-from stratbench.cell.text.words import counted, printable
+from stratbench.cell.text.words import counted, folded, printable
 from stratbench.sets.archive import SetError
 from stratbench.sets.bundle import write_bundle
 from stratbench.sets.check import INVALID, describe_set, exit_code
@@ -42,7 +42,7 @@ def export(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """Check a bundle: hashes, schema, audit; prints what is in it and what it compares with."""
     found = read_set(args.file)
-    print(printable("\n".join(describe_set(found))))
+    print(printable(folded(describe_set(found))))
     return exit_code(found)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from stratbench.analysis.decision.candidate import PAIRED_BLOCKS, Candidate
+from stratbench.analysis.decision.claim import share, times
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import chance_difference
@@ -18,17 +20,33 @@ LOOKED_AGAIN = (
 )
 
 
-def confidence_in(
-    ranking: Ranking, given: Constraints, slowed: Sequence[str]
-) -> tuple[str, tuple[str, ...]]:
-    """`high`, `medium` or `low`, and the sentences that say why; docs/decision.md has the rules.
+@dataclass(frozen=True)
+class Confidence:
+    """How sure a decision is: the level, the one reason for it in a few words, and all in sentences."""
 
-    `slowed`: how workers were slowed down on purpose. Repeats come first, then hosts, then doubts.
+    #: `high`, `medium` or `low`.
+    level: str
+    why: str
+    sure: tuple[str, ...]
+
+
+def confidence_in(
+    ranking: Ranking, given: Constraints, slowed: Sequence[str], score_open: bool
+) -> Confidence:
+    """The confidence; docs/decision.md has the rules.
+
+    `slowed`: how workers were slowed down on purpose; `score_open`: whether the score may be worse than
+    allowed. Every limit has the highest level that it allows, and a few words that say it.
     """
     first, rivals = ranking.first, [c.rival for c in ranking.compared]
+    runs = counted(ranking.repeats, run_word(first))
     told = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
     level, claim = level_and_claim(ranking)
     told.append(claim)
+    limits = []
+    if bool(slowed) == given.homogeneous:
+        why = "workers were slowed on purpose" if slowed else "unequal workers were not measured"
+        limits.append((0, why))
     if first.claim is not None:
         told.append(f"The verdict on {counted(first.gpus, 'worker')}: {first.claim[0]}")
         # The verdict counts the blocks of all arms, and knows nodes, full runs and dependence.
@@ -39,28 +57,80 @@ def confidence_in(
         told.append(f"The verdict on {counted(first.gpus, 'worker')} does not claim it.")
     elif ranking.looked_again:
         told.append(LOOKED_AGAIN)
+    limits.append((level, what_repeats_leave_open(ranking, given, level)))
+    if score_open:
+        limits.append((1, f"{runs}: the score is not certain"))
+    told_of_score = list(score_caveats(first, given))
+    losable = first.may_lose is None or first.may_lose > given.tolerance_of(first.score)
+    if losable and not score_open:
+        limits.append(
+            (1, "equal scores are assumed" if first.unscored else "the score is not known")
+        )
+    doubts = list(sentences_on_doubts(ranking))
+    limits += [(1, words) for words in doubts_in_short(ranking)]
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     if min(len(c.hosts) for c in (first, *rivals)) < 2:
-        level = min(level, 1)
+        limits.append((1, f"{runs} on one host"))
         on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         told.append(
             f"All {first.unit}s ran on {on}: others may order them differently." if hosts else ""
         )
-    told += score_caveats(first, given)
-    doubts = list(sentences_on_doubts(ranking))
-    losable = first.may_lose is None or first.may_lose > given.tolerance_of(first.score)
-    if losable or doubts or first.on_cpu:
-        level = min(level, 1)
-    told += doubts
+    told += [*told_of_score, *doubts]
     if first.on_cpu:
+        limits.append((1, "CPU processes, not GPUs"))
         told.append("It holds for CPU processes on this machine and says nothing of GPUs.")
     if slowed and given.homogeneous:
         told.append(
             f"Workers were slowed on purpose ({'; '.join(slowed)}); yours are said to be equal."
         )
-    if bool(slowed) == given.homogeneous:
-        level = 0
-    return LEVELS[level], tuple(filter(None, told))
+    lowest = min(cap for cap, _ in limits)
+    why = next((words for cap, words in limits if cap == lowest and words), "")
+    if not why and ranking.is_clear:
+        why = f"{runs} on {counted(len(hosts), 'host')}, no doubts"
+    elif not why:
+        why = f"equal within {100 * given.equivalence_margin:g} %: either will do"
+    return Confidence(LEVELS[lowest], why, tuple(filter(None, told)))
+
+
+def run_word(first: Candidate) -> str:
+    """What a measurement of a candidate is called: `run`, or `block`."""
+    return "run" if first.unit == "repeat" else first.unit
+
+
+def what_repeats_leave_open(ranking: Ranking, given: Constraints, level: int) -> str:
+    """What the repeats do not tell, in a few words; empty if they tell what matters."""
+    first, run = ranking.first, run_word(ranking.first)
+    runs = counted(ranking.repeats, run)
+    if first.extrapolated:
+        return "extrapolated: no interval"
+    if not ranking.compared:
+        return f"{runs}, without a rival"
+    if ranking.at_most is None:
+        once = f"one {run} each" if len(first.times) < 2 else "some were measured once"
+        return f"{once}: may be chance"
+    if level and (ranking.is_clear or ranking.at_most <= given.equivalence_margin):
+        return f"{runs} each" if ranking.is_clear and ranking.repeats < 3 else ""
+    quickest = min(
+        (c for c in ranking.compared if c.low is not None and c.low < 1),
+        key=lambda c: c.low or 0.0,
+        default=None,
+    )
+    if quickest is None:
+        return ""
+    least = 1 - (quickest.low or 0.0)
+    less = "much less" if least > ROUGH * 5 else f"{share(least)} less"
+    return f"{times(quickest.rival)} may {'cost' if first.cost is not None else 'take'} {less}"
+
+
+def doubts_in_short(ranking: Ranking) -> Iterator[str]:
+    """The audit's doubts on the choice, or on a rival that its reason names, in a few words."""
+    first = ranking.first
+    if first.doubts:
+        more = f" and {len(first.doubts) - 1} more" if len(first.doubts) > 1 else ""
+        yield f"doubted by the audit: {first.doubts[0]}{more}"
+    for c in (found.rival for found in ranking.nearest):
+        if [doubt for doubt in c.doubts if doubt not in first.doubts]:
+            yield f"{times(c)} is doubted by the audit: {c.doubts[0]}"
 
 
 def sentences_on_doubts(ranking: Ranking) -> Iterator[str]:

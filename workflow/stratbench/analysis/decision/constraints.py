@@ -47,8 +47,15 @@ class Constraints:
         """How much worse a score may be, as shown."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
-    def sentences(self) -> Iterator[str]:
-        """Sentences on the constraints, including the defaults that matter."""
+    @property
+    def ranking(self) -> str:
+        """By what candidates are ranked, in words."""
+        if self.price_per_gpu_hour is None:
+            return "ranked by training time"
+        return f"ranked by cost at {self.price_per_gpu_hour:g} a GPU-hour"
+
+    def sentences(self, ranking: str = "") -> Iterator[str]:
+        """Sentences on the constraints, including the defaults that matter; `ranking`: told for our own."""
         if self.gpus is not None:
             yield f"at most {counted(self.gpus, 'GPU')}"
         if self.gpu_memory_gib is not None:
@@ -68,7 +75,4 @@ class Constraints:
             if self.gang_scheduled
             else ("workers that may come and go")
         )
-        if self.price_per_gpu_hour is None:
-            yield "ranked by training time"
-        else:
-            yield f"ranked by cost at {self.price_per_gpu_hour:g} a GPU-hour"
+        yield ranking or self.ranking

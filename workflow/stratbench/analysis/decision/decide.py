@@ -21,24 +21,30 @@ from stratbench.analysis.decision import theory
 from stratbench.analysis.decision.answer_line import answer_line
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import candidates_among
+from stratbench.analysis.decision.claim import unanswered
 from stratbench.analysis.decision.confidence import confidence_in
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.raced import Raced, raced_groups, read_verdict
 from stratbench.analysis.decision.ranking import Ranking, rankings_of_bouts
 from stratbench.analysis.decision.sentences import (
     excluded_strategies,
-    headline_of,
     reason_for,
     sentences_on_changes,
     sentences_on_constraints,
     why_none,
 )
-from stratbench.analysis.decision.short import Short, lead_of, short_answer
+from stratbench.analysis.decision.short import (
+    Short,
+    is_score_open,
+    lead_of,
+    none_left,
+    short_answer,
+)
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import MIB, worker_noun
+from stratbench.cell.text.words import MIB, folded, worker_noun
 from stratbench.study.config.consistency import check_model
 from stratbench.study.config.messages import ConfigError
 
@@ -59,7 +65,6 @@ class Decision:
     #: `records` or `theory`.
     source: str
     choice: Candidate | None
-    headline: str
     reason: str
     #: `high`, `medium`, `low` or `none`, and why, in sentences.
     confidence: str
@@ -70,6 +75,17 @@ class Decision:
     matrix: tuple[dict[str, Any], ...]
     #: The answer in a few words.
     short: Short
+
+    @property
+    def headline(self) -> str:
+        """The choice and what is claimed of it: `ddp × 4. Fastest, in one run each.`"""
+        workers = f" × {self.short.gpus}" if self.short.gpus else ""
+        name = (
+            f"{self.short.strategy}{workers}"
+            if self.short.strategy
+            else "Nothing can be recommended"
+        )
+        return f"{name}. {self.short.claim}"
 
     @property
     def confidence_why(self) -> str:
@@ -131,25 +147,24 @@ def decide(
         return Decision(
             **common,
             choice=None,
-            headline=f"No strategy can be recommended from these records: {why_none(found)}.",
-            reason="Every strategy is excluded; see why below.",
+            reason=f"Every strategy is excluded: {why_none(found)}.",
             confidence="none",
             sure=("Nothing is left to rank.",),
             changes=tuple(sentences_on_constraints(found, None)),
-            short=short_answer(found, None, given, "none", slowed=False),
+            short=none_left(found),
         )
     noun = worker_noun(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
-    level, sure = confidence_in(ranking, given, slowed)
+    sure = confidence_in(ranking, given, slowed, is_score_open(ranking.first, given))
+    unknown = list(unanswered(found, ranking.first, noun, given, bool(slowed)))
     return Decision(
         **common,
         choice=ranking.first,
-        headline=headline_of(found, ranking, noun, given, bool(slowed)),
         reason=reason_for(found, ranking, noun, given),
-        confidence=level,
-        sure=sure,
+        confidence=sure.level,
+        sure=sure.sure,
         changes=tuple(sentences_on_changes(found, ranking, given)),
-        short=short_answer(found, ranking, given, level, bool(slowed)),
+        short=short_answer(found, ranking, given, sure, unknown),
     )
 
 
@@ -204,14 +219,19 @@ def decision_by_theory(
         model=model,
         source="theory",
         choice=None,
-        headline=f"{name or 'No strategy'}, by theory: {why}.",
         reason=" ".join(reasons),
         confidence="none",
         sure=("These are rules from theory; no record of this model is usable.",),
         changes=("Records: train the study's cells of this model, and decide again.",),
         excluded=tuple(excluded_strategies(found, set())),
         matrix=matrix_rows((experiment, dataset, model), found, None),
-        short=Short(name, given.gpus, "By theory.", why=why),
+        short=Short(
+            name,
+            given.gpus,
+            f"By theory: {why}.",
+            "theory" if name else "none",
+            why="no record is usable",
+        ),
     )
 
 
@@ -222,19 +242,38 @@ def notes_on_the_study(findings: pd.DataFrame) -> list[str]:
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
 
 
-def describe_decisions(found: Sequence[Decision], notes: Sequence[str], given: Constraints) -> str:
-    """The decisions as text for a terminal."""
-    lead = lead_of([(d.model, d.confidence, d.short) for d in found])
-    lines = [lead, f"Constraints: {'; '.join(given.sentences())}.", *notes, ""]
+def describe_decisions(
+    found: Sequence[Decision],
+    notes: Sequence[str],
+    given: Constraints,
+    constraints: Sequence[str] = (),
+) -> str:
+    """The decisions as text for a terminal; of several the answers stand last, a line each.
+
+    `constraints`: told for those of `given`.
+    """
+    lead, several = lead_of([(d.model, d.short) for d in found]), len(found) > 1
+    lines = [] if several else [lead]
+    lines += [f"Constraints: {'; '.join(constraints or given.sentences())}.", *notes, ""]
     common = common_sentences(found)
     for d in found:
-        lines += [answer_line(answer_of(d)), f"  {d.headline}", f"  {d.reason}"]
+        lines.append(place_of(d) if several else answer_line(answer_of(d)))
+        lines.append(f"  {d.reason}")
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
         lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
         lines += [f"  What would change it: {change}" for change in d.changes]
         lines += [f"  Excluded: {name}: {why}" for name, why in d.excluded]
         lines.append("")
-    return "\n".join([*lines, *(f"Of all of them: {sentence}" for sentence in common)])
+    lines += [f"Of all of them: {sentence}" for sentence in common]
+    if several:
+        lines += [""] * bool(common) + [lead, *(answer_line(answer_of(d)) for d in found)]
+    return folded(lines)
+
+
+def place_of(decision: Decision) -> str:
+    """What a decision is on, and its choice."""
+    where = f"{decision.model} ({decision.experiment})" if decision.experiment else decision.model
+    return f"{where}: {decision.headline}"
 
 
 def common_sentences(found: Sequence[Decision]) -> list[str]:
@@ -252,8 +291,9 @@ def answers_as_json(
         "common": common_sentences(found),
         "constraints": list(given.sentences()),
         "equivalence_margin": given.equivalence_margin,
+        "by_cost": given.price_per_gpu_hour is not None,
         "across": list(notes),
-        "lead": lead_of([(d.model, d.confidence, d.short) for d in found]),
+        "lead": lead_of([(d.model, d.short) for d in found]),
         "answers": [answer_of(decision) for decision in found],
     }
 

@@ -1,4 +1,4 @@
-"""A decision in words: its headline, the reason, and what would change it.
+"""A decision in words: the reason with its figures, and what would change it.
 
 Each sentence names what it speaks of: `it` is the chosen strategy and nothing else.
 """
@@ -16,7 +16,7 @@ from stratbench.cell.text.words import bytes_text, counted, plural
 from stratbench.statistics.intervals import Estimate
 from stratbench.statistics.moderated import ROUGH
 
-#: Characters of a reason that a headline quotes.
+#: Characters of a reason that is quoted.
 MOST_OF_A_REASON = 120
 
 
@@ -25,66 +25,15 @@ def name_of(c: Candidate, noun: str) -> str:
     return f"{c.strategy} on {counted(c.gpus, noun)}"
 
 
-# ---------------------------------------------------------------- the headline
-
-
-def headline_of(
-    found: Sequence[Candidate], ranking: Ranking, noun: str, given: Constraints, slowed: bool
-) -> str:
-    """The answer, which claims no more than its records show; first what was asked and is not known."""
-    told = [*unanswered(found, ranking.first, noun, given, slowed)]
-    answer = answer_of(ranking, noun, given) + score_clause(ranking.first, noun, given)
-    return " ".join([*told, f"{'Of what was measured: ' if told else ''}{answer}."])
-
-
-def unanswered(
-    found: Sequence[Candidate], first: Candidate, noun: str, given: Constraints, slowed: bool
-) -> Iterator[str]:
-    """What the constraints ask for and no record can tell."""
-    if given.gpus is not None and not any(c.gpus == given.gpus for c in found):
-        yield f"Nothing is known of {counted(given.gpus, noun)}: {first.not_extrapolated}."
-    if not given.homogeneous and not slowed:
-        yield "Nothing is known of unequal workers: only equally fast ones were measured."
-
-
-def answer_of(ranking: Ranking, noun: str, given: Constraints) -> str:
-    """The chosen candidate, and whether it won."""
-    first = ranking.first
-    name = name_of(first, noun)
-    if first.extrapolated:
-        return f"{with_ties(ranking, noun)} (extrapolated, not measured)"
-    if not ranking.compared:
-        return f"{name}, the only one left"
-    if len(first.times) < 2:
-        run = "run" if first.unit == "repeat" else first.unit
-        if any(c.ratio < 1 for c in ranking.compared):
-            return f"Within {given.equivalence_margin:.0%} of the best in one {run} each: {name}"
-        best = "Fastest" if first.price_per_gpu_hour is None else "Cheapest"
-        return f"{best} in its one {run}: {name}"
-    text = with_ties(ranking, noun)
-    return f"{text} ({ranking.chance}: it may be chance)" if ranking.chance else text
-
-
-def with_ties(ranking: Ranking, noun: str) -> str:
-    """The chosen candidate with those that nothing tells apart from it."""
-    name, ties = name_of(ranking.first, noun), [name_of(c, noun) for c in ranking.tied]
-    if not ties:
-        return name
-    more = [f"{len(ties) - 3} more"] if len(ties) > 4 else ties[3:]
-    return f"No clear winner: {name}, or {' or '.join(ties[:3] + more)}"
-
-
-def score_clause(first: Candidate, noun: str, given: Constraints) -> str:
+def score_sentence(first: Candidate, noun: str, given: Constraints) -> str:
     """What the choice may lose in score, and against which strategy; empty if that is allowed."""
-    if first.unscored:
-        return "; no score was measured, equal ones are assumed"
     score, tolerance = first.score, given.tolerance_of(first.score)
-    if first.may_lose is None or first.may_lose <= tolerance:
+    if first.unscored or first.may_lose is None or first.may_lose <= tolerance:
         return ""
     return (
-        f"; the {score.name} of {name_of(first, noun)} may be up to "
+        f"The {score.name} of {name_of(first, noun)} may be up to "
         f"{score.difference(first.may_lose, score.decimals - 1)} worse than that of {first.best_score} "
-        f"({tolerance:g} allowed)"
+        f"({tolerance:g} allowed)."
     )
 
 
@@ -106,7 +55,7 @@ def why_none(found: Sequence[Candidate]) -> str:
 def reason_for(found: Sequence[Candidate], ranking: Ranking, noun: str, given: Constraints) -> str:
     """Sentences with the numbers behind the choice: first its own, then those of its rivals."""
     first = ranking.first
-    told = [figures_of(first)]
+    told = [figures_of(first), *filter(None, [score_sentence(first, noun, given)])]
     if first.served and first.cost is not None:
         told.append("Its cost leaves out the processes of its servers (`processes` in cells.csv).")
     if not given.homogeneous:

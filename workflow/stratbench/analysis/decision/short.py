@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.claim import claim_of
+from stratbench.analysis.decision.confidence import Confidence
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.ranking import AgainstRival, Ranking
+from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import chance_difference, shares_score
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import GIB, bytes_text, counted
-from stratbench.statistics.moderated import ROUGH
 
 #: The number of runs from which a time has an interval of its own, and not the range of its runs.
 INTERVAL_FROM = 5
@@ -35,6 +36,17 @@ NONE_LEFT = {
     "unusable record": ("No record can be used.", "are unusable"),
     "worse score": ("Every candidate loses too much.", "lose too much"),
 }
+#: What is said of the answers that are not sure, by kind: of one, of several.
+KINDS = {
+    "condition": ("holds with a condition", "hold with a condition"),
+    "one run": ("rests on one run of each cell", "rest on one run of each cell"),
+    "apart": ("does not tell the first two apart", "do not tell the first two apart"),
+    "low": ("has a low confidence", "have a low confidence"),
+    "theory": ("is from theory alone", "are from theory alone"),
+    "none": ("has no strategy to recommend", "have no strategy to recommend"),
+}
+#: The kind of an answer that its confidence alone decides.
+KIND_OF_LEVEL = {"high": "sure", "medium": "condition"}
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
@@ -45,8 +57,10 @@ class Short:
     #: The choice; None if nothing can be recommended.
     strategy: str | None
     gpus: int | None
-    #: What kind of answer it is, in one sentence.
+    #: What is claimed, in one sentence; before it, what was asked and is not known.
     claim: str
+    #: `sure`, or which of KINDS it is.
+    kind: str
     #: The training time (with a price: the cost), and below it how far it scatters.
     value: str = ""
     value_note: str = ""
@@ -64,33 +78,41 @@ class Short:
     why: str = ""
 
 
-def times(c: Candidate) -> str:
-    """A candidate's name: `ddp × 4`."""
-    return f"{c.strategy} × {c.gpus}"
+def none_left(found: Sequence[Candidate]) -> Short:
+    """The answer where every one of the candidates `found` is excluded."""
+    kinds = Counter(c.kind for c in found)
+    kind, count = kinds.most_common(1)[0]
+    claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
+    if len(kinds) > 1:
+        claim = "Every candidate is excluded."
+    return Short(None, None, claim, "none", why=f"{count} of {len(found)} {verb}")
+
+
+def is_score_open(first: Candidate, given: Constraints) -> bool:
+    """Whether the score of the choice may be worse than allowed; one that was not measured is not."""
+    if first.unscored or first.may_lose is None:
+        return False
+    return bool(first.may_lose > given.tolerance_of(first.score))
 
 
 def short_answer(
     found: Sequence[Candidate],
-    ranking: Ranking | None,
+    ranking: Ranking,
     given: Constraints,
-    level: str,
-    slowed: bool,
+    sure: Confidence,
+    unknown: Sequence[str],
 ) -> Short:
-    """The answer on the candidates `found` of one model; `level`: its confidence."""
-    if ranking is None:
-        kinds = Counter(c.kind for c in found)
-        kind, count = kinds.most_common(1)[0]
-        claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
-        if len(kinds) > 1:
-            claim = "Every candidate is excluded."
-        return Short(None, None, claim, why=f"{count} of {len(found)} {verb}")
+    """The answer on the candidates `found` of one model; `unknown`: what was asked and is not known."""
     first = ranking.first
-    score, score_note, score_open = score_texts(found, first, given)
+    score_open = is_score_open(first, given)
+    claim = claim_of(ranking, given, score_open)
+    score, score_note = score_texts(found, first, given)
     memory, memory_note, share = memory_texts(first)
     return Short(
         first.strategy,
         first.gpus,
-        claim_of(ranking, given, score_open),
+        " ".join([*unknown, "Of what was measured:"] * bool(unknown) + [claim.text]),
+        KIND_OF_LEVEL.get(sure.level, claim.kind if claim.kind in KINDS else "low"),
         *value_texts(first),
         others=tuple(
             {
@@ -108,64 +130,8 @@ def short_answer(
         memory=memory,
         memory_note=memory_note,
         memory_share=share,
-        why=reason_of(ranking, given, level, score_open, slowed),
+        why=sure.why,
     )
-
-
-# ---------------------------------------------------------------- what is claimed
-
-
-def claim_of(ranking: Ranking, given: Constraints, score_open: bool) -> str:
-    """What kind of answer it is: a winner, a tie, not told apart, one run, extrapolated."""
-    first = ranking.first
-    best = "Fastest" if first.price_per_gpu_hour is None else "Cheapest"
-    but = f", but {first.score.name} may be lost" if score_open else ""
-    margin = f"{100 * given.equivalence_margin:g} %"
-    if first.extrapolated:
-        return f"{best} as extrapolated: nothing was measured on {counted(first.gpus, 'worker')}."
-    if not ranking.compared:
-        return f"The only one left{but}."
-    if len(first.times) < 2:
-        one = f"in one {'run' if first.unit == 'repeat' else first.unit} each"
-        if any(c.ratio < 1 for c in ranking.compared):
-            return f"Within {margin} of the best, {one}{but}."
-        return f"{best}, {one}{but}."
-    ties = [c for c in ranking.compared if c.stand == "tied"]
-    if not ties:
-        return f"{best}{but}." if but else f"{best}: {behind(ranking.compared[0])}."
-    names = " and ".join(times(c.rival) for c in ties[:2])
-    if len(ties) > 2:
-        names = f"{times(ties[0].rival)} and {len(ties) - 1} more"
-    if all(c.ratio <= 1 + given.equivalence_margin + 1e-12 for c in ties):
-        return (
-            f"As {best.lower().removesuffix('est')} as {names} within {margin}"
-            f"{advantage(first, [c.rival for c in ties])}{but}."
-        )
-    return f"Not told apart from {names}{but}."
-
-
-def behind(c: AgainstRival) -> str:
-    """How much longer the next takes: `the next takes 9 % longer`."""
-    if c.rival.price_per_gpu_hour is not None:
-        return f"the next costs {share(c.ratio - 1)} more"
-    return f"the next takes {share(c.ratio - 1)} longer"
-
-
-def share(part: float) -> str:
-    """A share as text: `9 %`, `0.4 %`, and from twice on a factor is told by the caller's words."""
-    return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"
-
-
-def advantage(first: Candidate, ties: Sequence[Candidate]) -> str:
-    """What the choice has before all that are as fast: fewer workers, or less memory."""
-    if all(first.gpus < c.gpus for c in ties):
-        return ", on fewer workers"
-    known = [c.memory_bytes for c in ties if c.memory_bytes is not None]
-    if first.memory_bytes and len(known) == len(ties):
-        saved = min(known) - first.memory_bytes
-        if saved >= 0.03 * first.memory_bytes:
-            return f", and needs {bytes_text(saved)} less"
-    return ""
 
 
 # ---------------------------------------------------------------- its figures
@@ -220,30 +186,30 @@ def grouped(value: float) -> str:
 
 def score_texts(
     found: Sequence[Candidate], first: Candidate, given: Constraints
-) -> tuple[str, str, bool]:
-    """The score, what is known of what may be lost, and whether that may be more than allowed."""
+) -> tuple[str, str]:
+    """The score, and what is known of what may be lost."""
     if first.unscored:
-        return "not measured", "equal scores are assumed", False
+        return "not measured", "equal scores are assumed"
     if first.mean_score is None:
-        return "", "", False
+        return "", ""
     score, tolerance = first.score, given.tolerance_of(first.score)
     text = f"{first.mean_score:.{max(1, score.decimals - (1 if score.is_share else 0))}f} {score.shown_unit}"
     if first.may_lose is None:
-        return text, "not compared", False
+        return text, "not compared"
     left = [c for c in found if not c.kind and c is not first]
     if first.may_lose > tolerance:
         lost = score.difference(first.may_lose, score.decimals - 1)
-        return text, f"may lose up to {lost} ({tolerance:g} allowed)", True
+        return text, f"may lose up to {lost} ({tolerance:g} allowed)"
     if left and all(shares_score(first, c) for c in left):
-        return text, "the same in all", False
+        return text, "the same in all"
     if first.may_lose <= 0:
         chance = chance_difference(first, first)
         if chance > tolerance:
             by_chance = score.difference(chance, score.decimals - 1)
-            return text, f"the best here; chance makes {by_chance}", False
-        return text, "the best", False
+            return text, f"the best here; chance makes {by_chance}"
+        return text, "the best"
     lost = score.difference(first.may_lose, score.decimals - 1)
-    return text, f"loses at most {lost} ({tolerance:g} allowed)", False
+    return text, f"loses at most {lost} ({tolerance:g} allowed)"
 
 
 def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
@@ -259,72 +225,12 @@ def memory_texts(first: Candidate) -> tuple[str, str, float | None]:
     return f"{held:.{1 if held >= 10 else 2}f} of {first.card_bytes / GIB:.0f} GiB", "", taken
 
 
-# ---------------------------------------------------------------- how sure
-
-
-def reason_of(
-    ranking: Ranking, given: Constraints, level: str, score_open: bool, slowed: bool
-) -> str:
-    """The one reason for the confidence: of what limits it, what comes first."""
-    first = ranking.first
-    runs = counted(ranking.repeats, "run" if first.unit == "repeat" else first.unit)
-    if slowed == given.homogeneous:
-        return "workers were slowed on purpose" if slowed else "unequal workers were not measured"
-    if first.extrapolated:
-        return "extrapolated: no interval"
-    if not ranking.compared:
-        return f"{runs}, without a rival"
-    if ranking.at_most is None:
-        if len(first.times) < 2:
-            return f"one {'run' if first.unit == 'repeat' else first.unit} each: may be chance"
-        return "some were measured once: may be chance"
-    if level == "low" or (not ranking.is_clear and ranking.at_most > given.equivalence_margin):
-        quickest = min(
-            (c for c in ranking.compared if c.low is not None and c.low < 1),
-            key=lambda c: c.low or 0.0,
-            default=None,
-        )
-        if quickest is not None:
-            least = 1 - (quickest.low or 0.0)
-            less = "much less" if least > ROUGH * 5 else f"{share(least)} less"
-            return (
-                f"{times(quickest.rival)} may {'cost' if first.cost is not None else 'take'} {less}"
-            )
-    limits = list(limits_of(ranking, score_open, runs))
-    if limits:
-        return limits[0]
-    if not ranking.is_clear:
-        return f"equal within {100 * given.equivalence_margin:g} %: either will do"
-    hosts = set.union(set(), *(c.hosts for c in (first, *(r.rival for r in ranking.compared))))
-    return f"{runs} on {counted(len(hosts), 'host')}, no doubts"
-
-
-def limits_of(ranking: Ranking, score_open: bool, runs: str) -> Iterator[str]:
-    """What keeps a clear order from being sure."""
-    first, rivals = ranking.first, [c.rival for c in ranking.compared]
-    if score_open:
-        yield f"{runs}: the score is not certain"
-    if first.doubts:
-        more = f" and {len(first.doubts) - 1} more" if len(first.doubts) > 1 else ""
-        yield f"doubted by the audit: {first.doubts[0]}{more}"
-    nearest = next((c.rival for c in ranking.nearest if c.rival.doubts), None)
-    if nearest is not None:
-        yield f"{times(nearest)} is doubted by the audit: {nearest.doubts[0]}"
-    if ranking.repeats < 3:
-        yield f"{runs} each"
-    if min(len(c.hosts) for c in (first, *rivals)) < 2:
-        yield f"{runs} on one host"
-    if first.on_cpu:
-        yield "CPU processes, not GPUs"
-
-
 # ---------------------------------------------------------------- all answers in a line
 
 
-def lead_of(answers: Sequence[tuple[str, str, Short]]) -> str:
-    """One line on all answers: (model, confidence, answer) of each."""
-    sure = [(model, a) for model, level, a in answers if level == "high"]
-    rest = [(model, level, a) for model, level, a in answers if level != "high"]
+def lead_of(answers: Sequence[tuple[str, Short]]) -> str:
+    """One line on all answers: (model, answer) of each."""
+    sure = [(model, a) for model, a in answers if a.kind == "sure"]
     if not answers:
         return ""
     told = []
@@ -336,7 +242,7 @@ def lead_of(answers: Sequence[tuple[str, str, Short]]) -> str:
     else:
         questions = "question" if len(answers) == 1 else "questions"
         told.append(f"{number(len(answers)).capitalize()} {questions}, no sure answer yet.")
-    groups = Counter(kind_of(level, a) for _, level, a in rest)
+    groups = Counter(a.kind for _, a in answers)
     parts = []
     for kind, (one, many) in KINDS.items():
         if count := groups[kind]:
@@ -345,30 +251,6 @@ def lead_of(answers: Sequence[tuple[str, str, Short]]) -> str:
         text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
         told.append(f"{text[0].upper()}{text[1:]}.")
     return " ".join(told)
-
-
-#: What is said of the answers that are not sure, by kind: of one, of several.
-KINDS = {
-    "condition": ("holds with a condition", "hold with a condition"),
-    "one run": ("rests on one run of each cell", "rest on one run of each cell"),
-    "apart": ("does not tell the first two apart", "do not tell the first two apart"),
-    "low": ("has a low confidence", "have a low confidence"),
-    "theory": ("is from theory alone", "are from theory alone"),
-    "none": ("has no strategy to recommend", "have no strategy to recommend"),
-}
-
-
-def kind_of(level: str, a: Short) -> str:
-    """Which of KINDS an answer is that is not sure."""
-    if a.strategy is None:
-        return "none"
-    if level == "none":
-        return "theory"
-    if level == "medium":
-        return "condition"
-    if a.why.startswith("one "):
-        return "one run"
-    return "apart" if a.claim.startswith("Not told apart") else "low"
 
 
 def number(count: int) -> str:

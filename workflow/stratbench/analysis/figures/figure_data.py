@@ -1,48 +1,48 @@
-"""The data of one experiment, from which its figures are drawn."""
+"""The data of one experiment and model, from which its figures are drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.figures.style import Style, styles_of
+from stratbench.analysis.figures.marks import Mark, marks_by_strategy
 from stratbench.analysis.records.measures import DOUBT, Measure, measures_of
 from stratbench.analysis.records.score import Score, score_of
-from stratbench.analysis.tables.tables import rules_by_severity, spread_note, workers_are
+from stratbench.analysis.tables.tables import rules_by_severity
+from stratbench.cell.text.words import counted, worker_noun
 
 
 @dataclass(frozen=True)
 class FigureData:
-    """The data of an experiment's figures: its rows of the three tables, and its styles."""
+    """The data of a model's figures in an experiment: its rows of the three tables, and its marks."""
 
     cells: pd.DataFrame
     epochs: pd.DataFrame
     summary: pd.DataFrame
-    styles: dict[str, Style]
+    marks: Mapping[str, Mark]
+    #: The strategy and the number of workers that the decision chose; None: nothing.
+    choice: tuple[str, int] | None = None
+    #: The share of a time within which strategies count as equal.
+    margin: float = 0.03
     #: results/<study>, the folder of the timelines; None: draw no timelines.
     study_dir: Path | None = None
 
     @property
-    def models(self) -> list[str]:
-        """The models in the order of the config."""
-        return list(dict.fromkeys(self.cells["model"]))
+    def experiment(self) -> str:
+        return str(self.cells["experiment"].iloc[0])
 
     @property
-    def titles(self) -> dict[str, str]:
-        """The titles of panels by model: its name."""
-        return {model: model for model in self.models}
+    def model(self) -> str:
+        return str(self.cells["model"].iloc[0])
 
     @property
     def score(self) -> Score:
         """The score of the experiment's task."""
         return score_of(self.cells)
-
-    @property
-    def score_label(self) -> str:
-        """The label of an axis of scores."""
-        return f"Test {self.score.name} ({self.score.shown_unit})"
 
     @property
     def measures(self) -> dict[str, Measure]:
@@ -55,15 +55,6 @@ class FigureData:
         return bool((self.cells["device_kind"] == "cpu").any())
 
     @property
-    def note(self) -> str:
-        """The line below every figure: what was measured, and on what."""
-        first = self.cells.iloc[0]
-        place = f"experiment {first['experiment']}, data set {first['dataset']}."
-        slowed = sorted(set(self.cells["slowdown"].dropna()))
-        slowed_text = f" Slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
-        return f"{place} {workers_are(self.cells)}{slowed_text}"
-
-    @property
     def strategies(self) -> list[str]:
         """The strategies in the order of the config."""
         return list(dict.fromkeys(self.cells["strategy"]))
@@ -71,48 +62,69 @@ class FigureData:
     @property
     def counts(self) -> list[int]:
         """The worker counts, ascending."""
-        return sorted(self.cells["gpus"].unique())
+        return sorted(int(n) for n in self.cells["gpus"].unique())
 
     @property
-    def most(self) -> int:
-        """The largest worker count."""
-        return int(self.counts[-1])
+    def shown_count(self) -> int:
+        """The worker count of a figure that shows one alone: the choice's, or else the largest."""
+        several = self.choice and self.choice[1] in self.counts and self.choice[1] > 1
+        return self.choice[1] if several and self.choice else self.counts[-1]
 
-    def doubt_note(self, *measures: str) -> str:
-        """The meaning of a dagger, if one of these measures has one, after a space; else empty."""
-        told = rules_by_severity(self.summary["flags"][self.summary["measure"].isin(measures)])
-        return f" {DOUBT}: {' or '.join(told)}, says the audit." if told else ""
+    def is_chosen(self, strategy: str) -> bool:
+        """Whether this is the strategy that the decision chose."""
+        return self.choice is not None and strategy == self.choice[0]
 
-    def note_on(self, measure: Measure) -> str:
-        """The line below a figure of one measure, which also explains bars and daggers."""
-        return f"{spread_note(self.cells, measure)} {self.note}{self.doubt_note(measure.name)}"
+    def workers(self, count: int) -> str:
+        """A number of workers with its noun: `4 GPUs`."""
+        return counted(count, worker_noun(self.cells["device_kind"]))
 
-    def rows(self, measure: str, model: str) -> pd.DataFrame:
-        """The summary rows of one panel, in the order of the config."""
-        found = self.summary
-        return found[(found["measure"] == measure) & (found["model"] == model)]
+    def doubt_note(self, flags: Iterable[str]) -> Iterator[str]:
+        """The meaning of a dagger, if any of these flags of the audit has one."""
+        if told := rules_by_severity(flags):
+            yield f"{DOUBT}: {' or '.join(told)}, says the audit."
 
-
-def styles_in_order(data: FigureData) -> dict[str, Style]:
-    """The styles of the experiment's strategies, in the order of the config."""
-    return {name: data.styles[name] for name in data.strategies}
+    def rows(self, measure: str) -> pd.DataFrame:
+        """The summary rows of a measure, in the order of the config."""
+        return self.summary[self.summary["measure"] == measure]
 
 
-def figure_data_by_experiment(
+def marks_of(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
+    """The mark of every strategy in rows of cells.csv, and of those in `also`."""
+    bases = cells.groupby("strategy")["strategy_base"].first()
+    known = {str(name): base for name, base in bases.items() if isinstance(base, str)}
+    return marks_by_strategy((name, known.get(name)) for name in {*map(str, bases.index), *also})
+
+
+def figure_data_of(
     cells: pd.DataFrame,
     epochs: pd.DataFrame,
     summary: pd.DataFrame,
+    decided: Mapping[str, Any] | None = None,
     study_dir: Path | None = None,
-) -> dict[str, FigureData]:
-    """The data of each experiment of a study; all experiments have the same styles."""
-    looks = styles_of(cells)
-    return {
-        str(name): FigureData(
+) -> list[FigureData]:
+    """The data of each experiment and model of a study; a strategy has the same mark in all.
+
+    `decided`: answers.json, for the choices; None: nothing is chosen.
+    """
+    marks = marks_of(cells)
+    answers = decided["answers"] if decided else []
+    choices = {
+        (a["experiment"], a["model"]): (a["short"]["strategy"], a["short"]["gpus"])
+        for a in answers
+        if a["short"]["strategy"] is not None and a["short"]["gpus"] is not None
+    }
+    keys = ["experiment", "model"]
+    epochs_of = dict(iter(epochs.groupby(keys, sort=False)))
+    summary_of = dict(iter(summary.groupby(keys, sort=False)))
+    return [
+        FigureData(
             rows,
-            epochs[epochs["experiment"] == name],
-            summary[summary["experiment"] == name],
-            looks,
+            epochs_of.get(key, epochs.iloc[:0]),
+            summary_of.get(key, summary.iloc[:0]),
+            marks,
+            choices.get(key),
+            decided["equivalence_margin"] if decided else 0.03,
             study_dir,
         )
-        for name, rows in cells.groupby("experiment", sort=False)
-    }
+        for key, rows in cells.groupby(keys, sort=False)
+    ]

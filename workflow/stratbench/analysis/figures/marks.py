@@ -108,22 +108,25 @@ _CORNERS = {
 _RINGS = {"hexagon": (6, (1.1, 1.1)), "star": (10, (1.35, 0.58)), "cross": (8, (1.25, 0.55))}
 
 
+def corners(shape: str) -> list[tuple[float, float]]:
+    """The corners of a shape of radius 1 around 0, y downwards; none for a circle."""
+    if shape in _RINGS:
+        count, far = _RINGS[shape]
+        turn = math.pi / 4 if shape == "cross" else 0.0
+        angles = [2 * math.pi * i / count + turn for i in range(count)]
+        return [
+            (far[i % 2] * math.sin(angle), -far[i % 2] * math.cos(angle))
+            for i, angle in enumerate(angles)
+        ]
+    return list(_CORNERS.get(shape, ()))
+
+
 def outline(shape: str, x: float, y: float, radius: float) -> str:
     """The `d` of an SVG path that draws a shape around (x, y)."""
     if shape == "circle":
         r, across = f"{radius:.1f}", f"{2 * radius:.1f}"
         return f"M{x - radius:.1f},{y:.1f}a{r},{r} 0 1,0 {across},0a{r},{r} 0 1,0 -{across},0Z"
-    if shape in _RINGS:
-        count, far = _RINGS[shape]
-        turn = math.pi / 4 if shape == "cross" else 0.0
-        angles = [2 * math.pi * i / count + turn for i in range(count)]
-        corners = [
-            (far[i % 2] * math.sin(angle), -far[i % 2] * math.cos(angle))
-            for i, angle in enumerate(angles)
-        ]
-    else:
-        corners = list(_CORNERS[shape])
-    points = (f"{x + dx * radius:.1f},{y + dy * radius:.1f}" for dx, dy in corners)
+    points = (f"{x + dx * radius:.1f},{y + dy * radius:.1f}" for dx, dy in corners(shape))
     return f"M{'L'.join(points)}Z"
 
 

@@ -1,57 +1,32 @@
-"""Draws the figures of a study: one SVG, PNG and PDF for each experiment and figure.
+"""Draws the figures of a study: one SVG, PNG and PDF for each experiment, model and figure.
 
-A cell without a result is a labelled mark, never a gap; repeats give error bars; a strategy looks
-the same in every figure.
+`figures.json` beside them says what each shows: the report, which shows them, draws nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
-from stratbench.analysis.figures.figure_data import (
-    FigureData,
-    figure_data_by_experiment,
-    styles_in_order,
+from stratbench.analysis.figures.figure_data import FigureData, figure_data_of
+from stratbench.analysis.figures.figure_list import INDEX, PLOTS
+from stratbench.analysis.figures.measured import (
+    Drawn,
+    rows_figure,
+    scaling_figure,
+    score_figure,
 )
-from stratbench.analysis.figures.figure_list import PLOTS
-from stratbench.analysis.figures.panels import (
-    IDEAL_LOOK,
-    INK,
-    LEAST_LOOK,
-    MOST_NOTES,
-    SMALL_MARKS,
-    add_legend_and_note,
-    annotate,
-    bar_look,
-    counts_axis,
-    cross,
-    draw_panels,
-    error_bar,
-    least_handles,
-    line,
-    line_handles,
-    mark_doubt,
-    mark_failures,
-    more_notes,
-    share_rows,
-)
-from stratbench.analysis.figures.style import RC, Style
-from stratbench.analysis.figures.timelines import memory_figure, utilisation_figure
+from stratbench.analysis.figures.sheet import RC, save_figure
+from stratbench.analysis.figures.timelines import has_timelines, memory_figure, utilisation_figure
 from stratbench.analysis.figures.tradeoffs import (
     breakdown_figure,
     score_over_time_figure,
@@ -61,185 +36,16 @@ from stratbench.analysis.figures.tradeoffs import (
 from stratbench.analysis.records.columns import read_cells, read_epochs
 from stratbench.analysis.records.measures import MEASURES, Measure
 from stratbench.analysis.tables.summary import read_summary
-from stratbench.cell.files import replacing
-from stratbench.cell.text.words import counted, plural, worker_noun
+from stratbench.cell.files import write_atomic
 from stratbench.telemetry.machine.cores import usable_cores
 
-
-def bar_figure(data: FigureData, measure: Measure) -> Figure:
-    """A figure of bars by worker count; on GPUs, a tick across a memory bar marks the model states."""
-    noun = worker_noun(data.cells["device_kind"])
-    # A CPU's peak is over a base with weights and momentum: the peak does not include them.
-    with_states = measure.name == "memory" and not data.on_cpu
-
-    def panel(axis: Axes, model: str) -> None:
-        rows = data.rows(measure.name, model)
-        states = data.rows("model_states", model).set_index(["strategy", "gpus"])["value"]
-        widest = max(rows.groupby("gpus").size())
-        width = 0.86 / widest
-        for position, count in enumerate(data.counts):
-            group = rows[rows["gpus"] == count]
-            start = position - width * (len(group) - 1) / 2
-            for i, (_, row) in enumerate(group.iterrows()):
-                x, style = start + i * width, data.styles[row["strategy"]]
-                bar(axis, x, width, row, style)
-                if with_states and row["ok"] > 0:
-                    held = states.get((row["strategy"], count), np.nan)
-                    axis.hlines(held, x - width / 2, x + width / 2, color=INK, linewidth=1.4)
-        axis.set_xticks(range(len(data.counts)), [str(n) for n in data.counts])
-        axis.set_xlim(-0.6, len(data.counts) - 0.4)
-        axis.set_xlabel(plural(noun))
-        axis.set_ylim(bottom=0)
-        axis.tick_params(axis="x", length=0)
-
-    figure = draw_panels(data.titles, panel, measure.heading)
-    handles: list[Line2D | Patch] = [
-        Patch(label=name, **bar_look(s.colour, s.hatch))
-        for name, s in styles_in_order(data).items()
-    ]
-    if with_states:
-        handles.append(
-            Line2D([], [], color=INK, linewidth=1.4, label="model states (part of the peak)")
-        )
-    add_legend_and_note(figure, handles, data.note_on(measure))
-    return figure
-
-
-def bar(axis: Axes, x: float, width: float, row: pd.Series, style: Style) -> None:
-    """Draw one bar with its error bar, or the outcome of a cell without a result."""
-    if row["value"] != row["value"]:
-        cross(axis, (x, 0), "data", (0, 0), style.colour)
-        annotate(axis, row["text"], (x, 0), "data", (0, 6), rotation=90, ha="center", va="bottom")
-        return
-    axis.bar(x, row["value"], width * 0.94, **bar_look(style.colour, style.hatch))
-    spread = error_bar(row)
-    if spread:
-        axis.errorbar(x, row["value"], spread, color=INK, linewidth=0.9, capsize=1.8)
-    if row["ok"] < row["cells"]:
-        share = f"{row['ok']}/{row['cells']}"
-        annotate(axis, share, (x, row["value"]), "data", (0, 3), ha="center", fontsize=5.5)
-    mark_doubt(axis, row["flags"], (x, spread_top(row)), (0, 2))
-
-
-def spread_top(row: pd.Series) -> float:
-    """The upper end of the bar and its error bar."""
-    spread = error_bar(row)
-    return row["value"] + (spread[1][0] if spread else 0)
-
-
-def scaling_figure(data: FigureData, measure: Measure) -> Figure:
-    """A figure of lines over the worker count, with the ideal line for speedups."""
-    noun = worker_noun(data.cells["device_kind"])
-    is_ratio = measure.baseline is not None
-
-    def panel(axis: Axes, model: str) -> None:
-        rows = data.rows(measure.name, model)
-        if is_ratio:
-            limits = [data.counts[0], data.counts[-1]]
-            axis.plot(limits, limits, zorder=1, **IDEAL_LOOK)
-        without = []
-        for name, found in rows.groupby("strategy", sort=False):
-            if measure.baseline == "self" and set(found["gpus"]) == {1}:
-                continue
-            scaling_line(axis, found, data.styles[str(name)], is_ratio)
-            without += [row for _, row in found.iterrows() if row["value"] != row["value"]]
-        counts_axis(axis, data.counts, is_ratio)
-        mark_failures(axis, without, data.counts, data.styles)
-        axis.set_xlabel(plural(noun))
-
-    figure = draw_panels(data.titles, panel, measure.heading)
-    drawn = styles_in_order(data)
-    if measure.baseline == "self":
-        several = set(data.cells.loc[data.cells["gpus"] > 1, "strategy"])
-        drawn = {name: style for name, style in drawn.items() if name in several}
-    handles = line_handles(drawn)
-    if is_ratio:
-        handles.append(Line2D([], [], label="ideal", **IDEAL_LOOK))
-    add_legend_and_note(figure, handles, data.note_on(measure))
-    return figure
-
-
-def scaling_line(axis: Axes, rows: pd.DataFrame, style: Style, is_ratio: bool) -> None:
-    """Draw one strategy; one with a single worker only also gets a line to compare with."""
-    rows = rows.sort_values("gpus")
-    line(axis, rows["gpus"], rows["value"], style)
-    if set(rows["gpus"]) == {1} and not is_ratio and rows["value"].notna().all():
-        axis.axhline(
-            rows["value"].iloc[0], color=style.colour, linestyle=":", linewidth=1, zorder=1
-        )
-    for _, row in rows.iterrows():
-        spread = error_bar(row)
-        if spread:
-            axis.errorbar(
-                row["gpus"], row["value"], spread, color=style.colour, capsize=2, linewidth=1
-            )
-        mark_doubt(axis, row["flags"], (row["gpus"], row["value"]), (5, 2))
-
-
-def score_figure(data: FigureData, measure: Measure) -> Figure:
-    """A figure of the test score by epoch: a row of panels per model, a column per worker count."""
-    noun, score = worker_noun(data.cells["device_kind"]), data.score
-    titles = {
-        (model, n): f"{model}, {counted(n, noun)}" for model in data.models for n in data.counts
-    }
-
-    def panel(axis: Axes, place: tuple[str, int]) -> None:
-        model, count = place
-        epochs = data.epochs
-        epochs = epochs[(epochs["model"] == model) & (epochs["gpus"] == count)]
-        panel = data.rows(measure.name, model)
-        panel = panel[panel["gpus"] == count]
-        rows = panel[panel["value"].isna()]
-        for name, found in epochs.groupby("strategy", sort=False):
-            cut = name in set(rows["strategy"])
-            flags = "; ".join(panel.loc[panel["strategy"] == name, "flags"])
-            score_line(axis, found, data.styles[str(name)], cut, flags, score.factor)
-        score_notes(axis, [f"× {r.strategy}: {r.text}" for r in rows.itertuples()])
-        axis.set_xlabel("epoch")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        if score.least_possible is not None:
-            axis.axhline(score.least_possible, **LEAST_LOOK)
-
-    figure = draw_panels(titles, panel, data.score_label, len(data.counts))
-    share_rows(figure.axes, len(data.counts))
-    handles = line_handles(styles_in_order(data)) + least_handles(score)
-    add_legend_and_note(figure, handles, data.note + data.doubt_note(measure.name))
-    return figure
-
-
-def score_line(
-    axis: Axes, rows: pd.DataFrame, style: Style, cut: bool, flags: str, factor: float
-) -> None:
-    """Draw the median over the repeats, a band from lowest to highest, and a cross if it was cut."""
-    by_epoch = (rows["score"] * factor).groupby(rows["epoch"])
-    median = by_epoch.median()
-    line(axis, median.index, median, style, markevery=max(1, len(median) // 10), **SMALL_MARKS)
-    end = (median.index[-1], median.iloc[-1])
-    if cut:
-        axis.plot(*end, "x", color=style.colour, markersize=8, mew=2, zorder=6)
-    mark_doubt(axis, flags, end, (4, 2))
-    if by_epoch.size().max() > 1:
-        axis.fill_between(
-            median.index, by_epoch.min(), by_epoch.max(), color=style.colour, alpha=0.18, lw=0
-        )
-
-
-def score_notes(axis: Axes, notes: Sequence[str]) -> None:
-    """List cells without a final score in the lower right corner, as many as there is room for."""
-    if rest := more_notes(len(notes)):
-        notes = [*notes[: MOST_NOTES - 1], rest]
-    place = {"ha": "right", "va": "bottom"}
-    annotate(axis, "\n".join(notes), (0.98, 0.03), "axes fraction", (0, 0), **place)
-
-
 #: The function that draws a measure, by the chart that PLOTS gives it.
-CHARTS: dict[str, Callable[[FigureData, Measure], Figure]] = {
-    "Bar chart": bar_figure,
+CHARTS: dict[str, Callable[[FigureData, Measure], Drawn]] = {
+    "Dot chart": rows_figure,
     "Line chart": scaling_figure,
-    "Line chart by epoch": score_figure,
 }
 #: The functions of figures that show something else than one measure.
-OTHERS: dict[str, Callable[[FigureData], Figure]] = {
+OTHERS: dict[str, Callable[[FigureData], Drawn]] = {
     "breakdown": breakdown_figure,
     "score_over_time": score_over_time_figure,
     "tradeoff": tradeoff_figure,
@@ -249,77 +55,119 @@ OTHERS: dict[str, Callable[[FigureData], Figure]] = {
 }
 
 
-def draw_figure(name: str, data: FigureData) -> Figure:
-    """The figure of one experiment that has this `name` in PLOTS."""
+def draw_figure(name: str, data: FigureData, count: int | None = None) -> Drawn:
+    """The figure of an experiment and model that has this `name` in PLOTS, on `count` workers if asked."""
+    if count is not None:
+        return score_figure(data, data.measures[name], count)
     if name in OTHERS:
         return OTHERS[name](data)
     return CHARTS[PLOTS[name].chart](data, data.measures[name])
+
+
+def figures_of(data: FigureData) -> Iterator[tuple[str, int | None]]:
+    """The names of the figures that a model's records have data for, each with a count of workers or None."""
+    for name, plot in PLOTS.items():
+        if not has_data(name, data):
+            continue
+        if not plot.by_count:
+            yield name, None
+            continue
+        scored = set(data.epochs["gpus"])
+        yield from ((name, count) for count in data.counts if count in scored)
 
 
 def has_data(name: str, data: FigureData) -> bool:
     """Whether any record has data for the figure."""
     if data.cells[PLOTS[name].needs].isna().all():
         return False
-    if name in OTHERS:
-        return True
-    rows = data.summary[data.summary["measure"] == name]
-    # Without its baseline a ratio shows nothing; without any value a time lists how the cells ended.
-    return bool(rows["value"].notna().any()) or MEASURES[name].baseline is None
+    if name in FURTHER:
+        return bool(FURTHER[name](data))
+    rows = data.rows(name)
+    if CHARTS.get(PLOTS[name].chart) is scaling_figure:
+        several = rows if MEASURES[name].baseline is None else rows[rows["gpus"] > 1]
+        return len(data.counts) > 1 and bool(several["value"].notna().any())
+    # Without any value a time lists how the cells ended.
+    return bool(rows["value"].notna().any()) or name == "training_time"
 
 
-#: The files of each figure, without dates and program names: the same figure has the same bytes.
-FORMATS: dict[str, dict[str, None]] = {
-    ".svg": {"Date": None, "Creator": None},
-    ".png": {"Software": None},
-    ".pdf": {"CreationDate": None, "Producer": None},
+def on_shown_count(column: str) -> Callable[[FigureData], bool]:
+    """Whether a column has a value on the count of workers that a figure of one count shows."""
+    return lambda data: bool(
+        data.cells.loc[data.cells["gpus"] == data.shown_count, column].notna().any()
+    )
+
+
+#: Whether there is anything to draw in a figure that needs more than a column.
+FURTHER: dict[str, Callable[[FigureData], bool]] = {
+    "breakdown": on_shown_count("breakdown_ms"),
+    "staleness": on_shown_count("staleness"),
+    "score_over_time": lambda data: data.shown_count in set(data.epochs["gpus"]),
+    "tradeoff": lambda data: len(both_known(data)) > 1,
+    "utilisation_timelines": has_timelines,
+    "memory_timelines": has_timelines,
+    "utilisation": on_shown_count("utilisation_pct"),
 }
 
 
-def save_figure(figure: Figure, stem: Path) -> None:
-    """Write the figure in all FORMATS."""
-    layout = figure.get_layout_engine()
-    if layout is not None:
-        layout.execute(figure)
-        figure.set_layout_engine(None)  # layout is done; saving would repeat it for each format
-    for suffix, metadata in FORMATS.items():
-        with replacing(stem.with_suffix(suffix)) as unfinished:
-            figure.savefig(unfinished, metadata=metadata)
-    plt.close(figure)
+def both_known(data: FigureData) -> set[Any]:
+    """The strategies and counts with a time and a score."""
+    known = [
+        set(zip(rows["strategy"], rows["gpus"], strict=True))
+        for rows in (data.rows(name).dropna(subset=["value"]) for name in ("training_time", "score"))
+    ]  # fmt: skip
+    return known[0] & known[1]
 
 
 def read_figure_data(
-    cells: Path, epochs: Path, summary: Path, study_dir: Path | None
-) -> dict[str, FigureData]:
-    """The data of each experiment in the three tables."""
-    return figure_data_by_experiment(
-        read_cells(cells), read_epochs(epochs), read_summary(summary), study_dir
+    cells: Path, epochs: Path, summary: Path, answers: Path | None, study_dir: Path | None
+) -> list[FigureData]:
+    """The data of each experiment and model in the three tables."""
+    decided = json.loads(answers.read_text(encoding="utf-8")) if answers else None
+    return figure_data_of(
+        read_cells(cells), read_epochs(epochs), read_summary(summary), decided, study_dir
     )
 
 
 #: A process of the pool is worth its start if it has this many figures to draw.
 FIGURES_A_PROCESS = 8
-_loaded: dict[str, FigureData] = {}
+_loaded: list[FigureData] = []
 
 
 def begin_process(*tables: Path | None) -> None:
     """Read the tables in a new process of the pool, unless it was forked and has them."""
     if not _loaded:
-        _loaded.update(read_figure_data(*tables))
+        _loaded.extend(read_figure_data(*tables))
 
 
-def write_figure(name: tuple[str, str], stem: Path) -> None:
-    """Draw and save a figure of PLOTS for one experiment."""
-    experiment, plot = name
+def write_figure(place: int, name: str, count: int | None, out_dir: Path) -> dict[str, Any]:
+    """Draw and save a figure of PLOTS for one experiment and model; returns what INDEX says of it."""
+    data, plot = _loaded[place], PLOTS[name]
+    file = name if count is None else f"{name}_on_{count}"
+    stem = out_dir / data.experiment / data.model / file
     with plt.rc_context(RC):
-        save_figure(draw_figure(plot, _loaded[experiment]), stem)
+        drawn = draw_figure(name, data, count)
+        save_figure(drawn.figure, stem)
+    title = plot.title_of(data.score)
+    if count is not None:
+        title += f", {data.workers(count)}"
+    return {
+        "experiment": data.experiment,
+        "model": data.model,
+        "file": stem.with_suffix(".svg").relative_to(out_dir).as_posix(),
+        "title": title,
+        "caption": drawn.caption,
+        "alt": f"{plot.chart}: {title} of {', '.join(data.strategies)} for {data.model}.",
+        "primary": plot.primary and (count is None or count == data.shown_count),
+    }
 
 
-def remove_old_figures(out_dir: Path, drawn: Sequence[Path]) -> None:
+def remove_old_figures(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
     """Remove the figures of an earlier run that are not `drawn` now, because they have lost their data."""
-    for plot in PLOTS:
-        for path in out_dir.glob(f"*/{plot}.*"):
-            if path.with_suffix("") not in drawn:
-                path.unlink()
+    kept = {out_dir / Path(figure["file"]).with_suffix("") for figure in drawn}
+    for path in out_dir.rglob("*"):
+        ours = path.stem.partition("_on_")[0] in PLOTS
+        if path.is_file() and ours and path.with_suffix("") not in kept:
+            path.unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -328,16 +176,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--epochs", type=Path, required=True, help="epochs.csv")
     parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
+    parser.add_argument("--answers", type=Path, help="answers.json, for the choices")
     parser.add_argument("--study-dir", type=Path, help="results/<study>, for the timelines")
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the figures")
     args = parser.parse_args(argv)
-    tables = (args.cells, args.epochs, args.summary, args.study_dir)
+    tables = (args.cells, args.epochs, args.summary, args.answers, args.study_dir)
     found = read_figure_data(*tables)
-    _loaded.clear()
-    _loaded.update(found)
-    names = [(name, plot) for name, rows in found.items() for plot in PLOTS if has_data(plot, rows)]
-    stems = [args.out_dir / name / plot for name, plot in names]
-    n_processes = min(len(usable_cores()), 1 + len(names) // FIGURES_A_PROCESS)
+    _loaded[:] = found
+    asked = [
+        (place, name, count) for place, data in enumerate(found) for name, count in figures_of(data)
+    ]
+    n_processes = min(len(usable_cores()), 1 + len(asked) // FIGURES_A_PROCESS)
     with ExitStack() as stack:
         drawing = map
         if n_processes > 1:
@@ -347,9 +196,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 n_processes, context, initializer=begin_process, initargs=tables
             )
             drawing = stack.enter_context(pool).map
-        for stem, _ in zip(stems, drawing(write_figure, names, stems), strict=True):
-            print(stem.with_suffix(".svg"), flush=True)
-    remove_old_figures(args.out_dir, stems)
+        columns = list(zip(*asked, strict=True)) or [(), (), ()]
+        drawn = []
+        for figure in drawing(write_figure, *columns, [args.out_dir] * len(asked)):
+            print(args.out_dir / figure["file"], flush=True)
+            drawn.append(figure)
+    write_atomic(args.out_dir / INDEX, json.dumps(drawn, indent=1, ensure_ascii=False))
+    remove_old_figures(args.out_dir, drawn)
     return 0
 
 

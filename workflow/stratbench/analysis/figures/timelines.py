@@ -5,96 +5,119 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.figure_data import FigureData
-from stratbench.analysis.figures.panels import NOTE_PT, annotate, blank, wrapped_text
-from stratbench.analysis.figures.style import BROWN, DEEP_TEAL, PETROL, ROSE, SAND, WINE
-from stratbench.cell.text.words import MIB, counted, worker_noun
+from stratbench.analysis.figures.measured import Drawn, outcome_of, told
+from stratbench.analysis.figures.rows import name_column
+from stratbench.analysis.figures.scales import Scale
+from stratbench.analysis.figures.sheet import (
+    BAD,
+    BAND,
+    LINE,
+    MUTED,
+    RULE,
+    WIDTH,
+    box,
+    colour_of,
+    new_sheet,
+    put_mark,
+    shortened,
+    stroke,
+    write,
+)
+from stratbench.cell.text.words import MIB
 
 #: The most points in a line; longer ones are thinned out, since a panel shows no more.
-MOST_POINTS = 120
-COLOURS = (PETROL, WINE, DEEP_TEAL, BROWN, ROSE, SAND)
-TIMELINE_PANEL_IN = (2.5, 0.95)
+MOST_POINTS = 80
+#: The height of a strategy's panel, of the space between two, and of the axis below all.
+PANEL, BETWEEN, AXIS = 34, 10, 34
 #: The column of a timeline and its factor, for a GPU and for a process.
 UTILISATION_COLUMNS = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}
 MEMORY_COLUMNS = {"gpu": ("mem_used_bytes", 1 / MIB), "process": ("rss_bytes", 1 / MIB)}
 
 
-def utilisation_figure(data: FigureData) -> Figure:
-    """A figure of the utilisation of each worker; a row per strategy, a column per model."""
+def utilisation_figure(data: FigureData) -> Drawn:
+    """The utilisation of each worker over time; a panel per strategy."""
     return timeline_figure(data, UTILISATION_COLUMNS, "%")
 
 
-def memory_figure(data: FigureData) -> Figure:
-    """A figure of the memory of each worker; a row per strategy, a column per model."""
+def memory_figure(data: FigureData) -> Drawn:
+    """The memory of each worker over time; a panel per strategy."""
     return timeline_figure(data, MEMORY_COLUMNS, "MiB")
 
 
-def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: str) -> Figure:
-    """A figure with a small panel per strategy and model: its first repeat on its most workers."""
-    rows, columns = data.strategies, data.models
-    size = (
-        max(4.2, TIMELINE_PANEL_IN[0] * len(columns) + 0.9),
-        TIMELINE_PANEL_IN[1] * len(rows) + 1.1,
-    )
-    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False)
-    # The layout is fixed: with hundreds of labels, the automatic layout takes seconds.
-    figure.subplots_adjust(
-        left=0.85 / size[0], right=1 - 0.1 / size[0], top=1 - 0.4 / size[1], bottom=0.8 / size[1],
-        hspace=0.5, wspace=0.28,
-    )  # fmt: skip
-    for i, strategy in enumerate(rows):
-        for j, model in enumerate(columns):
-            axis = axes[i][j]
-            draw_panel(axis, data, strategy, model, what)
-            if i == 0:
-                axis.set_title(model, pad=9)
-            if j == 0:
-                axis.set_ylabel(f"{strategy}\n({unit})", fontsize=6.5)
-            if i == len(rows) - 1:
-                axis.set_xlabel("s since the cell's start", fontsize=7)
-    figure.text(
-        0.5, 0.06 / size[1], wrapped_text(data.note, figure), fontsize=NOTE_PT, color="#555555",
-        ha="center", va="bottom",
-    )  # fmt: skip
-    return figure
+def has_timelines(data: FigureData) -> bool:
+    """Whether the figures have a timeline to draw."""
+    cells = (cell_of(data, name) for name in data.strategies)
+    return any(read_timeline(data.study_dir, cell) is not None for cell in cells)
 
 
-def draw_panel(
-    axis: Axes,
-    data: FigureData,
-    strategy: str,
-    model: str,
-    what: dict[str, tuple[str, float]],
-) -> None:
-    """Draw the lines of one cell, or the reason why there are none."""
-    cells = data.cells
-    cells = cells[(cells["strategy"] == strategy) & (cells["model"] == model)]
-    if cells.empty:
-        axis.set_axis_off()
-        return
-    cell = cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
-    timeline = read_timeline(data.study_dir, cell)
-    label = counted(int(cell["gpus"]), worker_noun(data.cells["device_kind"]))
-    if timeline is None:
-        blank(axis)
-        label += f": {'no timeline' if cell['status'] == 'ok' else cell['status']}"
-    else:
-        for i, (name, times, values) in enumerate(worker_lines(timeline, what)):
-            axis.plot(
-                times, values, color=COLOURS[i % len(COLOURS)], linewidth=0.7,
-                linestyle="--" if name.startswith("server") else "-",
-            )  # fmt: skip
-        shade_training(axis, timeline)
-        axis.tick_params(labelsize=6)
-        axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
-    annotate(axis, label, (0.99, 1.02), "axes fraction", (0, 0), ha="right", fontsize=5.5)
+def timeline_figure(data: FigureData, what: dict[str, tuple[str, float]], unit: str) -> Drawn:
+    """A small panel per strategy: its first repeat on its most workers; all share the axes."""
+    cells = [cell_of(data, name) for name in data.strategies]
+    found = [read_timeline(data.study_dir, cell) for cell in cells]
+    lines = [[] if t is None else list(worker_lines(t, what)) for t in found]
+    times = [t.max() for of in lines for _, t, _ in of]
+    values = [v.max() for of in lines for _, _, v in of]
+    left, right = name_column((name, data.is_chosen(name)) for name in data.strategies), WIDTH - 56
+    x = Scale(0, max([*times, 1e-3]), left, right)
+    bottom = 8 + len(cells) * (PANEL + BETWEEN)
+    axes = new_sheet(bottom + AXIS)
+    for i, (cell, timeline, of) in enumerate(zip(cells, found, lines, strict=True)):
+        top = 8 + i * (PANEL + BETWEEN)
+        y = Scale(0, max([*values, 1e-3]), top + PANEL, top)
+        draw_panel(axes, data, cell, x, y)
+        if timeline is None:
+            why = "no timeline" if cell["status"] == "ok" else outcome_of(str(cell["status"]))
+            write(axes, left + 4, top + PANEL / 2, why, BAD)
+            continue
+        shade_training(axes, timeline, x, y)
+        chosen = data.is_chosen(str(cell["strategy"]))
+        for name, t, v in of:
+            dash = "3 2" if name.startswith("server") else ""
+            colour = colour_of(data.marks[str(cell["strategy"])], chosen)
+            places = [x.at(s) for s in t], [y.at(value) for value in v]
+            stroke(axes, *places, colour, dash=dash, zorder=3, width=1.25)
+        if i == 0:
+            write(axes, right + 4, top + 4, highest_text(y.high, unit), MUTED)
+    for at, text in x.labelled(x.ticks(), "s"):
+        write(axes, at, bottom + 6, text, MUTED, ha="center")
+    write(axes, (left + right) / 2, bottom + 22, "since the start of the cell", MUTED, ha="center")
+    workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
+    caption = [f"The first repeat on the most workers ({workers}).", "Shaded: training."]
+    if any(name.startswith("server") for of in lines for name, _, _ in of):
+        caption.append("Dashed: servers.")
+    kinds = {"gpu" if (t["kind"] == "gpu").any() else "process" for t in found if t is not None}
+    if unit == "MiB":
+        caption += ["The device's memory in use."] * ("gpu" in kinds)
+        caption += ["The process's resident set."] * ("process" in kinds)
+    return Drawn(axes.figure, told(caption))
+
+
+def highest_text(value: float, unit: str) -> str:
+    """The end of the vertical axes with its unit."""
+    if unit == "MiB" and value >= 1024:
+        return f"{value / 1024:.3g} GiB"
+    return f"{value:.3g} {unit}"
+
+
+def cell_of(data: FigureData, strategy: str) -> pd.Series:
+    """The first repeat of a strategy on its most workers."""
+    cells = data.cells[data.cells["strategy"] == strategy]
+    return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
+
+
+def draw_panel(axes: Axes, data: FigureData, cell: pd.Series, x: Scale, y: Scale) -> None:
+    """Draw the name and the ground of a strategy's panel."""
+    strategy, middle = str(cell["strategy"]), (y.start + y.end) / 2
+    chosen = data.is_chosen(strategy)
+    put_mark(axes, 7, middle, data.marks[strategy], chosen, 8.5)
+    write(axes, 18, middle, shortened(strategy, x.start - 26, chosen), bold=chosen)
+    stroke(axes, [x.start, x.end], [y.start, y.start], RULE, zorder=1.5)
+    stroke(axes, [x.start, x.end], [y.end, y.end], LINE, zorder=1)
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
@@ -144,9 +167,10 @@ def thinned(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.add.reduceat(times, starts) / counts, np.add.reduceat(values, starts) / counts
 
 
-def shade_training(axis: Axes, timeline: pd.DataFrame) -> None:
+def shade_training(axes: Axes, timeline: pd.DataFrame, x: Scale, y: Scale) -> None:
     """Shade the time from the first to the last sample of training."""
     if "phase" in timeline:
         times = timeline.loc[timeline["phase"] == "train", "t_s"]
         if len(times):
-            axis.axvspan(times.min(), times.max(), color="#eeeeee", zorder=0)
+            first, last = x.at(times.min()), x.at(min(times.max(), x.high))
+            box(axes, first, y.end, last - first, y.start - y.end, BAND, zorder=0)

@@ -3,191 +3,210 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
-from stratbench.analysis.figures.figure_data import FigureData, styles_in_order
-from stratbench.analysis.figures.panels import (
+from stratbench.analysis.figures.curves import (
+    LEFT,
+    TOP,
+    Curve,
+    Curves,
+    draw_curves,
+    frame,
+    spread,
+)
+from stratbench.analysis.figures.figure_data import FigureData
+from stratbench.analysis.figures.measured import Drawn, by_end, told, unnamed_words
+from stratbench.analysis.figures.rows import ROW, name_column
+from stratbench.analysis.figures.scales import Scale, padded
+from stratbench.analysis.figures.sheet import (
     INK,
-    LEAST_LOOK,
-    SMALL_MARKS,
-    add_legend_and_note,
-    annotate,
-    bar_look,
-    blank,
-    draw_panels,
-    least_handles,
-    line,
-    line_handles,
+    LINE_HEIGHT,
+    MUTED,
+    PAPER,
+    RULE,
+    THEME,
+    WIDTH,
+    box,
+    colour_of,
+    new_sheet,
+    put_mark,
+    shortened,
+    stroke,
+    text_width,
+    write,
 )
-from stratbench.analysis.figures.style import (
-    BROWN,
-    DEEP_TEAL,
-    GREY,
-    PALE,
-    PETROL,
-    ROSE,
-    SAND,
-    TEAL,
-    WINE,
-    Style,
+from stratbench.analysis.records.measures import ALONE, DOUBT, format_number
+
+#: What is drawn of a step, in order of time: words, the colour, whether filled, and the phases in it.
+PARTS = (
+    ("forward", "work-1", True, ("forward",)),
+    ("backward", "work-2", True, ("backward",)),
+    ("communication", "send", True, ("communication", "exposed_communication", "push")),
+    ("waiting", "wait", False, ("server_wait", "bubble")),
+    ("slowed on purpose", "bad", True, ("slowdown",)),
 )
-from stratbench.analysis.records.measures import ALONE, DOUBT
-from stratbench.analysis.records.score import Score
-from stratbench.cell.text.words import counted, worker_noun
-
-#: Colour and hatch of a step's phases, in order of time: computing is teal, waiting and sending are not.
-PHASE_LOOKS = {
-    "data": (PALE, ""),
-    "forward": (TEAL, ""),
-    "slowdown": ("#ffffff", "...."),
-    "backward": (DEEP_TEAL, ""),
-    "communication": (WINE, "////"),
-    "exposed_communication": (WINE, "////"),
-    "bubble": (SAND, "xxxx"),
-    "push": (BROWN, ""),
-    "server_wait": (SAND, "...."),
-    "server": (SAND, "\\\\\\\\"),
-    "optimizer": (PETROL, ""),
-    "other": ("#ffffff", ""),
-}
-OTHER_PHASE_LOOKS = ((ROSE, "xxxx"), (ROSE, "...."))
-#: The measures that a point of the scatter chart shows.
-TRADED = ("training_time", "score", "memory")
-#: The area of the largest point in a scatter chart, in square points.
-LARGEST_POINT = 220.0
+#: What no other part has.
+REST = ("rest", "muted", False)
+#: The most points of a scatter chart that are named.
+MOST_NAMED = 7
+#: The height of the scatter chart's plot.
+SCATTER = 210
 
 
-def titles_on_most(data: FigureData) -> dict[str, str]:
-    """The titles of panels by model: its name, with the largest worker count."""
-    where = counted(data.most, worker_noun(data.cells["device_kind"]))
-    return {model: f"{model}, {where}" for model in data.models}
-
-
-def mark_empty(axis: Axes) -> None:
-    """Write into a panel that it has nothing to show."""
-    blank(axis)
-    annotate(axis, "no result", (0.5, 0.5), "axes fraction", (0, 0), ha="center")
-
-
-def breakdown_figure(data: FigureData) -> Figure:
-    """A figure of stacked bars: the mean step of each strategy by phase, on the most workers."""
+def breakdown_figure(data: FigureData) -> Drawn:
+    """A bar for each strategy: the mean step by its phases, on one number of workers."""
     known = data.cells[data.cells["breakdown_ms"].notna()]
-    spans = pd.DataFrame([json.loads(text) for text in known["breakdown_ms"]], index=known.index)
-    extra = [name for name in spans.columns if name not in PHASE_LOOKS]
-    looks = PHASE_LOOKS | {
-        name: OTHER_PHASE_LOOKS[i % len(OTHER_PHASE_LOOKS)] for i, name in enumerate(extra)
+    known = known[known["gpus"] == data.shown_count]
+    phases = pd.DataFrame([json.loads(t) for t in known["breakdown_ms"]], index=known.index)
+    steps = phases.groupby(known["strategy"]).median().fillna(0.0).clip(lower=0.0)
+    parts = parts_of(steps)
+    order = steps.sum(axis=1).sort_values().index
+    drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
+    words = list(wrapped_words([part[0] for part in drawn]))
+    top = LINE_HEIGHT * (1 + max((line for line, _, _ in words), default=0)) + 6
+    axes = new_sheet(top + ROW * len(order) + 4)
+    for (line, left, text), (_, colour, filled) in zip(words, drawn, strict=True):
+        y = LINE_HEIGHT * (line + 0.5)
+        part_box(axes, left, y - 5, 10, 10, colour, filled)
+        write(axes, left + 14, y, text, MUTED)
+    start = name_column((str(name), data.is_chosen(str(name))) for name in order)
+    scale = padded(steps.sum(axis=1), start, WIDTH - 66, 0, False)
+    for i, name in enumerate(order):
+        middle, chosen = top + ROW * (i + 0.5), data.is_chosen(str(name))
+        mark = data.marks[str(name)]
+        put_mark(axes, 7, middle, mark, chosen, 8.5)
+        write(axes, 18, middle, shortened(str(name), start - 26, chosen), bold=chosen)
+        done = 0.0
+        for part, colour, filled in drawn:
+            width = float(parts.loc[name, part])
+            left, right = scale.at(done), scale.at(done + width)
+            part_box(axes, left, middle - 7, right - left, 14, colour, filled)
+            done += width
+        full = colour_of(mark, True) if chosen else MUTED
+        text = f"{format_number(done, None)} ms"
+        write(axes, scale.at(done) + 6, middle, text, full, bold=chosen)
+    return Drawn(axes.figure, told(breakdown_caption(data, parts)))
+
+
+def parts_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """The milliseconds of each part of PARTS and of the rest, by strategy."""
+    named = {
+        part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
+        for part, _, _, phases in PARTS
     }
-    phases = [name for name in looks if name in spans.columns]
-
-    def panel(axis: Axes, model: str) -> None:
-        rows = known[(known["model"] == model) & (known["gpus"] == data.most)]
-        names = [name for name in data.strategies if name in set(rows["strategy"])]
-        if not names:
-            return mark_empty(axis)
-        left = np.zeros(len(names))
-        for phase in phases:
-            medians = spans.loc[rows.index, phase].groupby(rows["strategy"]).median()
-            widths = np.array([medians.get(name, 0.0) for name in names])
-            widths = np.nan_to_num(widths)
-            axis.barh(range(len(names)), widths, 0.7, left=left, **bar_look(*looks[phase], 0.4))
-            left += widths
-        axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()
-        axis.grid(axis="y", visible=False)
-        axis.grid(axis="x", visible=True)
-        axis.set_xlabel("ms a step")
-
-    figure = draw_panels(titles_on_most(data), panel)
-    handles = [Patch(label=phase, **bar_look(*looks[phase], 0.4)) for phase in phases]
-    add_legend_and_note(figure, handles, data.note)
-    return figure
+    parts = pd.DataFrame(named, index=steps.index)
+    return parts.assign(rest=steps.sum(axis=1) - parts.sum(axis=1)).clip(lower=0.0)
 
 
-def score_over_time_figure(data: FigureData) -> Figure:
-    """A figure of the score after each epoch over the training time so far, on the most workers."""
-    epochs, score = data.epochs, data.score
-
-    def panel(axis: Axes, model: str) -> None:
-        rows = epochs[(epochs["model"] == model) & (epochs["gpus"] == data.most)]
-        alone = epochs[(epochs["model"] == model) & (epochs["strategy"] == ALONE)]
-        drawn = rows if data.most == 1 else pd.concat([alone, rows])
-        if drawn.empty:
-            return mark_empty(axis)
-        for name, found in drawn.groupby("strategy", sort=False):
-            by_epoch = found.groupby("epoch")[["train_time_s", "score"]].median()
-            line(
-                axis, by_epoch["train_time_s"], by_epoch["score"] * score.factor,
-                data.styles[str(name)], markevery=max(1, len(by_epoch) // 10), **SMALL_MARKS,
-            )  # fmt: skip
-        if score.least_possible is not None:
-            axis.axhline(score.least_possible, **LEAST_LOOK)
-        axis.set_xlim(left=0)
-        axis.set_xlabel("training time (s)")
-
-    figure = draw_panels(titles_on_most(data), panel, data.score_label)
-    noted = f" {ALONE}: on one worker." if data.most > 1 and ALONE in data.strategies else ""
-    handles = line_handles(styles_in_order(data)) + least_handles(score)
-    add_legend_and_note(figure, handles, data.note + noted)
-    return figure
+def wrapped_words(words: list[str]) -> Iterator[tuple[int, float, str]]:
+    """The line and the place of each word of the key above the bars."""
+    line, left = 0, 0.0
+    for word in words:
+        wide = 14 + text_width(word)
+        if left + wide > WIDTH:
+            line, left = line + 1, 0.0
+        yield line, left, word
+        left += wide + 10
 
 
-def tradeoff_figure(data: FigureData) -> Figure:
-    """A figure of time and score, with memory as area, and the line of points unbeaten in both."""
+def part_box(
+    axes: Axes, left: float, top: float, width: float, height: float, name: str, filled: bool
+) -> None:
+    """Draw a part of a step: filled, or as an outline."""
+    colour = THEME[name][0]
+    if filled or width < 3:
+        box(axes, left, top, max(0.0, width - 0.75), height, colour, zorder=3)
+        return
+    inner = {"edgecolor": colour, "linewidth": 1.1, "zorder": 3}
+    box(axes, left + 0.75, top + 0.75, width - 2.25, height - 1.5, PAPER, **inner)
 
-    def panel(axis: Axes, model: str) -> None:
-        found = [
-            data.rows(name, model).set_index(["strategy", "gpus"])["value"].rename(name)
-            for name in TRADED
-        ]
-        flags = [data.rows(name, model).set_index(["strategy", "gpus"])["flags"] for name in TRADED]
-        found.append(sum(flags[1:], flags[0]).rename("flags"))
-        points = pd.concat(found, axis=1).dropna(subset=["training_time", "score"])
-        if points.empty:
-            return mark_empty(axis)
-        draw_points(axis, points, data.styles, data.score)
-        axis.set_xlabel("training time (s)")
 
-    figure = draw_panels(data.titles, panel, data.score_label)
-    handles = [
-        Line2D(
-            [], [], linestyle="", marker=style.marker, markerfacecolor=style.colour,
-            markeredgecolor=INK, markeredgewidth=0.4, label=name,
+def breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
+    """What the bars are, and whose communication they cannot show."""
+    yield f"Mean step of all workers on {data.workers(data.shown_count)}."
+    hidden = [str(name) for name in parts.index if parts.loc[name, "communication"] == 0]
+    if data.shown_count > 1 and hidden:
+        names = ", ".join(hidden[:3]) + (f" and {len(hidden) - 3} more" if len(hidden) > 3 else "")
+        yield f"What {names} send{'s' if len(hidden) == 1 else ''} is part of forward and backward."
+
+
+def score_over_time_figure(data: FigureData) -> Drawn:
+    """The score after each epoch over the training time so far, on one number of workers."""
+    epochs, score, count = data.epochs, data.score, data.shown_count
+    rows = epochs[epochs["gpus"] == count]
+    alone = epochs[(epochs["strategy"] == ALONE) & (epochs["gpus"] != count)]
+    curves = []
+    for name, found in pd.concat([rows, alone]).groupby("strategy", sort=False):
+        middle = found.groupby("epoch")[["train_time_s", "score"]].median()
+        values = (middle["score"] * score.factor).tolist()
+        chosen = data.is_chosen(str(name))
+        curves.append(Curve(str(name), middle["train_time_s"].tolist(), values, chosen=chosen))
+    least = score.least_possible
+    figure, unnamed = draw_curves(
+        Curves(
+            curves,
+            data.marks,
+            "training time",
+            x_unit="s",
+            x_ticks=(),
+            from_zero=False,
+            level=None if least is None else (least, f"least possible: {least:.3g}"),
+            named_first=by_end(curves, score.better == "higher"),
         )
-        for name, style in styles_in_order(data).items()
-    ]  # fmt: skip
-    handles.append(Line2D([], [], color=GREY, linewidth=1, label="best trade-offs"))
-    add_legend_and_note(figure, handles, data.note + data.doubt_note(*TRADED))
-    return figure
-
-
-def draw_points(axis: Axes, points: pd.DataFrame, looks: dict[str, Style], score: Score) -> None:
-    """Draw one panel of `tradeoff_figure`; `points`: training_time, score, memory by (strategy, gpus)."""
-    front = are_unbeaten(
-        points["training_time"].to_numpy(), score.sign * points["score"].to_numpy()
     )
-    on_front = points[front].sort_values("training_time")
-    axis.plot(on_front["training_time"], on_front["score"], color=GREY, linewidth=1, zorder=1)
-    largest = points["memory"].max()
-    for (strategy, gpus), row in points.iterrows():
-        known = row["memory"] == row["memory"] and largest > 0
-        area = max(8.0, LARGEST_POINT * row["memory"] / largest) if known else 20.0
-        style = looks[strategy]
-        axis.scatter(
-            row["training_time"], row["score"], s=area, marker=style.marker,
-            color=style.colour, edgecolors=INK, linewidths=0.5, alpha=0.85, zorder=3,
-        )  # fmt: skip
-        at = (row["training_time"], row["score"])
-        label = f"{gpus}{DOUBT if row['flags'] else ''}"
-        annotate(axis, label, at, "data", (0.5 * area**0.5 + 1, 0), va="center", zorder=4)
-    axis.margins(0.12)
+    sentences = [f"{score.name.capitalize()}, {score.shown_unit}, on {data.workers(count)}."]
+    if len(alone):
+        sentences.append(f"{ALONE} is on one.")
+    if (rows.groupby(["strategy", "epoch"]).size() > 1).any():
+        sentences.append("Medians of the repeats.")
+    return Drawn(figure, told([*sentences, *unnamed_words(unnamed, len(curves))]))
+
+
+def tradeoff_figure(data: FigureData) -> Drawn:
+    """Every strategy and number of workers by time and score, and a line of those that none beats in both."""
+    found = [
+        data.rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
+        for name in ("training_time", "score")
+    ]
+    points = pd.concat(found, axis=1).dropna()
+    times, scores = (points[name].to_numpy(dtype=float) for name in points)
+    axes = new_sheet(TOP + SCATTER + 36)
+    x = padded(times, LEFT, WIDTH - 8, 12, True)
+    room = 0.06 * (np.ptp(scores) if len(scores) else 1) or 1.0
+    y = Scale(min(scores, default=0) - room, max(scores, default=1) + room, TOP + SCATTER, TOP)
+    frame(axes, x, y, x.labelled(x.ticks(), "s"), "training time")
+    front = are_unbeaten(times, data.score.sign * scores)
+    order = [i for i in np.argsort(times) if front[i]]
+    joined = [[scale.at(v[i]) for i in order] for scale, v in ((x, times), (y, scores))]
+    stroke(axes, *joined, RULE, width=1.5, zorder=2)
+    flags = {(r.strategy, r.gpus): r.flags for r in data.rows("score").itertuples()}
+    named = []
+    for i, (strategy, gpus) in enumerate(points.index):
+        chosen = data.choice == (strategy, gpus)
+        at = x.at(times[i]), y.at(scores[i])
+        put_mark(axes, *at, data.marks[strategy], chosen, 11 if chosen else 7, 5 if chosen else 4)
+        if chosen or (front[i] and len(named) < MOST_NAMED):
+            doubt = DOUBT if flags.get((strategy, gpus)) else ""
+            named.append((*at, f"{strategy} × {gpus}{doubt}", strategy, chosen))
+    places = spread([across[1] for across in named], TOP, TOP + SCATTER - 4)
+    for (across, _, text, strategy, chosen), place in zip(named, places, strict=True):
+        room = max(across, WIDTH - across) - 12
+        text = shortened(text, room, chosen)
+        left = across + 10 + text_width(text, chosen) < WIDTH
+        colour = colour_of(data.marks[strategy], True) if chosen else INK
+        side = {"ha": "left" if left else "right", "bold": chosen, "zorder": 6}
+        write(axes, across + (10 if left else -10), place, text, colour, **side)
+    unit = data.score.shown_unit
+    caption = [
+        f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
+        "The line joins those that no other beats in both.",
+        *data.doubt_note(flags.values()),
+    ]
+    return Drawn(axes.figure, told(caption))
 
 
 def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -199,27 +218,27 @@ def are_unbeaten(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return ~np.array(beaten, dtype=bool)
 
 
-def staleness_figure(data: FigureData) -> Figure:
-    """A figure of the share of pushes by staleness, on the most workers, over all repeats."""
+def staleness_figure(data: FigureData) -> Drawn:
+    """The share of pushes by staleness, on one number of workers, over all repeats."""
     known = data.cells[data.cells["staleness"].notna()]
-    names: dict[str, Style] = {}
-
-    def panel(axis: Axes, model: str) -> None:
-        rows = known[(known["model"] == model) & (known["gpus"] == data.most)]
-        if rows.empty:
-            return mark_empty(axis)
-        for name, found in groupby(rows.itertuples(), key=lambda row: row.strategy):
-            shares = shares_by_value([json.loads(row.staleness) for row in found])
-            style = names.setdefault(name, data.styles[name])
-            line(axis, range(len(shares)), 100 * shares, style, **SMALL_MARKS)
-        axis.set_ylim(0, 105)
-        axis.set_xlim(-0.3, max(axis.dataLim.x1, 1) + 0.3)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        axis.set_xlabel("updates that the push is behind")
-
-    figure = draw_panels(titles_on_most(data), panel, "Pushes (%)")
-    add_legend_and_note(figure, line_handles(names), data.note)
-    return figure
+    rows = known[known["gpus"] == data.shown_count]
+    curves = []
+    for name, found in rows.groupby("strategy", sort=False):
+        shares = shares_by_value([json.loads(text) for text in found["staleness"]])
+        places = [float(i) for i in range(len(shares))]
+        chosen = data.is_chosen(str(name))
+        curves.append(Curve(str(name), places, (100 * shares).tolist(), chosen=chosen))
+    figure, unnamed = draw_curves(
+        Curves(
+            curves,
+            data.marks,
+            "updates that a push is behind",
+            x_whole=True,
+            named_first=by_end(curves, True),
+        )
+    )
+    caption = f"Share of the pushes, %, on {data.workers(data.shown_count)}."
+    return Drawn(figure, told([caption, *unnamed_words(unnamed, len(curves))]))
 
 
 def shares_by_value(counts: list[list[int]]) -> np.ndarray:

@@ -14,6 +14,7 @@ from stratbench.analysis.race.next_round import round_of
 from stratbench.analysis.race.rounds import Course
 from stratbench.analysis.race.verdict import verdict_of
 from stratbench.cell.files import write_atomic
+from stratbench.cell.text.words import folded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdict = verdict_of(course, found, notes)
     out = Path(config["results"], evidence.study, "verdict", "verdict.json")
     write_atomic(out, json.dumps(verdict, indent=1, allow_nan=False) + "\n")
-    print(*verdict_lines(verdict), f"{out} has it all.", sep="\n", flush=True)
+    print(folded([*verdict_lines(verdict), f"{out} has it all."]), flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The answers of a study as rows of the report's first screen, each with its rivals on a scale."""
+"""The answers of a study as rows of a page's first screen, each with its rivals on a scale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratbench.analysis.figures.marks import Mark, marks_by_strategy, outline
+import pandas as pd
+from markupsafe import Markup
+
+from stratbench.analysis.figures.marks import (
+    FAMILIES,
+    Mark,
+    css_variables,
+    mark_of,
+    marks_by_strategy,
+    outline,
+)
 
 #: The scale of the rivals, 236 pixels wide: the places of 1 × and of the farthest ratio.
 ONE, END = 40, 222
@@ -149,3 +159,40 @@ def shown_names(short: Mapping[str, Any]) -> list[str]:
 def ticks() -> list[dict[str, Any]]:
     """The head of the scale: a place and a text for each tick."""
     return [{"x": at(t), "text": f"{t:g}×"} for t in TICKS]
+
+
+def named_bases(cells: pd.DataFrame) -> list[tuple[str, str | None]]:
+    """Pairs of strategies and their base strategies, from rows of cells.csv."""
+    bases = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
+    return list(zip(bases["strategy"], bases["strategy_base"], strict=True))
+
+
+def first_screen(
+    names: Sequence[tuple[str, str | None]], decided: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a page's first screen prints: a row for each answer, and the marks' colours and shapes.
+
+    `names` as in `answer_rows`; `decided`: the content of answers.json.
+    """
+    rows = list(answer_rows(decided["answers"], names, decided["equivalence_margin"]))
+    shown = {family for row in rows for family in row["families"]}
+    of = "Cost" if decided["by_cost"] else "Time"
+    return {
+        "decided": decided,
+        "answers": rows,
+        "any_open": any(row["short"]["score_open"] for row in rows),
+        "ticks": ticks(),
+        "value_name": "Cost" if decided["by_cost"] else "Training time",
+        "others_name": f"{of} of the others, as a multiple",
+        "families": [
+            {
+                "name": name,
+                "variable": mark_of(name, 0).variable,
+                "path": outline(hue.shape, 7, 7, 4.5),
+                "shown": name in shown,
+            }
+            for name, hue in FAMILIES.items()
+        ],
+        "light_marks": Markup(css_variables(dark=False)),
+        "dark_marks": Markup(css_variables(dark=True)),
+    }

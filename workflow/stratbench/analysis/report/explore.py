@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.audit import SEVERITIES
-from stratbench.analysis.figures.style import FURTHER_COLOURS, MARKERS, styles_by_strategy
+from stratbench.analysis.figures.marks import FAMILIES, FILLS, corners, marks_by_strategy
 from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
 from stratbench.analysis.records.groups import GROUP
 from stratbench.analysis.records.measures import FACTORS
@@ -193,15 +193,21 @@ def page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, An
     """
     told = cells.dropna(subset=["strategy_base"])
     bases = dict(zip(told["strategy"], told["strategy_base"], strict=True))
-    styles = styles_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
+    marks = marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
+    hues = {name: [hue.light[0], hue.dark[0]] for name, hue in FAMILIES.items()}
     return {
         "cells": len(cells),
         "columns": list(columns_of(cells)),
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
         "first": FIRST,
-        "styles": {name: [style.colour, style.marker] for name, style in styles.items()},
-        "colours": FURTHER_COLOURS,
-        "markers": MARKERS,
+        # Colours are pairs, for light and for dark paper; a marker is a shape and its filling.
+        "styles": {name: [hues[m.family], f"{m.shape} {m.fill}"] for name, m in marks.items()},
+        "colours": list(hues.values())[1:],
+        "markers": [f"{hue.shape} {fill}" for fill in FILLS for hue in FAMILIES.values()],
+        "shapes": {
+            hue.shape: [[round(x, 3), round(y, 3)] for x, y in corners(hue.shape)]
+            for hue in FAMILIES.values()
+        },
         "audit": audit_of(cells, findings),
         "nouns": {
             kind: [noun, plural(noun)] for kind, noun in (("", "worker"), *WORKER_NOUNS.items())

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,21 +12,22 @@ from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
-from markupsafe import Markup
-from PIL import Image
 
 from stratbench.analysis.audit import SEVERITIES
 from stratbench.analysis.audit.across_cells.confounding import confounded_host
 from stratbench.analysis.decision.raced import read_verdict
-from stratbench.analysis.figures.figure_list import PLOTS
-from stratbench.analysis.figures.marks import FAMILIES, css_variables, mark_of, outline
-from stratbench.analysis.paper import paper_audit
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, measures_of
 from stratbench.analysis.records.score import score_of
 from stratbench.analysis.report import explore
-from stratbench.analysis.report.answer_rows import answer_rows, ticks
+from stratbench.analysis.report.answer_rows import first_screen, named_bases
+from stratbench.analysis.report.audit_section import (
+    audit_lead,
+    audit_rules,
+    model_headings,
+    paper_audit_rules,
+)
 from stratbench.analysis.report.sections import (
     machine_lines,
     paper_section,
@@ -37,6 +35,7 @@ from stratbench.analysis.report.sections import (
     server_lines,
     strategy_lines,
 )
+from stratbench.analysis.report.shown import shown_figures
 from stratbench.analysis.tables.numbered import read_paper_tables
 from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (
@@ -51,11 +50,6 @@ from stratbench.cell.text import pages
 from stratbench.cell.text.words import MIB, counted, plural, worker_noun
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: A figure with a larger SVG goes into the page as PNG.
-MOST_SVG_BYTES = 60_000
-#: The caption stands beside figures of widths (points) between these: a narrower figure, with one model,
-#: shares its line with another one; a wider one, with three models, fills it.
-ONE_MODEL_PT, FULL_WIDTH_PT = 400, 620
 STATUS_WORDS = {
     "ok": "finished",
     "oom": "out of memory (OOM)",
@@ -168,28 +162,6 @@ def measured_on(cells: pd.DataFrame) -> str:
     return text + finished
 
 
-def drawn_figures(plots_dir: Path, experiment: str, rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """The figures that exist, as data URIs, each with a text for readers who cannot see it."""
-    score = score_of(rows)
-    for name, plot in PLOTS.items():
-        svg_path = plots_dir / experiment / f"{name}.svg"
-        if not svg_path.exists():
-            continue
-        svg = svg_path.read_text(encoding="utf-8")
-        width = width_pt(svg)
-        yield {
-            "title": plot.title_of(score),
-            "caption": plot.caption_of(rows),
-            "alt": f"{plot.chart}: {plot.title_of(score)} of {distinct_values(rows, 'strategy')} for "
-            f"{distinct_values(rows, 'model')} on {distinct_values(rows, 'gpus')} "
-            f"{plural(worker_noun(rows['device_kind']))}.",
-            "uri": data_uri(svg, svg_path),
-            "width_pt": width,
-            "beside": ONE_MODEL_PT < width < FULL_WIDTH_PT,
-            "primary": plot.primary,
-        }
-
-
 def note_on_experiment(rows: pd.DataFrame) -> str:
     """A note that holds for all figures and tables of an experiment."""
     slowed = sorted(set(rows["slowdown"].dropna()))
@@ -197,29 +169,6 @@ def note_on_experiment(rows: pd.DataFrame) -> str:
     if rows["steps"].notna().any():
         told += f" Trained for {length_of_training(rows)}: nothing was evaluated."
     return workers_are(rows) + told
-
-
-def width_pt(svg: str) -> float:
-    """The width of an SVG as Matplotlib writes it."""
-    return float(re.search(r'<svg [^>]*?width="([\d.]+)pt"', svg)[1])
-
-
-def data_uri(svg: str, svg_path: Path) -> str:
-    """The figure as a data URI: the SVG with its numbers rounded to what can be seen.
-
-    For a crowded figure it is the PNG with 256 colours, so that a page of many figures stays small.
-    """
-    if len(svg) < 2 * MOST_SVG_BYTES:  # a longer one is still too long after rounding
-        svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        # A glyph's scale is small: rounded to two digits, it would not match the distances of glyphs.
-        svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
-        svg = re.sub(r"\s+", " ", svg)
-    if len(svg) < MOST_SVG_BYTES:
-        return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
-    png = io.BytesIO()
-    with Image.open(svg_path.with_suffix(".png")) as image:
-        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(png, "PNG")
-    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 
 
 def clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
@@ -310,76 +259,30 @@ def cell_lines(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Iterator
         }
 
 
-def audit_rules(findings: pd.DataFrame) -> list[dict[str, Any]]:
-    """The audit's rules with findings, the most severe first, each with its places and figures."""
-    names = ("experiment", "strategy", "model")
-    rules = []
-    for rule, rows in findings.groupby("rule", sort=False):
-        first = rows.iloc[0]
-        places = []
-        for row in rows.to_dict("records"):
-            place = [row[name] for name in names if pd.notna(row[name])]
-            place += [counted(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
-            place += [f"repeat {row['repeat']}"] if pd.notna(row["repeat"]) else []
-            places.append({"place": ", ".join(place) or "the study", "figures": row["figures"]})
-        rules.append(
-            {
-                "id": rule,
-                "severity": first["severity"],
-                "affects": first["affects"],
-                "explanation": first["explanation"],
-                "places": places,
-            }
-        )
-    return rules
-
-
-def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
-    """The rules with findings in paper_audit.csv; each place has the version of the paper."""
-    findings = paper_audit.read_paper_audit(path)
-    both = findings["version"] == "both"
-    return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
-
-
-def first_screen(cells: pd.DataFrame, decided: dict[str, Any]) -> dict[str, Any]:
-    """What the page's first screen prints: a row for each answer, and the marks' colours and shapes."""
-    bases = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
-    names = list(zip(bases["strategy"], bases["strategy_base"], strict=True))
-    rows = list(answer_rows(decided["answers"], names, decided["equivalence_margin"]))
-    shown = {family for row in rows for family in row["families"]}
-    by_cost = any("ranked by cost" in sentence for sentence in decided["constraints"])
-    return {
-        "answers": rows,
-        "any_open": any(row["short"]["score_open"] for row in rows),
-        "ticks": ticks(),
-        "value_name": "Cost" if by_cost else "Training time",
-        "others_name": f"{'Cost' if by_cost else 'Time'} of the others, as a multiple",
-        "families": [
-            {
-                "name": name,
-                "variable": mark_of(name, 0).variable,
-                "path": outline(hue.shape, 7, 7, 4.5),
-                "shown": name in shown,
-            }
-            for name, hue in FAMILIES.items()
-        ],
-        "light_marks": Markup(css_variables(dark=False)),
-        "dark_marks": Markup(css_variables(dark=True)),
-    }
-
-
 def experiment_sections(
     folder: Path, cells: pd.DataFrame, decided: dict[str, Any]
 ) -> Iterator[dict]:
-    """The section of each experiment: its figures and tables."""
+    """The section of each experiment: its models, each with what was found and figures, and tables."""
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
+    figures = list(shown_figures(folder / "plots"))
+    headings = dict(model_headings(decided["answers"]))
     for name, rows in cells.groupby("experiment", sort=False):
+        models = [
+            {
+                "name": str(model),
+                "heading": headings.get((str(name), str(model)), ""),
+                "figures": [
+                    f for f in figures if (f["experiment"], f["model"]) == (str(name), str(model))
+                ],
+            }
+            for model in dict.fromkeys(rows["model"])
+        ]
         yield {
             "name": str(name),
             "dataset": distinct_values(rows, "dataset"),
             "about": note_on_experiment(rows),
-            "figures": list(drawn_figures(folder / "plots", str(name), rows)),
+            "models": models,
             "tables": [
                 table_values(rows, summary, measure, margin)
                 for measure in measures_of(rows).values()
@@ -400,19 +303,20 @@ def page_values(folder: Path, study_dir: Path, partial: bool, verdict_path: str)
 
         verdict = verdict_section(verdict, cells)
     counts = cells["status"].value_counts()
+    audited = audit_rules(findings, decided["answers"])
     return {
         "study": str(cells["study"].iloc[0]),
         "notices": list(notices_above(cells, partial, findings.to_dict("records"))),
         "tally": [(s, int((findings["severity"] == s).sum())) for s in SEVERITIES],
-        "decided": decided,
         "verdict": verdict,
         "measured": measured_on(cells),
-        **first_screen(cells, decided),
+        **first_screen(named_bases(cells), decided),
         "strategies": list(strategy_lines(cells)),
         "experiments": list(experiment_sections(folder, cells, decided)),
         "numbered": list(read_paper_tables(folder / "tables" / "paper")),
         "servers": server_lines(cells),
-        "audit": audit_rules(findings),
+        "audit": audited,
+        "audit_lead": audit_lead(audited, decided["answers"]),
         "paper_audit": paper_audit_rules(folder / "paper_audit.csv"),
         "paper": paper_section(folder),
         "predictions": prediction_lines(prediction) if prediction.exists() else [],

@@ -11,6 +11,9 @@ from typing import Any
 
 from stratbench.cell.text.words import printable
 
+#: What all pages share: their colours, their style and what sorts their tables.
+SHARED = Path(__file__).parent / "templates"
+
 
 def render(
     template: str,
@@ -20,12 +23,13 @@ def render(
 ) -> str:
     """The page that `template`, a file in one of the folders, gives with these values.
 
+    Templates may include those of SHARED.
     Of a template `*.txt.j2` a text for a terminal, in which nothing is escaped.
     """
     import jinja2  # not where workers train
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
+        loader=jinja2.FileSystemLoader([*folders, SHARED]),
         autoescape=not template.endswith(".txt.j2"),
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,  # not of Markup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 MIB = 1 << 20
@@ -50,6 +51,26 @@ def worker_noun(device_kinds: Iterable[object]) -> str:
     """What workers on these kinds of device are called: `worker` where kinds differ or none is known."""
     nouns = [WORKER_NOUNS[kind] for kind in WORKER_NOUNS.keys() & set(device_kinds)]
     return nouns[0] if len(nouns) == 1 else "worker"
+
+
+#: The columns of a terminal that every text fits.
+COLUMNS = 100
+
+
+def folded(lines: Iterable[str]) -> str:
+    """Lines for a terminal, each broken at COLUMNS; what is broken goes on two columns further in."""
+    found: list[str] = []
+    for line in "\n".join(lines).split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        found += textwrap.wrap(
+            line.strip(),
+            COLUMNS,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(found)
 
 
 def printable(text: str) -> str:

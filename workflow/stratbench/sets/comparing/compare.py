@@ -10,7 +10,7 @@ from pathlib import Path
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import describe_decisions
 from stratbench.cell.files import claim_folder, write_atomic
-from stratbench.cell.text.words import printable
+from stratbench.cell.text.words import folded, printable
 from stratbench.sets.archive import NAME, SetError, shown_name
 from stratbench.sets.comparing import figures, page, regression, tables
 from stratbench.sets.comparing.comparison import Comparison, compare, headline_of
@@ -51,22 +51,24 @@ def compare_sets(
     found = [compare(sets[0], other) for other in sets[1:]]
     decisions = decisions_over(sets, prices, given)
     watched = None if allowed is None else regression.watch(found, allowed)
-    sections = [write_pair(one, folder) for one in found]
+    sections = [write_pair(one, folder, given.equivalence_margin) for one in found]
+    by_cost = bool(prices) or given.price_per_gpu_hour is not None
+    constraints = list(sentences_on(given, prices))
     values = page.page_values(
-        sets, sections, watched, allowed, decisions, list(sentences_on(given, prices)), given
+        sets, sections, watched, allowed, decisions, constraints, given, by_cost
     )
     write_atomic(folder / INDEX, page.render(values))
     write_explore(sets, folder / EXPLORE)
     for one in found:
-        print(printable(f"{one.other.name} against {one.first.name}: {headline_of(one)}"))
+        told = f"{one.other.name} against {one.first.name}: {headline_of(one)}"
+        print(printable(folded([told])))
         for mean in one.strategies:
             if mean.gpus is None:
                 print(f"  {mean.strategy}: {tables.ratio_text(mean.time)} times the training time")
     if decisions:
-        told = describe_decisions(decisions, [], given).partition("\n")[2]
-        print(printable(f"Constraints: {'; '.join(sentences_on(given, prices))}.\n{told}"))
+        print(printable(describe_decisions(decisions, [], given, constraints)))
     if watched is not None:
-        print(printable("\n".join(regression.describe_watch(watched, allowed))))
+        print(printable(folded(regression.describe_watch(watched, allowed))))
     print(folder / INDEX)
     return 1 if watched and regression.is_slower(watched) else 0
 
@@ -94,7 +96,7 @@ def read_noisily(source: str, name: str) -> ResultSet:
     return read_set(source, name)
 
 
-def write_pair(found: Comparison, folder: Path) -> dict:
+def write_pair(found: Comparison, folder: Path, margin: float) -> dict:
     """Write the tables and figures of one comparison; returns its part of the page."""
     tables.write_all(found, folder)
-    return page.pair_section(found, figures.draw_all(found, folder))
+    return page.pair_section(found, figures.draw_all(found, folder, margin))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import Decision
+from stratbench.analysis.decision.decide import Decision, answers_as_json
+from stratbench.analysis.report.answer_rows import first_screen, named_bases
 from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
-from stratbench.analysis.report.report import data_uri, width_pt
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import MIB, shortened
 from stratbench.sets.check import describe_audit, machines
@@ -47,7 +47,7 @@ def set_lines(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
         }
 
 
-def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str, Any]:
+def pair_section(found: Comparison, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The section of the page on one set against the first."""
     ranks = sorted(
         found.rank_changes, key=lambda r: (not r.is_clear, r.after.value / r.before.value)
@@ -97,10 +97,7 @@ def pair_section(found: Comparison, figures: dict[str, list[Path]]) -> dict[str,
             }
             for cell in changed_outcomes(found.cells)
         ],
-        "figures": [
-            (experiment, [figure_values(path) for path in paths])
-            for experiment, paths in figures.items()
-        ],
+        "figures": list(figures),
     }
 
 
@@ -182,13 +179,6 @@ def change_sentences(found: Comparison) -> Iterator[str]:
         )
 
 
-def figure_values(path: Path) -> dict[str, Any]:
-    """The values of a figure that is embedded in the page."""
-    svg = path.read_text(encoding="utf-8")
-    titles = {"time_ratio": "Ratios of training times", "times": "Training times in both sets"}
-    return {"title": titles[path.stem], "uri": data_uri(svg, path), "width_pt": width_pt(svg)}
-
-
 def page_values(
     sets: Sequence[ResultSet],
     pairs: Sequence[dict[str, Any]],
@@ -197,8 +187,13 @@ def page_values(
     decisions: Sequence[Decision],
     constraints: Sequence[str],
     given: Constraints,
+    by_cost: bool = False,
 ) -> dict[str, Any]:
     """All values that the template prints."""
+    decided = answers_as_json(decisions, [], given) | {
+        "constraints": list(constraints),
+        "by_cost": by_cost,
+    }
     return {
         "names": [one.name for one in sets],
         "first": sets[0].name,
@@ -206,10 +201,17 @@ def page_values(
         "pairs": list(pairs),
         "watched": watched,
         "allowed": allowed,
-        "decisions": list(decisions),
-        "constraints": list(constraints),
-        "margin": given.equivalence_margin,
+        **first_screen(bases_of(sets, decisions), decided),
     }
+
+
+def bases_of(
+    sets: Sequence[ResultSet], decisions: Sequence[Decision]
+) -> list[tuple[str, str | None]]:
+    """Pairs of the strategies that decisions over sets name, `ddp (a100)`, and their base strategies."""
+    known = {name: base for one in sets for name, base in named_bases(one.cells)}
+    listed = {row["strategy"] for decision in decisions for row in decision.matrix}
+    return [(name, known.get(name.partition(" (")[0])) for name in sorted(listed)]
 
 
 def render(values: dict[str, Any]) -> str:

@@ -100,9 +100,5 @@ def named_alike(rows: pd.DataFrame) -> pd.DataFrame:
 
 def sentences_on(given: Constraints, prices: Mapping[str, float]) -> Iterator[str]:
     """The constraints in words, with the prices of all sets."""
-    for sentence in given.sentences():
-        if not (prices and sentence.startswith("ranked by")):
-            yield sentence
-    if prices:
-        listed = ", ".join(f"{price:g} a GPU-hour in {name}" for name, price in prices.items())
-        yield f"ranked by cost at {listed}"
+    listed = ", ".join(f"{price:g} a GPU-hour in {name}" for name, price in prices.items())
+    yield from given.sentences(f"ranked by cost at {listed}" if prices else "")

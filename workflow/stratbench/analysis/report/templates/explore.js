@@ -77,8 +77,9 @@ const workerNoun = (kind, count) => (D.nouns[kind] || D.nouns[""])[count === 1 ?
 const numeric = [...columns.values()].filter((c) => c.number);
 const sorted = [...columns.values()].filter((c) => c.levels);
 const coordinates = D.coordinates.filter((name) => column(name));
-const START_COLUMNS = [...coordinates, "status", "audit", "train_time_s", "throughput_samples_per_s", "score_final",
-  "peak_memory_bytes"].filter((name) => column(name));
+/** What tells cells apart and what was measured come first: a screen has room for so many. */
+const START_COLUMNS = [...new Set(["set", "experiment", "strategy", "model", "gpus", "train_time_s", "score_final",
+  "peak_memory_bytes", "throughput_samples_per_s", "status", "audit", ...coordinates])].filter((name) => column(name));
 const filtered = [...new Set([...D.first, "audit", ...sorted.map((c) => c.name)])]
   .map(column).filter((c) => c && c.levels && c.levels.filter((level) => level !== null).length > 1);
 let S;
@@ -172,22 +173,30 @@ function sortRows() {
 }
 
 // ---- looks ---------------------------------------------------------------------------------------------
-const INK = "#222222", PALE = "#e2e2e2", MUTED = "#666666";
+/** The colours of the page's theme, which canvases have to be told. */
+const dark = matchMedia("(prefers-color-scheme: dark)"), T = {};
+function readTheme() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["paper", "raised", "ink", "muted", "line", "accent", "bad", "caution"])
+    T[name] = style.getPropertyValue(`--${name}`).trim();
+}
+readTheme();
+const themed = (pair) => pair[dark.matches ? 1 : 0];
 const SCALE = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
-const SEVERITY_RINGS = { unusable: "#c4001d", doubtful: "#c98200" };
+const SEVERITY_RINGS = { unusable: "bad", doubtful: "caution" };
 
 function colourOf(c) {
-  if (c.name === "strategy") return (i) => D.styles[c.get(i)][0];
+  if (c.name === "strategy") return (i) => themed(D.styles[c.get(i)][0]);
   if (c.levels) return (i) => levelColour(c, c.level(i));
   const [low, high] = extent(c, chosen), log = low > 0 && high > 50 * low;
   return (i) => {
     const v = c.get(i);
-    if (typeof v !== "number") return "#9a9a9a";
+    if (typeof v !== "number") return T.muted;
     return scaleColour(high > low ? (log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low)) : 0.5);
   };
 }
 
-const levelColour = (c, n) => (c.levels[n] === null ? "#9a9a9a" : D.colours[n % D.colours.length]);
+const levelColour = (c, n) => (c.levels[n] === null ? T.muted : themed(D.colours[n % D.colours.length]));
 
 function scaleColour(share) {
   const place = Math.min(Math.max(share, 0), 1) * (SCALE.length - 1), n = Math.min(Math.floor(place), SCALE.length - 2);
@@ -207,44 +216,33 @@ function extent(c, cells) {
   return [low, high];
 }
 
-/** Polygons of matplotlib's markers, of radius 1. */
-const POLYGONS = (() => {
-  const ring = (n, turn, radius = () => 1) => Array.from({ length: n }, (_, k) => {
-    const angle = turn + (2 * Math.PI * k) / n;
-    return [radius(k) * Math.sin(angle), -radius(k) * Math.cos(angle)];
-  });
-  const a = 0.4, b = 1.05, turn45 = (points) => points.map(([x, y]) => [(x - y) * 0.75, (x + y) * 0.75]);
-  const plus = [[-a, -b], [a, -b], [a, -a], [b, -a], [b, a], [a, a], [a, b], [-a, b], [-a, a], [-b, a], [-b, -a], [-a, -a]];
-  return {
-    s: [[-.85, -.85], [.85, -.85], [.85, .85], [-.85, .85]], "^": ring(3, 0), v: ring(3, Math.PI),
-    "<": ring(3, -Math.PI / 2), ">": ring(3, Math.PI / 2), D: ring(4, 0),
-    d: [[0, -1.1], [.62, 0], [0, 1.1], [-.62, 0]], p: ring(5, 0), h: ring(6, 0), H: ring(6, Math.PI / 6),
-    8: ring(8, Math.PI / 8), "*": ring(10, 0, (k) => (k % 2 ? 0.45 : 1.15)), P: plus, X: turn45(plus),
-  };
-})();
-
-function trace(g, marker, x, y, r) {
+function trace(g, shape, x, y, r) {
+  const polygon = D.shapes[shape];
   g.beginPath();
-  if (!POLYGONS[marker]) g.arc(x, y, r * 0.92, 0, 7);
+  if (!polygon || !polygon.length) g.arc(x, y, r * 0.92, 0, 7);
   else {
-    POLYGONS[marker].forEach(([px, py], n) => (n ? g.lineTo(x + px * r, y + py * r) : g.moveTo(x + px * r, y + py * r)));
+    polygon.forEach(([px, py], n) => (n ? g.lineTo(x + px * r, y + py * r) : g.moveTo(x + px * r, y + py * r)));
     g.closePath();
   }
 }
 
-/** Outlined in dark, as in the figures: some strategies' colours are nearly white. */
+/** Drawn as in the figures; a cell without a full result is hollow and crossed out. */
 function drawMark(g, colour, marker, failed, x, y, r) {
-  trace(g, marker, x, y, r);
-  g.fillStyle = failed ? "#ffffff" : colour; g.fill();
-  g.strokeStyle = INK; g.lineWidth = failed ? 2.2 : 0.8; g.stroke();
-  if (failed) {  // hollow and crossed out
-    g.strokeStyle = colour; g.lineWidth = 1.4; g.stroke();
+  const [shape, fill] = marker.split(" ");
+  trace(g, shape, x, y, r);
+  g.fillStyle = failed || fill !== "full" ? T.paper : colour; g.fill();
+  if (!failed && fill === "half") {
+    g.save(); g.clip(); g.fillStyle = colour; g.fillRect(x - 2 * r, y - 2 * r, 2 * r, 4 * r); g.restore();
+    trace(g, shape, x, y, r);
+  }
+  g.strokeStyle = colour; g.lineWidth = 1.4; g.stroke();
+  if (failed) {
     g.beginPath(); g.moveTo(x - r, y - r); g.lineTo(x + r, y + r); g.moveTo(x - r, y + r); g.lineTo(x + r, y - r); g.stroke();
   }
 }
 
 function drawRing(g, severity, x, y, r) {
-  g.strokeStyle = SEVERITY_RINGS[severity]; g.lineWidth = (severity === "unusable" ? 2 : 1.4) * (r > 3 ? 1 : 0.7);
+  g.strokeStyle = T[SEVERITY_RINGS[severity]]; g.lineWidth = (severity === "unusable" ? 2 : 1.4) * (r > 3 ? 1 : 0.7);
   g.beginPath(); g.arc(x, y, r > 3 ? r + 3.2 : r + 1.4, 0, 7); g.stroke();
 }
 
@@ -384,20 +382,20 @@ function placeCells(v) {
 }
 
 function drawAxes(g, v) {
-  g.strokeStyle = PALE; g.lineWidth = 1; g.fillStyle = INK; g.textBaseline = "middle"; g.textAlign = "right";
+  g.strokeStyle = T.line; g.lineWidth = 1; g.fillStyle = T.ink; g.textBaseline = "middle"; g.textAlign = "right";
   for (const { at, text } of v.ay.ticks) {
     g.beginPath(); g.moveTo(v.left, Math.round(at) + 0.5); g.lineTo(v.w - 14, Math.round(at) + 0.5); g.stroke();
     g.fillText(cut(g, text, v.left - 28), v.left - 6, at);
   }
   v.above.forEach((name, k) => {
-    g.fillStyle = k % 2 ? "#f2f2f2" : "#eaeaea"; g.fillRect(v.left, 10 + k * ROW_PX, v.w - 14 - v.left, ROW_PX);
-    g.fillStyle = INK; g.fillText(name, v.left - 6, 10 + (k + 0.5) * ROW_PX);
+    g.fillStyle = k % 2 ? T.raised : T.line; g.fillRect(v.left, 10 + k * ROW_PX, v.w - 14 - v.left, ROW_PX);
+    g.fillStyle = T.ink; g.fillText(name, v.left - 6, 10 + (k + 0.5) * ROW_PX);
   });
   if (v.gutter) {
-    g.fillStyle = "#f0f0f0"; g.fillRect(v.left, v.top, v.gutter - 6, v.bottom - v.top);
-    g.fillStyle = MUTED; g.textAlign = "center"; g.fillText("none", v.left + v.gutter / 2 - 3, v.bottom + 12);
+    g.fillStyle = T.raised; g.fillRect(v.left, v.top, v.gutter - 6, v.bottom - v.top);
+    g.fillStyle = T.muted; g.textAlign = "center"; g.fillText("none", v.left + v.gutter / 2 - 3, v.bottom + 12);
   }
-  g.strokeStyle = PALE; g.fillStyle = INK;
+  g.strokeStyle = T.line; g.fillStyle = T.ink;
   for (const { at, text } of v.ax.ticks) {
     const edge = Math.round(v.x.number ? at : at + v.ax.slot / 2) + 0.5;
     g.beginPath(); g.moveTo(edge, v.top); g.lineTo(edge, v.bottom); g.stroke();
@@ -406,7 +404,7 @@ function drawAxes(g, v) {
       g.fillText(cut(g, text, v.leans), 0, 0); g.restore();
     } else { g.textAlign = "center"; g.fillText(text, at, v.bottom + 12); }
   }
-  g.strokeStyle = MUTED; g.beginPath(); g.moveTo(v.left + 0.5, v.top); g.lineTo(v.left + 0.5, v.bottom + 0.5); g.lineTo(v.w - 14, v.bottom + 0.5); g.stroke();
+  g.strokeStyle = T.muted; g.beginPath(); g.moveTo(v.left + 0.5, v.top); g.lineTo(v.left + 0.5, v.bottom + 0.5); g.lineTo(v.w - 14, v.bottom + 0.5); g.stroke();
   g.font = FONT.replace("12px", "600 12px"); g.textAlign = "center";
   g.fillText(cut(g, axisHeading(v.x, S.lx), v.w - v.left), (v.left + v.w - 14) / 2, v.h - 12);
   g.save(); g.translate(12, (v.top + v.bottom) / 2); g.rotate(-Math.PI / 2);
@@ -466,17 +464,17 @@ const siblings = (i) => {
 function drawMarks(drag) {
   const { g } = context(marks);
   if (drag) {
-    g.fillStyle = "#0b5cad22"; g.strokeStyle = "#0b5cad";
+    g.fillStyle = `${T.accent}22`; g.strokeStyle = T.accent;
     g.fillRect(...drag); g.strokeRect(...drag);
   }
   for (const i of [S.pin, hovered]) {
     if (i === null || Number.isNaN(view.px[i])) continue;
     const family = siblings(i).sort((a, b) => view.px[a] - view.px[b]);
-    g.strokeStyle = MUTED; g.lineWidth = 1; g.setLineDash([3, 3]); g.beginPath();
+    g.strokeStyle = T.muted; g.lineWidth = 1; g.setLineDash([3, 3]); g.beginPath();
     family.forEach((j, n) => (n ? g.lineTo(view.px[j], view.py[j]) : g.moveTo(view.px[j], view.py[j])));
     g.stroke(); g.setLineDash([]);
     for (const j of family) { g.beginPath(); g.arc(view.px[j], view.py[j], view.r + 2, 0, 7); g.stroke(); }
-    g.strokeStyle = INK; g.lineWidth = 2.2; g.beginPath(); g.arc(view.px[i], view.py[i], view.r + 4, 0, 7); g.stroke();
+    g.strokeStyle = T.ink; g.lineWidth = 2.2; g.beginPath(); g.arc(view.px[i], view.py[i], view.r + 4, 0, 7); g.stroke();
   }
 }
 
@@ -701,19 +699,19 @@ function drawLegend() {
     if (levels.length > MOST) entries.push(el("span", {}, `and ${levels.length - MOST} more`));
   };
   const style = (level) => D.styles[level];
-  const colourAt = (level, n) => (colour.name === "strategy" ? style(level)[0] : levelColour(colour, n));
+  const colourAt = (level, n) => (colour.name === "strategy" ? themed(style(level)[0]) : levelColour(colour, n));
   const markerAt = (level, n) => (marker.name === "strategy" ? style(level)[1] : levelMarker(n));
-  if (colour.levels) toggles(colour, (g, level, n) => drawMark(g, colourAt(level, n), marker === colour ? markerAt(level, n) : "s", false, 9, 9, 5.5));
+  if (colour.levels) toggles(colour, (g, level, n) => drawMark(g, colourAt(level, n), marker === colour ? markerAt(level, n) : "square full", false, 9, 9, 5.5));
   else {
     const [low, high] = extent(colour, chosen), bar = el("canvas", { width: 120, height: 12 }), g = bar.getContext("2d");
     for (let x = 0; x < 120; x++) { g.fillStyle = scaleColour(x / 119); g.fillRect(x, 0, 1, 12); }
     entries.push(el("span", {}, el("span", { className: "name" }, colour.heading), Number.isFinite(low) ? numberText(low) : "", bar, Number.isFinite(high) ? `${numberText(high)}${low > 0 && high > 50 * low ? ", logarithmic" : ""}` : ""));
   }
-  if (marker !== colour) toggles(marker, (g, level, n) => drawMark(g, MUTED, markerAt(level, n), false, 9, 9, 5.5));
-  if (chosen.some((i) => !isOk(i))) entries.push(el("span", {}, swatch((g) => drawMark(g, MUTED, "o", true, 9, 9, 4.5)), "no full result"));
+  if (marker !== colour) toggles(marker, (g, level, n) => drawMark(g, T.muted, markerAt(level, n), false, 9, 9, 5.5));
+  if (chosen.some((i) => !isOk(i))) entries.push(el("span", {}, swatch((g) => drawMark(g, T.muted, "circle full", true, 9, 9, 4.5)), "no full result"));
   for (const severity of Object.keys(SEVERITY_RINGS))
     if (chosen.some((i) => D.audit.severities[severityOf(i)] === severity))
-      entries.push(el("span", {}, swatch((g) => { drawMark(g, MUTED, "o", false, 9, 9, 4); drawRing(g, severity, 9, 9, 4); }), `audit: ${severity}`));
+      entries.push(el("span", {}, swatch((g) => { drawMark(g, T.muted, "circle full", false, 9, 9, 4); drawRing(g, severity, 9, 9, 4); }), `audit: ${severity}`));
   $("legend").replaceChildren(...entries);
 }
 
@@ -836,5 +834,6 @@ $("copy").addEventListener("click", async () => {
   } catch { box.hidden = false; box.select(); }  // where the browser keeps the clipboard to itself
 });
 addEventListener("hashchange", restore);
+dark.addEventListener("change", () => { readTheme(); changed(false); });
 new ResizeObserver(() => { if (view && (view.w !== points.clientWidth || view.h !== points.clientHeight)) { drawPoints(); drawMarks(); drawRows(); } }).observe($("chart"));
 restore();

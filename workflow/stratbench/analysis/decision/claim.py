@@ -1,0 +1,96 @@
+"""What an answer claims, in a sentence: a winner, a tie, not told apart, one run, extrapolated.
+
+One number and its unit a sentence, the rival last; `ddp × 2` is ddp on 2 workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stratbench.analysis.decision.candidate import Candidate
+from stratbench.analysis.decision.constraints import Constraints
+from stratbench.analysis.decision.ranking import AgainstRival, Ranking
+from stratbench.cell.text.words import bytes_text, counted
+
+
+def times(c: Candidate) -> str:
+    """A candidate's name: `ddp × 4`."""
+    return f"{c.strategy} × {c.gpus}"
+
+
+def unanswered(
+    found: Sequence[Candidate], first: Candidate, noun: str, given: Constraints, slowed: bool
+) -> Iterator[str]:
+    """What the constraints ask for and no record can tell."""
+    if given.gpus is not None and not any(c.gpus == given.gpus for c in found):
+        yield f"Nothing is known of {counted(given.gpus, noun)}: {first.not_extrapolated}."
+    if not given.homogeneous and not slowed:
+        yield "Nothing is known of unequal workers: only equally fast ones were measured."
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an answer claims: its kind, and that in a sentence."""
+
+    #: `extrapolated`, `alone`, `one run`, `winner`, `tie` or `apart` (not told apart).
+    kind: str
+    text: str
+
+
+def claim_of(ranking: Ranking, given: Constraints, score_open: bool) -> Claim:
+    """What the records allow to claim of the choice, and no more."""
+    first = ranking.first
+    best = "Fastest" if first.price_per_gpu_hour is None else "Cheapest"
+    but = f", but {first.score.name} may be lost" if score_open else ""
+    margin = f"{100 * given.equivalence_margin:g} %"
+    if first.extrapolated:
+        where = counted(first.gpus, "worker")
+        return Claim("extrapolated", f"{best} as extrapolated: nothing was measured on {where}.")
+    if not ranking.compared:
+        return Claim("alone", f"The only one left{but}.")
+    if len(first.times) < 2:
+        one = f"in one {'run' if first.unit == 'repeat' else first.unit} each"
+        if any(c.ratio < 1 for c in ranking.compared):
+            return Claim("one run", f"Within {margin} of the best, {one}{but}.")
+        return Claim("one run", f"{best}, {one}{but}.")
+    ties = [c for c in ranking.compared if c.stand == "tied"]
+    if not ties:
+        told = f"{best}{but}." if but else f"{best}: {behind(ranking.compared[0])}."
+        return Claim("winner", told)
+    names = " and ".join(times(c.rival) for c in ties[:2])
+    if len(ties) > 2:
+        names = f"{times(ties[0].rival)} and {len(ties) - 1} more"
+    most = given.equivalence_margin + 1e-12
+    known_equal = ranking.at_most is not None and ranking.at_most <= most
+    if known_equal and all(c.ratio <= 1 + most for c in ties):
+        return Claim(
+            "tie",
+            f"As {best.lower().removesuffix('est')} as {names} within {margin}"
+            f"{advantage(first, [c.rival for c in ties])}{but}.",
+        )
+    return Claim("apart", f"Not told apart from {names}{but}.")
+
+
+def behind(c: AgainstRival) -> str:
+    """How much longer the next takes: `the next takes 9 % longer`."""
+    if c.rival.price_per_gpu_hour is not None:
+        return f"the next costs {share(c.ratio - 1)} more"
+    return f"the next takes {share(c.ratio - 1)} longer"
+
+
+def share(part: float) -> str:
+    """A share as text: `9 %`, `0.4 %`, and from twice on a factor is told by the caller's words."""
+    return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"
+
+
+def advantage(first: Candidate, ties: Sequence[Candidate]) -> str:
+    """What the choice has before all that are as fast: fewer workers, or less memory."""
+    if all(first.gpus < c.gpus for c in ties):
+        return ", on fewer workers"
+    known = [c.memory_bytes for c in ties if c.memory_bytes is not None]
+    if first.memory_bytes and len(known) == len(ties):
+        saved = min(known) - first.memory_bytes
+        if saved >= 0.03 * first.memory_bytes:
+            return f", and needs {bytes_text(saved)} less"
+    return ""

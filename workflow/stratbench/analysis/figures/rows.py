@@ -1,0 +1,203 @@
+"""Figures with a row for each strategy: its mark and name, its values on one scale, its best in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from stratbench.analysis.figures.marks import Mark
+from stratbench.analysis.figures.scales import Scale, padded, within_reach
+from stratbench.analysis.figures.sheet import (
+    BAD,
+    BAND,
+    INK,
+    LINE,
+    LINE_HEIGHT,
+    MUTED,
+    PAPER,
+    WIDTH,
+    box,
+    colour_of,
+    new_sheet,
+    put_mark,
+    shortened,
+    stroke,
+    text_width,
+    write,
+)
+
+#: The widest column of names, the column of the values in words, and the height of the axis above.
+MOST_NAME, VALUES, HEAD = 158, 58, 20
+#: The height of a row, and of a further lane in it for marks that would overlap.
+ROW, LANE = 24, 18
+#: The width of a mark with a number in it: of one or two digits, and of more.
+DISC, WIDE_DISC = 17, 25
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value on a row, with the ends of its interval if it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    #: The number of workers, in the mark; empty: the strategy's own mark is drawn.
+    number: str = ""
+    chosen: bool = False
+    #: A further value that is part of this one, drawn as a stroke.
+    part: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy: its points, the outcomes of the rest in words, and its best in words."""
+
+    strategy: str
+    points: Sequence[Point] = ()
+    #: Cells without a value: `OOM on 2`.
+    words: str = ""
+    told: str = ""
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a figure of rows shows, and how."""
+
+    rows: Sequence[Row]
+    marks: Mapping[str, Mark]
+    log: bool = False
+    unit: str = ""
+    #: The values between which all count as equal; None: nothing is shaded.
+    band: tuple[float, float] | None = None
+    #: A value at which a line with a word is drawn, such as the card's memory.
+    limit: tuple[float, str] | None = None
+    #: What stands above the values in words.
+    head: str = ""
+
+
+def draw_rows(shown: Rows) -> Figure:
+    """The figure; rows are drawn in the order given."""
+    left = name_column((row.strategy, row.chosen) for row in shown.rows)
+    right = WIDTH - max([VALUES, *(text_width(row.told, row.chosen) + 8 for row in shown.rows)])
+    scale = scale_of(shown, left, right)
+    lanes = [list(lanes_of(row, scale)) for row in shown.rows]
+    heights = [height_of(row, of) for row, of in zip(shown.rows, lanes, strict=True)]
+    bottom = HEAD + sum(heights) + (LINE_HEIGHT if shown.limit else 0)
+    axes = new_sheet(bottom + 4)
+    draw_scale(axes, shown, scale, HEAD + sum(heights))
+    top: float = HEAD
+    for row, of, height in zip(shown.rows, lanes, heights, strict=True):
+        draw_row(axes, shown, row, of, top, scale)
+        top += height
+    return axes.figure
+
+
+def name_column(names: Iterator[tuple[str, bool]]) -> float:
+    """The width of the column of marks and names; with each name, whether it is the chosen one's."""
+    return min(MOST_NAME, 26 + max((text_width(*name) for name in names), default=0))
+
+
+def scale_of(shown: Rows, left: float, right: float) -> Scale:
+    """The scale that holds all points and their intervals."""
+    points = [p for row in shown.rows for p in row.points]
+    values = [v for p in points for v in (p.value, p.part) if v is not None]
+    values = within_reach(values, [v for p in points for v in (p.low, p.high) if v is not None])
+    values += [*(shown.band or ()), *([shown.limit[0]] if shown.limit else [])]
+    return padded(values, left, right, DISC / 2 + 3, shown.log)
+
+
+def lanes_of(row: Row, scale: Scale) -> Iterator[int]:
+    """The lane of each point: the first in which it overlaps no earlier one."""
+    ends: list[list[tuple[float, float]]] = []
+    for point in row.points:
+        half = width_of(point) / 2
+        at = scale.at(point.value)
+        span = at - half, at + half
+        lane = 0
+        while lane < len(ends) and any(a < span[1] and span[0] < b for a, b in ends[lane]):
+            lane += 1
+        if lane == len(ends):
+            ends.append([])
+        ends[lane].append(span)
+        yield lane
+
+
+def width_of(point: Point) -> float:
+    """The width of a point's mark in pixels."""
+    return WIDE_DISC if len(point.number) > 2 else DISC
+
+
+def height_of(row: Row, lanes: Sequence[int]) -> float:
+    """The height of a row with these lanes."""
+    further = max(lanes, default=0) * LANE
+    words = LINE_HEIGHT if row.words and row.points else 0
+    return ROW + further + words
+
+
+def draw_scale(axes: Axes, shown: Rows, scale: Scale, bottom: float) -> None:
+    """Draw the band of equals, the ticks above and their lines, and the limit."""
+    if shown.band:
+        low, high = (scale.at(min(max(v, scale.low), scale.high)) for v in shown.band)
+        box(axes, low, HEAD - 2, high - low, bottom - HEAD + 2, BAND, zorder=0)
+    for at, text in scale.labelled(scale.ticks(), shown.unit):
+        stroke(axes, [at, at], [HEAD - 2, bottom], LINE, zorder=1)
+        half = text_width(text) / 2
+        write(axes, min(at, WIDTH - VALUES - half), 9, text, MUTED, ha="center")
+    if shown.head:
+        write(axes, WIDTH, 9, shown.head, MUTED, ha="right")
+    if shown.limit:
+        at = scale.at(shown.limit[0])
+        stroke(axes, [at, at], [HEAD - 2, bottom], MUTED, zorder=2, width=1.5)
+        write(axes, at, bottom + 9, shown.limit[1], MUTED, ha="right")
+
+
+def draw_row(
+    axes: Axes, shown: Rows, row: Row, lanes: Sequence[int], top: float, scale: Scale
+) -> None:
+    """Draw one strategy."""
+    mark, middle = shown.marks[row.strategy], top + ROW / 2
+    put_mark(axes, 7, middle, mark, row.chosen, 8.5)
+    name = shortened(row.strategy, scale.start - 26, row.chosen)
+    write(axes, 18, middle, name, bold=row.chosen)
+    stroke(axes, [scale.start, scale.end], [middle, middle], LINE, zorder=1)
+    for point, lane in zip(row.points, lanes, strict=True):
+        draw_point(axes, point, mark, middle + lane * LANE, scale)
+    if row.words:
+        below = max(lanes, default=0) * LANE + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
+        put_words(axes, row.words, middle + below, scale)
+    full = colour_of(mark, True) if row.chosen else MUTED
+    write(axes, WIDTH, middle, row.told, full, ha="right", bold=row.chosen)
+
+
+def put_words(axes: Axes, words: str, y: float, scale: Scale) -> None:
+    """Write the outcomes of cells without a value."""
+    room = WIDTH - scale.start
+    words = words if text_width(words) <= room else f"{words[: int(room / 6.5)]}…"
+    wide = min(room, text_width(words) * 0.95)
+    box(axes, scale.start, y - 7, wide, 14, PAPER, zorder=3)
+    write(axes, scale.start, y, words, BAD, zorder=4)
+
+
+def draw_point(axes: Axes, point: Point, mark: Mark, y: float, scale: Scale) -> None:
+    """Draw a value: its interval, what is part of it, and its mark."""
+    at, colour = scale.at(point.value), colour_of(mark, point.chosen)
+    if point.low is not None and point.high is not None:
+        ends = [scale.at(min(max(v, scale.low), scale.high)) for v in (point.low, point.high)]
+        stroke(axes, ends, [y, y], colour, width=3.5 if point.chosen else 1.75, zorder=2)
+    if point.part is not None:
+        part = scale.at(point.part)
+        stroke(axes, [part, part], [y - 7, y + 7], colour, width=2, zorder=3)
+    if not point.number:
+        put_mark(axes, at, y, mark, point.chosen, 11 if point.chosen else 7.5)
+        return
+    half = (width_of(point) - DISC) / 2 + 0.01  # a line of no length has no round ends everywhere
+    ends, round_ends = [at - half, at + half], {"solid_capstyle": "round"}
+    stroke(axes, ends, [y, y], colour, width=DISC, zorder=4, **round_ends)
+    if not point.chosen:
+        stroke(axes, ends, [y, y], PAPER, width=DISC - 2.5, zorder=5, **round_ends)
+    text = PAPER if point.chosen else INK
+    write(axes, at, y, point.number, text, ha="center", zorder=6, bold=point.chosen)

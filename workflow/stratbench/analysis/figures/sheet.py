@@ -1,0 +1,204 @@
+"""The sheet that every figure is drawn on: one width, coordinates in pixels, and both themes in one file.
+
+A figure has no title, no legend and no footer: those are the page's, or the paper's. It is drawn in the
+colours of light paper. The SVG names each colour by a variable and holds both values of it, so that one
+file follows the reader's theme; PNG and PDF are for print.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from stratbench.analysis.figures.marks import DARK_PAPER, FAMILIES, LIGHT_PAPER, Mark
+from stratbench.cell.files import replacing
+
+matplotlib.use("Agg")  # draws into files, whatever display is there
+#: The width of every figure, in CSS pixels of 1/96 inch: three stand beside each other in a page.
+WIDTH = 372
+#: A pixel in points.
+PX = 72 / 96
+#: Height of text, and of a line of it.
+TEXT, LINE_HEIGHT = 12, 15
+#: How wide a letter is reckoned, in pixels.
+LETTER, BOLD_LETTER = 6.8, 7.7
+
+#: The colours of texts and lines: by name, on light and on dark paper.
+THEME = {
+    "paper": (LIGHT_PAPER, DARK_PAPER),
+    "ink": ("#17191c", "#e8eaed"),
+    "muted": ("#5a626b", "#a3acb6"),
+    "line": ("#e6e9ec", "#2a3037"),
+    "rule": ("#c9ced4", "#454d57"),
+    "band": ("#dfe8f3", "#24344a"),
+    "bad": ("#b3261e", "#f28b82"),
+    # The phases of a step: computing is grey, sending blue, waiting amber, a slowdown `bad`.
+    "work-1": ("#8a9199", "#727a82"),
+    "work-2": ("#565f68", "#a2aab2"),
+    "send": ("#1966c1", "#528be6"),
+    "wait": ("#b96f0c", "#d9983a"),
+}
+INK, MUTED, LINE, RULE, BAND, BAD, PAPER = (
+    THEME[name][0] for name in ("ink", "muted", "line", "rule", "band", "bad", "paper")
+)
+
+#: With a fixed salt of ids and no date, the same records give the same file.
+RC: dict[str, Any] = {
+    "svg.hashsalt": "stratbench",
+    "svg.fonttype": "none",  # text stays text, in the reader's font
+    "font.family": "DejaVu Sans",
+    "font.size": TEXT * PX,
+    "text.parse_math": False,  # names in records are not formulas
+    "lines.scale_dashes": False,
+    "figure.dpi": 96,
+    "savefig.dpi": 192,
+}
+#: Matplotlib's markers of the families' shapes.
+MARKERS = {
+    "circle": "o", "square": "s", "diamond": "D", "up": "^", "down": "v", "right": ">",
+    "hexagon": "h", "star": "*", "cross": "X",
+}  # fmt: skip
+#: Shapes that look small for their size are drawn larger.
+_LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
+
+
+def new_sheet(height: float) -> Axes:
+    """An empty sheet, `height` pixels high; its coordinates are pixels from the top left corner."""
+    figure = plt.figure(figsize=(WIDTH / 96, height / 96), facecolor="none")
+    axes = figure.add_axes((0, 0, 1, 1), facecolor="none")
+    axes.set_xlim(0, WIDTH)
+    axes.set_ylim(height, 0)
+    axes.set_axis_off()
+    return axes
+
+
+def write(axes: Axes, x: float, y: float, text: str, colour: str = INK, **style: Any) -> None:
+    """Write text with its middle at height `y`."""
+    bold = style.pop("bold", False)
+    given = {"ha": "left", "va": "center_baseline", "fontweight": "bold" if bold else "normal"}
+    axes.text(x, y, text, color=colour, **(given | style))
+
+
+def stroke(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str, **style: Any) -> None:
+    """Draw a line; `width` in pixels, `dash` as SVG takes it."""
+    dash = style.pop("dash", "")
+    width = style.pop("width", 1.0)
+    pattern = (0, [float(part) * PX for part in dash.split()]) if dash else "-"
+    given = {"solid_capstyle": "butt", "solid_joinstyle": "round", "dash_capstyle": "butt"}
+    axes.plot(x, y, color=colour, linewidth=width * PX, linestyle=pattern, **(given | style))
+
+
+def colour_of(mark: Mark, full: bool) -> str:
+    """A strategy's colour: full for the chosen one, quiet for all others."""
+    return FAMILIES[mark.family].light[0 if full else 1]
+
+
+def put_mark(
+    axes: Axes, x: float, y: float, mark: Mark, full: bool, size: float = 8, zorder: float = 4
+) -> None:
+    """Draw a strategy's mark, `size` pixels wide, around (x, y)."""
+    colour = colour_of(mark, full)
+    axes.plot(
+        [x], [y], linestyle="none", marker=MARKERS[mark.shape], zorder=zorder,
+        markersize=size * _LARGER.get(mark.shape, 1.0) * PX, markeredgewidth=1.5 * PX,
+        markeredgecolor=colour, markerfacecolor=PAPER if mark.fill == "open" else colour,
+        markerfacecoloralt=PAPER, fillstyle="left" if mark.fill == "half" else "full",
+    )  # fmt: skip
+
+
+def box(
+    axes: Axes, left: float, top: float, width: float, height: float, colour: str, **style: Any
+) -> None:
+    """Draw a rectangle without an edge, or with the edge that `style` gives."""
+    given = {"facecolor": colour, "edgecolor": "none", "linewidth": 0}
+    axes.add_patch(Rectangle((left, top), width, height, **(given | style)))
+
+
+def text_width(text: str, bold: bool = False) -> float:
+    """The width of a text in pixels, roughly: the reader's font is not known."""
+    return (BOLD_LETTER if bold else LETTER) * len(text)
+
+
+def shortened(name: str, width: float, bold: bool = False) -> str:
+    """`name`, cut in its middle to what has room in `width` pixels."""
+    room = max(5, int(width / (BOLD_LETTER if bold else LETTER)))
+    if len(name) <= room:
+        return name
+    head = (room - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (room - 1 - head) :]}"
+
+
+def both_themes() -> dict[str, tuple[str, str]]:
+    """Every colour that a figure may have on light paper, to its variable's name and its dark value."""
+    known = {light: (name, dark) for name, (light, dark) in THEME.items()}
+    for name, hue in FAMILIES.items():
+        variable = name.replace(" ", "-")
+        known[hue.light[0]] = variable, hue.dark[0]
+        known[hue.light[1]] = f"{variable}-q", hue.dark[1]
+    return known
+
+
+def themed(svg: str) -> str:
+    """An SVG of light colours as one that follows the theme of its page, with sizes in pixels."""
+    known = both_themes()
+    used = sorted({c for c in re.findall(r"#[0-9a-f]{6}\b", svg) if c in known})
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: variable_of(m[0], known), svg)
+    svg = re.sub(
+        r'(width|height)="([\d.]+)pt"', lambda m: f'{m[1]}="{float(m[2]) / PX:g}"', svg, count=2
+    )
+    light = "".join(f"--{known[c][0]}:{c};" for c in used)
+    dark = "".join(f"--{known[c][0]}:{known[c][1]};" for c in used)
+    style = (
+        f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+        "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,"
+        "sans-serif!important;font-variant-numeric:tabular-nums}</style>"
+    )
+    return re.sub(r"(<svg[^>]*>)", lambda m: m[1] + style, svg, count=1)
+
+
+def variable_of(colour: str, known: dict[str, tuple[str, str]]) -> str:
+    """The variable of a colour; one that is no figure's stays as it is."""
+    return f"var(--{known[colour][0]})" if colour in known else colour
+
+
+#: The files of each figure, without dates and program names: the same figure has the same bytes.
+FORMATS: dict[str, dict[str, None]] = {
+    ".svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None, "Producer": None},
+}
+
+
+def save_figure(figure: Figure, stem: Path) -> None:
+    """Write the figure in all FORMATS, and close it: the SVG for both themes, the others on white."""
+    for suffix, metadata in FORMATS.items():
+        with replacing(stem.with_suffix(suffix)) as unfinished:
+            if suffix == ".svg":
+                Path(unfinished).write_text(svg_of(figure), encoding="utf-8")
+            else:
+                figure.savefig(unfinished, metadata=metadata, facecolor=PAPER, format=suffix[1:])
+    plt.close(figure)
+
+
+def svg_of(figure: Figure) -> str:
+    """The figure as an SVG without a paper of its own, which follows the reader's theme."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata=FORMATS[".svg"], transparent=True)
+    plt.close(figure)
+    return compact(themed(out.getvalue()))
+
+
+def compact(svg: str) -> str:
+    """An SVG without comments and with numbers rounded to what can be seen."""
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"(scale\([^)]*\))|(\d\.\d\d)\d+", r"\1\2", svg)
+    return re.sub(r"\s+", " ", svg)

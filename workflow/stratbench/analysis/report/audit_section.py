@@ -1,0 +1,131 @@
+"""The audit as a list by severity, which says what of it touches the choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stratbench.analysis.audit import SEVERITIES
+from stratbench.analysis.paper import paper_audit
+from stratbench.cell.text.words import counted
+
+#: The most places and strategies that a line of the list names.
+MOST_NAMED = 3
+_PLACE = ("experiment", "strategy", "model")
+
+
+def audit_rules(
+    findings: pd.DataFrame, answers: Sequence[Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """The audit's rules with findings, the most severe first, each with its places and figures.
+
+    `answers`: those of answers.json; each rule says which of their choices it touches.
+    """
+    rules = []
+    for rule, rows in findings.groupby("rule", sort=False):
+        first = rows.iloc[0]
+        found = rows.to_dict("records")
+        rules.append(
+            {
+                "id": rule,
+                "name": str(rule).replace("-", " "),
+                "severity": first["severity"],
+                "affects": first["affects"],
+                "explanation": first["explanation"],
+                "where": where_text(found),
+                "figures": found[0]["figures"] if len(found) == 1 else "",
+                "touches": touched(found, answers),
+                "places": [{"place": place_of(row), "figures": row["figures"]} for row in found],
+            }
+        )
+    return sorted(rules, key=lambda rule: SEVERITIES.index(rule["severity"]))
+
+
+def place_of(row: Mapping[str, Any]) -> str:
+    """Where a finding is."""
+    place = [row[name] for name in _PLACE if pd.notna(row[name])]
+    place += [counted(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
+    place += [f"repeat {row['repeat']}"] if pd.notna(row["repeat"]) else []
+    return ", ".join(place) or "the study"
+
+
+def where_text(found: Sequence[Mapping[str, Any]]) -> str:
+    """Where the findings of a rule are, in a few words: `ddp, fsdp and 3 more, in 12 places`."""
+    if len(found) == 1:
+        return place_of(found[0])
+    names = list(dict.fromkeys(row["strategy"] for row in found if pd.notna(row["strategy"])))
+    names = names or list(
+        dict.fromkeys(row["experiment"] for row in found if pd.notna(row["experiment"]))
+    )
+    listed = ", ".join(names[:MOST_NAMED])
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{listed}{more}, {len(found)} places" if names else f"{len(found)} places"
+
+
+def touched(found: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The choices that these findings touch, and those whose nearest rival they touch."""
+    chosen, rivals = [], []
+    for answer in answers:
+        short = answer["short"]
+        if short["strategy"] is None:
+            continue
+        name = f"{short['strategy']} × {short['gpus']} ({answer['model']})"
+        if any(is_of(row, answer, short) for row in found):
+            chosen.append(name)
+        elif short["others"] and any(is_of(row, answer, short["others"][0]) for row in found):
+            rival = short["others"][0]
+            rivals.append(f"{rival['strategy']} × {rival['gpus']}, next to {name}")
+    return list(dict.fromkeys([*chosen, *rivals]))
+
+
+def is_of(row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]) -> bool:
+    """Whether a finding is on a strategy and count of an answer; what it leaves open holds for all."""
+    wanted = {
+        "experiment": answer["experiment"],
+        "model": answer["model"],
+        "strategy": what["strategy"],
+        "gpus": what["gpus"],
+    }
+    return all(pd.isna(row[name]) or row[name] == value for name, value in wanted.items())
+
+
+def audit_lead(rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> str:
+    """What the findings mean for the choices, in a sentence."""
+    choices = [a for a in answers if a["short"]["strategy"] is not None]
+    doubts = [rule for rule in rules if rule["severity"] != "note" and rule["touches"]]
+    if not rules:
+        return (
+            "No rule was tripped. That does not prove the figures right: a rule sees only what the "
+            "records state."
+        )
+    if not choices:
+        return "Each record is checked against itself and against the others."
+    if not doubts:
+        return "None of the doubts is about a choice or the rival nearest to one."
+    many = "touches" if len(doubts) == 1 else "touch"
+    return (
+        f"Of {counted(len(rules), 'rule')} with findings, {len(doubts)} more than a note {many} a choice "
+        "or the rival nearest to it."
+    )
+
+
+def paper_audit_rules(path: Path) -> list[dict[str, Any]]:
+    """The rules with findings in paper_audit.csv; each place has the version of the paper."""
+    findings = paper_audit.read_paper_audit(path)
+    both = findings["version"] == "both"
+    return audit_rules(findings.assign(experiment=findings["version"].mask(both, "v1 and v2")))
+
+
+def model_headings(answers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Of each experiment and model, what was found, as a heading."""
+    for answer in answers:
+        short = answer["short"]
+        claim = short["claim"].rstrip(".")
+        if short["strategy"] is None:
+            text = f"nothing can be recommended. {claim}"
+        else:
+            text = f"{short['strategy']} × {short['gpus']}: {claim[:1].lower()}{claim[1:]}"
+        yield (answer["experiment"], answer["model"]), text

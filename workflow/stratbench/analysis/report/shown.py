@@ -1,0 +1,27 @@
+"""The figures of a study as a page shows them: what each says of itself, and its file inside the page."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stratbench.analysis.figures.figure_list import INDEX
+
+
+def data_uri(svg: bytes) -> str:
+    """An SVG as a data URI: inside an image it can load nothing and run nothing."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
+
+
+def shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
+    """The figures that `figures.plots` left in a folder, in their order, each with its `uri`."""
+    index = folder / INDEX
+    if not index.exists():
+        return
+    for figure in json.loads(index.read_text(encoding="utf-8")):
+        path = folder / figure["file"]
+        if path.exists():
+            yield figure | {"uri": data_uri(path.read_bytes())}
