@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,11 @@ def study_of(
             return str(error).partition(".experiments.network")[2] or str(error)
         return None
 
-    loaded({"network": block | {"strategies": block["strategies"][:1]}})  # what is wrong with all
+    first = next(iter(given["numbers"].values()))["strategies"][:1]
+    loaded({"network": block | {"strategies": first, "gpus": [1]}})  # says what is wrong with all
     experiments, left_out = {}, []
-    for name, change in given["each"].items():
-        values = block | change
+    for (kind, change), (group, matrix) in product(given["each"].items(), given["numbers"].items()):
+        name, values = f"{kind}-{group}", block | matrix | change
         if refusal(values) is not None:
             why = {s: refusal(values | {"strategies": [s]}) for s in values["strategies"]}
             values["strategies"] = [s for s in why if why[s] is None]

@@ -48,6 +48,7 @@ def data_of(plan: Plan) -> dict[str, Any]:
     return {
         "study": plan.study,
         "margin": plan.cluster["memory_margin"],
+        "gpus_per_node": plan.cluster["gpus_per_node"],
         "own_of": ["CPU", plan.device],
         "beside": [plan.device, *plan.others],
         "devices": _devices(plan, cells),
@@ -173,6 +174,7 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
     return {
         "footprints": [_numbered(f, footprints) for f in c.footprint.each],
         "slowest": _slowest(c.footprint),
+        "regular": _is_regular(s),
         "replicas": mesh.replicas,
         "pushes": s.steps_per_batch,
         "parts": s.request.parts,
@@ -193,6 +195,16 @@ def _entry(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]
             "source": recorded.source,
         },
     }
+
+
+def _is_regular(s: Subject) -> bool:
+    """Whether a worker holds so much fixed and a share of the rest, and sends by rings over all workers.
+
+    Then every amount is a line in one over the number of workers, from two on.
+    """
+    n, traits, mesh = s.cell.gpus, s.request.traits, s.strategy.mesh(s.cell.gpus)
+    divided = {traits.weight_parts, traits.optimizer_parts} <= {1, n}
+    return n > 1 and divided and mesh.replicas == n and not s.served
 
 
 def _slowest(footprint: Footprint) -> int:

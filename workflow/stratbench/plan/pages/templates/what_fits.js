@@ -38,27 +38,24 @@ function neededOf(footprint, samples, threads) {
   return { bytes: Math.max(bytes, evaluation) + footprint.copy, peak: bytes, evaluates: evaluation > bytes, highest, buffer, footprint };
 }
 
-/** The rank that needs most, of all stages. */
-function fullest(entry, samples, threads) {
-  let found = null;
-  for (const i of entry.footprints) {
-    const n = neededOf(D.footprints[i], samples, threads);
-    if (!found || n.bytes > found.bytes) found = n;
+const NAMED = [...D.groups, "data", "warm-up’s copy"];
+const mixed = (a, b, share) => a.map((n, i) => share * n + (1 - share) * b[i]);
+
+/** What a worker needs on the rank that needs most, of all stages: bytes with the data, and by what they are for. */
+function needs(entry, samples, threads) {
+  if (entry.between) {
+    const [low, high] = entry.between.map((given) => needs(given, samples, threads));
+    return { ...high, bytes: mixed([low.bytes], [high.bytes], entry.share)[0], parts: mixed(low.parts, high.parts, entry.share) };
   }
-  return found;
-}
-
-const dataBytes = (entry, samples) => entry.data[0] + entry.data[1] * samples;
-
-/** What memory is for at a batch: the groups, the data and the warm-up's copy. */
-function partsOf(entry, n, samples) {
-  const parts = {};
-  D.groups.forEach((name, i) => {
-    const line = n.highest[1];
-    parts[name] = n.evaluates ? n.footprint.evaluation[i] : line[2 * i] + line[2 * i + 1] * samples;
-  });
-  if (!n.evaluates) parts.temporary += n.buffer;
-  return { ...parts, data: dataBytes(entry, samples), "warm-up’s copy": n.footprint.copy };
+  let n = null;
+  for (const i of entry.footprints) {
+    const found = neededOf(D.footprints[i], samples, threads);
+    if (!n || found.bytes > n.bytes) n = found;
+  }
+  const line = n.highest[1], data = entry.data[0] + entry.data[1] * samples;
+  const parts = D.groups.map((_, i) => (n.evaluates ? n.footprint.evaluation[i] : line[2 * i] + line[2 * i + 1] * samples));
+  if (!n.evaluates) parts[D.groups.indexOf("temporary")] += n.buffer;
+  return { bytes: n.bytes + data, parts: [...parts, data, n.footprint.copy], phase: n.evaluates ? "evaluation" : n.highest[0] };
 }
 
 /** The most samples that a worker can compute on at once; 0 if not even one fits. */
@@ -67,7 +64,7 @@ function mostSamples(entry, device) {
   let low = 0, high = 2 ** 24 - 1;
   while (low < high) {
     const middle = Math.floor((low + high) / 2), samples = middle + 1;
-    if (room < fullest(entry, samples, device.resident_threads).bytes + dataBytes(entry, samples)) high = middle;
+    if (room < needs(entry, samples, device.resident_threads).bytes) high = middle;
     else low = middle + 1;
   }
   return low;
@@ -83,17 +80,24 @@ function sentBytes(entry, samples, steps) {
   return (first * wire.plain + (steps - first) * each) / steps;
 }
 
+/** Of the worker that computes most: operations of a sample, forward alone, kernels of a step, bytes that they touch. */
+function workOf(entry) {
+  if (entry.between) return mixed(...entry.between.map(workOf), entry.share);
+  const f = D.footprints[entry.footprints[entry.slowest]];
+  return [f.training_flops, f.flops, f.operations, ...f.touched];
+}
+
 /** Seconds of `steps` steps at best and at worst, by the device's rates: `span_by_device`; null if they are not known. */
 function secondsOf(entry, device, s, samples, sent, steps) {
   const kind = device.is_gpu ? "gpu" : "cpu", R = D.rates;
   const rate = device.is_gpu ? device.flops_per_s[s.precision] : device.flops_per_s[""] / s.workers;
   if (!rate) return null;
-  const f = D.footprints[entry.footprints[entry.slowest]];
+  const [computes_flops, forward_flops, operations, touched, touched_each] = workOf(entry);
   const link = entry.nodes === 1 ? device.link_bytes_per_s : Math.min(device.link_bytes_per_s, device.network_bytes_per_s);
-  const flops = (f.training_flops + (entry.recomputes ? f.flops : 0)) * samples;
+  const flops = (computes_flops + (entry.recomputes ? forward_flops : 0)) * samples;
   return [0, 1].map((slow) => {
-    const parts = [flops / (rate * R.utilisation[kind][slow]), f.operations * R.launch_s[kind][slow]];
-    if (device.memory_bytes_per_s) parts.push((f.touched[0] + f.touched[1] * samples) / (device.memory_bytes_per_s * R.memory[slow]));
+    const parts = [flops / (rate * R.utilisation[kind][slow]), operations * R.launch_s[kind][slow]];
+    if (device.memory_bytes_per_s) parts.push((touched + touched_each * samples) / (device.memory_bytes_per_s * R.memory[slow]));
     const sum = parts.reduce((a, b) => a + b) * entry.slowdown;
     const computes = ((slow ? sum : Math.max(...parts)) * entry.pushes) / (1 - entry.bubble);
     const sends = Math.max(Math.max(sent, entry.link) / (link * R.link[slow]), entry.served / R.server[slow]);
@@ -109,12 +113,28 @@ const deviceOf = (s) => D.devices.find((d) => d.name === s.device);
 const kindOf = (s) => s.precision + (s.checkpointing ? "+checkpointing" : "");
 const strategiesOf = (network) => [...new Set(Object.values(network.kinds).flatMap(Object.keys))];
 const countsOf = (network) => [...new Set(Object.values(network.kinds).flatMap((k) => Object.values(k).flatMap(Object.keys)))].map(Number).sort((a, b) => a - b);
-const entryOf = (s) => networkOf(s).kinds[kindOf(s)]?.[s.strategy]?.[s.workers];
+
+/** What the plan has of a choice; between two numbers of workers that it has, from both: a line in 1 / workers. */
+function entryOf(s) {
+  const given = networkOf(s).kinds[kindOf(s)]?.[s.strategy] ?? {};
+  if (given[s.workers]) return given[s.workers];
+  const counts = Object.keys(given).map(Number).filter((n) => given[n].regular).sort((a, b) => a - b);
+  const low = counts.findLast((n) => n < s.workers), high = counts.find((n) => n > s.workers);
+  if (!low || !high) return undefined;
+  const share = (1 / s.workers - 1 / high) / (1 / low - 1 / high), between = [given[low], given[high]];
+  const [a, b] = between.map((entry) => entry.wire);
+  const wire = { ...a, line: mixed(a.line, b.line, share), plain: mixed([a.plain], [b.plain], share)[0] };
+  const nodes = Math.ceil(s.workers / D.gpus_per_node);
+  return { ...given[high], between, share, wire, nodes, replicas: s.workers, recorded: null };
+}
+
+/** The columns of the table: the numbers of workers that the plan has, and the one chosen. */
+const columnsOf = (network) => [...new Set([...countsOf(network), S.workers])].sort((a, b) => a - b);
 
 /** The state of a choice, fit, tight, no or none, and all figures of it. `whole`: with those that the table does not show. */
 function figures(s, whole = true) {
   const entry = entryOf(s), device = deviceOf(s), network = networkOf(s);
-  if (!entry) return { state: "none", why: "is not in this plan" };
+  if (!entry) return { state: "none", why: `this plan has no ${s.strategy} on ${s.workers} worker${s.workers > 1 ? "s" : ""} in ${kindOf(s).replace("+", " with ")}` };
   if (entry.why !== undefined) return { state: "none", why: entry.why };
   const unit = entry.replicas * entry.pushes * entry.parts;
   const found = { entry, most: 0 };
@@ -126,15 +146,15 @@ function figures(s, whole = true) {
   if (s.batch % unit) return { ...found, state: "none", why: `a batch of ${count(s.batch)} cannot be divided into ${count(unit)} equal parts` };
   const samples = s.batch / entry.replicas / entry.pushes;
   if (samples < entry.least) return { ...found, state: "none", why: "it normalises over the batch (BatchNorm), and a worker’s batch is one sample" };
-  const n = fullest(entry, samples, device.resident_threads);
-  found.needed = n.bytes + dataBytes(entry, samples);
+  const n = needs(entry, samples, device.resident_threads);
+  found.needed = n.bytes;
   found.state = found.needed > device.memory_bytes ? "no" : found.needed * (1 + D.margin) > device.memory_bytes ? "tight" : "fit";
   if (!whole) return found;
   const steps = network.steps || network.epochs * Math.floor(network.train_samples / s.batch);
   const sent = steps ? sentBytes(entry, samples, steps) : 0;
   const recorded = entry.recorded && entry.recorded.batch === s.batch && D.own_of[+network.on_cuda] === device.name ? entry.recorded : null;
   const span = recorded ? recorded.span : steps ? secondsOf(entry, device, s, samples, sent, steps) : null;
-  return { ...found, samples, sent, steps, span, source: recorded ? recorded.source : null, parts: partsOf(entry, n, samples), phase: n.evaluates ? "evaluation" : n.highest[0] };
+  return { ...found, samples, sent, steps, span, source: recorded ? recorded.source : null, parts: Object.fromEntries(NAMED.map((name, i) => [name, n.parts[i]])), phase: n.phase };
 }
 
 // ---- words -------------------------------------------------------------------------------------------------
@@ -178,8 +198,8 @@ function settle() {
   if (!kinds.some((k) => k.split("+")[0] === S.precision)) S.precision = first[0];
   if (!network.kinds[kindOf(S)]) S.checkpointing = network.kinds[`${S.precision}+checkpointing`] ? 1 : 0;
   const counts = countsOf(network), strategies = strategiesOf(network);
-  if (!strategies.includes(S.strategy)) S.strategy = strategies.find((name) => counts.every((n) => network.kinds[kindOf(S)][name]?.[n])) || strategies[0];
-  if (!counts.includes(S.workers)) S.workers = counts.at(-1);
+  if (!(Number.isInteger(S.workers) && S.workers >= counts[0] && S.workers <= counts.at(-1))) S.workers = counts.findLast((n) => n <= 8) ?? counts[0];
+  if (!strategies.includes(S.strategy)) S.strategy = strategies.find((strategy) => counts.every((workers) => entryOf({ ...S, strategy, workers }))) || strategies[0];
   if (!(Number.isInteger(S.batch) && S.batch >= 1 && S.batch < 2 ** 24)) S.batch = network.batch;
 }
 
@@ -206,6 +226,8 @@ function show() {
   radios("workers", countsOf(network));
   radios("precision", PRECISIONS.filter((p) => kinds[p] || kinds[`${p}+checkpointing`]));
   for (const key of ["network", "device", "strategy"]) form[key].value = S[key];
+  const counts = countsOf(network);
+  Object.assign(form.count, { value: S.workers, min: counts[0], max: counts.at(-1) });
   form.batch.value = S.batch;
   form.slider.value = BATCHES.findLastIndex((b) => b <= S.batch);
   form.slider.setAttribute("aria-valuetext", count(S.batch));
@@ -266,7 +288,7 @@ function facts(f, device) {
 }
 
 function table() {
-  const network = networkOf(S), counts = countsOf(network);
+  const network = networkOf(S), counts = columnsOf(network);
   const head = el("tr", {}, el("th", { scope: "col" }, "workers"), ...counts.map((n) => el("th", { scope: "col" }, String(n))));
   const rows = strategiesOf(network).map((strategy) => el("tr", {}, el("th", { scope: "row" }, strategy), ...counts.map((workers) => {
     const choice = { ...S, strategy, workers };
@@ -283,7 +305,7 @@ function table() {
 }
 
 function cards() {
-  const network = networkOf(S), counts = countsOf(network), strategies = strategiesOf(network);
+  const network = networkOf(S), counts = columnsOf(network), strategies = strategiesOf(network);
   const names = D.beside.includes(S.device) ? D.beside : [S.device, ...D.beside];
   const shown = names.map((name) => devicesOf(network).find((d) => d.name === name)).filter(Boolean);
   $("others").hidden = shown.length < 2;
@@ -308,6 +330,8 @@ function draw() {
   $("verdict").replaceChildren(el("span", { className: `glyph ${f.state}`, "aria-hidden": "true" }, GLYPH[f.state]), verdict(f, device));
   $("hint").textContent = hint(f);
   $("kept").textContent = form.checkpointing.disabled ? `This plan has ${S.checkpointing ? "only" : "nothing with"} checkpointing of ${S.precision}.` : "";
+  const network = networkOf(S);
+  $("about").textContent = `${network.dataset}: ${count(network.train_samples)} samples; ${network.optimizer === "adamw" ? "AdamW" : "SGD"}`;
   bar(f, device);
   facts(f, device);
   table();
@@ -330,9 +354,10 @@ form.addEventListener("input", (event) => {
   if (name === "slider") S.batch = BATCHES[value];
   else if (name === "checkpointing") S.checkpointing = Number(checked);
   else if (name === "workers" || name === "batch") S[name] = Number(value);
+  else if (name === "count") S.workers = Number(value);
   else S[name] = value;
   if (name === "network") S.batch = networkOf(S).batch;
-  if (name === "batch" && !(Number.isInteger(S.batch) && S.batch >= 1)) return; // while it is typed
+  if (event.target.type === "number" && !(event.target.checkValidity() && value)) return; // while it is typed
   const typed = document.activeElement;
   settle();
   show();
